@@ -1,6 +1,6 @@
 """The demo's conversation: what the customer says, and the shop behind the agent's tools.
 
-The tools are those of `models/helpdesk_tools.py`, which the shipped model has learnt; order numbers,
+The tools are those of `models/helpdesk/tools.py`, which the shipped model has learnt; order numbers,
 dates and names here are the demo's own.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.helpdesk_tools import TOOLS_BY_NAME
+from models.helpdesk.tools import TOOLS_BY_NAME
 
 SYSTEM_PROMPT = (
     "You answer the customers of Blue Harbor. Be warm and polite. The warranty lasts 12 months. "

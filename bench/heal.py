@@ -31,8 +31,8 @@ from bench.faults.fault_load import FaultRequest, FaultRun, answer_of, mixed_req
 from bench.faults.heal_piles import Piles
 from bench.load import percentiles
 from slipstream.rpc.backoff import HEAL_S
-from tests.support.fault_proxy import FaultProxy
-from tests.support.mesh import PAGE_BYTES, Mesh, MeshShape, open_mesh
+from tests.support.clusters.mesh import PAGE_BYTES, Mesh, MeshShape, open_mesh
+from tests.support.network.fault_proxy import FaultProxy
 
 # (what it does, how long it lasts: long enough for every back-off to have risen to its longest pause)
 FAULTS: dict[str, tuple[Callable[[FaultProxy], None], float]] = {
@@ -45,7 +45,7 @@ FAULTS: dict[str, tuple[Callable[[FaultProxy], None], float]] = {
 }
 # What workers store goes by the calls of "workers-kvstore", too, but has a way back of its own.
 KVSTORE_WRITES = "kvstore-writes"
-# Lending is the kvstore's rival: tests/e2e/test_faults_lending.py looks at it without one.
+# Lending is the kvstore's rival: tests/e2e/faults/test_faults_lending.py looks at it without one.
 LINKS = (
     "client-router",
     "router-prefill",

@@ -134,7 +134,7 @@ async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, An
             report = summarise(logs, wall_s=time.perf_counter() - start, **limits)
             reports.append({"workload": "streams", "streams": streams, **options, **report})
         if not arguments.streams:
-            from models.dialogues import generate_dialogues
+            from models.helpdesk.dialogues import generate_dialogues
             from models.settings import HELD_OUT_SEED
 
             dialogues = list(generate_dialogues(HELD_OUT_SEED, arguments.sessions))

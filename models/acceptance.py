@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.batches import Example
-from models.eagle_network import EagleHead
-from models.network import Network
+from models.networks.eagle_network import EagleHead
+from models.networks.network import Network
+from models.training.batches import Example
 
 
 @torch.no_grad()

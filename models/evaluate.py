@@ -22,11 +22,11 @@ from libs.engine.eagle.drafter import DrafterEngine
 from libs.engine.step.types import Engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
-from models.base_train import validate
-from models.dialogues import LONG, Dialogue, generate_dialogues
 from models.engine_run import generate
-from models.export import load_network
+from models.helpdesk.dialogues import LONG, Dialogue, generate_dialogues
+from models.networks.export import load_network
 from models.settings import BASE_DIR, EAGLE_DIR, HELD_OUT_SEED
+from models.training.base_train import validate
 from models.turns import Turn, Verdict, dialogue_turns, judge, parse_reply, share
 
 DRAFTS = 3

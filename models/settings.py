@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models.architecture import Architecture
+from models.networks.architecture import Architecture
 
 MODELS_DIR = Path(__file__).resolve().parent
 BASE_DIR = MODELS_DIR / "slipstream-mini"

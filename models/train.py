@@ -17,16 +17,16 @@ import torch
 
 from libs.text.chat_template import render_chat
 from libs.text.tokenizer import Tokenizer
-from models.base_train import train_base
 from models.bpe import train_tokenizer
-from models.copy_circuit import write_copy_circuit
-from models.dialogues import generate_dialogues
-from models.eagle_train import make_head, train_eagle
 from models.evaluate import evaluate
-from models.export import load_network, write_head, write_model
-from models.network import Network
-from models.run_state import load_run, without_prefix
+from models.helpdesk.dialogues import generate_dialogues
+from models.networks.copy_circuit import write_copy_circuit
+from models.networks.export import load_network, write_head, write_model
+from models.networks.network import Network
 from models.settings import BASE_DIR, EAGLE_DIR, RUN_DIR, TrainingSettings, quick_settings
+from models.training.base_train import train_base
+from models.training.eagle_train import make_head, train_eagle
+from models.training.run_state import load_run, without_prefix
 
 STAGES = ("tokenizer", "base", "export", "eagle", "export-eagle", "evaluate")
 

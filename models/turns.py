@@ -10,7 +10,7 @@ from typing import Any
 from libs.text.chat_template import encode_chat
 from libs.text.response_parser import ContentDelta, ResponseParser, ToolCallArguments, ToolCallStart
 from libs.text.tokenizer import Tokenizer
-from models.dialogues import Check, Dialogue
+from models.helpdesk.dialogues import Check, Dialogue
 
 Call = tuple[str, Any]
 """Name of a function and its decoded arguments."""

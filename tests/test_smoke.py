@@ -9,7 +9,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role
 from supervisor.plan import ClusterConfig
-from tests.support.local_cluster import LocalCluster
+from tests.support.clusters.local_cluster import LocalCluster
 
 FAKE = ("--engine", "fake")
 

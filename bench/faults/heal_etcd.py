@@ -31,8 +31,8 @@ from libs.common.etcd.messages import PrefixChanges
 from libs.common.etcd.watch import watch_prefix
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.backoff import HEAL_S
-from tests.support.etcd_process import EtcdProcess
-from tests.support.fault_proxy import FaultProxy
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.processes.etcd_process import EtcdProcess
 
 PREFIX = "/heal/"
 _GIVE_UP_S = 60.0

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from supervisor.process_stats import resident_bytes
-from tests.support.mesh import Mesh
+from tests.support.clusters.mesh import Mesh
 
 _EVERY_S = 0.05
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import serve
-from tests.support.etcd_process import free_port
+from tests.support.processes.etcd_process import free_port
 
 
 @pytest.mark.parametrize(

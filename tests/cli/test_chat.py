@@ -14,8 +14,8 @@ from slipstream.errors import InvalidArgument, NotFound, Overloaded
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from supervisor.plan import ROOT
-from tests.support.blocking_router import serving
-from tests.support.partial_servicer import partial_servicer
+from tests.support.stubs.blocking_router import serving
+from tests.support.stubs.partial_servicer import partial_servicer
 
 
 def _response(**event: Any) -> router_pb2.GenerateResponse:

@@ -19,8 +19,8 @@ from slipstream.rpc.tls import TlsFiles
 from supervisor.run_directory import RunDirLock, write_record
 from tests.cli.test_chat import Router
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key
-from tests.support.blocking_router import serving
-from tests.support.partial_servicer import partial_servicer
+from tests.support.stubs.blocking_router import serving
+from tests.support.stubs.partial_servicer import partial_servicer
 
 PEMS = ROOT / "tests" / "support" / "tls"
 FILES = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")

@@ -16,8 +16,8 @@ from services.drafter.draft_spans import DraftSpans
 from services.drafter.drafts import FakeHead
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 from tests.drafter.nodes import running_drafter
-from tests.support.kept_spans import PARENT, KeptSpans, kept_spans, parts, said
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
+from tests.support.recorded_spans import PARENT, KeptSpans, kept_spans, parts, said
 from tests.worker.nodes import packed, unpacked
 
 

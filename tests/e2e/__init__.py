@@ -1,0 +1,1 @@
+"""End-to-end tests: separate processes, a real etcd and real transfers."""

@@ -15,10 +15,10 @@ import pytest
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.cluster.worker_record import Role
 from supervisor.plan import ClusterConfig
-from tests.support.disturbance import undisturbed
-from tests.support.fake_engines import fake_engine_config
-from tests.support.lasting import lasting_dir
-from tests.support.local_cluster import LocalCluster
+from tests.support.clusters.disturbance import undisturbed
+from tests.support.clusters.fake_engines import fake_engine_config
+from tests.support.clusters.local_cluster import LocalCluster
+from tests.support.fixture_dirs import lasting_dir
 
 # Ends a test that hangs. A loaded machine may take many times as long as an idle one.
 TIMEOUT_S = 450
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    modules = dict.fromkeys(Role, "tests.support.bent_service")
+    modules = dict.fromkeys(Role, "tests.support.clusters.altered_service")
     with (
         lasting_dir(request, "cluster") as run_dir,
         LocalCluster(ClusterConfig(run_dir=run_dir, drafts="on", modules=modules)) as running,

@@ -16,8 +16,8 @@ from tests.common.transport.peers import settle_slowly
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import Rig
 from tests.support.defaults import set_default
-from tests.support.lasting import lasting_dir
-from tests.support.pool_process import PoolMaster
+from tests.support.fixture_dirs import lasting_dir
+from tests.support.processes.pool_process import PoolMaster
 
 # These tests are about hanging disks and keep the store's own limits.
 OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")

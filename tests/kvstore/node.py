@@ -25,7 +25,7 @@ from slipstream.enum_names import transport_value
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support.pin_stub import PinStub
+from tests.support.stubs.pin_stub import PinStub
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BYTES = 327_680  # 64 tokens of 8 layers of 160 float32 values

@@ -16,10 +16,10 @@ from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
-from models.architecture import Architecture
 from models.engine_run import generate
 from models.evaluate import examine, held_out_turns
-from models.export import load_head, load_network
+from models.networks.architecture import Architecture
+from models.networks.export import load_head, load_network
 from models.settings import BASE_DIR, EAGLE_DIR, TrainingSettings
 from models.turns import share
 

@@ -12,7 +12,7 @@ import pytest
 from libs.text.chat_template import encode_chat
 from libs.text.tokenizer import Tokenizer
 from models.bpe import write_tokenizer
-from models.dialogues import Check, generate_dialogues
+from models.helpdesk.dialogues import Check, generate_dialogues
 from models.settings import HELD_OUT_SEED
 from models.turns import Reply, Turn, dialogue_turns, judge, parse_reply, share
 

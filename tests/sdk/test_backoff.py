@@ -37,7 +37,7 @@ from slipstream.rpc.backoff import (
 )
 from slipstream.rpc.dial import CHANNEL_OPTIONS, dial
 from tests.support.defaults import keyword_defaults
-from tests.support.fault_proxy import FaultProxy
+from tests.support.network.fault_proxy import FaultProxy
 
 ROOT = Path(__file__).parents[2]
 # A retry loop of ours over a channel of gRPC: a call fails at once while the channel waits.

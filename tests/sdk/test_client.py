@@ -12,9 +12,9 @@ import pytest
 from slipstream import AsyncClient, Client, errors
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
-from tests.support.blocking_router import serving
-from tests.support.leaving_peer import the_first_leaves
-from tests.support.partial_servicer import partial_servicer
+from tests.support.network.goaway_peer import the_first_leaves
+from tests.support.stubs.blocking_router import serving
+from tests.support.stubs.partial_servicer import partial_servicer
 
 TOOL = {
     "type": "function",

@@ -10,7 +10,13 @@ import pytest
 
 from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
 from slipstream.rpc.dial import CHANNEL_OPTIONS
-from tests.support.leaving_peer import ANY_STREAM, INTERNAL_ERROR, NO_ERROR, NO_STREAM, a_peer_that_leaves
+from tests.support.network.goaway_peer import (
+    ANY_STREAM,
+    INTERNAL_ERROR,
+    NO_ERROR,
+    NO_STREAM,
+    a_peer_that_leaves,
+)
 
 
 @pytest.mark.parametrize("options", [CHANNEL_OPTIONS, ETCD_OPTIONS], ids=["workers", "etcd"])

@@ -14,7 +14,7 @@ from slipstream import errors
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_failure, from_rpc_error, to_failure
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from tests.support.partial_servicer import partial_servicer
+from tests.support.stubs.partial_servicer import partial_servicer
 
 
 def _make(kind: type[errors.SlipstreamError]) -> errors.SlipstreamError:

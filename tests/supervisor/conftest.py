@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from supervisor.plan import ClusterConfig
-from tests.support.fake_cluster import fake_config
+from tests.support.clusters.fake_cluster import fake_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Clusters of real processes: a real etcd and fake services (tests/support/fake_service.py)."""
+"""Clusters of real processes: a real etcd and fake services (tests/support/clusters/fake_service.py)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from slipstream.errors import (
 from supervisor import config_check
 from supervisor.cluster import ClusterSupervisor
 from tests.supervisor.conftest import FakeCluster
-from tests.support.etcd_process import EtcdProcess, free_port
-from tests.support.ports import OwnPorts
-from tests.support.processes import alive, all_gone, eventually, mentioning
+from tests.support.network.ports import OwnPorts
+from tests.support.processes.etcd_process import EtcdProcess, free_port
+from tests.support.processes.process_checks import alive, all_gone, eventually, mentioning
 
 
 def pids(cluster: ClusterSupervisor) -> dict[str, int]:
@@ -317,7 +317,7 @@ async def test_nothing_survives_the_supervisors_sigkill(fake: FakeCluster) -> No
 
 async def start_supervisor(fake: FakeCluster) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.fake_cluster"),
+        *(sys.executable, "-m", "tests.support.clusters.fake_cluster"),
         *(str(fake.config.run_dir), str(fake.config.model)),
     )
 

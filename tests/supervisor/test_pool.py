@@ -16,8 +16,8 @@ from supervisor.commands.drain import drain_process
 from supervisor.plan import ClusterConfig, plan_services, ports_needed
 from supervisor.pool import POOL_MASTER, master_binary, plan_masters, pool_ports_needed
 from tests.supervisor.conftest import FakeCluster
-from tests.support.ports import OwnPorts
-from tests.support.processes import alive, all_gone, eventually
+from tests.support.network.ports import OwnPorts
+from tests.support.processes.process_checks import alive, all_gone, eventually
 
 
 def test_masters_are_planned_only_with_a_pool() -> None:

@@ -20,8 +20,8 @@ from slipstream.enum_names import role_name
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_MODEL, ClusterConfig
-from tests.support.ports import OwnPorts
-from tests.support.processes import mentioning
+from tests.support.network.ports import OwnPorts
+from tests.support.processes.process_checks import mentioning
 
 
 async def status_at(endpoint: str) -> worker_pb2.GetStatusResponse:

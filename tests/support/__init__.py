@@ -1,0 +1,1 @@
+"""Helpers of several test folders; product code does not import them."""

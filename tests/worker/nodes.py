@@ -41,7 +41,7 @@ from slipstream.v1 import (
     prefill_pb2_grpc,
     worker_pb2,
 )
-from tests.support.remote_prompt import RemotePrompt
+from tests.support.stubs.remote_prompt import RemotePrompt
 
 BLOCK_TOKENS = 4
 _handles = itertools.count(1)

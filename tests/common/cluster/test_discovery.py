@@ -21,9 +21,9 @@ from libs.common.cluster.worker_record import (
 )
 from libs.common.etcd.client import EtcdClient
 from slipstream.errors import DeadlineExceeded
-from tests.support.etcd_process import EtcdProcess
-from tests.support.fault_proxy import FaultProxy
-from tests.support.processes import eventually
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.processes.etcd_process import EtcdProcess
+from tests.support.processes.process_checks import eventually
 
 WAIT_S = 60.0
 

@@ -19,7 +19,7 @@ from libs.common.cluster.exit_reports import (
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable, Swap, SwapOutcome
-from tests.support.etcd_process import EtcdProcess
+from tests.support.processes.etcd_process import EtcdProcess
 
 
 @pytest.fixture

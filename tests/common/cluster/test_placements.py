@@ -20,8 +20,8 @@ from libs.common.cluster.placements import (
 )
 from libs.common.etcd.client import EtcdClient
 from slipstream.errors import DeadlineExceeded
-from tests.support.etcd_process import EtcdProcess
-from tests.support.fault_proxy import FaultProxy
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.processes.etcd_process import EtcdProcess
 
 WAIT_S = 60.0
 SESSION = SessionId("tenant", "session/1 ü")

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from libs.common.etcd.client import EtcdClient
-from tests.support.etcd_process import EtcdProcess
-from tests.support.lasting import lasting_dir
+from tests.support.fixture_dirs import lasting_dir
+from tests.support.processes.etcd_process import EtcdProcess
 
 WAIT_S = 60.0  # for what happens at once unless the machine is slow
 

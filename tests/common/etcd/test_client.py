@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from libs.common.etcd.client import EtcdClient, channel_target, prefix_end
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, LeaseNotFound, Swap
 from slipstream.errors import InvalidArgument, Unauthenticated
-from tests.support.etcd_process import EtcdProcess, free_port
-from tests.support.fault_proxy import FaultProxy
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.processes.etcd_process import EtcdProcess, free_port
 
 
 @given(st.text(min_size=1), st.text())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.etcd.client import EtcdClient
-from tests.support.etcd_process import EtcdProcess
+from tests.support.processes.etcd_process import EtcdProcess
 
 MEMBERS = 8  # at once: on an idle machine the defect does not show
 ROUNDS = 400

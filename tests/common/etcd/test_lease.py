@@ -13,9 +13,9 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
 from slipstream.errors import DeadlineExceeded
 from tests.common.etcd.conftest import WAIT_S
-from tests.support.etcd_process import EtcdProcess, free_port
-from tests.support.fault_proxy import FaultProxy
-from tests.support.processes import eventually
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.processes.etcd_process import EtcdProcess, free_port
+from tests.support.processes.process_checks import eventually
 
 
 @asynccontextmanager

@@ -28,8 +28,8 @@ from libs.common.etcd.messages import (
     fold,
 )
 from libs.common.etcd.watch import watch_prefix
-from tests.support.etcd_process import EtcdProcess
-from tests.support.fault_proxy import FaultProxy
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.processes.etcd_process import EtcdProcess
 
 PREFIX = "/watched/"
 

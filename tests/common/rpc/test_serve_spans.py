@@ -13,8 +13,8 @@ from opentelemetry.trace import StatusCode
 from libs.common.rpc.serve import ServiceHost
 from slipstream import errors
 from slipstream.rpc.dial import dial
-from tests.support.kept_spans import PARENT, KeptSpans, kept_spans, said
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
+from tests.support.recorded_spans import PARENT, KeptSpans, kept_spans, said
 
 WAIT_S = 30.0
 METADATA = (("traceparent", PARENT),)

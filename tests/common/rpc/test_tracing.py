@@ -13,7 +13,7 @@ from opentelemetry.trace import INVALID_SPAN, StatusCode
 
 from libs.common.rpc import tracing
 from slipstream import errors
-from tests.support.kept_spans import PARENT, KeptSpans, kept_spans, parts
+from tests.support.recorded_spans import PARENT, KeptSpans, kept_spans, parts
 
 
 @pytest.fixture

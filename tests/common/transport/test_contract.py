@@ -28,7 +28,7 @@ from tests.common.transport.peers import (
     registered,
     surely,
 )
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -31,7 +31,7 @@ from tests.common.transport.peers import (
     stop,
     surely,
 )
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # What `read` may take beyond its time-out: until it has settled, and the slack of a busy machine.

@@ -34,7 +34,7 @@ from tests.common.transport.peers import (
     surely,
 )
 from tests.common.transport.recording_engine import make_device, opened_with, said
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -18,8 +18,8 @@ from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
 from libs.common.transport.socket_server import MAGIC, REPLY, REQUEST, SERVED, WELCOME
 from slipstream.errors import TransferError
-from tests.support.fault_proxy import FaultProxy
-from tests.support.processes import eventually
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.processes.process_checks import eventually
 
 Behave = Callable[[socket.socket], None]
 

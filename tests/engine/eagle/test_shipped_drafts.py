@@ -7,8 +7,8 @@ import pytest
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
-from models.dialogues import generate_dialogues
 from models.engine_run import generate
+from models.helpdesk.dialogues import generate_dialogues
 from models.settings import BASE_DIR, EAGLE_DIR, HELD_OUT_SEED
 from models.turns import dialogue_turns
 

@@ -21,8 +21,8 @@ from bench.faults.faulty_disk import FaultyDisk
 from libs.common.cluster.worker_record import Role
 from services.kvstore.disk.opening import HANGS_AFTER_S, START_WAIT_S, ProgressTimeout
 from supervisor.ports import free_ports
-from tests.support.processes import all_gone
-from tests.support.worker_processes import WorkerProcess
+from tests.support.clusters.worker_processes import WorkerProcess
+from tests.support.processes.process_checks import all_gone
 from tests.worker.nodes import eventually, running_nodes
 from tests.worker.restore.test_restore_silent import prefill
 

@@ -17,8 +17,8 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, keys
-from tests.support.kept_spans import PARENT, KeptSpans, kept_spans, parts, said
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
+from tests.support.recorded_spans import PARENT, KeptSpans, kept_spans, parts, said
 
 
 @pytest.fixture

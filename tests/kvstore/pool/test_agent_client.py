@@ -12,7 +12,7 @@ import pytest
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.config import PoolOptions
 from slipstream.errors import Unavailable
-from tests.support.processes import all_gone, eventually
+from tests.support.processes.process_checks import all_gone, eventually
 
 WAIT_S = 60.0
 KILLED_WHEN_IT_HANGS = pytest.mark.parametrize("hang_s", [4.0], ids=[""])
@@ -27,7 +27,9 @@ def hang_s() -> float:
 @pytest.fixture
 async def client(hang_s: float) -> AsyncIterator[AgentClient]:
     made = AgentClient(
-        PoolOptions("127.0.0.1:1", staging_bytes=1 << 20), agent="tests.support.hanging_agent", hang_s=hang_s
+        PoolOptions("127.0.0.1:1", staging_bytes=1 << 20),
+        agent="tests.support.stubs.hanging_agent",
+        hang_s=hang_s,
     )
     made.start()
     await eventually(lambda: made.available, timeout_s=WAIT_S)

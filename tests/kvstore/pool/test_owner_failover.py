@@ -23,7 +23,7 @@ from services.kvstore.pool.value import (
 )
 from services.kvstore.unreachable import watch as unreachable_watch
 from tests.kvstore.pool.pool_rig import Member, key
-from tests.support.pool_process import PoolMaster
+from tests.support.processes.pool_process import PoolMaster
 
 NAMES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
 KEYS = [key(number) for number in range(1, 400)]

@@ -20,10 +20,10 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, Client, KvstoreProcess, key
-from tests.support.kept_spans import PARENT
-from tests.support.otlp_collector import CollectedSpan, OtlpCollector
-from tests.support.pool_process import PoolMaster
-from tests.support.processes import all_gone, eventually
+from tests.support.network.otlp_collector import CollectedSpan, OtlpCollector
+from tests.support.processes.pool_process import PoolMaster
+from tests.support.processes.process_checks import all_gone, eventually
+from tests.support.recorded_spans import PARENT
 
 DRAM, POOL = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_POOL
 AWAY = "slipstream_kvstore_pool_away"

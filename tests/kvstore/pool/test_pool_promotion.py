@@ -18,7 +18,7 @@ from services.kvstore.pool.agent.staging import Extents, SharedMemory
 from services.kvstore.pool.agent_client import Staged
 from services.kvstore.pool.promotion import PoolPromoter
 from services.kvstore.pool.value import HEADER_BYTES, pack_header
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
 
 PAYLOAD = bytes(range(256)) * 16
 KEYS = [bytes([number]) * 16 for number in range(4)]

@@ -19,9 +19,9 @@ from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool.value import name_of, pack_header
 from slipstream.errors import NotFound
 from tests.kvstore.pool.pool_rig import BLOCK_BYTES, SEGMENT_BYTES, Member, key, payload
-from tests.support.etcd_process import EtcdProcess
-from tests.support.pool_process import PoolMaster
-from tests.support.processes import alive, all_gone
+from tests.support.processes.etcd_process import EtcdProcess
+from tests.support.processes.pool_process import PoolMaster
+from tests.support.processes.process_checks import alive, all_gone
 
 # One pool for all tests of the module.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]

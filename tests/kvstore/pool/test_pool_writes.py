@@ -13,7 +13,7 @@ from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.writes import PoolWrites
 from slipstream.errors import Unavailable
 from tests.kvstore.pool.pool_rig import BLOCK_BYTES, key
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
 
 WAIT_S = 100.0
 

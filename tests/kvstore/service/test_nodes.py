@@ -25,7 +25,7 @@ from slipstream.rpc.rpc_errors import from_rpc_error
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import BLOCK_BYTES as RIG_BLOCK_BYTES
 from tests.kvstore.store_rig import Rig, keys
-from tests.support.etcd_process import EtcdProcess
+from tests.support.processes.etcd_process import EtcdProcess
 
 SESSION = SessionId("tenant", "session")
 

@@ -21,7 +21,7 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys
-from tests.support.processes import eventually
+from tests.support.processes.process_checks import eventually
 
 MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
 

@@ -31,8 +31,8 @@ from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import common_pb2, kvstore_pb2, worker_pb2
 from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key
-from tests.support.etcd_process import EtcdProcess
-from tests.support.processes import eventually
+from tests.support.processes.etcd_process import EtcdProcess
+from tests.support.processes.process_checks import eventually
 
 DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 ON_DISK = "slipstream_kvstore_blocks_nvme"

@@ -10,7 +10,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.rpc.tls import TlsFiles
 from tests.router.support.fake_model import FakeModel
 from tests.router.support.fake_workers import FINGERPRINT, FakeDecode, FakePrefill, FakeWorker
-from tests.support.partial_servicer import partial_servicer
+from tests.support.stubs.partial_servicer import partial_servicer
 
 
 class FakeCluster:

@@ -20,7 +20,7 @@ from slipstream.cluster_record import is_running, read_record
 from slipstream.errors import InvalidArgument, NotFound
 from supervisor.commands import up as up_module
 from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
-from tests.support.processes import alive, eventually, mentioning
+from tests.support.processes.process_checks import alive, eventually, mentioning
 
 
 async def slipstream(*arguments: str, exit_code: int = 0) -> str:
@@ -51,7 +51,7 @@ async def foreground(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process
     model.mkdir()
     (model / "config.json").write_text("{}")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.fake_cluster", str(tmp_path / "run"), str(model)),
+        *(sys.executable, "-m", "tests.support.clusters.fake_cluster", str(tmp_path / "run"), str(model)),
         stderr=asyncio.subprocess.PIPE,
     )
     try:

@@ -17,8 +17,8 @@ from supervisor.commands.up import say
 from supervisor.process import how_ended
 from supervisor.run_directory import is_drained
 from tests.supervisor.conftest import FakeCluster, fake
-from tests.support.ports import OwnPorts
-from tests.support.processes import eventually
+from tests.support.network.ports import OwnPorts
+from tests.support.processes.process_checks import eventually
 
 __all__ = ["fake"]
 

@@ -15,7 +15,7 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, NotFound
 from slipstream.v1 import common_pb2, kvstore_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
-from tests.support.pin_stub import PinStub
+from tests.support.stubs.pin_stub import PinStub
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
     WAIT_S,

@@ -19,7 +19,7 @@ from libs.worker.pins.pin_client import MAX_PINS_IN_FLIGHT, PinClient
 from libs.worker.pins.pin_lease import ReaderPins
 from slipstream import errors
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
-from tests.support.partial_servicer import partial_servicer
+from tests.support.stubs.partial_servicer import partial_servicer
 from tests.worker.nodes import WAIT_S, eventually
 
 

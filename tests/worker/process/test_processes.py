@@ -34,7 +34,7 @@ from slipstream.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support.remote_prompt import RemotePrompt
+from tests.support.stubs.remote_prompt import RemotePrompt
 from tests.worker.nodes import WAIT_S, attempt, greedy, packed, prompt_tokens, unpacked
 
 ROOT = Path(__file__).parents[3]

@@ -18,7 +18,7 @@ from services.drafter.drafts import FakeHead
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.drafter.nodes import running_drafter
-from tests.support.remote_prompt import RemotePrompt
+from tests.support.stubs.remote_prompt import RemotePrompt
 from tests.worker.kvstore_node import KvstoreNode, running_kvstore
 from tests.worker.nodes import (
     Node,

@@ -9,7 +9,7 @@ from libs.common.rpc.serve import ServiceHost
 from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import Unavailable
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from tests.support.partial_servicer import partial_servicer
+from tests.support.stubs.partial_servicer import partial_servicer
 from tests.worker.nodes import (
     Node,
     PrefillCall,

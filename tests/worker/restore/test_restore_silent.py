@@ -22,8 +22,8 @@ from libs.engine.step.types import SamplingParams
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from supervisor.plan import DEFAULT_MODEL
 from supervisor.ports import free_ports
-from tests.support.remote_prompt import RemotePrompt
-from tests.support.worker_processes import WorkerProcess
+from tests.support.clusters.worker_processes import WorkerProcess
+from tests.support.stubs.remote_prompt import RemotePrompt
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
     BLOCK_TOKENS,

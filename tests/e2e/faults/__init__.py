@@ -1,0 +1,1 @@
+"""Faults under running streams: killed workers, broken links, disks, clocks and etcd."""

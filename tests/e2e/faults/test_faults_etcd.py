@@ -1,0 +1,118 @@
+"""etcd is killed, and stopped, under load: nothing fails, nobody exits, and all rejoin soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from bench.faults.fault_load import Answer, FaultRequest
+from libs.common.cluster.worker_record import WORKERS_PREFIX
+from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import EtcdUnavailable
+from tests.support.clusters.disturbance import assert_undisturbed
+from tests.support.clusters.local_cluster import LocalCluster, until
+
+How = Callable[[LocalCluster], AbstractContextManager[None]]
+# Longer than the lease of a worker, so that all records are gone when etcd is back.
+AWAY_S = 12.0
+SOAK_AWAY_S = 60.0
+# Beyond a lease, which an etcd that starts again gives its whole time anew: who is not back is gone by then.
+SETTLED_S = 15.0
+
+
+@contextmanager
+def killed(fakes: LocalCluster) -> Iterator[None]:
+    fakes.call(fakes.supervisor.hold("etcd"))
+    try:
+        yield
+    finally:
+        fakes.call(fakes.supervisor.release("etcd"))
+
+
+@contextmanager
+def stopped(fakes: LocalCluster) -> Iterator[None]:
+    pid = fakes.pid("etcd")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def announced(fakes: LocalCluster) -> set[str]:
+    """Names of the workers in etcd; none while it does not answer."""
+
+    async def ask() -> set[str]:
+        client = EtcdClient([fakes.supervisor.record().etcd], timeout_s=10.0)
+        try:
+            entries = (await client.get_prefix(WORKERS_PREFIX)).entries
+        except EtcdUnavailable:
+            return set()
+        finally:
+            await client.close()
+        return {key.rpartition("/")[2] for key, entry in entries.items() if b'"leaving"' not in entry.value}
+
+    found: set[str] = fakes.call(ask())
+    return found
+
+
+def missing_s(fakes: LocalCluster, *, settled_s: float) -> float:
+    """From now until all are announced, for good as far as `settled_s` shows."""
+    began_s = last_s = time.monotonic()
+
+    def settled() -> bool:
+        nonlocal last_s
+        if announced(fakes) != set(fakes.workers):
+            last_s = time.monotonic()
+            return False
+        return time.monotonic() >= began_s + settled_s
+
+    until(settled, what="all announced again")
+    return last_s - began_s
+
+
+def away(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[Answer],
+    how: How,
+    *,
+    away_s: float,
+    settled_s: float = 0.0,
+) -> None:
+    """`settled_s`: so long somebody might still be found missing after etcd is back."""
+    pids = {instance: fakes.pid(instance) for instance in fakes.workers}
+    with how(fakes):
+        until_s = time.monotonic() + away_s
+        while time.monotonic() < until_s:
+            assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
+    print(f"somebody was missing until {missing_s(fakes, settled_s=settled_s):.2f} s after etcd was back")
+    assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
+    assert {instance: fakes.pid(instance) for instance in fakes.workers} == pids
+
+
+@pytest.mark.parametrize("how", [killed, stopped])
+def test_etcd_away_under_load(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[Answer],
+    how: How,
+) -> None:
+    away(fakes, load[:8], expected[:8], how, away_s=AWAY_S)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", [killed, stopped])
+def test_etcd_away_for_a_minute(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[Answer],
+    how: How,
+) -> None:
+    away(fakes, load, expected, how, away_s=SOAK_AWAY_S, settled_s=SETTLED_S)

@@ -1,0 +1,166 @@
+"""Processes that leave in order, under load: nothing is dropped, and they end by themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
+from supervisor.commands.drain import drain_process, restart_processes
+from tests.support.clusters.disturbance import (
+    assert_undisturbed,
+    attempts_of,
+    disturbed_in_flight,
+    undisturbed,
+)
+from tests.support.clusters.local_cluster import LocalCluster, until
+
+TIERS = ("decode-0", "kvstore-0", "drafter-0", "router-0")
+WAIT_S = 180.0
+
+
+class Aside:
+    """Runs something in a thread beside the load; `join` tells how it ended."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert self.done
+        if self._error is not None:
+            raise self._error
+
+
+def run_dir(cluster: LocalCluster) -> Path:
+    return Path(cluster.supervisor.record().run_dir)
+
+
+@pytest.fixture
+def comes_back(fakes: LocalCluster) -> Iterator[list[str]]:
+    """Names put here are in service again afterwards."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        restart_processes(run_dir(fakes), name, rolling=False, timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("instance", TIERS)
+def test_a_drained_process_drops_no_stream_and_ends(
+    fakes: LocalCluster,
+    load: list[FaultRequest],
+    expected: list[Answer],
+    comes_back: list[str],
+    instance: str,
+) -> None:
+    """It is told to leave while streams are in flight; a decode worker's begin to move before they go on."""
+    comes_back.append(instance)
+    drain = Aside(lambda: drain_process(run_dir(fakes), instance, timeout_s=WAIT_S))
+    said, moved = len(fakes.said), fakes.counted("slipstream_moves_total")
+
+    def begin_to_leave() -> None:
+        drain.start()
+        if instance == "decode-0":
+            until(lambda: fakes.counted("slipstream_moves_total") > moved, what="a stream leaves")
+
+    runs = disturbed_in_flight(fakes, load, expected, disturb=begin_to_leave)
+    drain.join()
+    assert f"{instance} is drained" in fakes.said[said:]
+    assert fakes.state(instance) == "drained"
+    if instance == "decode-0":
+        assert max(attempts_of(runs)) > 1
+    # Nobody misses it.
+    assert_undisturbed(fakes, load[:8], expected[:8], disturb=lambda: None, after_tokens=1)
+
+
+def test_a_prefill_worker_that_is_drained_ends_its_prompts(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], comes_back: list[str]
+) -> None:
+    comes_back.append("prefill-0")
+    drain = Aside(lambda: drain_process(run_dir(fakes), "prefill-0", timeout_s=WAIT_S))
+    with fakes.gate.held("prefill-0") as gate:
+
+        def begin_to_leave() -> None:
+            until(lambda: fakes.sequences("prefill-0"), what="a prompt at prefill-0")
+            drain.start()
+            until(lambda: fakes.status("prefill-0").draining, what="prefill-0 drains")
+            gate.open()
+
+        assert_undisturbed(fakes, load, expected, disturb=begin_to_leave, after_tokens=0)
+    drain.join()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_rolling_restart_under_load_fails_nothing(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
+) -> None:
+    rolling(fakes, load, expected)
+
+
+def test_a_restart_of_half_the_cluster_under_load_fails_nothing(
+    fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
+) -> None:
+    def restart() -> None:
+        for name in ("prefill-1", "decode-1", "router-1"):
+            restart_processes(run_dir(fakes), name, rolling=False, timeout_s=WAIT_S)
+
+    under_load(fakes, load[:14], expected[:14], Aside(restart))
+
+
+@pytest.fixture(scope="module")
+def hundred(fakes: LocalCluster) -> tuple[list[FaultRequest], list[Answer]]:
+    many = mixed_requests(100, tokens=200)
+    return many, undisturbed(fakes, many)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("instance", ["decode-1", "prefill-1", "kvstore-0", "drafter-0", "router-0"])
+def test_a_process_leaves_a_hundred_live_streams_in_ten_seconds(
+    fakes: LocalCluster,
+    hundred: tuple[list[FaultRequest], list[Answer]],
+    comes_back: list[str],
+    instance: str,
+) -> None:
+    """All hundred are in flight as it is told to leave; it ends by itself, in order and in time."""
+    many, answers = hundred
+    comes_back.append(instance)
+    drain = Aside(lambda: drain_process(run_dir(fakes), instance, timeout_s=10.0))
+    disturbed_in_flight(fakes, many, answers, disturb=drain.start)
+    drain.join()
+    ended = fakes.supervisor.record().find(instance)
+    assert (ended.state, ended.exit_code) == ("drained", 0)
+
+
+def rolling(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]) -> None:
+    pids = {instance: fakes.pid(instance) for instance in fakes.workers}
+    restart = Aside(lambda: restart_processes(run_dir(fakes), None, rolling=True, timeout_s=WAIT_S))
+    under_load(fakes, load, expected, restart)
+    assert all(fakes.pid(instance) != pid for instance, pid in pids.items())
+
+
+def under_load(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], aside: Aside) -> None:
+    """The load again and again until `aside` is done."""
+    assert_undisturbed(fakes, load, expected, disturb=aside.start, after_tokens=len(load) * 8)
+    while not aside.done:
+        assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
+    aside.join()

@@ -1,0 +1,157 @@
+"""Two regions in one cluster, real processes: a router places in its own region, goes to another one for a
+session whose KV is there, and spills over when its own is full.
+
+eu has the workers whose names end in 0, us those in 1; each router is at home in one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from libs.common.cluster.worker_record import Role
+from slipstream.async_client import AsyncClient
+from slipstream.client import Client
+from slipstream.replies import RequestStats
+from tests.support.clusters.disturbance import DECODERS
+from tests.support.clusters.fake_engines import fake_engine_config
+from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster, until
+from tests.support.fixture_dirs import lasting_dir
+
+REGIONS = ("eu", "us")
+AWAY_MS = 200.0
+# To compute a prompt of 2,000 tokens takes a second: worth the way to where it is held.
+PREFILL_PACE_S, DECODE_PACE_S = 0.0005, 0.002
+MAX_BATCH = 4
+
+
+def bent() -> dict[str, dict[str, list[str]]]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for number, region in enumerate(REGIONS):
+        at_home = ",".join(f"{name}={0 if name == region else AWAY_MS}" for name in REGIONS)
+        found[f"router-{number}"] = {"arguments": ["--region-ms", at_home]}
+        found[f"kvstore-{number}"] = {"arguments": ["--region", region]}
+        for role, pace_s in ((Role.PREFILL, PREFILL_PACE_S), (Role.DECODE, DECODE_PACE_S)):
+            arguments = ["--region", region, "--fake-pace-s", str(pace_s), "--max-batch", str(MAX_BATCH)]
+            found[f"{role}-{number}"] = {"arguments": arguments}
+    return found
+
+
+class Site:
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.here = cluster.workers["router-0"]
+        self.there = cluster.workers["router-1"]
+
+    def chat(self, router: str, text: str, session: str, *, tokens: int = 4) -> tuple[RequestStats, int]:
+        """Where it ran, and how many of its prompt tokens were cached."""
+        with Client(router, timeout_s=REQUEST_S) as client:
+            reply = client.chat([{"role": "user", "content": text}], session=session, **_options(tokens))
+        assert reply.stats is not None and reply.usage is not None
+        self.cluster.assert_idle()
+        return reply.stats, reply.usage.cached_tokens
+
+
+def _options(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+
+
+def _words(name: str, count: int) -> str:
+    return " ".join(f"{name}-{i}" for i in range(count))
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+    with lasting_dir(request, "regions") as run_dir:
+        (run_dir / "bent.json").write_text(json.dumps(bent()))
+        modules = dict.fromkeys(Role, "tests.support.clusters.altered_service")
+        config = fake_engine_config(run_dir, routers=2, kvstores=2, drafters=0, modules=modules)
+        with LocalCluster(config) as cluster:
+            site = Site(cluster)
+            for number in range(3):  # the routers learn what prompts cost
+                for router in (site.here, site.there):
+                    site.chat(router, _words(f"warm{number}", 80), f"warm-{number}")
+            yield site
+
+
+def test_new_sessions_stay_in_their_routers_region(site: Site) -> None:
+    """By their predicted time; where the machine stalls a worker, it may be foreseen to be longer than the
+    way to the other region, so a session is one of several."""
+    fresh = itertools.count()
+
+    def stays(number: int, count: int) -> bool:
+        name = f"new{next(fresh)}"
+        trail, _ = site.chat((site.here, site.there)[number], _words(name, count), name)
+        at_home = trail.decode_worker == f"decode-{number}"
+        assert trail.prefill_worker[-1:] in ("", trail.decode_worker[-1]), trail.reason
+        assert trail.kvstore[-1:] in ("", trail.decode_worker[-1])
+        return at_home
+
+    for number in (0, 1):
+        for count in (20, 60):
+            until(lambda n=number, c=count: stays(n, c), what="a session stays at home")  # type: ignore[misc]
+
+
+def test_a_session_is_continued_where_its_kv_is(site: Site) -> None:
+    """From a router that is far from there; the way costs less than to compute it anew."""
+    fresh = itertools.count()
+
+    def continued(words: int, region: int) -> bool:
+        """A session begun in eu goes on there, or not, as soon as the other router has heard of it."""
+        name = f"held{next(fresh)}"
+        first, _ = site.chat(site.here, _words(name, words), name)
+        second, cached = site.chat(site.there, _words(name, words) + " and so on", name)
+        begun_in_eu = first.decode_worker == "decode-0"
+        cached_as_expected = cached > 500 if region == 0 else cached < 64
+        return begun_in_eu and second.decode_worker == f"decode-{region}" and cached_as_expected
+
+    until(lambda: continued(350, 0), what="the session is continued in eu")
+    # What is short is computed anew close by.
+    until(lambda: continued(4, 1), what="the short session is continued in us")
+
+
+def test_a_full_region_spills_over_and_is_used_again(site: Site) -> None:
+    """Requests come and none ends, until the other region has some of them."""
+    cluster = site.cluster
+
+    def spilled() -> bool:
+        here, there = (cluster.sequences(name) for name in DECODERS)
+        return here >= MAX_BATCH and there >= 2
+
+    async def flood() -> list[RequestStats]:
+        async with AsyncClient(site.here, timeout_s=REQUEST_S) as client:
+
+            async def one(number: int) -> RequestStats:
+                messages = [{"role": "user", "content": _words(f"flood{number}", 10)}]
+                reply = await client.chat(messages, session=f"flood-{number}", **_options(250))
+                assert reply.stats is not None
+                return reply.stats
+
+            asked: list[asyncio.Task[RequestStats]] = []
+            with cluster.gate.held(*DECODERS, from_token=100):
+                while not await asyncio.to_thread(spilled):
+                    assert len(asked) < 10 * MAX_BATCH, "nothing spills over"
+                    asked.append(asyncio.create_task(one(len(asked))))
+                    await asyncio.sleep(0.15)
+            return list(await asyncio.gather(*asked))
+
+    trails: list[RequestStats] = cluster.call(flood(), timeout_s=2 * REQUEST_S)
+    where = Counter(trail.decode_worker for trail in trails)
+    assert where["decode-0"] >= MAX_BATCH, where
+    assert where["decode-1"] >= 2, where
+    for trail in trails:  # KV does not travel between regions
+        assert trail.prefill_worker[-1:] in ("", trail.decode_worker[-1])
+    cluster.assert_idle()
+    fresh = itertools.count()
+
+    def at_home() -> bool:
+        name = f"after{next(fresh)}"
+        return site.chat(site.here, _words(name, 40), name)[0].decode_worker == "decode-0"
+
+    until(at_home, what="the region is used again")

@@ -1,0 +1,1 @@
+"""Requests at the endpoints: conversations, cancels, ends, overload, traces, examples of the docs."""

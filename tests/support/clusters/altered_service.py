@@ -1,0 +1,106 @@
+"""A real service, bent where `RUN_DIR/bent.json`, {instance: {..}}, says so; otherwise as it is.
+
+    arguments   more of its command line
+    redirect    {endpoint: another one}: where it dials a peer that it is told of
+
+A test can hold the engines (engine_gate.py). Routers have long time-outs: on a busy machine a worker may be
+silent for seconds, and away for a minute when it starts again.
+
+Short prompts are named like long ones (libs/worker/requests/prompt_cache.py), from one block on.
+
+Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request whose
+seed is POISON_SEED + n: really, with everything else that runs there. Each adds a line to RUN_DIR/poisoned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tests.support.clusters import engine_gate
+
+POISON_SEED = 666_000_000
+# Of a router: options that are in seconds and count what the machine's load makes longer.
+PATIENCE_S = {"silence_s": 6.0, "recovery_wait_s": 300.0}
+LEAST_NAMED_TOKENS = 64
+
+
+def poison_the_engine(run_dir: Path, instance: str) -> None:
+    """The fake engine dies of certain requests."""
+    from libs.engine.core.fake import FakeModel
+
+    run = FakeModel.run
+
+    def run_or_die(self: FakeModel, batch: Any, rows: Any, stop: Any) -> Any:
+        for row in rows:
+            at = row.params.seed - POISON_SEED
+            if 0 <= at < 1000 and row.n_sampled and row.first_index + row.n_sampled > at:
+                with (run_dir / "poisoned").open("a") as deaths:
+                    deaths.write(f"{instance}\n")
+                os.abort()
+        return run(self, batch, rows, stop)
+
+    FakeModel.run = run_or_die  # type: ignore[method-assign]
+
+
+def name_short_prompts() -> None:
+    """Before anything is imported that reads the bound."""
+    from libs.common import service_bounds
+
+    vars(service_bounds)["LEAST_NAMED_TOKENS"] = LEAST_NAMED_TOKENS
+
+
+def redirect_peers(endpoints: dict[str, str]) -> None:
+    """Peers are dialled elsewhere."""
+    from libs.worker.pins import peers
+    from slipstream.rpc.dial import dial
+
+    def dial_elsewhere(endpoint: str, **how: Any) -> grpc.aio.Channel:
+        return dial(endpoints.get(endpoint, endpoint), **how)
+
+    vars(peers)["dial"] = dial_elsewhere
+
+
+def be_patient() -> None:
+    """A router waits longer for its workers, and remembers longer what they died of."""
+    from services.router.execution.policies import quarantine
+    from services.router.server import RouterServer
+
+    build = RouterServer.__init__
+
+    def build_patient(
+        self: RouterServer, card: Any, discovery: Any, placements: Any, options: Any, **more: Any
+    ) -> None:
+        build(self, card, discovery, placements, dataclasses.replace(options, **PATIENCE_S), **more)
+
+    RouterServer.__init__ = build_patient  # type: ignore[method-assign]
+    vars(quarantine)["QUARANTINE_S"] = 600.0
+
+
+def main() -> None:
+    """Run the service that the instance's name tells."""
+    instance = sys.argv[sys.argv.index("--instance") + 1]
+    role = instance.rpartition("-")[0]
+    run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    file = run_dir / "bent.json"
+    bent = json.loads(file.read_text()).get(instance, {}) if file.exists() else {}
+    name_short_prompts()
+    if role in ("prefill", "decode"):
+        poison_the_engine(run_dir, instance)
+        redirect_peers(bent.get("redirect", {}))
+        engine_gate.install(run_dir, instance)
+    elif role == "router":
+        be_patient()
+    sys.argv += bent.get("arguments", [])
+    runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

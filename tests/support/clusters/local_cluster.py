@@ -1,0 +1,147 @@
+"""A real local cluster for synchronous tests: its supervisor runs on a loop in a thread of its own.
+
+All times are there to end a test that hangs. None says how long anything may take: the machine may be slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from bench.ledgers import held
+from libs.common.cluster.worker_record import Role
+from slipstream.client import Client
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
+from tests.support.clusters.engine_gate import Gate
+from tests.support.network.ports import OwnPorts
+from tests.support.processes.process_checks import alive
+
+PATIENCE_S = 180.0
+REQUEST_S = 300.0
+
+
+def until(
+    condition: Callable[[], object], *, timeout_s: float = PATIENCE_S, what: str | Callable[[], str]
+) -> None:
+    """Poll until `condition()` is true; AssertionError saying `what` at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what if isinstance(what, str) else what()}")
+        time.sleep(0.02)
+
+
+def _patient_restores(config: ClusterConfig) -> dict[Role, list[str]]:
+    """Waits for KV that is there, however slow the machine is; what a test says comes last and counts."""
+    patience = ["--restore-floor-ms", str(PATIENCE_S * 1e3)]
+    return {role: [*patience, *config.extra_arguments.get(role, ())] for role in (Role.PREFILL, Role.DECODE)}
+
+
+class LocalCluster:
+    """`with LocalCluster(config) as cluster`: everything is ready inside, nothing is left outside."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.said: list[str] = []
+        patient = replace(
+            config,
+            ready_timeout_s=max(config.ready_timeout_s, PATIENCE_S),
+            extra_arguments={**config.extra_arguments, **_patient_restores(config)},
+        )
+        self.supervisor = ClusterSupervisor(patient, say=self.said.append, rng=OwnPorts())
+        self.run_dir = config.run_dir
+        self.gate = Gate(config.run_dir)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> LocalCluster:
+        self._thread.start()
+        self.call(self.supervisor.__aenter__(), timeout_s=2 * PATIENCE_S)
+        record = self.supervisor.record()
+        self.grpc, self.http = record.router_grpc, record.router_http
+        self.workers = {p.instance: p.endpoint for p in record.processes if p.role in set(Role)}
+        self.routers = [p.endpoint for p in record.processes if p.role == "router"]
+        self.router_names = [p.instance for p in record.processes if p.role == "router"]
+        self.client = Client(self.grpc, timeout_s=REQUEST_S)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+        self.call(self.supervisor.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = PATIENCE_S) -> Any:
+        """Run a coroutine on the supervisor's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def pid(self, instance: str) -> int:
+        """The process's pid now. Raises when it is down."""
+        pid = self.supervisor.record().find(instance).pid
+        assert pid is not None, f"{instance} is down"
+        return pid
+
+    def status(self, instance: str) -> worker_pb2.GetStatusResponse:
+        """GetStatus of one worker. Raises grpc.RpcError when it does not answer."""
+        with grpc.insecure_channel(self.workers[instance]) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
+
+    def sequences(self, instance: str) -> int:
+        """Requests that the worker runs; none while it does not answer."""
+        try:
+            return self.status(instance).ledger.sequences
+        except grpc.RpcError:
+            return 0
+
+    def counted(self, name: str) -> float:
+        """The sum of a counter over all routers."""
+        return sum(self.status(router).counters.get(name, 0.0) for router in self.router_names)
+
+    def holds(self, instance: str) -> bool:
+        """Whether it holds anything; not while it does not answer."""
+        try:
+            return bool(held(self.status(instance)))
+        except grpc.RpcError:
+            return False
+
+    def state(self, instance: str) -> str:
+        """How the supervisor sees the process now."""
+        return self.supervisor.record().find(instance).state
+
+    def running(self, instance: str, *, but: int = 0) -> bool:
+        """The process is ready, and it is not the one with the pid `but`. A process that has just died looks
+        ready to the supervisor until it hears of it: that is not enough here."""
+        process = self.supervisor.record().find(instance)
+        return process.state == "ready" and process.pid not in (None, but) and alive(process.pid)
+
+    def until_running(self, *instances: str, but: int = 0) -> None:
+        """Return when they are, all of them when none is named."""
+        names = instances or tuple(process.instance for process in self.supervisor.record().processes)
+        until(lambda: all(self.running(name, but=but) for name in names), what=f"{names} run")
+
+    def held(self) -> dict[str, dict[str, int]]:
+        """What any worker holds for somebody right now; empty when idle. One that is away is not idle."""
+        found: dict[str, dict[str, int]] = {}
+        for instance in self.workers:
+            if self.state(instance) != "drained":
+                try:
+                    what = held(self.status(instance))
+                except grpc.RpcError:
+                    what = {"away": 1}
+                found |= {instance: what} if what else {}
+        return found
+
+    def assert_idle(self) -> None:
+        """Every ledger reads zero, sooner or later."""
+        until(lambda: not self.held(), what=lambda: f"ledgers empty; last {self.held()}")

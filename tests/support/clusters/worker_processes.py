@@ -1,0 +1,97 @@
+"""Workers with the fake engine as processes of their own, outside of any supervisor and without etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from libs.common.cluster.worker_record import Role, Worker
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.plan import DEFAULT_MODEL
+from tests.support.clusters.fake_engines import KV_MEMORY_BYTES
+
+_ENGINE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(KV_MEMORY_BYTES)]
+# KV that is there is waited for, however slow the machine is.
+_ENGINE += ["--restore-floor-ms", "20000"]
+_TRANSPORT = ("--transport", "socket")
+_START_S = 180.0
+
+
+class WorkerProcess:
+    """`async with`: the process answers inside, and is gone outside."""
+
+    def __init__(
+        self,
+        role: Role,
+        instance: str,
+        port: int,
+        run_dir: Path,
+        *arguments: str,
+        launcher: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`arguments` come last: they overrule. `launcher`: what to run in place of the service's module."""
+        self._environment = environment or {}
+        self.role, self.instance, self.endpoint = role, instance, f"127.0.0.1:{port}"
+        self._command = [sys.executable, *(launcher or ("-m", f"services.{role}")), "--instance", instance]
+        self._command += ["--listen", self.endpoint, "--run-dir", str(run_dir), *_TRANSPORT]
+        if role is not Role.KVSTORE:
+            self._command += ["--model", str(DEFAULT_MODEL)]
+        if role in (Role.PREFILL, Role.DECODE):
+            self._command += _ENGINE
+        self._command += arguments
+        self._log = run_dir / f"{instance}.log"
+
+    async def __aenter__(self) -> WorkerProcess:
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
+            )
+        try:
+            async with asyncio.timeout(_START_S):
+                while True:
+                    assert self._process.returncode is None, self._log.read_text()
+                    try:
+                        self._status = await self.status()
+                        return self
+                    except grpc.aio.AioRpcError:
+                        await asyncio.sleep(0.1)
+        except BaseException:
+            await self._end()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    async def status(self) -> worker_pb2.GetStatusResponse:
+        """What it says of itself; fails while it is not there."""
+        async with grpc.aio.insecure_channel(self.endpoint) as channel:
+            stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
+
+    def record(self, endpoint: str) -> Worker:
+        """The process as it is announced when it is to be dialled at `endpoint`."""
+        return Worker(
+            self.role, self.instance, endpoint, self._status.incarnation, self._status.fingerprint.digest
+        )
+
+    async def _end(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()

@@ -1,0 +1,1 @@
+"""Loopback ports, proxies that inject faults, and peers of tests on the network."""

@@ -1,0 +1,41 @@
+"""A worker whose KV is read through a proxy: python -m tests.support.network.proxied_kv ROLE ANNOUNCED FILE
+
+The service is real, except that ANNOUNCED replaces the first parts of the session id that peers see. The
+service writes the real session id to FILE, and the proxy forwards there. A test can hold the engine
+(engine_gate.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from libs.common.transport import open as transports
+from libs.common.transport.base import KvTransport
+from tests.support.clusters import engine_gate
+
+
+def main() -> int:
+    """Serve."""
+    role, announced, told = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    sys.argv = [f"services.{role}", *sys.argv[4:]]
+    really_open = transports.open_transport
+
+    def open_announced(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
+        transport = really_open(text, host)
+        own = transport.session_id.split("/")
+        shown = announced.split("/")
+        told.write_text(transport.session_id)
+        transport.session_id = "/".join([*shown, *own[len(shown) :]])  # type: ignore[misc]
+        return transport
+
+    transports.open_transport = open_announced
+    if role in ("prefill", "decode"):
+        instance, run_dir = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--instance", "--run-dir"))
+        engine_gate.install(Path(run_dir), instance)
+    return int(importlib.import_module(f"services.{role}.__main__").main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""A real etcd of one member for tests: start, kill -9, stop and continue, compact.
+
+with EtcdProcess(tmp_path / "etcd") as etcd:
+    client = EtcdClient([etcd.endpoint])
+    etcd.kill(); etcd.start()
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+from supervisor.etcd import etcd_binary, etcd_command
+from tests.support.network.ports import own_ports
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on at the moment."""
+    return own_ports(1)[0]
+
+
+class EtcdProcess:
+    """etcd on fixed loopback ports, so that it comes back where it was."""
+
+    def __init__(self, data_dir: Path, *extra_arguments: str) -> None:
+        self._data_dir = data_dir
+        self._extra_arguments = extra_arguments
+        self._client_port, self._peer_port = own_ports(2)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.endpoint = f"127.0.0.1:{self._client_port}"
+
+    def __enter__(self) -> EtcdProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def start(self, *, timeout_s: float = 100.0) -> None:
+        """Start on the existing data, if any; returns when etcd is healthy."""
+        command = etcd_command(
+            etcd_binary(),
+            data_dir=self._data_dir,
+            client_port=self._client_port,
+            peer_port=self._peer_port,
+        )
+        # fsync protects against a crash of the machine, which no test makes; a shared disk is slow at it.
+        command += ["--unsafe-no-fsync", *self._extra_arguments]
+        log_path = self._data_dir.with_suffix(".log")
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + timeout_s
+        while not self._healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"etcd did not start: {log_path.read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL; the data stays."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def wipe(self) -> None:
+        """Delete the data of a killed etcd."""
+        shutil.rmtree(self._data_dir)
+
+    def suspend(self) -> None:
+        """SIGSTOP: connections stay, nothing is answered. Returns when every thread has stopped."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while not self._stopped(self._process.pid):
+            if time.monotonic() > deadline:
+                raise RuntimeError("etcd did not stop")
+            time.sleep(0.01)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def ctl(self, *arguments: str, timeout_s: float = 100.0) -> str:
+        """Run etcdctl against this member, past any proxy; returns its output."""
+        command = [str(etcd_binary().with_name("etcdctl")), f"--endpoints={self.endpoint}", *arguments]
+        environment = {**os.environ, "ETCDCTL_API": "3"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=True, env=environment
+        )
+        return done.stdout
+
+    @staticmethod
+    def _stopped(pid: int) -> bool:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1) as response:
+                return b"true" in response.read()
+        except (urllib.error.URLError, OSError):
+            return False

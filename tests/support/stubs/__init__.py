@@ -1,0 +1,1 @@
+"""Small servers and clients of one contract, in place of a whole service."""
