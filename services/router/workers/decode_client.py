@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from libs.common.rpc.multiplexed_client import MultiplexedClient, batches
 from libs.common.rpc.tracing import trace_metadata
-from services.router.workers.multiplexed_stream import MultiplexedStream, batches
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from services.router.workers.remote_sequence import RemoteSequence, SequenceKey, SequenceListener
 from services.router.workers.token_batcher import TokenBatcher
@@ -36,49 +36,33 @@ LEAST_INTERVAL_MS = 4
 _Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
 
 
-class DecodeClient:
+class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
     """See the module's text. Lives as long as its channel."""
 
     def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
+        super().__init__(instance)
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self._instance = instance
-        self._stream: MultiplexedStream[_Command, decode_pb2.DecodeResponse] = MultiplexedStream(
-            instance, self
-        )
-        self._sequences: dict[SequenceKey, RemoteSequence] = {}
-        self._by_handle: dict[int, RemoteSequence] = {}
-        self._last_handle = 0
+        self._by_key: dict[SequenceKey, RemoteSequence] = {}
         self._batcher = TokenBatcher()
         self.mark = self._batcher.mark  # see SequenceHost
         self._interval_ms = 0  # as the worker was asked last
         self._sender = PromptSender()
 
-    @property
-    def open_sequences(self) -> int:
-        """Sequences not yet forgotten."""
-        return len(self._sequences)
-
-    @property
-    def waiting_commands(self) -> int:
-        """Not written yet."""
-        return self._stream.waiting
-
     def start(
         self, request: decode_pb2.StartSequence, prompt: OutgoingPrompt, listener: SequenceListener
     ) -> RemoteSequence:
         """Start a sequence, paused; its prompt is filled in. The listener receives every failure."""
-        request.handle = self._new_handle()
+        request.handle = self.new_handle()
         sent = self._sender.send(request, prompt)
         sequence = RemoteSequence(self, sent, listener, urgent=not request.ticket)
-        self._sequences[sequence.key] = sequence
-        self._by_handle[sequence.handle] = sequence
-        self._stream.send(request)
+        self._by_key[sequence.key] = self.receivers[sequence.handle] = sequence
+        self.send(request)
         return sequence
 
     def send_abort(self, attempt: common_pb2.Attempt) -> None:
         """Stop a sequence; without a stream there is nothing to stop."""
-        if self._stream.is_open:
-            self._stream.send(decode_pb2.AbortSequence(attempt=attempt))
+        if self.is_open:
+            self.send(decode_pb2.AbortSequence(attempt=attempt))
 
     async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
         """Returns when the worker holds nothing of the sequence, or cannot be asked."""
@@ -86,24 +70,18 @@ class DecodeClient:
             request = decode_pb2.AbortDecodeRequest(attempt=attempt)
             await self._stub.AbortDecode(request, timeout=timeout_s, metadata=trace_metadata())
         except grpc.aio.AioRpcError as error:
-            log.info("abort of %s at %s: %s", attempt.request_id, self._instance, error.details())
+            log.info("abort of %s at %s: %s", attempt.request_id, self.peer, error.details())
 
     def forget(self, sequence: RemoteSequence) -> None:
         """Drop what still comes of the sequence."""
-        self._sequences.pop(sequence.key, None)
-        self._by_handle.pop(sequence.handle, None)
+        self._by_key.pop(sequence.key, None)
+        self.receivers.pop(sequence.handle, None)
 
-    def break_off(self, error: errors.SlipstreamError) -> None:
-        """Fail all sequences with `error` and cancel the stream, so that a worker that only fell silent ends
-        them too when it wakes up. The next start opens a new stream."""
-        self._stream.break_off()
-        self.on_stream_failed(error)
+    def open_call(self) -> Any:
+        """See `MultiplexedClient`."""
+        return self._stub.Decode()
 
-    async def close(self) -> None:
-        """End the stream; the worker aborts what still runs on it."""
-        await self._stream.close()
-
-    def take(self, frame: decode_pb2.DecodeResponse) -> None:
+    def dispatch(self, frame: decode_pb2.DecodeResponse) -> None:
         """Feed a frame's tokens to their sequences. Those of forgotten sequences are dropped."""
         if frame.packed_handles:
             handles = np.frombuffer(frame.packed_handles, "<u4").tolist()
@@ -115,11 +93,11 @@ class DecodeClient:
                 else:
                     fresh[handle] = [token]
             for handle, of_one in fresh.items():
-                sequence = self._by_handle.get(handle)
+                sequence = self.receivers.get(handle)
                 if sequence is not None:
                     sequence.feed_tokens(of_one)
         for delta in frame.deltas:
-            sequence = self._sequences.get((delta.request_id, delta.attempt))
+            sequence = self._by_key.get((delta.request_id, delta.attempt))
             if sequence is None:
                 continue
             if delta.HasField("failure") and self._send_whole(sequence, delta.failure):
@@ -132,37 +110,39 @@ class DecodeClient:
         sent = sequence.unsettled
         if sent is None or not self._sender.send_whole(sent, from_failure(failure)):
             return False
-        self._stream.send(sent.request)
+        self.send(sent.request)
         return True
 
     def _keep_pace(self) -> None:
         """Ask for no more frames than there are rounds of delivery: each frame costs a read."""
         interval_ms = frame_interval_ms(self._batcher.pause_s, asked_ms=self._interval_ms)
         interval_ms = max(interval_ms, LEAST_INTERVAL_MS)
-        if interval_ms != self._interval_ms and self._stream.is_open:
+        if interval_ms != self._interval_ms and self.is_open:
             self._interval_ms = interval_ms
-            self._stream.send(interval_ms)
-
-    def open_call(self) -> Any:
-        """See `StreamOwner`."""
-        return self._stub.Decode()
+            self.send(interval_ms)
 
     def pack(self, commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
-        """See `StreamOwner`."""
-        return _pack(commands)
+        """See `MultiplexedClient`."""
+        for batch in batches(commands):
+            request = decode_pb2.DecodeRequest()
+            for command in batch:
+                if isinstance(command, decode_pb2.StartSequence):
+                    request.starts.add().CopyFrom(command)  # to append it takes several times as long
+                elif isinstance(command, decode_pb2.AbortSequence):
+                    request.aborts.add().CopyFrom(command)
+                else:
+                    request.frame_interval_ms = command
+            yield request
 
-    def on_stream_failed(self, error: errors.SlipstreamError) -> None:
-        """See `StreamOwner`: all sequences fail."""
+    def fail(self, sequence: RemoteSequence, error: errors.SlipstreamError) -> None:
+        """See `MultiplexedClient`."""
+        sequence.fail(error)
+
+    def on_broken(self) -> None:
+        """See `MultiplexedClient`."""
+        self._by_key.clear()
         self._interval_ms = 0
-        self._sender = PromptSender()  # what answers there next may be another process
-        for sequence in list(self._sequences.values()):
-            sequence.fail(error)
-
-    def _new_handle(self) -> int:
-        self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
-        while self._last_handle in self._by_handle:
-            self._last_handle = self._last_handle % 0xFFFF_FFFF + 1
-        return self._last_handle
+        self._sender = PromptSender()
 
 
 def frame_interval_ms(pause_s: float, *, asked_ms: int) -> int:
@@ -171,20 +151,3 @@ def frame_interval_ms(pause_s: float, *, asked_ms: int) -> int:
     if asked_ms <= pause_ms < 4 * asked_ms:
         return asked_ms
     return pause_ms // 2 if pause_ms > 1 else pause_ms
-
-
-def _pack(commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
-    for batch in batches(commands, _size):
-        request = decode_pb2.DecodeRequest()
-        for command in batch:
-            if isinstance(command, decode_pb2.StartSequence):
-                request.starts.add().CopyFrom(command)  # to append it takes several times as long
-            elif isinstance(command, decode_pb2.AbortSequence):
-                request.aborts.add().CopyFrom(command)
-            else:
-                request.frame_interval_ms = command
-        yield request
-
-
-def _size(command: _Command) -> int:
-    return len(command.prompt) if isinstance(command, decode_pb2.StartSequence) else 0

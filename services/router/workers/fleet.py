@@ -324,7 +324,7 @@ class RouterFleet:
     def _in_use(self, link: WorkerConnection) -> bool:
         stream = self._streams.get(link.key)
         return bool(
-            link.tokens_in_flight or link.releases_in_flight or (stream is not None and stream.open_sequences)
+            link.tokens_in_flight or link.releases_in_flight or (stream is not None and stream.receivers)
         )
 
     def _forget(self, link: WorkerConnection) -> None:

@@ -10,14 +10,11 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens, chain_hashes
 from libs.common.rpc.prefill_server import PrefillServer
 from libs.common.rpc.serve import ServiceHost
 from services.router.workers import prefill_client as prefill_stream
-from services.router.workers.multiplexed_stream import BATCH_BYTES, batches
 from services.router.workers.prefill_client import PrefillClient, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
@@ -102,7 +99,7 @@ async def test_prompts_get_their_own_events_and_what_is_ready_travels_together()
         worker.gate.set()
         assert [await reader.first_token() for reader in readers] == list(range(1, 21))
         assert worker.frames < 20  # of 100 events
-        assert stream.open_prefills == 0
+        assert not stream.receivers
         await eventually(lambda: not worker.running)
 
 
@@ -125,10 +122,10 @@ async def test_events_are_pushed_while_their_frame_is_read_and_none_after_a_clos
             _opened(one.handle + 1),
             _opened(dropped.handle),
         ]
-        stream.take(prefill_pb2.PrefillResponse(events=events))
+        stream.dispatch(prefill_pb2.PrefillResponse(events=events))
         assert (first.events.qsize(), second.events.qsize(), none.events.qsize()) == (2, 1, 0)
         assert await first.first_token() == 6
-        stream.take(prefill_pb2.PrefillResponse(events=[_first(one.handle, 7)]))
+        stream.dispatch(prefill_pb2.PrefillResponse(events=[_first(one.handle, 7)]))
         assert first.events.empty()  # its first token was its last event
 
 
@@ -146,7 +143,7 @@ async def test_what_a_first_token_breaks_is_its_own_requests_alone() -> None:
         handles = [
             stream.start(prefill_pb2.StartPrefill(), prompt, reader).handle for reader in (failing, well)
         ]
-        stream.take(prefill_pb2.PrefillResponse(events=[_first(handle, 1) for handle in handles]))
+        stream.dispatch(prefill_pb2.PrefillResponse(events=[_first(handle, 1) for handle in handles]))
         assert await well.first_token() == 1
         with pytest.raises(ZeroDivisionError):
             await failing.next()
@@ -160,7 +157,7 @@ async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: p
     prompt = OutgoingPrompt(ids, hashes, root=root, salt=b"", block_tokens=64)
     async with connected() as (_, stream):
         sent: list[prefill_pb2.StartPrefill] = []
-        monkeypatch.setattr(stream._stream, "send", lambda start: sent.append(copy.deepcopy(start)))
+        monkeypatch.setattr(stream, "send", lambda start: sent.append(copy.deepcopy(start)))
         calls = []
         for name in ("whole", "named"):
             token = trace.set(name)
@@ -168,7 +165,7 @@ async def test_a_prompt_that_is_sent_again_stays_in_its_own_trace(monkeypatch: p
             trace.reset(token)
         unknown = to_failure(errors.PrefixUnknown("forgotten"))
         event = prefill_pb2.PrefillEvent(handle=calls[1].handle, failure=unknown)
-        stream.take(prefill_pb2.PrefillResponse(events=[event]))
+        stream.dispatch(prefill_pb2.PrefillResponse(events=[event]))
         assert [start.prefix.blocks for start in sent] == [0, 32, 0]
         assert [start.trace["traceparent"] for start in sent] == ["whole", "named", "named"]
 
@@ -183,7 +180,7 @@ async def test_a_prompt_fails_alone() -> None:
             await broken.first_token()
         assert await well.first_token() == 1
         assert not (refused.is_connection_lost or broken.is_connection_lost)
-        assert stream.open_prefills == 0
+        assert not stream.receivers
 
 
 @pytest.mark.parametrize("name", ["silent", "cancelled"])
@@ -193,7 +190,7 @@ async def test_a_prompt_that_ends_without_a_word_is_told_of(name: str) -> None:
         with pytest.raises(errors.Unavailable):
             await reader.first_token()
         assert not reader.is_connection_lost
-        assert stream.open_prefills == 0
+        assert not stream.receivers
         await eventually(lambda: not worker.running)
 
 
@@ -228,8 +225,29 @@ async def test_a_stream_that_ends_fails_all_its_prompts_and_the_next_one_opens_a
         assert await start(stream, "again")[1].first_token() == 1
 
 
-@given(st.lists(st.integers(0, BATCH_BYTES * 2), min_size=1, max_size=30))
-def test_batches_keep_order_and_bound(sizes: list[int]) -> None:
-    packed = list(batches(sizes, lambda size: size))
-    assert [size for batch in packed for size in batch] == sizes
-    assert all(batch and (len(batch) == 1 or sum(batch) <= BATCH_BYTES) for batch in packed)
+@pytest.mark.parametrize("reports", [True, False])
+async def test_a_listener_that_raises_while_its_prompt_fails_strands_no_other(reports: bool) -> None:
+    class Broken(PrefillReader):
+        def on_prefill_failed(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
+            raise ZeroDivisionError
+
+        def on_listener_error(self, error: Exception) -> None:
+            if not reports:
+                raise error
+            super().on_listener_error(error)
+
+    async with connected() as (worker, stream):
+        worker.gate.clear()
+        prompt = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16)
+        readers = [PrefillReader(), Broken(), PrefillReader(), Broken(), PrefillReader()]
+        for reader in readers:
+            stream.start(prefill_pb2.StartPrefill(), prompt, reader)
+        stream.break_off(errors.Unavailable("silent"))
+        for reader in readers[::2]:
+            with pytest.raises(errors.Unavailable):
+                await reader.next()
+            assert reader.is_connection_lost
+        for reader in readers[1::2]:
+            assert reader.events.qsize() == int(reports)
+        worker.gate.set()
+        assert await start(stream, "again")[1].first_token() == 1

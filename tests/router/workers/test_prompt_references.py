@@ -203,9 +203,9 @@ async def test_a_sequence_whose_stream_was_broken_off_is_not_sent_again(
         stream.break_off(Unavailable("silent"))
         unknown = to_failure(PrefixUnknown("forgotten"))
         late = decode_pb2.SequenceDelta(request_id="lost", attempt=1, failure=unknown, finish_reason=ERROR)
-        stream.take(decode_pb2.DecodeResponse(deltas=[late]))
+        stream.dispatch(decode_pb2.DecodeResponse(deltas=[late]))
         assert not stream.waiting_commands
-        assert not stream._stream.is_open
+        assert not stream.is_open
         sequence.forget()
 
 
@@ -221,8 +221,8 @@ async def test_after_a_broken_stream_nothing_is_named_that_was_not_sent_on_the_n
                 if link.worker.role is Role.DECODE:
                     router.fleet.decode_stream(link).break_off(Unavailable("cut"))
                 elif link.worker.role is Role.PREFILL:
-                    link.prefills._stream._connection.call.cancel()  # type: ignore[union-attr]
-                    await eventually(lambda link=link: not link.prefills._stream.is_open)  # type: ignore[misc]
+                    link.prefills._call.grpc_call.cancel()  # type: ignore[union-attr]
+                    await eventually(lambda link=link: not link.prefills.is_open)  # type: ignore[misc]
 
         await turns(client, 2)
         await break_streams()

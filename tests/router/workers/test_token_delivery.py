@@ -98,14 +98,14 @@ def test_every_token_arrives_once_and_in_order(steps: list[list[int]], max_frame
         for step in steps:
             outbox.push([delta(index, n) for index, n in enumerate(step) if n], join=paced)
             if len(outbox) == max_frames:
-                stream.take(outbox.take() or decode_pb2.DecodeResponse())
+                stream.dispatch(outbox.take() or decode_pb2.DecodeResponse())
         last = [delta(index, 1) for index in range(_SEQUENCES)]
         for item in last:
             item.finish_reason = common_pb2.FINISH_REASON_LENGTH
         outbox.push(last, join=paced)
         while (frame := outbox.take()) is not None:
             assert len(frame.packed_handles) == len(frame.packed_tokens)
-            stream.take(frame)
+            stream.dispatch(frame)
         for index, (sequence, reader) in enumerate(sequences):
             got: list[int] = []
             while True:
@@ -116,7 +116,7 @@ def test_every_token_arrives_once_and_in_order(steps: list[list[int]], max_frame
             assert got == sent[index]
             assert sequence.finished
             sequence.forget()
-        assert stream.open_sequences == 0
+        assert not stream.receivers
         await stream.close()
 
     asyncio.run(run())
@@ -165,8 +165,8 @@ async def test_an_end_waits_for_no_round() -> None:
     (ends, reader), (goes_on, other) = (_start(stream, index, ticket=b"t") for index in range(2))
     last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
     last.finish_reason = common_pb2.FINISH_REASON_LENGTH
-    stream.take(_tokens_frame(ends, goes_on, token=1))
-    stream.take(decode_pb2.DecodeResponse(deltas=[last]))
+    stream.dispatch(_tokens_frame(ends, goes_on, token=1))
+    stream.dispatch(decode_pb2.DecodeResponse(deltas=[last]))
     assert (reader.arrivals.qsize(), other.arrivals.qsize()) == (1, 0)
     arrival = await reader.next()
     assert (arrival.tokens, arrival.ended) == ([1, 2], True)
@@ -178,7 +178,7 @@ async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -
     stream = _stream()
     (alone, reader), (handed_over, other) = _start(stream, 0), _start(stream, 1, ticket=b"t")
     for sequence in (alone, handed_over):
-        stream.take(_tokens_frame(sequence, token=1))
+        stream.dispatch(_tokens_frame(sequence, token=1))
     assert (reader.arrivals.qsize(), other.arrivals.qsize()) == (1, 0)
     assert (await other.next()).tokens == [1]
     await stream.close()
@@ -195,7 +195,7 @@ async def test_tokens_come_with_their_log_probabilities(ticket: bytes) -> None:
         delta = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=tokens, logprobs=[position])
         if number == 3:
             delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
-        stream.take(decode_pb2.DecodeResponse(deltas=[delta]))
+        stream.dispatch(decode_pb2.DecodeResponse(deltas=[delta]))
     got: list[int] = []
     while True:
         arrival = await reader.next()
@@ -213,8 +213,8 @@ async def test_what_a_client_leaves_unread_is_bounded() -> None:
     (sequence, reader), (other, read) = _start(stream, 0), _start(stream, 1)
     sequence.pause()
     for _ in range(2 * MAX_PARKED_TOKENS):
-        stream.take(_tokens_frame(sequence, token=1))
-    stream.take(_tokens_frame(other, token=2))
+        stream.dispatch(_tokens_frame(sequence, token=1))
+    stream.dispatch(_tokens_frame(other, token=2))
     assert (await read.next()).tokens == [2]
     assert reader.arrivals.empty()
     sequence.resume()
@@ -229,7 +229,7 @@ async def test_a_new_sequence_delivers_nothing_before_it_is_resumed() -> None:
     stream, reader = _stream(), SequenceReader()
     start = decode_pb2.StartSequence(attempt=_attempt(0), ticket=b"t")
     sequence = stream.start(start, _PROMPT, reader)
-    stream.take(_tokens_frame(sequence, token=1))
+    stream.dispatch(_tokens_frame(sequence, token=1))
     stream.break_off(errors.Unavailable("gone"))
     await asyncio.sleep(0.001)
     assert reader.arrivals.empty()
@@ -286,7 +286,7 @@ def test_a_listener_that_pauses_and_resumes_gets_each_token_once_and_in_order(
         sequence, _ = _start(stream, 0, ticket=b"t", reader=reader)
         for token, (pauses_now, rests) in enumerate(plan):
             pauses = pauses_now
-            stream.take(_tokens_frame(sequence, token=token))
+            stream.dispatch(_tokens_frame(sequence, token=token))
             if rests:
                 await asyncio.sleep(0.001)
                 if is_paused:
@@ -296,7 +296,7 @@ def test_a_listener_that_pauses_and_resumes_gets_each_token_once_and_in_order(
         sequence.resume()
         last = decode_pb2.SequenceDelta(request_id="r0", attempt=1)
         last.finish_reason = common_pb2.FINISH_REASON_LENGTH
-        stream.take(decode_pb2.DecodeResponse(deltas=[last]))
+        stream.dispatch(decode_pb2.DecodeResponse(deltas=[last]))
         while not (await reader.next()).ended:
             pass
         assert got == list(range(len(plan)))
@@ -314,7 +314,7 @@ async def test_a_listener_that_fails_is_notified_and_no_other_one() -> None:
     stream = _stream()
     broken, failing = _start(stream, 0, ticket=b"t", reader=_Broken())
     other, well = _start(stream, 1, ticket=b"t")
-    stream.take(_tokens_frame(broken, other, token=7))
+    stream.dispatch(_tokens_frame(broken, other, token=7))
     with pytest.raises(IndexError, match="no token 7"):
         await failing.next()
     assert (await well.next()).tokens == [7]
@@ -324,10 +324,10 @@ async def test_a_listener_that_fails_is_notified_and_no_other_one() -> None:
 async def test_a_listener_that_fails_is_notified_also_where_the_end_comes_with_the_tokens() -> None:
     stream = _stream()
     sequence, failing = _start(stream, 0, ticket=b"t", reader=_Broken())
-    stream.take(_tokens_frame(sequence, token=7))
+    stream.dispatch(_tokens_frame(sequence, token=7))
     last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
     last.finish_reason = common_pb2.FINISH_REASON_LENGTH
-    stream.take(decode_pb2.DecodeResponse(deltas=[last]))
+    stream.dispatch(decode_pb2.DecodeResponse(deltas=[last]))
     with pytest.raises(IndexError, match="no token 7"):
         await failing.next()
     await stream.close()

@@ -69,3 +69,36 @@ async def test_a_stale_report_counts_for_nothing(link: WorkerConnection, clock: 
     clock.now_s += 0.001
     assert link.report is None
     assert link.load() == (None, 100, 1)
+
+
+class Noted:
+    """A `WorkerListener` that notes its calls, and then raises if it is to."""
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self.calls: list[str] = []
+        self._raises = raises
+
+    def on_worker_silent(self, link: WorkerConnection) -> None:
+        self._note("silent")
+
+    def on_worker_draining(self, link: WorkerConnection) -> None:
+        self._note("draining")
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self._raises:
+            raise ZeroDivisionError
+
+
+async def test_a_listener_that_raises_keeps_no_other_from_a_silent_or_draining_worker(
+    link: WorkerConnection, clock: Clock
+) -> None:
+    listeners = [Noted(raises=number % 2 == 1) for number in range(6)]
+    link.listeners.update(listeners)
+    link._take(report(1, tokens=0, running=0))
+    link.draining = True
+    assert not link.check_heartbeat()
+    clock.now_s += worker_link.SILENCE_S + 1
+    assert link.check_heartbeat()
+    assert [listener.calls for listener in listeners] == [["draining", "silent"]] * 6
+    assert not link.ready
