@@ -49,7 +49,7 @@ class PinCalls:
         if self._closed:
             raise Unavailable("this worker requests no more pins")
         channel, stream = self._peers.channel(endpoint), self._streams.get(endpoint)
-        if stream is None or stream.ended or stream.channel is not channel:
+        if stream is None or stream.channel is not channel:
             if stream is not None:
                 stream.retire()
             stream = self._streams[endpoint] = PinClient(channel, lender=endpoint)
