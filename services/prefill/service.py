@@ -51,6 +51,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         for job in list(self._jobs.values()):
             job.end(Draining("this worker stops"))
         await asyncio.gather(*(job.wait_ended() for job in list(self._jobs.values())))
+        self._router_streams.close()
         await self._exports.close()
 
     # ---- rpcs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import grpc
 import pytest
@@ -361,3 +362,16 @@ async def test_an_end_that_comes_with_a_failure_does_not_cut_the_release_short()
         await asyncio.wait_for(waiting, 60)
         assert node.core.thread.ledger.sequences == 0
         await node.wait_idle()
+
+
+async def test_a_worker_that_closes_ends_the_streams_of_its_routers() -> None:
+    """Open streams would make the server wait for its whole grace time."""
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        call: Any = stub_of(node).Prefill()
+        await call.write(prefill_pb2.PrefillRequest(starts=[prefill_request(node, prompt_tokens(5))]))
+        async with asyncio.timeout(WAIT_S):
+            while not (await call.read()).events[-1].HasField("first_token"):
+                pass
+            await node.service.close()
+            assert await call.read() is grpc.aio.EOF

@@ -1,29 +1,28 @@
-"""The lender's side of `KvstoreService.Pins`: a reader's pins on one stream, each as by a call of its own.
+"""The lender's end of `KvstoreService.Pins`: a reader's pins on one stream, each as by a call of its own.
 
-    streams = PinServer(servicer, end_pin)
+    server = PinServer(servicer, end_pin)
     async def Pins(self, requests, context):
-        async for frame in streams.serve(requests): yield frame
+        async with aclosing(server.serve(requests)) as frames:
+            async for frame in frames: yield frame
 
-What one command raises is its own failure. When the stream ends, commands without an answer are cancelled,
-and pins whose answer has not left are ended: nobody will release them.
+When the stream ends, commands without an answer are cancelled, and pins whose answer was not sent are ended:
+their reader cannot release them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from libs.common.rpc.multiplexed_server import MultiplexedServer, ServerStream
 from slipstream import errors
 from slipstream.rpc.rpc_errors import to_failure
-from slipstream.v1 import common_pb2, kvstore_pb2
+from slipstream.v1 import kvstore_pb2
 
-log = logging.getLogger(__name__)
-
-# Commands of one stream without an answer, those whose answer waits to be taken included. As many more are
-# refused; then the stream is read no further until its caller has taken what it was told.
+# Commands of one stream whose answer was not taken yet. As many more are refused; then the stream is read no
+# further until its caller has taken answers.
 MAX_COMMANDS = 64
 
 
@@ -41,154 +40,88 @@ class PinServicer(Protocol):
     ) -> kvstore_pb2.ReleasePinResponse: ...
 
 
-class PinServer:
-    """The streams of one lender."""
+class PinDeadline:
+    """Stands in for the context of a call: the deadline of one command."""
 
-    def __init__(self, servicer: PinServicer, end_pin: Callable[[str], None]) -> None:
-        """`end_pin` ends a lease; nothing happens when it has ended."""
-        self._servicer = servicer
-        self._end_pin = end_pin
-        self._streams: set[_Stream] = set()
-        self._closed = False
-
-    async def serve(
-        self, requests: AsyncIterator[kvstore_pb2.PinsRequest]
-    ) -> AsyncGenerator[kvstore_pb2.PinsResponse, None]:
-        """The frames of one stream, until its caller ends it and its commands are answered."""
-        stream = _Stream(self._servicer, self._end_pin)
-        self._streams.add(stream)
-        reader = asyncio.create_task(stream.read(requests), name="pin stream")
-        if self._closed:
-            stream.end_soon()
-        try:
-            while (frame := await stream.next_frame()) is not None:
-                yield frame
-                stream.frame_left()
-        finally:
-            self._streams.discard(stream)
-            reader.cancel()
-            stream.end()
-
-    def close(self) -> None:
-        """End the streams as soon as their commands are answered: their callers may be there for long."""
-        self._closed = True
-        for stream in self._streams:
-            stream.end_soon()
-
-
-class _Context:
-    """Of a call: its deadline."""
-
-    def __init__(self, deadline_s: float | None) -> None:
-        self._until_s = None if deadline_s is None else time.monotonic() + deadline_s
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def time_remaining(self) -> float | None:
         return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
 
 
-class _Stream:
+class PinStream(ServerStream[kvstore_pb2.PinCommand, kvstore_pb2.PinAnswer]):
+    """The pins of one reader."""
+
     def __init__(self, servicer: PinServicer, end_pin: Callable[[str], None]) -> None:
+        super().__init__()
         self._servicer = servicer
         self._end_pin = end_pin
-        self._commands: dict[int, asyncio.Task[None]] = {}
-        self._answers: list[kvstore_pb2.PinAnswer] = []
-        self._leaving: list[kvstore_pb2.PinAnswer] = []
-        self._changed = asyncio.Event()
         self._taken = asyncio.Event()
-        self._no_more = False
 
     @property
     def unanswered(self) -> int:
         """Commands whose answer was not taken yet."""
-        return len(self._commands) + len(self._answers) + len(self._leaving)
+        return len(self.running) + len(self.events) + len(self.leaving)
 
-    async def next_frame(self) -> kvstore_pb2.PinsResponse | None:
-        """All answers that are ready, at least one; None at the end of the stream."""
-        while not self._answers:
-            if self._no_more and not self._commands:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        self._leaving, self._answers = self._answers, []
-        return kvstore_pb2.PinsResponse(answers=self._leaving)
+    async def on_request(self, request: kvstore_pb2.PinsRequest) -> None:
+        """See `ServerStream`. Waits while the caller takes no answers."""
+        for command in request.commands:
+            while self.unanswered >= 2 * MAX_COMMANDS:
+                self._taken.clear()
+                await self._taken.wait()
+            self.begin(command)
+        self.cancel(request.cancels)
 
-    def frame_left(self) -> None:
-        """The last frame was taken."""
-        self._leaving = []
-        self._taken.set()
+    def start(self, command: kvstore_pb2.PinCommand) -> tuple[asyncio.Task[None], Callable[[], object]]:
+        """See `ServerStream`. Raises Overloaded."""
+        if self.unanswered >= MAX_COMMANDS:
+            raise errors.Overloaded(f"{MAX_COMMANDS} commands of this stream are unanswered")
+        return super().start(command)
 
-    async def read(self, requests: AsyncIterator[kvstore_pb2.PinsRequest]) -> None:
-        """Begin and cancel commands as told. In a stream that closes none begins: its end is their answer."""
+    async def run(self, command: kvstore_pb2.PinCommand) -> None:
+        deadline = PinDeadline(command.deadline_ms / 1e3 if command.deadline_ms else None)
         try:
-            async for request in requests:
-                for command in () if self._no_more else request.commands:
-                    while self.unanswered >= 2 * MAX_COMMANDS:
-                        self._taken.clear()
-                        await self._taken.wait()
-                    self._begin(command)
-                for handle in request.cancels:
-                    task = self._commands.get(handle)
-                    if task is not None:
-                        task.cancel()
-        finally:
-            self.end_soon()
-
-    def end_soon(self) -> None:
-        """No more answers than those of the commands that run."""
-        self._no_more = True
-        self._changed.set()
-
-    def end(self) -> None:
-        """The stream is over."""
-        for task in self._commands.values():
-            task.cancel()
-        for answer in (*self._leaving, *self._answers):
-            if answer.pinned.lease_id:
-                self._end_pin(answer.pinned.lease_id)
-
-    def _begin(self, command: kvstore_pb2.PinCommand) -> None:
-        handle = command.handle
-        if handle in self._commands:
-            self._fail(handle, errors.FailedPrecondition(f"handle {handle} is in use"))
-        elif self.unanswered >= MAX_COMMANDS:
-            self._fail(handle, errors.Overloaded(f"{MAX_COMMANDS} commands of this stream are unanswered"))
-        else:
-            task = self._commands[handle] = asyncio.create_task(self._run(command))
-            task.add_done_callback(lambda _: self._over(handle))  # also of one cancelled before it ran
-
-    async def _run(self, command: kvstore_pb2.PinCommand) -> None:
-        handle = command.handle
-        deadline_s = command.deadline_ms / 1e3 if command.deadline_ms else None
-        try:
-            async with asyncio.timeout(deadline_s):
-                answer = await self._perform(command, _Context(deadline_s))
-            self._answers.append(answer)
+            async with asyncio.timeout(deadline.timeout_s):
+                self.put(await self._answer(command, deadline))
         except TimeoutError:
-            self._fail(handle, errors.DeadlineExceeded("the deadline has passed"))
-        except errors.SlipstreamError as error:
-            self._fail(handle, error)
-        except Exception:
-            log.exception("a command of a pin stream failed")
-            self._fail(handle, errors.Internal("internal error"))
+            raise errors.DeadlineExceeded("the deadline has passed") from None
 
-    def _over(self, handle: int) -> None:
-        del self._commands[handle]
-        self._changed.set()
-
-    async def _perform(self, command: kvstore_pb2.PinCommand, context: _Context) -> kvstore_pb2.PinAnswer:
+    async def _answer(self, command: kvstore_pb2.PinCommand, deadline: PinDeadline) -> kvstore_pb2.PinAnswer:
         match command.WhichOneof("command"):
             case "pin":
-                pinned = await self._servicer.pin(command.pin, context)
+                pinned = await self._servicer.pin(command.pin, deadline)
                 return kvstore_pb2.PinAnswer(handle=command.handle, pinned=pinned)
             case "renew":
-                renewed = await self._servicer.renew_pin(command.renew, context)
+                renewed = await self._servicer.renew_pin(command.renew, deadline)
                 return kvstore_pb2.PinAnswer(handle=command.handle, renewed=renewed)
             case "release":
-                released = await self._servicer.release_pin(command.release, context)
+                released = await self._servicer.release_pin(command.release, deadline)
                 return kvstore_pb2.PinAnswer(handle=command.handle, released=released)
         raise errors.InvalidArgument("command", "must be given")
 
-    def _fail(self, handle: int, error: errors.SlipstreamError) -> None:
-        failure: common_pb2.Failure = to_failure(error)
-        self._answers.append(kvstore_pb2.PinAnswer(handle=handle, failure=failure))
-        self._changed.set()
+    def failure(self, handle: int, error: errors.SlipstreamError) -> kvstore_pb2.PinAnswer:
+        return kvstore_pb2.PinAnswer(handle=handle, failure=to_failure(error))
+
+    def frame(self, answers: Sequence[kvstore_pb2.PinAnswer]) -> kvstore_pb2.PinsResponse:
+        return kvstore_pb2.PinsResponse(answers=answers)
+
+    def on_frame_taken(self) -> None:
+        super().on_frame_taken()
+        self._taken.set()
+
+    def end(self) -> None:
+        """See `ServerStream`: ends the pins whose answer was not sent."""
+        super().end()
+        for answer in (*self.leaving, *self.events):
+            if answer.pinned.lease_id:
+                self._end_pin(answer.pinned.lease_id)
+
+
+class PinServer(MultiplexedServer[PinStream]):
+    """The streams of one lender."""
+
+    def __init__(self, servicer: PinServicer, end_pin: Callable[[str], None]) -> None:
+        """`end_pin` ends a lease; nothing happens when it has ended."""
+        super().__init__(lambda: PinStream(servicer, end_pin))

@@ -78,12 +78,12 @@ class PinClient(MultiplexedClient[_Receiver, _Command]):
         self._is_closed = True
         await super().close()
 
+    # ---- MultiplexedClient
+
     def open_call(self) -> grpc.aio.StreamStreamCall[kvstore_pb2.PinsRequest, kvstore_pb2.PinsResponse]:
-        """See `MultiplexedClient`."""
         return self._stub.Pins()
 
     def pack(self, commands: Sequence[_Command]) -> Iterator[kvstore_pb2.PinsRequest]:
-        """See `MultiplexedClient`."""
         cancels = [command for command in commands if isinstance(command, int)]
         others = [command for command in commands if not isinstance(command, int)]
         yield kvstore_pb2.PinsRequest(commands=others, cancels=cancels)
@@ -96,7 +96,6 @@ class PinClient(MultiplexedClient[_Receiver, _Command]):
                 receiver.set_result(answer)
 
     def fail(self, receiver: _Receiver, error: errors.SlipstreamError) -> None:
-        """See `MultiplexedClient`."""
         if not receiver.done():
             receiver.set_exception(error)
 

@@ -77,8 +77,9 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
         self._by_key.pop(sequence.key, None)
         self.receivers.pop(sequence.handle, None)
 
+    # ---- MultiplexedClient
+
     def open_call(self) -> Any:
-        """See `MultiplexedClient`."""
         return self._stub.Decode()
 
     def dispatch(self, frame: decode_pb2.DecodeResponse) -> None:
@@ -122,7 +123,6 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
             self.send(interval_ms)
 
     def pack(self, commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
-        """See `MultiplexedClient`."""
         for batch in batches(commands):
             request = decode_pb2.DecodeRequest()
             for command in batch:
@@ -135,11 +135,9 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
             yield request
 
     def fail(self, sequence: RemoteSequence, error: errors.SlipstreamError) -> None:
-        """See `MultiplexedClient`."""
         sequence.fail(error)
 
     def on_broken(self) -> None:
-        """See `MultiplexedClient`."""
         self._by_key.clear()
         self._interval_ms = 0
         self._sender = PromptSender()

@@ -105,12 +105,12 @@ class PrefillClient(MultiplexedClient[RemotePrefill, _Command]):
         if self.receivers.pop(prefill.handle, None) is not None:
             self.send(prefill.handle)
 
+    # ---- MultiplexedClient
+
     def open_call(self) -> Any:
-        """See `MultiplexedClient`."""
         return self._stub.Prefill()
 
     def pack(self, commands: Sequence[_Command]) -> Iterator[prefill_pb2.PrefillRequest]:
-        """See `MultiplexedClient`."""
         for batch in batches(commands):
             request = prefill_pb2.PrefillRequest()
             for command in batch:
@@ -134,11 +134,9 @@ class PrefillClient(MultiplexedClient[RemotePrefill, _Command]):
             prefill.feed(event)
 
     def fail(self, prefill: RemotePrefill, error: errors.SlipstreamError) -> None:
-        """See `MultiplexedClient`."""
         prefill.fail(error, is_connection_lost=True)
 
     def on_broken(self) -> None:
-        """See `MultiplexedClient`."""
         self._sender = PromptSender()
 
     def _on_failure(self, prefill: RemotePrefill, error: errors.SlipstreamError) -> None:
