@@ -143,7 +143,7 @@ class _Frame:
     """A frame as it fills: what has a delta of its own goes on in it, the rest travels packed."""
 
     def __init__(self) -> None:
-        self._deltas: dict[tuple[str, int], decode_pb2.SequenceDelta] = {}
+        self._deltas: dict[int, decode_pb2.SequenceDelta] = {}
         self._handles = array("I")
         self._tokens = array("I")
 
@@ -152,13 +152,11 @@ class _Frame:
 
     def delta(self, start: decode_pb2.StartSequence) -> decode_pb2.SequenceDelta:
         """The sequence's own delta."""
-        attempt = start.attempt
-        fresh = decode_pb2.SequenceDelta(request_id=attempt.request_id, attempt=attempt.attempt)
-        return self._deltas.setdefault(_key(attempt), fresh)
+        return self._deltas.setdefault(start.handle, decode_pb2.SequenceDelta(handle=start.handle))
 
     def add(self, start: decode_pb2.StartSequence, token: int) -> None:
         """One more token of a sequence."""
-        if _key(start.attempt) not in self._deltas:
+        if start.handle not in self._deltas:
             self._handles.append(start.handle)
             self._tokens.append(token)
         else:
@@ -175,7 +173,7 @@ class _Frame:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    sequences: dict[tuple[str, int], _Sequence] = field(default_factory=dict)
+    sequences: dict[int, _Sequence] = field(default_factory=dict)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: list[_Sequence] = field(default_factory=list)
     frame: _Frame = field(default_factory=_Frame)
@@ -229,8 +227,8 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
             async for request in requests:
                 for start in request.starts:
                     self._start(start, stream)
-                for abort in request.aborts:
-                    self._abort(stream, _key(abort.attempt))
+                for handle in request.aborts:
+                    self._abort(stream, handle)
                 if request.HasField("frame_interval_ms"):
                     stream.interval_s = request.frame_interval_ms / 1e3
                 stream.wake.set()
@@ -245,7 +243,7 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
             delta.finish_reason = common_pb2.FINISH_REASON_ERROR
             delta.failure.CopyFrom(to_failure(error))
             return
-        stream.sequences[_key(start.attempt)] = self._sequence(start)
+        stream.sequences[start.handle] = self._sequence(start)
 
     def _sequence(self, start: decode_pb2.StartSequence) -> _Sequence:
         ready_ns, emitted = 0, len(start.emitted) // 4
@@ -254,8 +252,8 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
             emitted += 1
         return _Sequence(start, ready_ns, start.sampling.max_tokens, emitted)
 
-    def _abort(self, stream: _Stream, key: tuple[str, int]) -> None:
-        sequence = stream.sequences.pop(key, None)
+    def _abort(self, stream: _Stream, handle: int) -> None:
+        sequence = stream.sequences.pop(handle, None)
         if sequence is not None:
             stream.aborted.append(sequence)
 
@@ -267,7 +265,7 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
             delta.finish_reason = common_pb2.FINISH_REASON_ABORTED
             delta.stats.SetInParent()
         stream.aborted.clear()
-        for key, sequence in list(stream.sequences.items()):
+        for handle, sequence in list(stream.sequences.items()):
             if sequence.ready_ns > now_ns:
                 continue
             token = answer[sequence.emitted % len(answer)]
@@ -280,20 +278,17 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
                 delta.stats.generated_tokens = sequence.emitted - 1
                 delta.stats.decode_steps = sequence.emitted - 1
-                del stream.sequences[key]
+                del stream.sequences[handle]
 
     async def AbortDecode(
         self, request: decode_pb2.AbortDecodeRequest, context: Any
     ) -> decode_pb2.AbortDecodeResponse:
-        key = _key(request.attempt)
         for stream in self._streams:
-            self._abort(stream, key)
+            for handle, sequence in list(stream.sequences.items()):
+                if sequence.start.attempt.request_id == request.attempt.request_id:
+                    self._abort(stream, handle)
             stream.wake.set()
         return decode_pb2.AbortDecodeResponse()
-
-
-def _key(attempt: common_pb2.Attempt) -> tuple[str, int]:
-    return attempt.request_id, attempt.attempt
 
 
 class PacedApp(WorkerApp):

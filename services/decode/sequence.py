@@ -27,6 +27,9 @@ from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)
 
+# Sends a delta with the next frame. Those of a step are sent together.
+Emit = Callable[[decode_pb2.SequenceDelta], None]
+
 
 class DecodeSequence(SequenceTask):
     """See `SequenceTask`; its outputs come by `on_output`."""
@@ -36,14 +39,17 @@ class DecodeSequence(SequenceTask):
         core: WorkerCore,
         plan: DecodePlan,
         speculation: Speculation | None,
-        emit: Callable[[decode_pb2.SequenceDelta], None],
+        emit: Emit,
+        *,
+        handle: int,
     ) -> None:
-        """`emit` takes deltas; those of a step are sent together afterwards."""
+        """`handle` names the sequence in its deltas."""
         super().__init__(f"decode {plan.key}")
         self.plan = plan
         self._core = core
         self._speculation = speculation if plan.drafts else None
         self._emit = emit
+        self._handle = handle
         self._prompt_hashes = frozenset(
             plan.spec.block_hashes[: len(plan.spec.prompt) // core.info.block_tokens]
         )
@@ -162,7 +168,6 @@ class DecodeSequence(SequenceTask):
         complete = await pull.run()
         if complete.finish_reason:
             self._tell_end(complete.finish_reason)
-            core.after_step()
             return False
         self._open_drafts(complete)
         core.attach(spec.seq_id, self, computed_tokens=spec.context_tokens, prefilling=False)
@@ -252,9 +257,7 @@ class DecodeSequence(SequenceTask):
         add_cached_tokens(self._stats.cached, tiers, self._core.info.block_tokens)
 
     def _delta(self, *, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
-        return decode_pb2.SequenceDelta(
-            request_id=self.plan.key.request_id, attempt=self.plan.key.attempt, tokens=tokens
-        )
+        return decode_pb2.SequenceDelta(handle=self._handle, tokens=tokens)
 
     def _tell_running(self) -> None:
         """Unless a step was faster than the answer to `start`: then its delta has told already."""
@@ -263,7 +266,6 @@ class DecodeSequence(SequenceTask):
             delta = self._delta()
             delta.running = True
             self._emit(delta)
-            self._core.after_step()
 
     def _tell_end(
         self, reason: common_pb2.FinishReason.ValueType, *, delta: decode_pb2.SequenceDelta | None = None
@@ -289,4 +291,3 @@ class DecodeSequence(SequenceTask):
         if reason == common_pb2.FINISH_REASON_ERROR:
             delta.failure.CopyFrom(to_failure(error))
         self._tell_end(reason, delta=delta)
-        self._core.after_step()

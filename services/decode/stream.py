@@ -1,71 +1,104 @@
-"""One router's stream: its sequences and the frames that wait for it."""
+"""One router's stream: its sequences, and the deltas that wait for the next frame.
+
+A frame holds what came since the last one, at most one delta for each sequence, so a router that does not
+read costs its sequences' tokens only. Order within a sequence is kept and nothing is dropped.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
-from services.decode.frame_buffer import FrameBuffer
-from services.decode.sequence import DecodeSequence
-from slipstream.v1 import decode_pb2
+import numpy as np
+
+from libs.common.rpc.multiplexed_server import Cancel, ServerStream
+from services.decode.sequence import Emit
+from slipstream.errors import SlipstreamError
+from slipstream.rpc.rpc_errors import to_failure
+from slipstream.v1 import common_pb2, decode_pb2
 
 # A router cannot slow its sequences down by more than this.
 MAX_INTERVAL_S = 0.1
 
+# Starts a sequence, which passes its deltas to the given function. Returns its task and what ends it. Raises
+# SlipstreamError.
+Admit = Callable[[decode_pb2.StartSequence, Emit], tuple[asyncio.Task[None], Cancel]]
 
-class DecodeStream:
-    """Collects the deltas of a step into one frame."""
 
-    def __init__(self) -> None:
-        self.sequences: set[DecodeSequence] = set()
-        self._outbox = FrameBuffer()
-        self._frame: list[decode_pb2.SequenceDelta] = []
-        self._changed = asyncio.Event()
-        self._no_more_starts = False
+class DecodeStream(ServerStream[decode_pb2.StartSequence, decode_pb2.SequenceDelta]):
+    """See the module's text."""
+
+    def __init__(self, admit: Admit) -> None:
+        super().__init__()
+        self._admit = admit
+        self._waiting: dict[int, decode_pb2.SequenceDelta] = {}  # those of `events`, by handle
+        self._step = 0
         self._loop = asyncio.get_running_loop()
         self._interval_s = 0.0
         self._next_s = 0.0
 
-    def pace(self, interval_ms: int) -> None:
-        """The router wants frames no more often than this."""
-        self._interval_s = min(interval_ms / 1e3, MAX_INTERVAL_S)
+    # ---- ServerStream
 
-    def admit(self, sequence: DecodeSequence, *, handle: int) -> None:
-        """It starts; `handle` is the router's short name for it on this stream."""
-        self.sequences.add(sequence)
-        key = sequence.plan.key
-        self._outbox.name(key.request_id, key.attempt, handle)
+    async def on_request(self, request: decode_pb2.DecodeRequest) -> None:
+        for start in request.starts:
+            self.begin(start)
+        if request.HasField("frame_interval_ms"):
+            self._interval_s = min(request.frame_interval_ms / 1e3, MAX_INTERVAL_S)
+        self.cancel(request.aborts)
 
-    def emit(self, delta: decode_pb2.SequenceDelta) -> None:
-        """Add to the frame that is being collected."""
-        self._frame.append(delta)
+    def start(self, start: decode_pb2.StartSequence) -> tuple[asyncio.Task[None], Cancel]:
+        return self._admit(start, self.put)
 
-    def flush(self) -> None:
-        """The frame is complete."""
-        if self._frame:
-            self._outbox.push(self._frame, join=self._interval_s > 0)
-            self._frame = []
-            self._changed.set()
+    def put(self, delta: decode_pb2.SequenceDelta) -> None:
+        waiting = self._waiting.get(delta.handle)
+        if waiting is None:
+            self._waiting[delta.handle] = delta
+            super().put(delta)
+        else:
+            merge(waiting, delta)
 
-    def forget(self, sequence: DecodeSequence) -> None:
-        """It ended."""
-        self.sequences.discard(sequence)
-        self._changed.set()
+    async def join(self) -> None:
+        """Keep the interval between frames. The deltas of one step come together anyway."""
+        early_s = self._next_s - self._loop.time()
+        if early_s > 0:
+            await asyncio.sleep(early_s)
+        self._next_s = self._loop.time() + self._interval_s
 
-    def close_input(self) -> None:
-        """The router will start nothing more: the stream ends with the last of its sequences."""
-        self._no_more_starts = True
-        self._changed.set()
+    def failure(self, handle: int, error: SlipstreamError) -> decode_pb2.SequenceDelta:
+        return decode_pb2.SequenceDelta(
+            handle=handle,
+            finish_reason=common_pb2.FINISH_REASON_ERROR,
+            failure=to_failure(error),
+            stats=decode_pb2.SequenceStats(),
+        )
 
-    async def next_frame(self) -> decode_pb2.DecodeResponse | None:
-        """The next frame when there is one; None at the end of the stream."""
-        while True:
-            self._changed.clear()
-            if len(self._outbox):
-                early_s = self._next_s - self._loop.time()
-                if early_s > 0:  # what comes meanwhile joins the frame that waits
-                    await asyncio.sleep(early_s)
-                self._next_s = self._loop.time() + self._interval_s
-                return self._outbox.take()
-            if self._no_more_starts and not self.sequences:
-                return None
-            await self._changed.wait()
+    def frame(self, deltas: Sequence[decode_pb2.SequenceDelta]) -> decode_pb2.DecodeResponse:
+        self._waiting.clear()
+        self._step += 1
+        return pack_frame(deltas, step=self._step)
+
+
+def pack_frame(deltas: Sequence[decode_pb2.SequenceDelta], *, step: int) -> decode_pb2.DecodeResponse:
+    """The frame of these deltas. Most hold tokens alone and become two numbers a token: reading these costs
+    the router a fraction of reading a message."""
+    rest, handles, tokens = [], [], []
+    for delta in deltas:
+        packed = delta.tokens
+        if not packed or delta.running or delta.finish_reason or delta.logprobs:
+            rest.append(delta)
+            continue
+        handles += [delta.handle] * (len(packed) // 4)
+        tokens.append(packed)
+    return decode_pb2.DecodeResponse(
+        step=step,
+        deltas=rest,
+        packed_handles=np.asarray(handles, "<u4").tobytes(),
+        packed_tokens=b"".join(tokens),
+    )
+
+
+def merge(earlier: decode_pb2.SequenceDelta, later: decode_pb2.SequenceDelta) -> None:
+    """Append `later` to `earlier` of the same sequence; packed bytes join, everything else is set."""
+    tokens = earlier.tokens + later.tokens
+    earlier.MergeFrom(later)
+    earlier.tokens = tokens

@@ -31,14 +31,14 @@ class DecodeRequest(_message.Message):
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartSequence]: ...
     @_builtins.property
-    def aborts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbortSequence]:
-        """applied after `starts`"""
+    def aborts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """handles; applied after `starts`; unknown handles are accepted"""
 
     def __init__(
         self,
         *,
         starts: _abc.Iterable[Global___StartSequence] | None = ...,
-        aborts: _abc.Iterable[Global___AbortSequence] | None = ...,
+        aborts: _abc.Iterable[_builtins.int] | None = ...,
         frame_interval_ms: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frame_interval_ms", b"_frame_interval_ms", "frame_interval_ms", b"frame_interval_ms"]  # noqa: Y015
@@ -91,7 +91,7 @@ class StartSequence(_message.Message):
     DISABLE_DRAFTS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
-    """identifies the sequence in packed frames; not 0; the router chooses one not in use"""
+    """identifies the sequence on its stream; not 0; the router chooses one not in use"""
     prompt: _builtins.bytes
     """packed token ids; those after `prefix`, when it is set"""
     block_hashes: _builtins.bytes
@@ -151,26 +151,6 @@ class StartSequence(_message.Message):
 Global___StartSequence: _TypeAlias = StartSequence  # noqa: Y015
 
 @_typing.final
-class AbortSequence(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def attempt(self) -> _common_pb2.Attempt: ...
-    def __init__(
-        self,
-        *,
-        attempt: _common_pb2.Attempt | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortSequence: _TypeAlias = AbortSequence  # noqa: Y015
-
-@_typing.final
 class DecodeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -209,16 +189,14 @@ Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 class SequenceDelta(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    attempt: _builtins.int
+    handle: _builtins.int
     tokens: _builtins.bytes
     """packed new token ids"""
     finish_reason: _common_pb2.FinishReason.ValueType
@@ -239,8 +217,7 @@ class SequenceDelta(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        handle: _builtins.int = ...,
         tokens: _builtins.bytes = ...,
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
@@ -250,7 +227,7 @@ class SequenceDelta(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "failure", b"failure", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

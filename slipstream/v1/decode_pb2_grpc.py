@@ -55,7 +55,7 @@ class DecodeServiceServicer(object):
         """Decode is the long-lived stream between one router and this worker. It carries any number of sequences.
         Effect: a start reads the prompt's KV by its ticket, or computes it here, and generates until the end.
         Order: the worker answers with one frame for each engine step, or fewer when the router asks for an
-        interval. The deltas of one sequence are in order; its last one has a finish reason.
+        interval or reads slowly. The deltas of one sequence are in order; its last one has a finish reason.
         Cancel: an abort ends its sequence; the end of the stream aborts and releases all its sequences.
         Not idempotent: a second start of a (request_id, attempt) that runs fails.
         """

@@ -23,6 +23,7 @@ from tests.worker.nodes import (
     Nodes,
     PrefillCall,
     RouterStream,
+    abort_request,
     attempt,
     eventually,
     greedy,
@@ -234,9 +235,7 @@ async def test_ends_while_blocks_are_pulled(how: str) -> None:
             )
         )
         if how == "abort":
-            await stream.call.write(
-                decode_pb2.DecodeRequest(aborts=[decode_pb2.AbortSequence(attempt=attempt())])
-            )
+            await stream.call.write(abort_request())
             assert (await stream.last()).finish_reason == common_pb2.FINISH_REASON_ABORTED
         elif how == "rpc":
             stub = decode_pb2_grpc.DecodeServiceStub(decode.channel)

@@ -10,13 +10,13 @@ import pytest
 from libs.common.cluster.worker_service import held
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
-from services.decode.frame_buffer import MAX_FRAMES
 from slipstream.errors import Internal
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests.worker.nodes import (
     Gate,
     RouterStream,
+    abort_request,
     attempt,
     eventually,
     greedy,
@@ -28,10 +28,6 @@ from tests.worker.nodes import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def abort_of(request_id: str, number: int = 1) -> decode_pb2.DecodeRequest:
-    return decode_pb2.DecodeRequest(aborts=[decode_pb2.AbortSequence(attempt=attempt(request_id, number))])
 
 
 def ended(stream: RouterStream, request_id: str) -> bool:
@@ -60,7 +56,7 @@ async def test_many_sequences_share_frames() -> None:
             )
         assert [frame.step for frame in stream.frames] == list(range(1, len(stream.frames) + 1))
         for frame in stream.frames:
-            assert len({d.request_id for d in frame.deltas}) == len(frame.deltas)
+            assert len({d.handle for d in frame.deltas}) == len(frame.deltas)
         await node.wait_idle()
         await stream.close()
 
@@ -167,8 +163,10 @@ async def test_duplicates_aborts_and_refusals_touch_one_sequence_only() -> None:
         assert (await stream.last("bad")).failure.reason == "FingerprintMismatch"
         await stream.call.write(start_request(node, [], attempt=attempt("empty")))
         assert (await stream.last("empty")).failure.field == "prompt"
-        await stream.call.write(abort_of("gone"))
-        await stream.call.write(abort_of("unknown"))
+        await stream.call.write(abort_request("gone"))
+        await stream.call.write(decode_pb2.DecodeRequest(aborts=[0, 0xFFFF_FFFF]))  # unknown handles
+        stub = decode_pb2_grpc.DecodeServiceStub(node.channel)
+        await stub.AbortDecode(decode_pb2.AbortDecodeRequest(attempt=attempt("unknown")))
         assert (await stream.last("gone")).finish_reason == common_pb2.FINISH_REASON_ABORTED
         gate.open()
         await stream.last("good")
@@ -187,7 +185,7 @@ async def test_abort_and_start_in_one_breath() -> None:
         stream = RouterStream(node)
         for i in range(20):
             await stream.call.write(start_request(node, prompt_tokens(9), attempt=attempt(f"r{i}")))
-            await stream.call.write(abort_of(f"r{i}"))
+            await stream.call.write(abort_request(f"r{i}"))
         for i in range(20):
             last = await stream.last(f"r{i}")
             assert last.finish_reason in (
@@ -222,7 +220,7 @@ async def test_ends_while_it_generates(how: str) -> None:
         assert held(node.ledger) or how == "deadline"
         if how == "stream":
             await stream.close()
-            await eventually(lambda: not node.service._streams)
+            await eventually(lambda: not node.service._router_streams.streams)
             gate.open()
         elif how == "rpc":
             stub = decode_pb2_grpc.DecodeServiceStub(node.channel)
@@ -276,16 +274,16 @@ async def test_router_that_does_not_read_gets_everything_later() -> None:
         call = decode_pb2_grpc.DecodeServiceStub(node.channel).Decode()
         tokens = prompt_tokens(5)
         await call.write(start_request(node, tokens, sampling=greedy(1000, top_logprobs=20)))
-        await eventually(lambda: bool(node.service._streams))
-        (stream,) = node.service._streams
+        await eventually(lambda: bool(node.service._router_streams.streams))
+        (stream,) = node.service._router_streams.streams
         waiting: list[int] = []
 
         def done() -> bool:
-            waiting.append(len(stream._outbox))
+            waiting.append(len(stream.events))
             return not node.service._sequences and node.core.pages.running == 0
 
         await eventually(done)
-        assert max(waiting) <= MAX_FRAMES
+        assert max(waiting) <= 1
         received: list[int] = []
         async for frame in call:
             for delta in frame.deltas:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,16 +205,11 @@ def unpacked(raw: bytes) -> list[int]:
     return np.frombuffer(raw, dtype="<u4").tolist()  # type: ignore[no-any-return]
 
 
-def unpacked_deltas(
-    frame: decode_pb2.DecodeResponse, sequences: Mapping[int, common_pb2.Attempt]
-) -> Iterator[decode_pb2.SequenceDelta]:
+def unpacked_deltas(frame: decode_pb2.DecodeResponse) -> Iterator[decode_pb2.SequenceDelta]:
     """The packed tokens of a frame, a delta for each."""
     handles, tokens = unpacked(frame.packed_handles), unpacked(frame.packed_tokens)
     for handle, token in zip(handles, tokens, strict=True):
-        name = sequences[handle]
-        yield decode_pb2.SequenceDelta(
-            request_id=name.request_id, attempt=name.attempt, tokens=packed([token])
-        )
+        yield decode_pb2.SequenceDelta(handle=handle, tokens=packed([token]))
 
 
 def hashes_of(node: Node, tokens: list[int]) -> list[bytes]:
@@ -239,6 +234,13 @@ def start_request(node: Node, tokens: list[int], **fields: Any) -> decode_pb2.De
     start.handle = next(_handles)
     _sequence_of[start.handle] = start.attempt
     return decode_pb2.DecodeRequest(starts=[start])
+
+
+def abort_request(request_id: str = "r", number: int = 1) -> decode_pb2.DecodeRequest:
+    """Abort the sequences that `start_request` made of this attempt."""
+    name = (request_id, number)
+    handles = [handle for handle, a in _sequence_of.items() if (a.request_id, a.attempt) == name]
+    return decode_pb2.DecodeRequest(aborts=handles)
 
 
 def _common_fields(node: Node, tokens: list[int]) -> dict[str, Any]:
@@ -305,10 +307,8 @@ class RouterStream:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             async for frame in self.call:
                 self.frames.append(frame)
-                for delta in frame.deltas:
-                    self.deltas.setdefault(delta.request_id, []).append(delta)
-                for delta in unpacked_deltas(frame, _sequence_of):
-                    self.deltas.setdefault(delta.request_id, []).append(delta)
+                for delta in (*frame.deltas, *unpacked_deltas(frame)):
+                    self.deltas.setdefault(_sequence_of[delta.handle].request_id, []).append(delta)
                 self._changed.set()
 
     def tokens(self, request_id: str = "r") -> list[int]:

@@ -80,10 +80,6 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
         """`begin` and `cancel` commands as the caller requests. What it raises ends the stream."""
 
     @abstractmethod
-    async def run(self, command: CommandT) -> None:
-        """Execute one command and `put` its events. What it raises is the command's failure."""
-
-    @abstractmethod
     def failure(self, handle: int, error: errors.SlipstreamError) -> EventT:
         """The last event of a command that fails."""
 
@@ -113,6 +109,10 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
         """A task for the command, and what cancels it."""
         task = asyncio.create_task(self._run(command))
         return task, task.cancel
+
+    async def run(self, command: CommandT) -> None:
+        """Execute one command and `put` its events. What it raises is the command's failure."""
+        raise NotImplementedError
 
     def cancel(self, handles: Iterable[int]) -> None:
         """Cancel these commands. Unknown handles are accepted."""

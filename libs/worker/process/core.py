@@ -78,7 +78,6 @@ class WorkerCore:
         # Who places requests is told which blocks this worker's cache holds.
         self.events = KvEventServicer(BlockEventLog(new_incarnation()))
         self.thread.on_blocks = self._on_blocks
-        self.after_step: Callable[[], None] = lambda: None
         self.load_changed: Callable[[], None] = lambda: None
         self._on_broken = on_broken
         self._handlers: dict[str, OutputHandler] = {}
@@ -209,7 +208,6 @@ class WorkerCore:
             handler = self._handlers.get(output.seq_id)
             if handler is not None:
                 handler.on_output(output)
-        self.after_step()
         self.load_changed()
 
     def on_step_error(self, error: Exception) -> None:
@@ -233,4 +231,3 @@ class WorkerCore:
             self._handlers.pop(seq_id)
             self.thread.submit(lambda engine, seq_id=seq_id: engine.release(seq_id))  # type: ignore[misc]
             handler.on_error(error)
-        self.after_step()

@@ -21,7 +21,7 @@ import numpy as np
 from libs.common.rpc.multiplexed_client import MultiplexedClient, batches
 from libs.common.rpc.tracing import trace_metadata
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
-from services.router.workers.remote_sequence import RemoteSequence, SequenceKey, SequenceListener
+from services.router.workers.remote_sequence import RemoteSequence, SequenceListener
 from services.router.workers.token_batcher import TokenBatcher
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 # The shortest interval that is asked for: a frame costs its read, whatever it holds.
 LEAST_INTERVAL_MS = 4
 
-# The number is a frame interval in milliseconds.
-_Command = decode_pb2.StartSequence | decode_pb2.AbortSequence | int
+# A start, the handle of a sequence to abort, or a request that holds a frame interval.
+_Command = decode_pb2.StartSequence | int | decode_pb2.DecodeRequest
 
 
 class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
@@ -42,7 +42,6 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
     def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
         super().__init__(instance)
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self._by_key: dict[SequenceKey, RemoteSequence] = {}
         self._batcher = TokenBatcher()
         self.mark = self._batcher.mark  # see SequenceHost
         self._interval_ms = 0  # as the worker was asked last
@@ -55,14 +54,14 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
         request.handle = self.new_handle()
         sent = self._sender.send(request, prompt)
         sequence = RemoteSequence(self, sent, listener, urgent=not request.ticket)
-        self._by_key[sequence.key] = self.receivers[sequence.handle] = sequence
+        self.receivers[sequence.handle] = sequence
         self.send(request)
         return sequence
 
-    def send_abort(self, attempt: common_pb2.Attempt) -> None:
-        """Stop a sequence; without a stream there is nothing to stop."""
-        if self.is_open:
-            self.send(decode_pb2.AbortSequence(attempt=attempt))
+    def abort(self, sequence: RemoteSequence) -> None:
+        """Stop a sequence. One whose stream broke has stopped."""
+        if sequence.handle in self.receivers:
+            self.send(sequence.handle)
 
     async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
         """Returns when the worker holds nothing of the sequence, or cannot be asked."""
@@ -74,7 +73,6 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
 
     def forget(self, sequence: RemoteSequence) -> None:
         """Drop what still comes of the sequence."""
-        self._by_key.pop(sequence.key, None)
         self.receivers.pop(sequence.handle, None)
 
     # ---- MultiplexedClient
@@ -98,7 +96,7 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
                 if sequence is not None:
                     sequence.feed_tokens(of_one)
         for delta in frame.deltas:
-            sequence = self._by_key.get((delta.request_id, delta.attempt))
+            sequence = self.receivers.get(delta.handle)
             if sequence is None:
                 continue
             if delta.HasField("failure") and self._send_whole(sequence, delta.failure):
@@ -120,7 +118,7 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
         interval_ms = max(interval_ms, LEAST_INTERVAL_MS)
         if interval_ms != self._interval_ms and self.is_open:
             self._interval_ms = interval_ms
-            self.send(interval_ms)
+            self.send(decode_pb2.DecodeRequest(frame_interval_ms=interval_ms))
 
     def pack(self, commands: Sequence[_Command]) -> Iterator[decode_pb2.DecodeRequest]:
         for batch in batches(commands):
@@ -128,17 +126,16 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
             for command in batch:
                 if isinstance(command, decode_pb2.StartSequence):
                     request.starts.add().CopyFrom(command)  # to append it takes several times as long
-                elif isinstance(command, decode_pb2.AbortSequence):
-                    request.aborts.add().CopyFrom(command)
+                elif isinstance(command, int):
+                    request.aborts.append(command)
                 else:
-                    request.frame_interval_ms = command
+                    request.frame_interval_ms = command.frame_interval_ms
             yield request
 
     def fail(self, sequence: RemoteSequence, error: errors.SlipstreamError) -> None:
         sequence.fail(error)
 
     def on_broken(self) -> None:
-        self._by_key.clear()
         self._interval_ms = 0
         self._sender = PromptSender()
 

@@ -14,13 +14,10 @@ import numpy as np
 from services.router.workers.prompt_delta import SentPrompt
 from services.router.workers.token_batcher import PendingDelivery
 from slipstream import errors
-from slipstream.v1 import common_pb2, decode_pb2
+from slipstream.v1 import decode_pb2
 
 # Tokens of a paused sequence that may wait: 64 KiB. With more of them the request is aborted.
 MAX_PARKED_TOKENS = 16_384
-
-# A request's id on the workers, and the number of the attempt.
-SequenceKey = tuple[str, int]
 
 
 class SequenceListener(Protocol):
@@ -39,7 +36,7 @@ class SequenceListener(Protocol):
 class SequenceHost(Protocol):
     """What a sequence needs of the stream it runs on."""
 
-    def send_abort(self, attempt: common_pb2.Attempt) -> None:
+    def abort(self, sequence: RemoteSequence) -> None:
         """Stop the sequence on the worker."""
 
     def forget(self, sequence: RemoteSequence) -> None:
@@ -65,9 +62,6 @@ class RemoteSequence:
     ) -> None:
         # What may have to be sent again: None once the sequence runs, failed or was aborted.
         self.unsettled: SentPrompt[decode_pb2.StartSequence] | None = sent
-        attempt = sent.request.attempt  # a part of a message keeps all of the message alive: only read here
-        self.key: SequenceKey = (attempt.request_id, attempt.attempt)
-        self._epoch = attempt.epoch
         self.handle = sent.request.handle  # names the sequence on its stream
         self.running = False  # its KV is committed on the worker
         self.finished = False  # its last delta was received: the worker holds nothing of it
@@ -93,9 +87,7 @@ class RemoteSequence:
         """Stop the sequence. Its last delta, with the statistics, still comes. Idempotent."""
         if not self.finished:
             self.unsettled = None
-            request_id, number = self.key
-            attempt = common_pb2.Attempt(request_id=request_id, attempt=number, epoch=self._epoch)
-            self._stream.send_abort(attempt)
+            self._stream.abort(self)
 
     def forget(self) -> None:
         """Deliver nothing any more."""

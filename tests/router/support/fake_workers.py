@@ -264,11 +264,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                 task.cancel()
 
     async def _read(self, requests: AsyncIterator[decode_pb2.DecodeRequest], out: Any) -> None:
+        attempts: dict[int, common_pb2.Attempt] = {}
         async for request in requests:
             for start in request.starts:
                 self._start(start, out)
-            for abort in request.aborts:
-                self._abort(abort.attempt)
+                attempts[start.handle] = start.attempt
+            for handle in request.aborts:
+                self._abort(attempts[handle])
 
     def _start(self, start: decode_pb2.StartSequence, out: Any) -> None:
         self.starts.append(start)
@@ -365,9 +367,7 @@ def _tokens(packed: bytes) -> list[int]:
 
 
 def _delta(start: decode_pb2.StartSequence, **fields: Any) -> decode_pb2.SequenceDelta:
-    return decode_pb2.SequenceDelta(
-        request_id=start.attempt.request_id, attempt=start.attempt.attempt, **fields
-    )
+    return decode_pb2.SequenceDelta(handle=start.handle, **fields)
 
 
 def _ended(

@@ -202,7 +202,7 @@ async def test_a_sequence_whose_stream_was_broken_off_is_not_sent_again(
         sequence = start_again(router, cluster.decodes[0], "lost", SequenceReader())
         stream.break_off(Unavailable("silent"))
         unknown = to_failure(PrefixUnknown("forgotten"))
-        late = decode_pb2.SequenceDelta(request_id="lost", attempt=1, failure=unknown, finish_reason=ERROR)
+        late = decode_pb2.SequenceDelta(handle=sequence.handle, failure=unknown, finish_reason=ERROR)
         stream.dispatch(decode_pb2.DecodeResponse(deltas=[late]))
         assert not stream.waiting_commands
         assert not stream.is_open

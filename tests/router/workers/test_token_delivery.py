@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens
-from services.decode.frame_buffer import FrameBuffer
+from services.decode.stream import DecodeStream
 from services.router.event_loop_lag import LagWindow
 from services.router.workers.decode_client import DecodeClient, frame_interval_ms
 from services.router.workers.prompt_delta import OutgoingPrompt
@@ -56,6 +56,10 @@ def _stream() -> DecodeClient:
     return stream
 
 
+def _never_admit(start: decode_pb2.StartSequence, emit: object) -> Any:
+    raise NotImplementedError
+
+
 def _attempt(index: int) -> common_pb2.Attempt:
     return common_pb2.Attempt(request_id=f"r{index}", attempt=1)
 
@@ -70,42 +74,40 @@ def _start(
     return sequence, reader
 
 
-_steps = st.lists(st.lists(st.integers(0, 3), min_size=_SEQUENCES, max_size=_SEQUENCES), max_size=20)
+_tokens = st.lists(st.integers(0, 3), min_size=_SEQUENCES, max_size=_SEQUENCES)
+_steps = st.lists(st.tuples(_tokens, st.booleans()), max_size=20)
 
 
 @settings(max_examples=40, deadline=None)
-@given(_steps, st.integers(1, 4), st.booleans())
-def test_every_token_arrives_once_and_in_order(steps: list[list[int]], max_frames: int, paced: bool) -> None:
-    """From a worker's outbox, with and without a pace, through the stream to the listener."""
+@given(_steps)
+def test_every_token_arrives_once_and_in_order(steps: list[tuple[list[int], bool]]) -> None:
+    """From a worker's stream through the router's to the listener. Of each step: how many tokens each
+    sequence gets, and whether the worker sends a frame."""
 
     async def run() -> None:
-        stream, outbox = _stream(), FrameBuffer(max_frames=max_frames)
-        sequences = []
-        for index in range(_SEQUENCES):
-            sequences.append(_start(stream, index))
-            outbox.name(f"r{index}", 1, sequences[-1][0].handle)
+        stream, worker = _stream(), DecodeStream(_never_admit)
+        sequences = [_start(stream, index) for index in range(_SEQUENCES)]
         sent: list[list[int]] = [[] for _ in sequences]
         count = 0
 
-        def delta(index: int, n: int) -> decode_pb2.SequenceDelta:
+        def put(index: int, n: int, **fields: Any) -> None:
             nonlocal count
             tokens = list(range(count, count + n))
             count += n
             sent[index] += tokens
             packed = np.asarray(tokens, "<u4").tobytes()
-            return decode_pb2.SequenceDelta(request_id=f"r{index}", attempt=1, tokens=packed)
+            handle = sequences[index][0].handle
+            worker.put(decode_pb2.SequenceDelta(handle=handle, tokens=packed, **fields))
 
-        for step in steps:
-            outbox.push([delta(index, n) for index, n in enumerate(step) if n], join=paced)
-            if len(outbox) == max_frames:
-                stream.dispatch(outbox.take() or decode_pb2.DecodeResponse())
-        last = [delta(index, 1) for index in range(_SEQUENCES)]
-        for item in last:
-            item.finish_reason = common_pb2.FINISH_REASON_LENGTH
-        outbox.push(last, join=paced)
-        while (frame := outbox.take()) is not None:
-            assert len(frame.packed_handles) == len(frame.packed_tokens)
-            stream.dispatch(frame)
+        for step, is_sent in steps:
+            for index, n in enumerate(step):
+                if n:
+                    put(index, n)
+            if is_sent and worker.events:
+                stream.dispatch(await worker.next_frame())
+        for index in range(_SEQUENCES):
+            put(index, 1, finish_reason=common_pb2.FINISH_REASON_LENGTH)
+        stream.dispatch(await worker.next_frame())
         for index, (sequence, reader) in enumerate(sequences):
             got: list[int] = []
             while True:
@@ -163,7 +165,7 @@ def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_told(pauses_
 async def test_an_end_waits_for_no_round() -> None:
     stream = _stream()
     (ends, reader), (goes_on, other) = (_start(stream, index, ticket=b"t") for index in range(2))
-    last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
+    last = decode_pb2.SequenceDelta(handle=ends.handle, tokens=b"\2\0\0\0")
     last.finish_reason = common_pb2.FINISH_REASON_LENGTH
     stream.dispatch(_tokens_frame(ends, goes_on, token=1))
     stream.dispatch(decode_pb2.DecodeResponse(deltas=[last]))
@@ -188,11 +190,11 @@ async def test_the_first_token_of_a_prompt_computed_there_waits_for_no_round() -
 async def test_tokens_come_with_their_log_probabilities(ticket: bytes) -> None:
     """Also the first ones of a prompt computed there, which wait for no round."""
     stream = _stream()
-    _, reader = _start(stream, 0, ticket=ticket)
+    sequence, reader = _start(stream, 0, ticket=ticket)
     for number in range(1, 4):
         position = common_pb2.PositionLogprobs(logprob=-number)
         tokens = np.asarray([number], "<u4").tobytes()
-        delta = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=tokens, logprobs=[position])
+        delta = decode_pb2.SequenceDelta(handle=sequence.handle, tokens=tokens, logprobs=[position])
         if number == 3:
             delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
         stream.dispatch(decode_pb2.DecodeResponse(deltas=[delta]))
@@ -294,7 +296,7 @@ def test_a_listener_that_pauses_and_resumes_gets_each_token_once_and_in_order(
                     sequence.resume()
         pauses = is_paused = False
         sequence.resume()
-        last = decode_pb2.SequenceDelta(request_id="r0", attempt=1)
+        last = decode_pb2.SequenceDelta(handle=sequence.handle)
         last.finish_reason = common_pb2.FINISH_REASON_LENGTH
         stream.dispatch(decode_pb2.DecodeResponse(deltas=[last]))
         while not (await reader.next()).ended:
@@ -325,7 +327,7 @@ async def test_a_listener_that_fails_is_notified_also_where_the_end_comes_with_t
     stream = _stream()
     sequence, failing = _start(stream, 0, ticket=b"t", reader=_Broken())
     stream.dispatch(_tokens_frame(sequence, token=7))
-    last = decode_pb2.SequenceDelta(request_id="r0", attempt=1, tokens=b"\2\0\0\0")
+    last = decode_pb2.SequenceDelta(handle=sequence.handle, tokens=b"\2\0\0\0")
     last.finish_reason = common_pb2.FINISH_REASON_LENGTH
     stream.dispatch(decode_pb2.DecodeResponse(deltas=[last]))
     with pytest.raises(IndexError, match="no token 7"):

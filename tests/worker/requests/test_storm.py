@@ -16,13 +16,14 @@ from services.decode.draft_state import DraftLimits
 from services.decode.speculation import Speculation
 from services.drafter.drafts import FakeHead
 from slipstream.errors import SlipstreamError
-from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.drafter.nodes import running_drafter
 from tests.support.stubs.remote_prompt import RemotePrompt
 from tests.worker.kvstore_node import KvstoreNode, running_kvstore
 from tests.worker.nodes import (
     Node,
     RouterStream,
+    abort_request,
     attempt,
     greedy,
     prefill_request,
@@ -89,7 +90,7 @@ class Storm:
             )
         if end == "abort":
             await asyncio.sleep(rng.random() * 0.05)
-            await stream.write(decode_pb2.DecodeRequest(aborts=[decode_pb2.AbortSequence(attempt=name)]))
+            await stream.write(abort_request(name.request_id, name.attempt))
         if not started:
             return
         last = await stream.last(name.request_id)
