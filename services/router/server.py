@@ -164,9 +164,7 @@ class RouterServer:
             write_stall_s=options.write_stall_s,
         )
         # What bounds idle connections bounds a request header that never ends, too.
-        self._http_runner = web.ServerRunner(
-            self._http.server(keepalive_s=options.idle_connection_s), shutdown_timeout=1.0
-        )
+        self._http_runner = self._http.runner(keepalive_s=options.idle_connection_s)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -255,7 +253,7 @@ def listen_tcp(endpoint: str, *, share_port: bool = False, accept: bool = True) 
         listening.bind((host, int(port)))
         if accept:
             listening.listen(_BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:
         listening.close()
         raise Unavailable(f"cannot listen on {endpoint}: {error}") from error
     return listening

@@ -12,6 +12,7 @@ import pytest
 
 from libs.common.cluster.placements import InMemoryPlacements
 from models.bpe import train_tokenizer
+from services.router.api.event_stream import EventStream
 from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePolicy
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard, load_model_card
@@ -51,9 +52,12 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_patience(router: RouterServer, *, limit_s: float = 0.5) -> None:
-    """From now on clients over HTTP may leave an answer unread for so long; so may those that do now."""
+    """Limit how long clients over HTTP may leave a response unread, those of running requests included."""
     router._http._write_stall_s = limit_s
-    shorten_timers(router._http._cut_off, limit_s)
+    for run in router.runs.running:
+        if isinstance(stream := run.sink.direct_writer, EventStream):
+            stream._write_stall_s = limit_s
+            shorten_timers(stream._cut_off, limit_s)
 
 
 def shorten_timers(callback: Callable[..., None], limit_s: float) -> int:

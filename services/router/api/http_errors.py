@@ -34,7 +34,7 @@ def error_response(error: errors.SlipstreamError) -> web.Response:
     return web.json_response(error_object(error), status=error.http_status, headers=headers)
 
 
-def failure_response(request: web.BaseRequest, error: Exception) -> web.Response:
+def failure_response(request: web.Request, error: Exception) -> web.Response:
     """The response to a request whose handler raised before it sent anything."""
     if isinstance(error, web.HTTPException):
         kind = "invalid_request_error" if error.status < 500 else "server_error"
@@ -44,7 +44,7 @@ def failure_response(request: web.BaseRequest, error: Exception) -> web.Response
     return error_response(client_error(request, error))
 
 
-def client_error(request: web.BaseRequest, error: Exception) -> errors.SlipstreamError:
+def client_error(request: web.Request, error: Exception) -> errors.SlipstreamError:
     """The error to send to the client. An unexpected exception is logged and sent as Internal.
 
     Raises ConnectionResetError again: the client is gone.

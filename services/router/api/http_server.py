@@ -1,26 +1,22 @@
-"""The OpenAI-shaped HTTP face: the same pipeline, bounds and words as gRPC."""
+"""The OpenAI-shaped HTTP API: a table of routes on an aiohttp application."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import HttpVersion11, RawRequestMessage
-from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.typedefs import Handler
 
 from libs.common import service_bounds
 from libs.common.rpc import tracing
 from services.router.api.api_keys import ApiKeys
-from services.router.api.http_errors import client_error, error_object, error_response, failure_response
+from services.router.api.event_stream import Event, EventStream
+from services.router.api.http_errors import client_error, error_response, failure_response
 from services.router.api.metrics import Metrics
 from services.router.api.openai_request import Parser, parse_chat, parse_completion
-from services.router.api.openai_response import ResponseWriter, sse
-from services.router.api.sse_stream import EventStream
+from services.router.api.openai_response import ResponseWriter
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
@@ -28,14 +24,8 @@ from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
 from services.router.workers.fleet import RouterFleet
 from slipstream import bounds, errors
-from slipstream.v1 import router_pb2
 
-log = logging.getLogger(__name__)
-
-Event = router_pb2.GenerateEvent
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-_CHAT, _COMPLETION, _MODEL = "/v1/chat/completions", "/v1/completions", "/v1/models/"
+STATS_HEADER = "x-slipstream-stats"
 
 
 class HttpServer:
@@ -60,55 +50,40 @@ class HttpServer:
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
-        self._routes: dict[tuple[str, str], Handler] = {
-            ("POST", _CHAT): partial(self._generate, span=f"POST {_CHAT}", parse=parse_chat, chat=True),
-            ("POST", _COMPLETION): partial(
-                self._generate, span=f"POST {_COMPLETION}", parse=parse_completion, chat=False
-            ),
-            ("GET", "/v1/models"): self._models,
-            ("GET", _MODEL): self._model,
-            ("GET", "/healthz"): self._ready,
-            ("GET", "/healthz/ready"): self._ready,
-            ("GET", "/healthz/live"): self._live,
-            ("GET", "/metrics"): self._metrics_text,
-        }
 
-    def server(self, *, keepalive_s: float = service_bounds.IDLE_CONNECTION_S) -> web.Server:
-        """The server. A client that leaves ends its request; a connection may be idle for `keepalive_s`."""
-        # Applications of aiohttp put four more coroutines around each handler.
-        return web.Server(
-            self._handle,
-            request_factory=_make_request,
+    def runner(self, *, keepalive_s: float = service_bounds.IDLE_CONNECTION_S) -> web.AppRunner:
+        """The server of the routes. A client that disconnects ends its request.
+
+        A connection without a whole request header is closed after `keepalive_s`.
+        """
+        application = web.Application(middlewares=[_report_failures], client_max_size=bounds.MAX_BODY_BYTES)
+        application.add_routes(
+            [
+                self._generation("/v1/chat/completions", parse_chat, chat=True),
+                self._generation("/v1/completions", parse_completion, chat=False),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._model),
+                web.get("/healthz", self._ready),
+                web.get("/healthz/ready", self._ready),
+                web.get("/healthz/live", self._live),
+                web.get("/metrics", self._metrics_text),
+            ]
+        )
+        return web.AppRunner(
+            application,
             handler_cancellation=True,
             keepalive_timeout=keepalive_s,
             access_log=None,
+            shutdown_timeout=1.0,
         )
-
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Any request. Whatever fails is told in OpenAI's shape."""
-        try:
-            handler = self._routes.get((request.method, request.raw_path)) or self._find_handler(request)
-            if "Expect" in request.headers:
-                await _say_continue(request)
-            return await handler(request)
-        except Exception as error:
-            return failure_response(request, error)
-
-    def _find_handler(self, request: web.BaseRequest) -> Handler:
-        """By the path without its query. Raises HTTPNotFound, HTTPMethodNotAllowed."""
-        method = "GET" if request.method == "HEAD" else request.method
-        path = _MODEL if request.path.startswith(_MODEL) else request.path
-        handler = self._routes.get((method, path))
-        if handler is None:
-            allowed = [of for of, known in self._routes if known == path]
-            allowed += ["HEAD"] if "GET" in allowed else []
-            raise web.HTTPMethodNotAllowed(method, allowed) if allowed else web.HTTPNotFound()
-        return handler
 
     # ---- generation
 
+    def _generation(self, path: str, parse: Parser, *, chat: bool) -> web.RouteDef:
+        return web.post(path, partial(self._generate, span=f"POST {path}", parse=parse, chat=chat))
+
     async def _generate(
-        self, request: web.BaseRequest, *, span: str, parse: Parser, chat: bool
+        self, request: web.Request, *, span: str, parse: Parser, chat: bool
     ) -> web.StreamResponse:
         with tracing.server_span(span, request.headers, begins=True):
             caller = self._caller(request)
@@ -127,7 +102,7 @@ class HttpServer:
                 )
                 return refusal
             try:
-                with_stats = run.sink.wants_stats = request.headers.get("x-slipstream-trail") == "1"
+                with_stats = run.sink.wants_stats = request.headers.get(STATS_HEADER) == "1"
                 # An answer in one piece is not needed before its first token, nor known before where it runs.
                 run.sink.holds_start = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
                 opening, *events = await run.sink.next_events()
@@ -141,7 +116,7 @@ class HttpServer:
                 run.end()
 
     async def _whole(
-        self, request: web.BaseRequest, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
+        self, request: web.Request, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
     ) -> web.StreamResponse:
         while events:
             for event in events:
@@ -149,62 +124,30 @@ class HttpServer:
                     return web.json_response(answer.body(event.finished), headers=_headers(request, run))
                 answer.add(event.delta)
             events = await run.sink.next_events()
-        raise errors.Internal("the answer has no end")
+        raise errors.Internal("the response has no end")
 
     async def _stream(
-        self, request: web.BaseRequest, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
+        self, request: web.Request, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
     ) -> web.StreamResponse:
-        stream = EventStream(request, _headers(request, run), opening=answer.opening())
-        run.sink.direct_writer = _DirectWriter(stream, answer)
-        ended = False
+        stream = EventStream(request, answer, _headers(request, run), write_stall_s=self._write_stall_s)
+        run.sink.direct_writer = stream
         try:
             while events := events or await run.sink.next_events():
-                data = b""
-                for event in events:
-                    if event.HasField("delta"):
-                        data += answer.delta_event(event.delta)
-                    else:
-                        ended, data = True, data + answer.closing(event.finished)
-                if stream.send(data, last=ended):
-                    await self._drain(stream)
-                if ended:
-                    return stream
+                await stream.write(events)
+                if events[-1].HasField("finished"):
+                    return stream.response
                 events = ()
-            raise errors.Internal("the answer has no end")
+            raise errors.Internal("the response has no end")
         except Exception as error:
-            if not stream.begun:
-                raise  # whatever fails before the first token gets a status of its own
-            await self._tell(request, stream, error)
-            return stream
+            if not stream.has_begun:
+                raise  # a failure before the first token gets its own status
+            await stream.fail(client_error(request, error))  # kept in no variable: that would be a cycle
+            return stream.response
         finally:
             run.sink.direct_writer = None
 
-    async def _tell(self, request: web.BaseRequest, stream: EventStream, error: Exception) -> None:
-        """The status is sent: clients read the error from the stream, which ends without [DONE]."""
-        failure = client_error(request, error)
-        tracing.failed(failure)
-        if stream.send(sse(error_object(failure)), last=True):
-            await self._drain(stream)
-
-    async def _drain(self, stream: EventStream) -> None:
-        """Wait until the client has read what was written. A client that stalls is cut off."""
-        stall = asyncio.get_running_loop().call_later(self._write_stall_s, self._cut_off, stream)
+    async def _read_body(self, request: web.Request) -> bytes:
         try:
-            await stream.drain()
-        finally:
-            stall.cancel()
-
-    def _cut_off(self, stream: EventStream) -> None:
-        log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
-        stream.cut_off()
-
-    async def _read_body(self, request: web.BaseRequest) -> bytes:
-        try:
-            if request.content.is_eof():  # most bodies are there with the last header
-                data = request.content.read_nowait()
-                if len(data) > bounds.MAX_BODY_BYTES:
-                    raise bounds.body_too_large()
-                return data
             if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
                 raise bounds.body_too_large()
             async with asyncio.timeout(self._body_read_s):
@@ -213,10 +156,10 @@ class HttpServer:
             raise bounds.body_too_large() from None
         except TimeoutError:
             raise bounds.BODY_TIME.refused() from None
-        except web.RequestPayloadError as error:  # not what its Content-Encoding says
+        except web.RequestPayloadError as error:  # the body is not what its Content-Encoding says
             raise bounds.BODY_FORMAT.refused() from error
 
-    def _caller(self, request: web.BaseRequest) -> Caller:
+    def _caller(self, request: web.Request) -> Caller:
         headers = request.headers
         timeout = headers.get("x-request-timeout-ms")
         deadline_s = None
@@ -233,18 +176,18 @@ class HttpServer:
             reject_if_busy="?" in request.raw_path and _reject_if_busy(request.query.get("rejectIfBusy")),
         )
 
-    def _tenant(self, request: web.BaseRequest) -> str:
+    def _tenant(self, request: web.Request) -> str:
         return self._tenants.tenant_of(request.headers.get("Authorization"))
 
     # ---- the rest
 
-    async def _models(self, request: web.BaseRequest) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
         self._tenant(request)
         return web.json_response({"object": "list", "data": [self._model_object()]})
 
-    async def _model(self, request: web.BaseRequest) -> web.Response:
+    async def _model(self, request: web.Request) -> web.Response:
         self._tenant(request)
-        name = request.path.removeprefix(_MODEL)
+        name = request.match_info["name"]
         if name != self._card.name:
             raise errors.NotFound(f"model: {name[:64]!r} is not served here", field="model")
         return web.json_response(self._model_object())
@@ -258,54 +201,29 @@ class HttpServer:
             "max_context_tokens": self._card.max_context_tokens,
         }
 
-    async def _live(self, request: web.BaseRequest) -> web.Response:
+    async def _live(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "alive"})
 
-    async def _ready(self, request: web.BaseRequest) -> web.Response:
+    async def _ready(self, request: web.Request) -> web.Response:
         ready = self._fleet.ready
         workers = {f"{link.worker.role}/{link.worker.instance}": link.ready for link in self._fleet.links()}
         status = "ready" if ready else "waiting for a prefill and a decode worker"
         return web.json_response({"status": status, "workers": workers}, status=200 if ready else 503)
 
-    async def _metrics_text(self, request: web.BaseRequest) -> web.Response:
+    async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(text=await self._metrics.render(), content_type="text/plain")
 
 
-class _DirectWriter:
-    """Writes deltas to the connection, past the handler, while the client keeps up. See event_queue.py."""
-
-    def __init__(self, stream: EventStream, answer: ResponseWriter) -> None:
-        self._stream = stream
-        self._answer = answer
-
-    def try_write(self, events: Sequence[Event]) -> bool:
-        """See `DirectWriter`. The handler writes the end itself, because it must return then."""
-        if not self._stream.is_ready or not events[-1].HasField("delta"):
-            return False
-        return self._stream.send_now(b"".join([self._answer.delta_event(event.delta) for event in events]))
+@web.middleware
+async def _report_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Responds to any failure in OpenAI's error shape."""
+    try:
+        return await handler(request)
+    except Exception as error:
+        return failure_response(request, error)
 
 
-def _make_request(
-    message: RawRequestMessage,
-    payload: StreamReader,
-    protocol: RequestHandler,
-    writer: AbstractStreamWriter,
-    task: asyncio.Task[None],
-) -> web.BaseRequest:
-    loop = asyncio.get_running_loop()
-    size = bounds.MAX_BODY_BYTES
-    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
-
-
-async def _say_continue(request: web.BaseRequest) -> None:
-    """To a client that waits for it before it sends its body (RFC 9110, 10.1.1)."""
-    if request.version == HttpVersion11:
-        if request.headers["Expect"].lower() != "100-continue":
-            raise web.HTTPExpectationFailed
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-def _headers(request: web.BaseRequest, run: RunningRequest) -> dict[str, str]:
+def _headers(request: web.Request, run: RunningRequest) -> dict[str, str]:
     """Of an answer. `x-slipstream-debug: 1` asks why it runs where it runs: known once a token is there."""
     headers = {"x-request-id": run.request_id}
     if request.headers.get(DEBUG_HEADER) == "1" and (decision := run.decision()) is not None:

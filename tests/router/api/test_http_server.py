@@ -249,7 +249,7 @@ async def test_errors_are_the_clients_own_classes(
 
 async def test_the_trail_is_told_when_asked_for(http: aiohttp.ClientSession, cluster: FakeCluster) -> None:
     body = {"messages": [{"role": "user", "content": "order " * 30}], "max_tokens": 8}
-    headers = {"x-slipstream-trail": "1", "x-request-id": "mine-1", "x-session-affinity": "ses_1"}
+    headers = {"x-slipstream-stats": "1", "x-request-id": "mine-1", "x-session-affinity": "ses_1"}
     async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
         assert answer.headers["x-request-id"] == "mine-1"
         whole = await answer.json()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import aiohttp
 import pytest
 
-from services.router.api.sse_stream import EventStream
+from services.router.api.event_stream import Event, EventStream
 from services.router.execution.attempt_types import TokenBatch
 from services.router.execution.dispatcher import Assignment
 from services.router.execution.event_queue import ResponseQueue
@@ -94,10 +95,10 @@ async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    send_now, observe = EventStream.send_now, Assignment.observe
+    try_write, observe = EventStream.try_write, Assignment.observe
 
-    def sends(self: EventStream, events: bytes) -> bool:
-        sent = send_now(self, events)
+    def sends(self: EventStream, events: Sequence[Event]) -> bool:
+        sent = try_write(self, events)
         order.append("sent" if sent else "left")
         return sent
 
@@ -105,7 +106,7 @@ async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
         order.append("learnt")
         observe(self, batch)
 
-    monkeypatch.setattr(EventStream, "send_now", sends)
+    monkeypatch.setattr(EventStream, "try_write", sends)
     monkeypatch.setattr(Assignment, "observe", learns)
     for prefill in cluster.prefills:
         prefill.gate.clear()

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
+from services.router.api.event_stream import EventStream
 from services.router.api.openai_response import ResponseWriter
-from services.router.api.sse_stream import EventStream
 from services.router.execution.attempt import Attempt
 from services.router.execution.generation import GenerationTask
 from services.router.execution.hedging import HedgedAttempt

@@ -8,11 +8,14 @@ from email.utils import parsedate_to_datetime
 from unittest import mock
 
 import pytest
-from aiohttp.http import HttpVersion11
+from aiohttp.http import StreamWriter
+from aiohttp.test_utils import make_mocked_request
 
-from services.router.api.sse_stream import EventStream
+from services.router.api.event_stream import EventStream
+from services.router.api.openai_response import ResponseWriter
 from services.router.server import RouterServer
 from slipstream import errors
+from slipstream.v1 import router_pb2
 from tests.router.api.test_http_robustness import HELLO, connect
 from tests.router.conftest import eventually
 from tests.router.support.fake_cluster import FakeCluster
@@ -40,6 +43,20 @@ async def chunks_of(reader: asyncio.StreamReader) -> bytes:
         assert await reader.readexactly(2) == b"\r\n"
     assert await reader.readexactly(2) == b"\r\n"
     return body
+
+
+def delta(text: str) -> router_pb2.GenerateEvent:
+    return router_pb2.GenerateEvent(delta=router_pb2.Delta(text=text))
+
+
+async def open_stream() -> tuple[EventStream, mock.Mock]:
+    """A stream to a transport that keeps up."""
+    client = mock.Mock(spec=asyncio.Transport)
+    client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
+    writer = StreamWriter(mock.Mock(transport=client, _drain_helper=mock.AsyncMock()), mock.Mock())
+    request = make_mocked_request("POST", "/", transport=client, writer=writer)
+    answer = ResponseWriter(router_pb2.Started(), chat=True, include_usage=False, with_stats=False)
+    return EventStream(request, answer, {"x-request-id": "a"}, write_stall_s=60.0), client
 
 
 async def test_answers_are_chunked_and_the_connection_goes_on(router: RouterServer) -> None:
@@ -85,38 +102,34 @@ async def test_http_1_0_has_no_chunks_and_the_answer_ends_with_the_connection(ro
         writer.close()
 
 
-async def test_events_are_sent_now_only_where_nobody_waits_for_the_client() -> None:
-    client = mock.Mock(spec=asyncio.Transport)
-    client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
-    request = mock.Mock(transport=client, version=HttpVersion11, keep_alive=True)
-    request.writer.output_size = 0
-    stream = EventStream(request, {"x-request-id": "a"})
-    assert not stream.send(b"data: 1\n\n")
-    assert stream.send_now(b"data: 2\n\n")
-    assert client.write.call_args.args == (b"9\r\ndata: 2\n\n\r\n",)
-    assert not stream.send_now(b"x" * (64 << 10))
+async def test_a_direct_write_needs_an_empty_buffer_and_a_small_delta() -> None:
+    stream, client = await open_stream()
+    assert stream.try_write([delta("b")])
+    written = client.write.call_args.args[0]
+    assert b'"content":"b"' in written and written.endswith(b"\r\n")
+    calls = client.write.call_count
+    assert not stream.try_write([delta("x" * (64 << 10))])
+    assert not stream.try_write([delta("c"), router_pb2.GenerateEvent(finished=router_pb2.Finished())])
     client.get_write_buffer_size.return_value = 1
-    assert not stream.send_now(b"data: 3\n\n")
+    assert not stream.try_write([delta("d")])
     client.get_write_buffer_size.return_value, client.is_closing.return_value = 0, True
-    assert not stream.send_now(b"data: 3\n\n")
+    assert not stream.try_write([delta("e")])
     with pytest.raises(ConnectionResetError):
-        stream.send(b"data: 3\n\n")
-    assert client.write.call_count == 2
+        await stream.write([delta("e")])
+    assert client.write.call_count == calls
 
 
-async def test_what_goes_before_the_first_events_goes_with_them() -> None:
-    client = mock.Mock(spec=asyncio.Transport)
-    client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
-    request = mock.Mock(transport=client, version=HttpVersion11, keep_alive=True)
-    request.writer.output_size = 0
-    stream = EventStream(request, {}, opening=b"data: 0\n\n")
-    assert not stream.begun
-    stream.send(b"data: 1\n\n")
-    assert stream.begun
-    stream.send(b"data: 2\n\n", last=True)
-    first, last = (call.args[0] for call in client.write.call_args_list)
-    assert first.endswith(b"\r\n\r\n12\r\ndata: 0\n\ndata: 1\n\n\r\n")
-    assert last == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+async def test_the_first_write_sends_headers_and_the_opening_event() -> None:
+    stream, client = await open_stream()
+    assert not stream.has_begun
+    assert stream.try_write([delta("b")])
+    assert stream.has_begun
+    sent = b"".join(call.args[0] for call in client.write.call_args_list)
+    head, _, body = sent.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"x-request-id: a" in head
+    assert body.count(b"data: ") == 2 and body.index(b'"role":"assistant"') < body.index(b'"content":"b"')
+    await stream.write([router_pb2.GenerateEvent(finished=router_pb2.Finished())])
+    assert client.write.call_args.args[0].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def test_what_fails_before_the_first_token_has_a_status_of_its_own(

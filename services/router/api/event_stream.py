@@ -1,0 +1,123 @@
+"""A streamed HTTP response: server-sent events on aiohttp's stock response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+
+from libs.common.rpc import tracing
+from services.router.api.http_errors import error_object
+from services.router.api.openai_response import ResponseWriter, sse
+from slipstream import errors
+from slipstream.v1 import router_pb2
+
+log = logging.getLogger(__name__)
+
+Event = router_pb2.GenerateEvent
+
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+# The empty buffer of a connection takes this much without pausing the writer (asyncio: 64 KiB).
+_NEVER_WAITS_BYTES = 32 << 10
+
+
+class _Response(web.StreamResponse):
+    # As for aiohttp's whole responses: the headers wait for the first write, which saves a packet.
+    _send_headers_immediately = False
+
+
+class EventStream:
+    """Writes events for the handler's task, and directly from the token path while the client keeps up.
+
+    The headers are sent with the first events, so that a failure before the first token has its own status.
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        answer: ResponseWriter,
+        headers: Mapping[str, str],
+        *,
+        write_stall_s: float,
+    ) -> None:
+        self.response = _Response(headers={**_HEADERS, **headers})
+        if request.version < HttpVersion11:
+            self.response.force_close()  # without chunks, only the end of the connection ends the body
+        self._request = request
+        self._answer = answer
+        self._write_stall_s = write_stall_s
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client was sent anything."""
+        return self.response.prepared
+
+    def try_write(self, events: Sequence[Event]) -> bool:
+        """See `DirectWriter`. The handler writes the end itself, because it must return then."""
+        client = self._request.transport
+        if client is None or client.is_closing() or client.get_write_buffer_size():
+            return False
+        if not events[-1].HasField("delta"):
+            return False
+        data = self._encode(events)
+        if len(data) > _NEVER_WAITS_BYTES:
+            return False
+        _run_without_waiting(self._send(data))
+        return True
+
+    async def write(self, events: Sequence[Event]) -> None:
+        """Write events, and return when the client has read enough of them. Raises ConnectionResetError."""
+        await self._send_and_drain(self._encode(events), is_last=events[-1].HasField("finished"))
+
+    async def fail(self, error: errors.SlipstreamError) -> None:
+        """End a stream that has begun with an error event and without [DONE]."""
+        tracing.failed(error)
+        await self._send_and_drain(sse(error_object(error)), is_last=True)
+
+    def _encode(self, events: Sequence[Event]) -> bytes:
+        data = b"" if self.has_begun else self._answer.opening()
+        for event in events:
+            if event.HasField("delta"):
+                data += self._answer.delta_event(event.delta)
+            else:
+                data += self._answer.closing(event.finished)
+        return data
+
+    async def _send(self, data: bytes, *, is_last: bool = False) -> None:
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        if is_last:
+            await self.response.write_eof(data)
+        else:
+            await self.response.write(data)
+
+    async def _send_and_drain(self, data: bytes, *, is_last: bool) -> None:
+        stall = asyncio.get_running_loop().call_later(self._write_stall_s, self._cut_off)
+        try:
+            await self._send(data, is_last=is_last)
+        finally:
+            stall.cancel()
+
+    def _cut_off(self) -> None:
+        """Abort the connection: what waits to be written fails, and the request with it."""
+        log.warning("a client read nothing for %.0f s and is cut off", self._write_stall_s)
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+def _run_without_waiting(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that has nothing to wait for, outside a task."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise RuntimeError("a write to an empty buffer waited")
