@@ -41,8 +41,10 @@ def read_tools(path: Path) -> list[Tool]:
     """The tools declared in a JSON file. `InvalidArgument` if it holds no list of objects."""
     try:
         tools = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidArgument("--tools", f"{path}: {error}") from None
+    except OSError as error:
+        raise InvalidArgument("--tools", f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgument("--tools", f"{path} is not JSON: {error}") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidArgument("--tools", f"{path} holds no list of tools")
     return tools

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from libs.common.runtime.settings import setting
+from libs.common.runtime.settings import check_readable, setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.rpc.tls import TlsFiles
 
@@ -15,17 +15,21 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """What every service is given."""
+    """The settings of every service."""
 
     instance: str = setting("name of this process in the cluster, unique in its role")
     listen: str = setting("address of the gRPC server; port 0 = any free one", default="127.0.0.1:0")
     etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="")
     run_dir: Path = setting("directory for files of this run", default=Path(".run"))
-    tls_ca: Path | None = setting("PEM of the CA; with the two below: mTLS on gRPC, both ways", default=None)
-    tls_certificate: Path | None = setting("PEM of this process's certificate", default=None)
-    tls_key: Path | None = setting("PEM of its key", default=None)
+    tls_ca: Path | None = setting(
+        "PEM of the CA; with the two below: mTLS on gRPC, both ways", default=None, check=check_readable
+    )
+    tls_certificate: Path | None = setting(
+        "PEM of this process's certificate", default=None, check=check_readable
+    )
+    tls_key: Path | None = setting("PEM of its key", default=None, check=check_readable)
     log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
-    drain_s: float = setting("how long SIGTERM waits for what runs", default=DEFAULT_DRAIN_S)
+    drain_s: float = setting("seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S)
 
     def tls(self) -> TlsFiles | None:
         """The three files of mutual TLS, or None without any. Raises SystemExit for one or two of them."""
@@ -38,7 +42,7 @@ class ServiceSettings:
 
 @dataclass(frozen=True)
 class TierSettings(ServiceSettings):
-    """What a process behind the router is given beside: where it stands and how it moves KV."""
+    """Further settings of processes behind the router: their region and how they move KV."""
 
-    region: str = setting("where it stands: KV moves within a region only", default="")
+    region: str = setting("region of this process: KV moves within a region only", default="")
     transport: str = setting(TRANSPORT_HELP, default="auto", check=TransportChoice.parse)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import tomllib
 import types
@@ -32,6 +33,7 @@ class Described:
     help: str
     default_text: str
     choices: tuple[str, ...]
+    least: float
     check: Callable[[Any], object] | None
     is_hidden: bool
 
@@ -42,12 +44,24 @@ def setting(
     default: Any = dataclasses.MISSING,
     default_text: str = "",
     choices: tuple[str, ...] = (),
+    least: float = 0,
     check: Callable[[Any], object] | None = None,
     is_hidden: bool = False,
 ) -> Any:
-    """A field of a settings class; required without a default. `default_text` says what None comes to."""
-    described = Described(help, default_text, choices, check, is_hidden)
+    """A field of a settings class; required without a default.
+
+    `default_text` states what None stands for, `least` the lowest value of a number.
+    """
+    described = Described(help, default_text, choices, least, check, is_hidden)
     return dataclasses.field(default=default, kw_only=True, metadata={"setting": described})
+
+
+def check_readable(path: Path) -> None:
+    """A `check` of settings that name a file or a directory. Raises ValueError."""
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def load_settings(
@@ -62,11 +76,13 @@ def load_settings(
     parser = _parser(kind, program, description)
     flags = vars(parser.parse_args(arguments))
     environment = os.environ if environment is None else environment
-    config = flags.pop("config", None) or environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
+    variable = f"{ENVIRONMENT_PREFIX}CONFIG"
+    source = "--config" if "config" in flags else variable
+    config = flags.pop("config", None) or environment.get(variable)
     values: dict[str, Any] = {}
     try:
         if config:
-            values.update(_from_file(kind, Path(config)))
+            values.update(_from_file(kind, Path(config), source))
         values.update(_from_environment(kind, environment))
         known = rows(kind)
         values.update({name: _checked(known[name], known[name].flag, flags[name]) for name in flags})
@@ -167,23 +183,23 @@ def _parsed(row: Row, source: str, text: str) -> Any:
         raise ValueError(f"{source}: must be {_KINDS[row.type]}, not {text!r}") from None
 
 
-def _from_file(kind: type[Any], path: Path) -> dict[str, Any]:
+def _from_file(kind: type[Any], path: Path, source: str) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"--config: {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{source}: {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"--config: {path} is not TOML: {error}") from None
+        raise ValueError(f"{source}: {path} is not TOML: {error}") from None
     known = {name: row for name, row in rows(kind).items() if not row.described.is_hidden}
     if unknown := sorted(set(document) - set(known)):
-        raise ValueError(f"--config: {path}: no setting is named {', '.join(unknown)}")
+        raise ValueError(f"{source}: {path}: no setting is named {', '.join(unknown)}")
     found = {}
     for name, value in document.items():
-        row, source = known[name], f"--config: {path}: {name}"
+        row, key = known[name], f"{source}: {path}: {name}"
         if row.is_list and not isinstance(value, list):
-            raise ValueError(f"{source}: must be a list")
-        typed = [_typed(row, source, part) for part in (value if row.is_list else [value])]
-        found[name] = _checked(row, source, typed if row.is_list else typed[0])
+            raise ValueError(f"{key}: must be a list")
+        typed = [_typed(row, key, part) for part in (value if row.is_list else [value])]
+        found[name] = _checked(row, key, typed if row.is_list else typed[0])
     return found
 
 
@@ -199,6 +215,10 @@ def _checked(row: Row, source: str, value: Any) -> Any:
     """The value, lists as tuples. Raises ValueError."""
     if row.described.choices and value not in row.described.choices:
         raise ValueError(f"{source}: must be one of {', '.join(row.described.choices)}, not {value!r}")
+    if row.type in (int, float) and not row.described.least <= value < math.inf:
+        raise ValueError(
+            f"{source}: must be {_KINDS[row.type]} of at least {row.described.least}, not {value}"
+        )
     if row.described.check is not None:
         try:
             row.described.check(value)

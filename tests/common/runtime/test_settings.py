@@ -130,13 +130,52 @@ def test_a_file_that_cannot_be_used(
         ({"SLIPSTREAM_PINS": "maybe"}, "SLIPSTREAM_PINS: must be true or false, not 'maybe'"),
         ({"SLIPSTREAM_MODE": "off"}, "SLIPSTREAM_MODE: must be one of auto, on, not 'off'"),
         ({"SLIPSTREAM_SIZE": "3"}, "SLIPSTREAM_SIZE: 3 is odd"),
-        ({"SLIPSTREAM_CONFIG": "/none"}, "--config: /none cannot be read"),
+        ({"SLIPSTREAM_CONFIG": "/none"}, "SLIPSTREAM_CONFIG: /none cannot be read: No such file"),
     ],
 )
 def test_an_environment_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str], environment: dict[str, str], words: str
 ) -> None:
     assert words in refused(capsys, **environment)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "-0.5", "1e999"])
+def test_a_number_that_is_not_finite_or_too_low_names_its_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    words = f"must be a number of at least 0, not {float(text)}"
+    assert refused(capsys, SLIPSTREAM_SHARE=text) == f"SLIPSTREAM_SHARE: {words}"
+    assert refused(capsys, f"--share={text}") == f"--share: {words}"
+    assert f"share: {words}" in refused(
+        capsys, file=f"share = {text}".replace("1e999", "inf"), tmp_path=tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("DRAIN_S", "nan", "must be a number of at least 0, not nan"),
+        ("DRAIN_S", "inf", "must be a number of at least 0, not inf"),
+        ("DRAIN_S", "-1", "must be a number of at least 0, not -1.0"),
+        ("PROCESSES", "0", "must be a whole number of at least 1, not 0"),
+        ("PROCESSES", "-2", "must be a whole number of at least 1, not -2"),
+        ("PROCESSES", "1.5", "must be a whole number, not '1.5'"),
+        ("MAX_REQUESTS", "0", "must be a whole number of at least 1, not 0"),
+    ],
+)
+def test_counts_and_durations_of_a_router(
+    capsys: pytest.CaptureFixture[str], name: str, text: str, words: str
+) -> None:
+    given = ["--instance", "router-0", "--model", "m"]
+    with pytest.raises(SystemExit):
+        load_settings(
+            RouterSettings,
+            program="p",
+            description="",
+            arguments=given,
+            environment={f"SLIPSTREAM_{name}": text},
+        )
+    assert f"SLIPSTREAM_{name}: {words}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--size", "x"), ("--siz", "2"), ("--mode", "off"), ("--size", "3")])
