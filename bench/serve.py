@@ -1,4 +1,4 @@
-"""Load on a running cluster through its public gRPC face.
+"""Load on a running cluster through its public gRPC API.
 
     python -m bench.serve --up                      # start a cluster, agents arriving open-loop
     python -m bench.serve --endpoint 127.0.0.1:7000 --rate 4 --sessions 60

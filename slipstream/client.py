@@ -1,4 +1,4 @@
-"""The blocking client of a Slipstream cluster's gRPC face.
+"""The blocking client of a Slipstream cluster's gRPC API.
 
     with Client("127.0.0.1:7000") as client:
         reply = client.chat([{"role": "user", "content": "Hello"}], session="s1")

@@ -20,7 +20,7 @@
     └── Internal               a defect here
 
 `code` is the gRPC status name, `http_status` the HTTP code, `openai_type` the `error.type` of
-OpenAI's error shape. Both faces answer with the same `message`.
+OpenAI's error shape. Both APIs respond with the same `message`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ async def until_etcd_ready(endpoint: str) -> None:
 
 
 async def until_pool_ready(endpoint: str) -> None:
-    """Return when the pool master whose HTTP face is at `endpoint` leads or stands by. Waits for ever."""
+    """Return when the pool master whose HTTP server is at `endpoint` leads or stands by. Waits for ever."""
 
     def settled() -> bool:
         try:

@@ -11,7 +11,7 @@ Router, workers (`bench/router/worker.py`) and load are separate processes, all 
                  `together`, all begin in the same moment and again when they end; `steady`, each at a moment
                  of its own
     throughput   requests/s, CPU of the router per request, TTFT, with workers of a 1 ms step
-    sessions     CPU of the router per request at 1k and 32k prompt tokens, first turn and tenth turn, by face
+    sessions     CPU of the router per request at 1k and 32k prompt tokens, first turn and tenth turn, by API
     tokens       streamed tokens/s, and per second of router CPU
     cancel       milliseconds from a client's cancel until no worker holds anything of its request
 
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    add("--faces", type=lambda text: text.split(","), default=["grpc", "http"], help="of grpc, http")
+    add("--api", type=lambda text: text.split(","), default=["grpc", "http"], help="of grpc, http")
     add("--streams", type=numbers, default=[1, 8, 32, 200], help="levels of the latency part")
     add("--requests", type=int, default=64, help="requests of a level, 2 to 6 a stream")
     add("--output-tokens", type=int, default=32, help="of each request of the latency part")

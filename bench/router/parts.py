@@ -54,14 +54,14 @@ class Rig:
 
 
 def targets_of(rig: Rig, arguments: argparse.Namespace, *, peer: bool = False) -> dict[str, Any]:
-    """The faces asked for, SMG and another router if there are such. The caller closes them."""
+    """The APIs asked for, SMG and another router if there are such. The caller closes them."""
     test = rig.ours
     targets: dict[str, Any] = {}
-    if "grpc" in arguments.faces:
+    if "grpc" in arguments.api:
         # The kernel spreads connections over processes at random: several each, so that all have some.
         connections = 1 if arguments.processes == 1 else 8 * arguments.processes
         targets["grpc"] = GrpcTarget(test.grpc, connections=connections)
-    if "http" in arguments.faces:
+    if "http" in arguments.api:
         targets["http"] = HttpTarget(f"http://{test.http}")
     if rig.smg is not None:
         targets[SMG] = HttpTarget(rig.smg.url, model="bench", usage=True)
@@ -158,7 +158,7 @@ async def in_turn(
 
 
 async def sessions(rig: Rig, arguments: argparse.Namespace) -> Report:
-    """Sessions of ten turns in step: all first turns, all second turns and so on, each by each face."""
+    """Sessions of ten turns in step: all first turns, all second turns and so on, each by each API."""
     targets = targets_of(rig, arguments)
     report: Report = {face: {} for face in targets}
     for prompt_tokens, count in ((1_000, 32), (32_000, 12)):

@@ -1,4 +1,4 @@
-"""PrefillService: the gRPC face of jobs and handoffs. The contract: protos/slipstream/v1/prefill.proto."""
+"""PrefillService: the gRPC API of jobs and handoffs. The contract: protos/slipstream/v1/prefill.proto."""
 
 from __future__ import annotations
 

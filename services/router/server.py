@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 HAND_OVER_AFTER_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
 _BACKLOG = 1024
-# Before a router serves: until discovery names workers, until these answer. Who shares its ports is given
-# requests as soon as it accepts; who is alone is asked again, by clients and by whoever waits for its health.
+# Waits before a router serves: for discovery to name workers, and for these to answer. A process that shares
+# its ports gets requests as soon as it accepts. Clients and health checks retry a single process.
 _LOOK_S, _CONNECT_S = 1.0, 10.0
 _LOOK_ALONE_S, _CONNECT_ALONE_S = 0.3, 2.0
 
@@ -72,7 +72,7 @@ class RouterOptions:
 
 
 class RouterServer:
-    """Both faces before one pipeline. Needs a running event loop."""
+    """The gRPC and HTTP servers before one pipeline. Needs a running event loop."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class RouterServer:
 
     @property
     def http_endpoint(self) -> str:
-        """host:port of the HTTP face, with the port that was really bound."""
+        """host:port of the HTTP server, with the port that was bound."""
         host, port = self.http_socket.getsockname()[:2]
         return f"{host}:{port}"
 
@@ -208,8 +208,10 @@ class RouterServer:
         await self._members.__aexit__(None, None, None)
 
     async def _see_workers(self, *, look_s: float, connect_s: float) -> None:
-        """A router that comes back to a cluster that runs refuses nobody for workers it has not seen yet:
-        requests that the kernel gives it wait unaccepted for those that discovery knows of."""
+        """Wait for the workers that discovery knows, while the kernel queues connections unaccepted.
+
+        A router that restarts in a running cluster therefore refuses no request for want of workers.
+        """
         needed = (Role.PREFILL, Role.DECODE)
         try:
             await self._members.wait_until(

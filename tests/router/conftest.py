@@ -1,4 +1,4 @@
-"""A whole router in this process, before fake workers: both faces on real sockets."""
+"""A whole router in this process, before fake workers: both APIs on real sockets."""
 
 from __future__ import annotations
 

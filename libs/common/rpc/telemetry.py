@@ -160,7 +160,7 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "Blocks evicted from the prefix index for room.",
     ),
-    Metric("slipstream_token_memory_bytes", "gauge", "Memory of the token cache of conversations."),
+    Metric("slipstream_token_cache_bytes", "gauge", "Memory of the token cache of conversations."),
     Metric("slipstream_workers", "gauge", "Workers that are ready at this router."),
     Metric("slipstream_event_loop_delay_ms", "gauge", "Delay of event-loop timers, recent mean."),
     Metric("slipstream_event_loop_delay_max_ms", "gauge", "Delay of event-loop timers, recent maximum."),

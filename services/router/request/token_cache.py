@@ -156,7 +156,7 @@ class TokenCache:
 
     def gauges(self) -> dict[str, float]:
         """The cache's metrics by name (libs/common/rpc/telemetry.py)."""
-        return {"slipstream_token_memory_bytes": float(self.n_bytes)}
+        return {"slipstream_token_cache_bytes": float(self.n_bytes)}
 
     def tenant_bytes(self, tenant: str) -> int:
         """The approximate memory of a tenant's conversations."""

@@ -17,8 +17,8 @@ from bench.router.stream import StreamLog
 def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
     arguments = parse(["--only", "tokens,cancel", "--long-tokens", "50", "--requests", "16"])
     report = asyncio.run(run(arguments, tmp_path))
-    for face in ("grpc", "http"):
-        row = report["tokens"][face]
+    for api in ("grpc", "http"):
+        row = report["tokens"][api]
         assert row["tokens_per_router_cpu_s"] > 0
         assert 0 < row["messages_per_stream"] <= 50
         assert row["ttft_ms"]["p50"] <= row["total_ms"]["p50"]

@@ -1,4 +1,4 @@
-"""A conversation through the public faces of a real cluster: usage, caches, both faces, the openai client."""
+"""A conversation through the public APIs of a real cluster: usage, caches, both APIs, the openai client."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _moved(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, 
     return reply
 
 
-def test_cached_tokens_agree_on_both_faces_streaming_and_not(cluster: LocalCluster) -> None:
+def test_cached_tokens_agree_over_both_apis_streaming_and_not(cluster: LocalCluster) -> None:
     warm = _ask(cluster, OPENING, "usage", **{PIN: "prefill-0"})
     cluster.assert_idle()
     again = _ask(cluster, OPENING, "usage", **{PIN: "prefill-0"})
@@ -156,11 +156,11 @@ def test_health_models_and_metrics_answer(cluster: LocalCluster) -> None:
     assert "slipstream_requests_total{" in get("/metrics")
 
 
-@pytest.mark.parametrize("face", ["grpc", "http"])
-def test_required_and_named_tools_are_called(cluster: LocalCluster, face: str) -> None:
+@pytest.mark.parametrize("api", ["grpc", "http"])
+def test_required_and_named_tools_are_called(cluster: LocalCluster, api: str) -> None:
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": TURNS[0].user}]
     choice = {"type": "function", "function": {"name": "get_invoice"}}
-    if face == "grpc":
+    if api == "grpc":
         reply = cluster.client.chat(messages, tools=TOOLS, tool_choice=choice, **GREEDY)
         assert reply.tool_calls[0].name == "get_invoice"
         return

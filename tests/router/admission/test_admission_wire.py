@@ -1,4 +1,4 @@
-"""Admission as clients meet it: waiting, refusal and its wording on both faces, preemption."""
+"""Admission as clients meet it: waiting, refusal and its wording on both APIs, preemption."""
 
 from __future__ import annotations
 

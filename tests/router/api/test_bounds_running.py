@@ -1,4 +1,4 @@
-"""The bounds that depend on what runs: refused in the same words on both faces, harming nothing."""
+"""The bounds that depend on what runs: refused in the same words on both APIs, harming nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.router.support.fake_cluster import FakeCluster
 async def refused_alike(
     router: RouterServer, *, headers: Mapping[str, str] | None = None, **fields: Any
 ) -> tuple[str, str]:
-    """Field and message of the refusal, which is the same on both faces."""
+    """Field and message of the refusal, which is the same on both APIs."""
     url = f"http://{router.http_endpoint}/v1/chat/completions"
     async with (
         aiohttp.ClientSession() as session,

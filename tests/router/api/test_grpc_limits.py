@@ -39,10 +39,10 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
         assert reply.finish_reason == "length"
         assert router.runs.held == 1
-        face = router._grpc
+        server = router._grpc
         # From now on a client may leave an answer unread for so long; no other one is there.
-        face._write_stall_s = 0.5
-        await eventually(lambda: shorten_timers(face._end_unread, face._write_stall_s) > 0)
+        server._write_stall_s = 0.5
+        await eventually(lambda: shorten_timers(server._end_unread, server._write_stall_s) > 0)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         with pytest.raises(grpc.aio.AioRpcError) as cut:

@@ -1,4 +1,4 @@
-"""The OpenAI-shaped face before fake workers; the unmodified `openai` client is the client."""
+"""The OpenAI-shaped API before fake workers; the unmodified `openai` client is the client."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ async def test_metrics_are_those_of_the_whole_cluster(
         "prefix_index_bytes",
         "prefix_index_blocks",
         "prefix_index_evicted_blocks_total",
-        "token_memory_bytes",
+        "token_cache_bytes",
     ):
         assert f'slipstream_{gauge}{{instance="router-0",role="router"}} ' in text
 

@@ -28,7 +28,7 @@ class PoolMaster:
 
     @property
     def admin(self) -> str:
-        """Of its HTTP face."""
+        """Of its HTTP server."""
         return f"127.0.0.1:{self._metrics_port}"
 
     def start(self) -> None:
