@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from slipstream.v1 import common_pb2
+from slipstream.v1 import common_pb2, router_pb2
+
+# Names of the requests' enums, which have no name for "unspecified".
+MESSAGE_ROLES = {
+    name.removeprefix("MESSAGE_ROLE_").lower(): value
+    for name, value in router_pb2.MessageRole.items()
+    if value
+}
+TOOL_CHOICE_MODES = {
+    name.removeprefix("TOOL_CHOICE_MODE_").lower(): value
+    for name, value in router_pb2.ToolChoiceMode.items()
+    if value
+}
+PRIORITIES = {
+    name.removeprefix("PRIORITY_").lower(): value for name, value in router_pb2.Priority.items() if value
+}
 
 
 def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:

@@ -1,5 +1,6 @@
-"""OpenAI-shaped arguments -> `GenerateRequest`. Pure; what no message can hold is refused before anything is
-sent, in the words of the router; values are the router's to judge.
+"""OpenAI-shaped arguments -> `GenerateRequest`. Pure.
+
+Arguments that no message can hold are refused here, with the router's messages. The router checks values.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from slipstream import bounds
 from slipstream.bound import Range, shown, shown_name
+from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
 from slipstream.errors import InvalidArgument
 from slipstream.sampling import SamplingArguments
 from slipstream.v1 import router_pb2
@@ -19,7 +21,9 @@ from slipstream.v1 import router_pb2
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
-_MESSAGE_KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
+# The fields of a message that are plain text.
+MESSAGE_TEXTS = ("name", "reasoning_content", "tool_call_id")
+_MESSAGE_KEYS = {"role", "content", "tool_calls", *MESSAGE_TEXTS}
 
 
 class GenerateArguments(SamplingArguments, total=False):
@@ -46,23 +50,6 @@ class ChatArguments(GenerateArguments, total=False):
 
 _SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias"}
 _PLAIN = {"model", "request_id", "thinking", "reject_if_busy"}
-_ROLES: Mapping[str, router_pb2.MessageRole.ValueType] = {
-    "developer": router_pb2.MESSAGE_ROLE_DEVELOPER,
-    "system": router_pb2.MESSAGE_ROLE_SYSTEM,
-    "user": router_pb2.MESSAGE_ROLE_USER,
-    "assistant": router_pb2.MESSAGE_ROLE_ASSISTANT,
-    "tool": router_pb2.MESSAGE_ROLE_TOOL,
-}
-_TOOL_CHOICES: Mapping[str, router_pb2.ToolChoiceMode.ValueType] = {
-    "auto": router_pb2.TOOL_CHOICE_MODE_AUTO,
-    "none": router_pb2.TOOL_CHOICE_MODE_NONE,
-    "required": router_pb2.TOOL_CHOICE_MODE_REQUIRED,
-}
-_PRIORITIES: Mapping[str, router_pb2.Priority.ValueType] = {
-    "interactive": router_pb2.PRIORITY_INTERACTIVE,
-    "default": router_pb2.PRIORITY_DEFAULT,
-    "bulk": router_pb2.PRIORITY_BULK,
-}
 _CALL_ONLY = {"session", "headers", "timeout_s"}
 _EXPECTED = {
     FieldDescriptor.TYPE_STRING: "a string",
@@ -106,9 +93,9 @@ def _apply(arguments: Mapping[str, Any], request: router_pb2.GenerateRequest) ->
         elif name == "priority":
             if not isinstance(value, str):
                 raise bounds.TYPE.refused("priority", expected="a string")
-            if value not in _PRIORITIES:
+            if value not in PRIORITIES:
                 raise bounds.PRIORITY.refused("priority")
-            request.priority = _PRIORITIES[value]
+            request.priority = PRIORITIES[value]
         elif name == "stop":
             texts = [value] if isinstance(value, str) else value
             if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
@@ -148,7 +135,7 @@ def _message(message: Message, path: str) -> router_pb2.Message:
         raise bounds.UNKNOWN_FIELD.refused(f"{path}.{shown_name(min(map(str, unknown)))}")
     out = router_pb2.Message(role=_role(message.get("role"), f"{path}.role"))
     _add_content(out, message.get("content"), f"{path}.content")
-    for name in ("name", "reasoning_content", "tool_call_id"):
+    for name in MESSAGE_TEXTS:
         if message.get(name) is not None:
             _set(out, name, message[name], path)
     for index, call in enumerate(message.get("tool_calls") or ()):
@@ -161,9 +148,9 @@ def _role(role: Any, path: str) -> router_pb2.MessageRole.ValueType:
         return router_pb2.MESSAGE_ROLE_UNSPECIFIED
     if not isinstance(role, str):
         raise bounds.TYPE.refused(path, expected="a string")
-    if role not in _ROLES:
+    if role not in MESSAGE_ROLES:
         raise bounds.ROLE.refused(path)
-    return _ROLES[role]
+    return MESSAGE_ROLES[role]
 
 
 def _add_content(message: router_pb2.Message, content: Any, path: str) -> None:
@@ -178,10 +165,12 @@ def _add_content(message: router_pb2.Message, content: Any, path: str) -> None:
     for index, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise InvalidArgument(f"{path}[{index}].type", "must be text: other parts are not supported")
-        _set_text(message.content.add(), part.get("text") or "", f"{path}[{index}].text")
+        _set_text(message.content.add(), part.get("text"), f"{path}[{index}].text")
 
 
 def _set_text(part: router_pb2.ContentPart, text: Any, path: str) -> None:
+    if text is None:
+        raise bounds.TYPE.refused(path, expected="a string")
     try:
         part.text = text
     except UnicodeEncodeError:
@@ -219,9 +208,9 @@ def _tool(tool: Tool, path: str) -> router_pb2.Tool:
 
 def _tool_choice(choice: str | Mapping[str, Any]) -> router_pb2.ToolChoice:
     if isinstance(choice, str):
-        if choice not in _TOOL_CHOICES:
+        if choice not in TOOL_CHOICE_MODES or choice == "function":
             raise bounds.TOOL_CHOICE.refused()
-        return router_pb2.ToolChoice(mode=_TOOL_CHOICES[choice])
+        return router_pb2.ToolChoice(mode=TOOL_CHOICE_MODES[choice])
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):

@@ -36,6 +36,11 @@ def _calls(*calls: Any) -> list[Any]:
             "messages[0].content[0].text",
             "must be a string",
         ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "messages[0].content[0].text",
+            "must be a string",
+        ),
         (_calls({"id": "c"}), "messages[0].tool_calls[0].function", "must be an object"),
         (
             _calls({"id": "c", "function": {"name": 7}}),
@@ -44,9 +49,7 @@ def _calls(*calls: Any) -> list[Any]:
         ),
     ],
 )
-def test_messages_are_refused_as_the_http_face_refuses_them(
-    messages: list[Any], field: str, words: str
-) -> None:
+def test_messages_are_refused_as_over_http(messages: list[Any], field: str, words: str) -> None:
     with pytest.raises(InvalidArgument) as ours:
         chat_request(messages, {})
     with pytest.raises(InvalidArgument) as routers:

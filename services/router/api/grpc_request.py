@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
@@ -16,28 +16,16 @@ from google.protobuf.message import DecodeError, Message
 from services.router.api.utf8_check import find_invalid_text
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream import bounds
-from slipstream.errors import InvalidArgument
+from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
+from slipstream.requests import MESSAGE_TEXTS
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
-_ROLES: Mapping[int, str] = {
-    router_pb2.MESSAGE_ROLE_DEVELOPER: "developer",
-    router_pb2.MESSAGE_ROLE_SYSTEM: "system",
-    router_pb2.MESSAGE_ROLE_USER: "user",
-    router_pb2.MESSAGE_ROLE_ASSISTANT: "assistant",
-    router_pb2.MESSAGE_ROLE_TOOL: "tool",
-}
-_TOOL_CHOICES: Mapping[int, Literal["none", "auto", "required", "function"]] = {
-    router_pb2.TOOL_CHOICE_MODE_AUTO: "auto",
-    router_pb2.TOOL_CHOICE_MODE_NONE: "none",
-    router_pb2.TOOL_CHOICE_MODE_REQUIRED: "required",
-    router_pb2.TOOL_CHOICE_MODE_FUNCTION: "function",
-}
+_ROLES: Mapping[int, str] = {value: name for name, value in MESSAGE_ROLES.items()}
+_TOOL_CHOICES: Mapping[int, Any] = {value: name for name, value in TOOL_CHOICE_MODES.items()}
 _PRIORITIES: Mapping[int, str] = {
     router_pb2.PRIORITY_UNSPECIFIED: "",
-    router_pb2.PRIORITY_INTERACTIVE: "interactive",
-    router_pb2.PRIORITY_DEFAULT: "default",
-    router_pb2.PRIORITY_BULK: "bulk",
+    **{value: name for name, value in PRIORITIES.items()},
 }
 
 # Maps paths of the message to paths of the HTTP body where the two differ.
@@ -125,12 +113,9 @@ def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
 
 def _message(item: router_pb2.Message, index: int) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": _ROLES.get(item.role, ""), "content": _content(item, index)}
-    if name := item.name:
-        message["name"] = name
-    if reasoning := item.reasoning_content:
-        message["reasoning_content"] = reasoning
-    if call_id := item.tool_call_id:
-        message["tool_call_id"] = call_id
+    for name in MESSAGE_TEXTS:
+        if text := getattr(item, name):
+            message[name] = text
     if item.tool_calls:
         message["tool_calls"] = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -140,12 +125,12 @@ def _message(item: router_pb2.Message, index: int) -> Mapping[str, Any]:
 
 
 def _content(item: router_pb2.Message, index: int) -> str:
-    """The parts as one text. Raises InvalidArgument for too many parts, and for one that is no text."""
+    """The parts as one text. Raises InvalidArgument for too many parts, and for a part without text."""
     parts = item.content
     bounds.CONTENT_PARTS.check(len(parts), f"messages[{index}].content")
     for number, part in enumerate(parts):
         if not part.HasField("text"):
-            raise InvalidArgument(f"messages[{index}].content[{number}]", "must be a text")
+            raise bounds.TYPE.refused(f"messages[{index}].content[{number}].text", expected="a string")
     return parts[0].text if len(parts) == 1 else "".join([part.text for part in parts])
 
 

@@ -101,17 +101,17 @@ def _content(content: object, path: str) -> str:
         where = f"{path}[{index}]"
         if not isinstance(part, dict):
             raise bounds.TYPE.refused(where, expected="an object")
-        _check_text(part.get("type"), f"{where}.type")
-        if part.get("type") != "text":
+        kind = part.get("type")
+        if kind is None or _text(kind, f"{where}.type") != "text":
             raise InvalidArgument(f"{where}.type", "must be text: other parts are not supported")
-        _check_text(part.get("text"), f"{where}.text")
-        texts.append(part.get("text") or "")
+        texts.append(_text(part.get("text"), f"{where}.text"))
     return "".join(texts)
 
 
-def _check_text(value: object, path: str) -> None:
-    if not isinstance(value, str | None):
+def _text(value: object, path: str) -> str:
+    if not isinstance(value, str):
         raise bounds.TYPE.refused(path, expected="a string")
+    return value
 
 
 def _tool_call(given: _ToolCall, path: str) -> Json:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import asdict, fields
 
-from services.router.api.grpc_request import parse_generation
+from services.router.api.grpc_request import parse_generation, parse_message
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
+from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
+from slipstream.errors import InvalidArgument
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
@@ -95,3 +98,22 @@ def test_a_conversation_with_all_it_may_have() -> None:
         priority="bulk",
         reject_if_busy=True,
     )
+
+
+def test_a_content_part_without_text_is_named() -> None:
+    user = router_pb2.Message(role=router_pb2.MESSAGE_ROLE_USER)
+    user.content.add(text="")  # a text, though an empty one
+    user.content.add()
+    message = router_pb2.GenerateRequest(chat=router_pb2.Chat(messages=[user]))
+    with pytest.raises(InvalidArgument) as refused:
+        parse_generation(parse_message(message.SerializeToString()))
+    assert refused.value.message == "messages[0].content[1].text: must be a string"
+    del user.content[1]
+    chat = parse_generation(router_pb2.GenerateRequest(chat=router_pb2.Chat(messages=[user]))).input
+    assert isinstance(chat, ChatInput) and chat.messages[0]["content"] == ""
+
+
+def test_every_enum_of_a_request_has_names() -> None:
+    assert set(MESSAGE_ROLES) == {"developer", "system", "user", "assistant", "tool"}
+    assert set(TOOL_CHOICE_MODES) == {"auto", "none", "required", "function"}
+    assert set(PRIORITIES) == {"interactive", "default", "bulk"}
