@@ -42,6 +42,8 @@ LEAST_NAMED_TOKENS = 1024
 # Memory of a router's prefix index: about 30 bytes a block, for any number of holders.
 MAX_PREFIX_INDEX_BYTES = 512 << 20
 MAX_TENANT_PREFIX_INDEX_BYTES = 256 << 20
+# Sessions whose placement a router without etcd remembers.
+MAX_LOCAL_SESSIONS = 100_000
 # Blocks that a router assumes to be in a worker's prompt cache.
 MAX_BELIEVED_BLOCKS = 131_072
 
@@ -99,6 +101,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "Prefix index of a router: all tenants / one tenant, or the blocks of no known tenant",
         f"{MAX_PREFIX_INDEX_BYTES} / {MAX_TENANT_PREFIX_INDEX_BYTES} bytes",
         "the ends of the least recently used chains are evicted",
+    ),
+    (
+        "Sessions that a router without etcd remembers",
+        f"{MAX_LOCAL_SESSIONS}",
+        "the least recently used start without their placement",
     ),
     (
         "Prompt blocks that a router assumes in one worker's cache",

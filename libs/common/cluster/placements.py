@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Protocol
@@ -31,6 +32,7 @@ from libs.common.cluster.write_behind import PlacementWriteBehind
 from libs.common.etcd.client import MAX_SWAPS, EtcdClient
 from libs.common.etcd.messages import KeyValue, LeaseNotFound, PrefixSnapshot, PrefixUpdate, Swap
 from libs.common.etcd.watch import watch_prefix
+from libs.common.service_bounds import MAX_LOCAL_SESSIONS
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -241,21 +243,29 @@ class _WindowLeases:
 
 
 class InMemoryPlacements:
-    """The placements of a router without etcd, which no other process sees. They never expire.
+    """The placements of a router without etcd, which no other process sees.
 
-    Routers in one process that share an instance share their placements.
+    They do not expire; beyond `max_sessions` the least recently used are evicted. Routers in one process that
+    share an instance share their placements.
     """
 
-    def __init__(self) -> None:
-        self._placements: dict[SessionId, Placement] = {}
+    def __init__(self, *, max_sessions: int = MAX_LOCAL_SESSIONS) -> None:
+        self._placements: OrderedDict[SessionId, Placement] = OrderedDict()
+        self._max_sessions = max_sessions
         self._revision = 0
 
     def get(self, session: SessionId) -> Placement | None:
-        return self._placements.get(session)
+        placement = self._placements.get(session)
+        if placement is not None:
+            self._placements.move_to_end(session)
+        return placement
 
     def put(self, session: SessionId, placement: Placement) -> None:
         self._revision += 1
         self._placements[session] = placement.at_epoch(self._revision)
+        self._placements.move_to_end(session)
+        if len(self._placements) > self._max_sessions:
+            self._placements.popitem(last=False)
 
     async def claim(self, session: SessionId, placement: Placement, *, expected_epoch: int) -> Placement:
         current = self._placements.get(session)

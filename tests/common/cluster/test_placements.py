@@ -133,6 +133,20 @@ async def test_routers_share_placements_and_one_claim_wins(kind: str, tmp_path: 
         assert a.all() == {SESSION: won[0]}
 
 
+async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -> None:
+    placements = InMemoryPlacements(max_sessions=3)
+    sessions = [SessionId("t", name) for name in "abcd"]
+    for session in sessions[:3]:
+        placements.put(session, Placement(decode="d-0"))
+    placements.put(sessions[1], Placement(decode="d-1"))
+    assert placements.get(sessions[0]) is not None  # used: "c" is now the least recently used one
+    placements.put(sessions[3], Placement(decode="d-0"))
+    assert list(placements.all()) == [sessions[1], sessions[0], sessions[3]]
+    assert placements.get(sessions[2]) is None
+    await placements.claim(sessions[2], Placement(decode="d-2"), expected_epoch=0)
+    assert sessions[1] not in placements.all() and len(placements.all()) == 3
+
+
 async def test_many_changes_become_few_writes(etcd: EtcdProcess) -> None:
     client = EtcdClient([etcd.endpoint])
     before = (await client.get_prefix("/")).revision
