@@ -82,4 +82,4 @@ lock: $(VENV)/.dev ## write constraints.txt from what is installed
 
 clean: ## remove .venv, caches and run directories
 	@rm -rf $(VENV) .cache .run build dist server/build *.egg-info
-	@find libs services -name '*.so' -delete
+	@find libs services -name '*.so' -delete -o -name '*.digest' -delete

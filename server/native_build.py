@@ -1,6 +1,6 @@
 """Compiles the C libraries of slipstream-server: the engine's kernels and the KV store's disk I/O.
 
-    python server/native_build.py     builds what is older than its sources, beside the modules that load it
+    python server/native_build.py     builds what does not match its sources, beside the modules that load it
 
 The wheel's build and editable installs call `compile_library` (server/setup.py), so a C compiler is needed
 then and not where the services run. The kernels are built once for each level of processor, without
@@ -9,6 +9,7 @@ then and not where the services run. The kernels are built once for each level o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -53,13 +54,24 @@ class NativeLibrary:
         """Where the C sources lie."""
         return ROOT / self.path.parent / "csrc"
 
+    def digest(self) -> str:
+        """Of the sources, their names and the flags."""
+        found = hashlib.sha256(repr(self.flags).encode())
+        for path in sorted(self.source_dir.iterdir()):
+            found.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        return found.hexdigest()
+
     def is_current(self) -> bool:
-        """Whether the library in the source tree is newer than its sources and than these flags."""
+        """Whether the library in the source tree was compiled from these sources with these flags."""
         output = ROOT / self.path
-        if not output.exists():
+        try:
+            return output.exists() and output.with_suffix(".digest").read_text() == self.digest()
+        except FileNotFoundError:
             return False
-        inputs = [*self.source_dir.iterdir(), Path(__file__)]
-        return output.stat().st_mtime >= max(path.stat().st_mtime for path in inputs)
+
+    def write_digest(self) -> None:
+        """Record beside the library in the source tree what it was compiled from."""
+        (ROOT / self.path).with_suffix(".digest").write_text(self.digest())
 
 
 def libraries(machine: str | None = None) -> list[NativeLibrary]:
@@ -93,8 +105,13 @@ def compile_library(library: NativeLibrary, output: Path) -> None:
 
 def build_in_place(wanted: Iterable[NativeLibrary]) -> None:
     """Compile each into the source tree, side by side. Raises BuildFailed."""
+
+    def build(library: NativeLibrary) -> None:
+        compile_library(library, ROOT / library.path)
+        library.write_digest()
+
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda library: compile_library(library, ROOT / library.path), wanted))
+        list(pool.map(build, wanted))
 
 
 def _compiler() -> str:

@@ -26,6 +26,12 @@ class BuildNative(build_ext):
         """Compile one library to where the build collects it."""
         compile_library(_LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name)))
 
+    def copy_extensions_to_source(self) -> None:
+        """Of an editable install: beside each library goes the digest of its sources."""
+        super().copy_extensions_to_source()
+        for library in _LIBRARIES.values():
+            library.write_digest()
+
 
 class NativeWheel(bdist_wheel):
     """A wheel for this kind of machine and any Python 3."""

@@ -31,7 +31,7 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Both wheels by distribution, built from a copy of the sources without network."""
     work = tmp_path_factory.mktemp("packages")
-    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", "*.so")
+    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", "*.so", "*.digest")
     for name in SOURCES:
         source, target = ROOT / name, work / "tree" / name
         if source.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import runpy
 import subprocess
 from collections.abc import Iterator
@@ -32,9 +33,32 @@ def nothing_loaded() -> Iterator[None]:
     load_library.cache_clear()
 
 
-def test_the_libraries_are_newer_than_their_sources() -> None:
+def test_the_libraries_are_compiled_from_their_sources() -> None:
     """Run `make native` after a change of a C source."""
     assert [str(built.path) for built in BUILD["libraries"]() if not built.is_current()] == []
+
+
+def test_a_library_is_outdated_when_a_source_or_a_flag_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kind, build_in_place = BUILD["NativeLibrary"], BUILD["build_in_place"]
+    monkeypatch.setitem(kind.digest.__globals__, "ROOT", tmp_path)
+    built = kind("pack.lib", ("-shared", "-fPIC"))
+    built.source_dir.mkdir(parents=True)
+    source = built.source_dir / "lib.c"
+    source.write_text("int answer(void) { return 42; }\n")
+    assert not built.is_current()
+    build_in_place([built])
+    assert built.is_current()
+    os.utime(source)  # a checkout changes times and no bytes
+    assert built.is_current()
+    assert not kind("pack.lib", ("-shared", "-fPIC", "-O2")).is_current()
+    source.write_text("int answer(void) { return 43; }\n")
+    assert not built.is_current()
+    build_in_place([built])
+    assert built.is_current()
+    (tmp_path / built.path).with_suffix(".digest").unlink()
+    assert not built.is_current()
 
 
 @X86
