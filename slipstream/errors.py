@@ -12,7 +12,7 @@
     │   └── TransferError      KV bytes did not arrive (see its children in libs.common.transport)
     ├── FailedPrecondition     right request, wrong state (draining, stale epoch)
     │   ├── FingerprintMismatch  KV of another model, layout or dtype; never run
-    │   ├── Quarantined        workers died of this request; it is not run again
+    │   ├── Quarantined        this request crashed workers; it is not run again
     │   └── PrefixUnknown      a prompt was named that this worker does not remember; send it whole
     ├── DataCorrupt            a checksum did not match; the data is never used
     ├── DeadlineExceeded       the request's own deadline passed

@@ -1,8 +1,8 @@
 """One try at a request on one pair of workers: prefill, handoff to decode, tokens, release.
 
-The ticket goes to decode as soon as prefill has opened the handoff, so decode pulls blocks while prefill
-computes. An attempt is driven by its streams: their readers call it, and it pushes batches of tokens to its
-listener. However the attempt ends, `release` frees it on both workers; no lease has to run out.
+The router sends the ticket to decode as soon as prefill has opened the handoff, so decode pulls blocks while
+prefill computes. The stream readers call the attempt, which pushes token batches to its listener.
+`release` frees the attempt on both workers, whatever its end, so that no lease has to expire.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from libs.common.block_hash import as_tokens
 from libs.common.rpc import tracing
 from services.router.execution.attempt_types import (
     FINISH_NONE,
@@ -22,40 +21,44 @@ from services.router.execution.attempt_types import (
     TokenBatch,
     WorkerFailed,
     WorkerPair,
+    attempt_name,
+    failure_of,
+    first_batch,
+    start_prefill,
+    start_sequence,
 )
 from services.router.workers.connection import TokensInFlight, WorkerConnection
 from services.router.workers.prefill_client import RemotePrefill
 from services.router.workers.remote_sequence import RemoteSequence
 from slipstream import errors
-from slipstream.rpc.rpc_errors import from_failure
-from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from slipstream.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 RELEASE_TIMEOUT_S = 10.0
-# A worker that is gone or silent is asked to release too, as it may still hear; its leases do the rest.
-_RELEASE_GONE_S = 1.0
-# How long the statistics of a stopped sequence are waited for.
-_LAST_DELTA_S = 1.0
+# The time-out for a lost or silent worker, which may still receive the call; otherwise its leases expire.
+_RELEASE_UNREACHABLE_TIMEOUT_S = 1.0
+# The time-out for the statistics of a stopped sequence.
+_LAST_DELTA_TIMEOUT_S = 1.0
 
 
 class AttemptListener(Protocol):
-    """Receives what an attempt brings. All calls are synchronous, from the streams' readers."""
+    """Receives an attempt's tokens and its end. The stream readers make all calls synchronously."""
 
     def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
-        """Tokens, in order. Nothing comes after a batch with a finish reason."""
+        """Take the next tokens. A batch with a finish reason is the last call for the attempt."""
 
     def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
-        """The attempt cannot go on. Nothing comes after it."""
+        """Handle the attempt's failure, the last call for the attempt."""
 
     def on_listener_error(self, error: Exception) -> None:
-        """A call of this listener raised `error`."""
+        """Handle an error that a call of this listener raised."""
 
     def may_leave(self, link: WorkerConnection) -> bool:
-        """Whether the sequence moves away now from a decode worker that drains."""
+        """Whether the sequence moves away now from a draining decode worker."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One try, counted from 1. `begin` it once, then `release` it, always.
+    """One try, counted from 1. Its owner calls `begin` once, and always `release` at the end.
 
     With `defers_decode` the decode sequence starts only after the first token.
     """
@@ -67,24 +70,24 @@ class Attempt:
     listener: AttemptListener
     clock: Callable[[], float]
     defers_decode: bool = False
-    span: Span = INVALID_SPAN  # ended by its owner
+    span: Span = INVALID_SPAN  # the attempt's owner ends it
     _prefill: RemotePrefill | None = None
     _prefill_began: bool = False
     _prefill_tokens: TokensInFlight | None = None
     _sequence: RemoteSequence | None = None
     _decode_tokens: TokensInFlight | None = None
     _ticket: bytes = b""
-    _is_decoding: bool = False  # the first token came, or none was awaited
+    _is_decoding: bool = False  # prefill has delivered the first token, or the attempt has no prefill worker
     _is_paused: bool = False
     _is_over: bool = False
     _last_stats: asyncio.Future[decode_pb2.SequenceStats] | None = None  # while `stop` waits
-    # Whether the workers were ready when the attempt began there. Later on the connection may know of a
-    # death before the tokens from just before it arrive here.
+    # Whether each worker was ready when the attempt began on it. Later readiness is no evidence: a connection
+    # may notice a crash before the worker's last tokens arrive here.
     _prefill_was_ready: bool = False
     _decode_was_ready: bool = False
 
     def begin(self) -> None:
-        """Start on the first worker. The listener is not called before the event loop's next iteration."""
+        """Start on the first worker. The listener gets its first call in a later loop iteration."""
         decode, prefill = self.workers.decode, self.workers.prefill
         self._decode_tokens = TokensInFlight(decode, len(self.spec.prompt) + len(self.emitted))
         decode.listeners.add(self)
@@ -97,23 +100,23 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the listener gets no more calls."""
         return self._is_over
 
     def pause(self) -> None:
-        """Push no more tokens until `resume`: they wait, joined and bounded, in the sequence."""
+        """Push no tokens until `resume`. The sequence joins and bounds the tokens that wait."""
         self._is_paused = True
         if self._sequence is not None:
             self._sequence.pause()
 
     def resume(self) -> None:
-        """Push what waits, and what comes from now on."""
+        """Push the waiting tokens, and later ones as they arrive."""
         self._is_paused = False
         if self._is_decoding:
             self._resume_sequence()
 
     async def stop(self) -> decode_pb2.SequenceStats | None:
-        """End the sequence because its text is over; its statistics if they come soon."""
+        """End the sequence after a stop string. Returns its statistics, or None after a time-out."""
         self._is_over = True
         if self._sequence is None:
             return None
@@ -121,14 +124,16 @@ class Attempt:
         self._sequence.abort()
         self._sequence.resume()
         try:
-            async with asyncio.timeout(_LAST_DELTA_S):
+            async with asyncio.timeout(_LAST_DELTA_TIMEOUT_S):
                 return await self._last_stats
         except (TimeoutError, errors.SlipstreamError):
             return None
 
     def release(self) -> Coroutine[None, None, None] | None:
-        """The work left until the workers hold nothing of the attempt; None when they hold nothing. The work
-        ends when they hold nothing or cannot be asked, and never raises."""
+        """End the attempt. Returns the coroutine that frees it on its workers; None if they hold nothing.
+
+        The coroutine ends when the workers hold nothing or cannot be reached. It never raises.
+        """
         self._is_over = True
         self._end_prefill()
         if self._decode_tokens is not None:
@@ -142,8 +147,9 @@ class Attempt:
             sequence.forget()
             if not sequence.finished:
                 timeout_s = _release_timeout_s(self.workers.decode)
-                waits.append(self.workers.decode_stream.abort_and_wait(self._name(), timeout_s=timeout_s))
-        # A sequence that came to its end after it ran has released the handoff.
+                name = attempt_name(self.spec, self.number)
+                waits.append(self.workers.decode_stream.abort_and_wait(name, timeout_s=timeout_s))
+        # A decode worker whose sequence ran to its end has released the handoff.
         handed_over = sequence is not None and sequence.finished and sequence.running
         if self._prefill_began and not handed_over:
             waits.append(self._abort_prefill())
@@ -165,17 +171,17 @@ class Attempt:
             self._is_over = True
             self.listener.on_attempt_failed(self, failure)
 
-    # ---- the connections' heartbeats
+    # ---- calls of the workers' connections
 
     def on_worker_silent(self, link: WorkerConnection) -> None:
-        """See `WorkerListener`. Until the sequence runs, decode still pulls from the prefill worker."""
+        """See `WorkerListener`. Decode pulls from the prefill worker until the sequence runs."""
         has_pulled = self._sequence is not None and self._sequence.running
         is_needed = not has_pulled if link is self.workers.prefill else self._is_decoding
         if is_needed:
             self._fail(WorkerFailed(errors.Unavailable(f"{link.worker.instance} is silent"), link.key))
 
     def on_worker_draining(self, link: WorkerConnection) -> None:
-        """See `WorkerListener`. A sequence whose client does not read stays where it is."""
+        """See `WorkerListener`. A paused sequence stays on its worker."""
         if link is self.workers.decode and self._is_decoding and not (self._is_paused or self._is_over):
             self._leave_if_draining()
 
@@ -191,12 +197,9 @@ class Attempt:
         self._prefill_tokens = TokensInFlight(link, self.workers.uncached_tokens or len(context))
         self._prefill_began, self._prefill_was_ready = True, link.ready
         link.listeners.add(self)
-        start = prefill_pb2.StartPrefill()
-        self._write_common(start)
-        if self.workers.peer_endpoint:
-            start.peer_endpoint = self.workers.peer_endpoint
-        if self.emitted:
-            start.emitted_tokens = len(self.emitted)
+        start = start_prefill(
+            self.spec, self.workers, attempt=self.number, n_emitted=len(self.emitted), now_s=self.clock()
+        )
         with tracing.under(self.span):
             self._prefill = link.start_prefill(start, context, self)
 
@@ -209,7 +212,7 @@ class Attempt:
             self._on_first_token(event.first_token)
         elif kind == "opened":
             self._ticket = event.opened.ticket
-            # With one token in all decode need not pull the KV.
+            # Prefill makes the only token of a one-token answer, so decode need not pull the KV.
             is_last = self.spec.sampling.max_tokens - len(self.emitted) <= 1
             if not (self.defers_decode or is_last):
                 self._start_decode(self._ticket)
@@ -221,20 +224,21 @@ class Attempt:
         """See `PrefillListener`."""
         link = self.workers.prefill
         assert link is not None
-        died = isinstance(error, errors.Internal)
+        is_crash = isinstance(error, errors.Internal)
         if is_connection_lost:
-            died = self._prefill_was_ready and not link.is_silent and not link.draining
-        self._fail(WorkerFailed(error, link.key, died=died))
+            is_crash = self._prefill_was_ready and not link.is_silent and not link.draining
+        self._fail(WorkerFailed(error, link.key, is_crash=is_crash))
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
         prefill = self.workers.prefill
         assert prefill is not None
         self._end_prefill()
-        if not self._ticket:  # decode would have to make this token again
-            self._fail(WorkerFailed(errors.Internal("a first token without a handoff"), prefill.key))
+        if not self._ticket:  # without the KV, decode would compute this token again
+            error = errors.Internal("the prefill worker sent a first token without a handoff")
+            self._fail(WorkerFailed(error, prefill.key))
             return
         self._is_over = first.finish_reason != FINISH_NONE
-        self.listener.on_batch(self, _first_batch(first))
+        self.listener.on_batch(self, first_batch(first))
         if self._is_over:
             return
         if self._sequence is None:
@@ -243,7 +247,7 @@ class Attempt:
         self._resume_sequence()
 
     def _end_prefill(self) -> None:
-        """Nothing is computed there any more; decode may still pull from it."""
+        """Close the prefill stream's entry. Decode may still pull the handoff."""
         if self._prefill is not None:
             self._prefill.close()
             self._prefill = None
@@ -256,7 +260,7 @@ class Attempt:
             self.workers.prefill.channel
         )
         await stub.AbortPrefill(
-            prefill_pb2.AbortPrefillRequest(attempt=self._name()),
+            prefill_pb2.AbortPrefillRequest(attempt=attempt_name(self.spec, self.number)),
             timeout=_release_timeout_s(self.workers.prefill),
             metadata=tracing.trace_metadata(),
         )
@@ -264,10 +268,14 @@ class Attempt:
     # ---- decode
 
     def _start_decode(self, ticket: bytes) -> None:
-        request = decode_pb2.StartSequence(ticket=ticket, store_generated=self.spec.store_generated)
-        self._write_common(request)
-        if self.emitted:
-            request.emitted = as_tokens(self.emitted).tobytes()
+        request = start_sequence(
+            self.spec,
+            self.workers,
+            attempt=self.number,
+            ticket=ticket,
+            emitted=self.emitted,
+            now_s=self.clock(),
+        )
         if tracing.enabled():
             with tracing.under(self.span):
                 request.trace.update(tracing.trace_metadata())
@@ -288,31 +296,29 @@ class Attempt:
         if self._decode_tokens is not None:
             self._decode_tokens.add(len(tokens))
         if self.workers.prefill is not None:
-            self.workers.prefill.listeners.discard(self)  # decode has pulled all
+            self.workers.prefill.listeners.discard(self)  # decode has pulled the whole handoff
         if rest is None:
             self.listener.on_batch(self, TokenBatch(tokens))
-        elif (error := _failure(rest)) is not None:
+        elif (error := failure_of(rest)) is not None:
             if tokens:
                 self.listener.on_batch(self, TokenBatch(tokens, logprobs=rest.logprobs))
             self._on_decode_failure(error)
         else:
-            self._on_rest(tokens, rest)
+            finish = rest.finish_reason
+            self._is_over = bool(finish)
+            stats = rest.stats if finish else None
+            batch = TokenBatch(tokens, logprobs=rest.logprobs, finish=finish, stats=stats)
+            self.listener.on_batch(self, batch)
         if self.workers.decode.draining and not self._is_over:
             self._leave_if_draining()
 
-    def _on_rest(self, tokens: list[int], rest: decode_pb2.SequenceDelta) -> None:
-        finish = rest.finish_reason
-        self._is_over = bool(finish)
-        stats = rest.stats if finish else None
-        self.listener.on_batch(self, TokenBatch(tokens, logprobs=rest.logprobs, finish=finish, stats=stats))
-
     def _on_decode_failure(self, error: errors.SlipstreamError) -> None:
-        """The worker reported why the sequence ended. One that never ran may have failed at its pull."""
+        """Fail with the worker's error. A sequence that never ran may have failed while it pulled."""
         never_ran = self._sequence is not None and not self._sequence.running
         prefill = self.workers.prefill
         pulled_from = prefill.key if never_ran and prefill is not None else ""
-        died = isinstance(error, errors.Internal)
-        self._fail(WorkerFailed(error, self.workers.decode.key, died=died, other=pulled_from))
+        is_crash = isinstance(error, errors.Internal)
+        self._fail(WorkerFailed(error, self.workers.decode.key, is_crash=is_crash, other_worker=pulled_from))
 
     def on_sequence_failed(self, error: errors.SlipstreamError) -> None:
         """See `SequenceListener`."""
@@ -320,51 +326,15 @@ class Attempt:
             self._last_stats.set_exception(error)
         link = self.workers.decode
         is_lost = isinstance(error, errors.Unavailable) and not link.is_silent
-        died = is_lost and self._decode_was_ready and not link.draining
-        self._fail(WorkerFailed(error, link.key, died=died))
+        is_crash = is_lost and self._decode_was_ready and not link.draining
+        self._fail(WorkerFailed(error, link.key, is_crash=is_crash))
 
     def _leave_if_draining(self) -> None:
         link = self.workers.decode
         if self.listener.may_leave(link):
             error = errors.Draining(f"{link.worker.instance} is draining")
-            self._fail(WorkerFailed(error, link.key, moved=True))
-
-    # ---- common
-
-    def _write_common(self, request: prefill_pb2.StartPrefill | decode_pb2.StartSequence) -> None:
-        """The fields of both requests, each set in place: protobuf serializes and parses again a message that
-        is passed to the constructor of another one."""
-        spec, name = self.spec, request.attempt
-        name.request_id, name.attempt, name.epoch = spec.request_id, self.number, spec.epoch
-        request.fingerprint.CopyFrom(spec.fingerprint)
-        request.sampling.CopyFrom(spec.sampling)
-        if spec.deadline_s is not None:
-            request.deadline_ms = max(1, int((spec.deadline_s - self.clock()) * 1e3))
-        request.kvstore_endpoint = self.workers.kvstore_endpoint
-        request.salt = spec.prompt.salt
-
-    def _name(self) -> common_pb2.Attempt:
-        return common_pb2.Attempt(request_id=self.spec.request_id, attempt=self.number, epoch=self.spec.epoch)
-
-
-def _failure(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:
-    """Why a sequence ended without having come to its end."""
-    if delta.HasField("failure"):
-        return from_failure(delta.failure)
-    if delta.finish_reason == common_pb2.FINISH_REASON_ABORTED:
-        return errors.Unavailable("decode ended the sequence")
-    return None
+            self._fail(WorkerFailed(error, link.key, is_drain=True))
 
 
 def _release_timeout_s(link: WorkerConnection) -> float:
-    return RELEASE_TIMEOUT_S if link.reachable else _RELEASE_GONE_S
-
-
-def _first_batch(first: prefill_pb2.FirstToken) -> TokenBatch:
-    return TokenBatch(
-        [first.token_id],
-        logprobs=[first.logprobs] if first.HasField("logprobs") else [],
-        cached=first.cached,
-        prefill_ms=first.queue_ms + first.compute_ms,
-        finish=first.finish_reason,
-    )
+    return RELEASE_TIMEOUT_S if link.reachable else _RELEASE_UNREACHABLE_TIMEOUT_S

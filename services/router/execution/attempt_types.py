@@ -1,4 +1,4 @@
-"""What an attempt at a request (attempt.py) is made from, and what it reports."""
+"""The inputs of an attempt at a request (attempt.py), the messages to its workers, and what it reports."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Sequence
 
 import msgspec
 
+from libs.common.block_hash import as_tokens
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
-from slipstream.v1 import common_pb2, decode_pb2
+from slipstream.rpc.rpc_errors import from_failure
+from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
 FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class AttemptSpec(msgspec.Struct, frozen=True):
-    """What every attempt at a request has in common. `deadline_s` is on the event loop's clock."""
+    """The inputs that all attempts at a request share. `deadline_s` is on the event loop's clock."""
 
     request_id: str
     epoch: int
@@ -34,8 +36,8 @@ class WorkerPair(msgspec.Struct, frozen=True):
     decode: WorkerConnection
     decode_stream: DecodeClient
     kvstore_endpoint: str
-    peer_endpoint: str = ""  # a prefill worker that lends what `prefill` lacks
-    uncached_tokens: int | None = None  # expected to be computed; None = unknown
+    peer_endpoint: str = ""  # a prefill worker that serves the blocks that `prefill` lacks
+    uncached_tokens: int | None = None  # the tokens that prefill is expected to compute; None = unknown
 
     @property
     def keys(self) -> list[str]:
@@ -44,21 +46,21 @@ class WorkerPair(msgspec.Struct, frozen=True):
 
 
 class TokenBatch(msgspec.Struct, frozen=True, gc=False):
-    """Tokens that came together. `finish` and `stats` come with the last ones."""
+    """Tokens that arrived together. The last batch of a sequence has `finish` and `stats`."""
 
     tokens: Sequence[int]
     logprobs: Sequence[common_pb2.PositionLogprobs] = ()
-    cached: Sequence[common_pb2.CachedTokens] | None = None  # with the first token
-    prefill_ms: float | None = None  # with the first token of a prefill worker: queue and work
+    cached: Sequence[common_pb2.CachedTokens] | None = None  # only with the first token
+    prefill_ms: float | None = None  # the prefill worker's queueing and compute time, with its first token
     finish: common_pb2.FinishReason.ValueType = FINISH_NONE
     stats: decode_pb2.SequenceStats | None = None
 
 
 class WorkerFailed(Exception):
-    """The attempt cannot go on; `worker` is the key of the connection to blame.
+    """The attempt cannot continue. `worker` is the key of the failed worker's connection.
 
-    `died`: the whole worker, or its engine, broke while it ran this. `moved`: nothing failed, the worker
-    drains. `other`: the key of a second worker that may be to blame, when something broke between the two.
+    `is_crash`: the whole worker, or its engine, crashed while it ran the attempt. `is_drain`: the worker
+    drains, and nothing failed. `other_worker`: a second worker that may have caused a failed transfer.
     """
 
     def __init__(
@@ -66,13 +68,87 @@ class WorkerFailed(Exception):
         error: errors.SlipstreamError,
         worker: str,
         *,
-        died: bool = False,
-        moved: bool = False,
-        other: str = "",
+        is_crash: bool = False,
+        is_drain: bool = False,
+        other_worker: str = "",
     ) -> None:
         super().__init__(str(error))
         self.error = error
         self.worker = worker
-        self.died = died
-        self.moved = moved
-        self.other = other
+        self.is_crash = is_crash
+        self.is_drain = is_drain
+        self.other_worker = other_worker
+
+
+def start_prefill(
+    spec: AttemptSpec, workers: WorkerPair, *, attempt: int, n_emitted: int, now_s: float
+) -> prefill_pb2.StartPrefill:
+    """The message that starts a prefill, without its prompt."""
+    start = prefill_pb2.StartPrefill()
+    _write_common(start, spec, workers, attempt=attempt, now_s=now_s)
+    if workers.peer_endpoint:
+        start.peer_endpoint = workers.peer_endpoint
+    if n_emitted:
+        start.emitted_tokens = n_emitted
+    return start
+
+
+def start_sequence(
+    spec: AttemptSpec,
+    workers: WorkerPair,
+    *,
+    attempt: int,
+    ticket: bytes,
+    emitted: Sequence[int],
+    now_s: float,
+) -> decode_pb2.StartSequence:
+    """The message that starts a decode sequence, without its prompt. An empty ticket: without a handoff."""
+    start = decode_pb2.StartSequence(ticket=ticket, store_generated=spec.store_generated)
+    _write_common(start, spec, workers, attempt=attempt, now_s=now_s)
+    if emitted:
+        start.emitted = as_tokens(emitted).tobytes()
+    return start
+
+
+def _write_common(
+    start: prefill_pb2.StartPrefill | decode_pb2.StartSequence,
+    spec: AttemptSpec,
+    workers: WorkerPair,
+    *,
+    attempt: int,
+    now_s: float,
+) -> None:
+    """Set the fields of both messages in place: protobuf's constructors re-parse each submessage."""
+    name = start.attempt
+    name.request_id, name.attempt, name.epoch = spec.request_id, attempt, spec.epoch
+    start.fingerprint.CopyFrom(spec.fingerprint)
+    start.sampling.CopyFrom(spec.sampling)
+    if spec.deadline_s is not None:
+        start.deadline_ms = max(1, int((spec.deadline_s - now_s) * 1e3))
+    start.kvstore_endpoint = workers.kvstore_endpoint
+    start.salt = spec.prompt.salt
+
+
+def attempt_name(spec: AttemptSpec, attempt: int) -> common_pb2.Attempt:
+    """The attempt's name on its workers."""
+    return common_pb2.Attempt(request_id=spec.request_id, attempt=attempt, epoch=spec.epoch)
+
+
+def first_batch(first: prefill_pb2.FirstToken) -> TokenBatch:
+    """The batch of the token that prefill made."""
+    return TokenBatch(
+        [first.token_id],
+        logprobs=[first.logprobs] if first.HasField("logprobs") else [],
+        cached=first.cached,
+        prefill_ms=first.queue_ms + first.compute_ms,
+        finish=first.finish_reason,
+    )
+
+
+def failure_of(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:
+    """The error of a sequence that ended early; None for any other delta."""
+    if delta.HasField("failure"):
+        return from_failure(delta.failure)
+    if delta.finish_reason == common_pb2.FINISH_REASON_ABORTED:
+        return errors.Unavailable("decode ended the sequence")
+    return None

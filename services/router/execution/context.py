@@ -14,20 +14,20 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import TokenCache
 from services.router.workers.fleet import RouterFleet
 
-# How long a request that was already placed once waits for a worker to come or to come back.
+# How long a request that was placed before waits for a ready worker.
 RECOVERY_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class RouterContext:
-    """See the module's text."""
+    """The fleet, the policies, the caches and the clocks. One for each router process."""
 
     fleet: RouterFleet
     dispatcher: Dispatcher
     sessions: Sessions
     card: ModelCard
     counters: Counters
-    clock: Callable[[], float]  # the event loop's
+    clock: Callable[[], float]  # the event loop's clock
     wall_clock_s: Callable[[], float]
     failover: FailoverState
     recovery_wait_s: float = RECOVERY_WAIT_S

@@ -1,8 +1,8 @@
 """The sink of a request's events, read by the HTTP or gRPC handler: bounded, in order, each event once.
 
-The request pushes, the handler reads. While nothing waits, deltas may go straight to the client's connection,
-without waking the handler. A client that reads slowly costs one joined delta; at MAX_WAITING_BYTES the queue
-is full, and its own request is paused until the handler has read.
+The request pushes events and the handler reads them. While the queue is empty, it may write deltas straight
+to the client's connection without waking the handler. Deltas for a slow client are joined into one. At
+MAX_WAITING_BYTES the queue is full, and pauses its request until the handler has read.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class Producer(Protocol):
     """Writes to a queue while it is not full."""
 
     def resume(self) -> None:
-        """The queue was full, and has room again."""
+        """Continue writing: the queue was full, and has room again."""
 
 
 class DirectWriter(Protocol):
     """Writes events to a client without waiting."""
 
     def try_write(self, events: Sequence[router_pb2.GenerateEvent]) -> bool:
-        """Write all the events, or none: False when the client would have to be waited for."""
+        """Write all the events, or none of them. Returns False when the connection is not writable."""
 
 
 class ResponseQueue:
-    """One producer, one reader. Deltas that wait together become one where they can."""
+    """A queue with one producer and one reader. It joins waiting deltas where `join` allows it."""
 
     def __init__(self, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
-        self._loop = asyncio.get_running_loop()  # once: to ask for it is a system call
+        self._loop = asyncio.get_running_loop()  # kept, because each get_running_loop() is a system call
         self._events: list[router_pb2.GenerateEvent] = []
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
@@ -43,10 +43,9 @@ class ResponseQueue:
         self._is_closed = False
         self._error: SlipstreamError | None = None
         self.producer: Producer | None = None
-        self.direct_writer: DirectWriter | None = None  # set between two reads, by the reader
-        # Whether the reader wants to know where the request ran: else `finished` need not say it.
-        self.wants_stats = True
-        # Whether `started` waits for the event after it, so that one write carries both. Set by the reader.
+        self.direct_writer: DirectWriter | None = None  # the reader sets it between two reads
+        self.wants_stats = True  # whether `finished` carries the request's statistics
+        # Whether `started` waits for the event after it, so that one write carries both. The reader sets it.
         self.holds_start = False
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -54,7 +53,7 @@ class ResponseQueue:
 
     @property
     def waiting_bytes(self) -> int:
-        """Text that was written and not read, about."""
+        """The approximate size of the unread events."""
         return self._waiting_bytes
 
     @property
@@ -63,7 +62,7 @@ class ResponseQueue:
         return self._waiting_bytes >= self._max_waiting_bytes
 
     def write(self, events: Sequence[router_pb2.GenerateEvent]) -> None:
-        """Append events, also where the queue is full. Events of one call travel together."""
+        """Append events, even to a full queue. The reader gets the events of one call together."""
         is_reader_waiting = self._reader is not None and not self._reader.done()
         connection = self.direct_writer if is_reader_waiting and not self._events else None
         if connection is not None and connection.try_write(events):
@@ -76,27 +75,27 @@ class ResponseQueue:
                 usage = event.finished.usage
                 self.completion_tokens, self.cached_tokens = usage.completion_tokens, usage.cached_tokens
                 self._events.append(event)
-            elif not self.prompt_tokens:  # else `started` of a request that was preempted and began again
+            elif not self.prompt_tokens:  # a request that restarts after preemption sends `started` again
                 self.prompt_tokens = event.started.prompt_tokens
                 self._events.append(event)
         if is_reader_waiting and self._is_readable():
             self._wake_reader()
 
     def close(self, error: SlipstreamError | None = None) -> None:
-        """No more events. The reader gets what waits and then `error`, if any."""
+        """Accept no more events. The reader gets the waiting events and then `error`, if any."""
         if not self._is_closed:
             self._is_closed = True
             self._error = error
             self._wake_reader()
 
     def release_start(self) -> None:
-        """Hold `started` back no longer: the event after it may take long."""
+        """Let the reader have `started` now, because the next event may take long."""
         self.holds_start = False
         if self._events:
             self._wake_reader()
 
     async def next_events(self) -> list[router_pb2.GenerateEvent]:
-        """All events that wait, at least one; none after the last one. Raises the error of `close`."""
+        """Wait for events and return all of them. After the last: an empty list, or the error of `close`."""
         while not self._is_readable():
             if self._is_closed:
                 raise_once(self)
@@ -129,20 +128,20 @@ class ResponseQueue:
 
 
 def size_of(delta: router_pb2.Delta) -> int:
-    """Characters of text, and bytes of log probabilities. The same before and after `join`."""
+    """Characters of text plus bytes of log probabilities. `join` does not change the sum."""
     size = len(delta.text) + len(delta.reasoning)
-    # To begin a loop over nothing takes as long as all the rest.
+    # Starting a loop over an empty field takes as long as the rest of this function.
     if delta.tool_calls:
         size += sum([len(call.arguments) for call in delta.tool_calls])
-    if delta.logprobs:  # up to twenty tokens each
+    if delta.logprobs:  # each has up to twenty tokens
         size += sum([logprob.ByteSize() for logprob in delta.logprobs])
     return size
 
 
 def join(into: router_pb2.Delta, delta: router_pb2.Delta) -> bool:
-    """Append `delta` to the one before it; False where one message cannot tell their order.
+    """Append `delta` to the one before it. Returns False if one message cannot keep their order.
 
-    A message says reasoning, then text, then tool calls.
+    Clients read a message's reasoning first, then its text, then its tool calls.
     """
     if (into.text and delta.reasoning) or (into.tool_calls and (delta.text or delta.reasoning)):
         return False

@@ -1,4 +1,4 @@
-"""What keeps requests going over the deaths and drains of workers, shared by all requests of this router."""
+"""The failover policies that all requests of a router share: quarantine, drain limiter, hedge policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.v1 import common_pb2
 
 
 class FailoverState:
-    """The policies that remember something from one request to the next."""
+    """The policies with state that outlives a request, and the source of exit reports."""
 
     def __init__(self, *, clock: Callable[[], float], exit_reports: ExitReports | None = None) -> None:
         self.exit_reports = exit_reports or NoExitReports()
@@ -23,17 +23,20 @@ class FailoverState:
         self.drain_limiter = DrainLimiter()
         self.hedge_policy = HedgePolicy()
 
-    async def hear_evidence(self, suspect: Suspect, died: str) -> None:
-        """A worker died while it ran the suspect. Before a second strike, ask how this worker and those of
-        earlier strikes ended: a worker that was killed from outside counts as no strike."""
-        self.quarantine.saw_death(died)
-        if not self.quarantine.would_convict(suspect, died):
+    async def check_exit_reports(self, suspect: Suspect, crashed: str) -> None:
+        """Read how `crashed`, which ran the suspect, and the workers of its earlier strikes ended.
+
+        Only a second or later strike waits for the reports. A worker that was killed from outside causes no
+        strike.
+        """
+        self.quarantine.record_crash(crashed)
+        if not self.quarantine.is_repeated_strike(suspect, crashed):
             return
-        workers = (*suspect.struck_by, died)
+        workers = (*suspect.struck_by, crashed)
         answers = await asyncio.gather(*(self.exit_reports.has_crashed(worker) for worker in workers))
-        for worker, broke in zip(workers, answers, strict=True):
-            if broke is False:
-                self.quarantine.was_killed(worker)
+        for worker, has_crashed in zip(workers, answers, strict=True):
+            if has_crashed is False:
+                self.quarantine.record_kill(worker)
 
 
 def content_digest(
@@ -44,10 +47,10 @@ def content_digest(
     hashes: Sequence[bytes] = (),
     block_tokens: int = 0,
 ) -> bytes:
-    """Names what a request runs, the same when a client sends it again; the seed is left out.
+    """Hash a request's tenant, prompt and sampling without the seed: a repeated request has the same digest.
 
-    `hashes`: of the prompt's full blocks. The last one names all tokens up to there, so that a long prompt
-    is not hashed again.
+    `hashes` are those of the prompt's full blocks. The last one stands for all their tokens, so the digest
+    of a long prompt is cheap.
     """
     unseeded = common_pb2.SamplingParams()
     unseeded.CopyFrom(sampling)

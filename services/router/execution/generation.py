@@ -1,4 +1,4 @@
-"""The life of one request: encode, place and run attempts (retry_loop.py), finish."""
+"""Runs one admitted request: encode the prompt, run attempts (retry_loop.py), write the final event."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INLINE_CHARS = 16_384
 async def encode_prompt(
     context: RouterContext, request: GenerationRequest, *, tenant: str, request_id: str
 ) -> Prompt:
-    """The ids of a valid request. Raises InvalidArgument when they do not fit the context."""
+    """Encode a valid request. Raises InvalidArgument when the prompt exceeds the context."""
     draft = PromptDraft.of(request, context.card, context.token_cache, tenant=tenant)
     if draft.new_chars <= _INLINE_CHARS:
         encoded = draft.encode()
@@ -45,7 +45,7 @@ async def encode_prompt(
 
 @dataclass(slots=True)
 class GenerationTask:
-    """Runs one request. `worker_request_id` is its name on the workers, unique among all routers."""
+    """Runs one request. `worker_request_id` is its id on the workers, unique among all routers."""
 
     context: RouterContext
     request: GenerationRequest
@@ -54,27 +54,27 @@ class GenerationTask:
     worker_request_id: str
     sink: ResponseQueue
     ticket: AdmissionTicket | None
-    spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
+    spawn: Callable[[Coroutine[None, None, None]], None]  # runs work that a cancel must not stop
     began_s: float  # when the request arrived, on the context's clock
     _decision: PlacementDecision | None = None  # of the last attempt
-    _state: RequestState | None = None  # while there are attempts
+    _state: RequestState | None = None  # while attempts run
     _is_closed: bool = False
     _prompt: Prompt = field(init=False)
     _chain: HashChain = field(init=False)  # of the prompt, then of the whole context
 
     @property
     def decision(self) -> PlacementDecision | None:
-        """Where the latest attempt runs and why."""
+        """The placement of the latest attempt."""
         return self._state.decision if self._state is not None else self._decision
 
     def close(self) -> None:
-        """Show nothing any more: the task is about to be cancelled."""
+        """Write no more events: the task is about to be cancelled."""
         self._is_closed = True
         if self._state is not None:
             self._state.close()
 
     async def run(self) -> None:
-        """Returns when `finished` was written. Raises a SlipstreamError when the request fails."""
+        """Run the request until `finished` is written. Raises a SlipstreamError when the request fails."""
         context = self.context
         await context.start_pacer.acquire()
         self._prompt = await encode_prompt(
@@ -82,8 +82,8 @@ class GenerationTask:
         )
         state = self._make_state()
         state.is_closed = self._is_closed
-        if context.failover.quarantine.knows_any:
-            context.failover.quarantine.refuse_known(state.content())
+        if context.failover.quarantine.has_refusals:
+            context.failover.quarantine.check(state.content())
         self._state = self.sink.producer = state
         try:
             end = await run_attempts(state)
@@ -174,7 +174,7 @@ class GenerationTask:
 
     def _record_session(self, state: RequestState, end: AttemptEnd) -> None:
         if self._prompt.store_generated:
-            # The last token was never run through the model: its block is not complete.
+            # The model never computed the last token's KV, so the block of that token is not full.
             self._chain.extend(state.output.tokens[:-1])
         hashes = list(self._chain.hashes)
         self.context.sessions.record(
@@ -214,7 +214,7 @@ class GenerationTask:
         event = router_pb2.GenerateEvent()
         finished = event.finished
         finished.finish_reason = finish
-        # CopyFrom: protobuf serializes and parses again a message that is passed to a constructor.
+        # CopyFrom is faster than the constructor, which serializes and re-parses a submessage.
         finished.usage.CopyFrom(usage)
         if self.sink.wants_stats:
             finished.stats.CopyFrom(stats.message(completion_tokens))

@@ -1,7 +1,7 @@
-"""Attempts at one request that run side by side: the first one that delivers a token goes on.
+"""Hedging: two attempts at one request run in parallel, and the first one that delivers a token wins.
 
-The second attempt, the hedge, begins on another prefill worker when the first one is slow in the bad tail
-(policies/hedge_policy.py). The other attempt is aborted and released.
+The second attempt, the hedge, begins on another prefill worker when the first one takes unusually long
+(policies/hedge_policy.py). The slower attempt is aborted and released.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slipstream.v1 import common_pb2
 
 @dataclass(slots=True)
 class AttemptEnd:
-    """An attempt came to the answer's end."""
+    """The attempt that completed the answer, and its finish reason."""
 
     assignment: Assignment
     finish: common_pb2.FinishReason.ValueType
 
 
 class HedgedAttempt:
-    """One attempt and its hedge. Listens to both, and pushes the winner's tokens into the state."""
+    """One attempt and its hedge. Listens to both, and pushes the winner's tokens into the request state."""
 
     def __init__(self, state: RequestState, assignment: Assignment) -> None:
         self._state = state
@@ -45,7 +45,7 @@ class HedgedAttempt:
         self._outcome: asyncio.Future[AttemptEnd | WorkerFailed] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> AttemptEnd | WorkerFailed:
-        """How it ended. Nothing of it is left on any worker, or is being released, when this returns."""
+        """Run to the answer's end or to a failure. On return all attempts are released or being released."""
         state = self._state
         try:
             self._first = self._begin(self._assignment)
@@ -64,10 +64,10 @@ class HedgedAttempt:
         finally:
             self._close()
 
-    # ---- from the attempts
+    # ---- calls of the attempts
 
     def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
-        """See `AttemptListener`. The client gets the tokens before anything is learnt from them."""
+        """See `AttemptListener`. The client gets the tokens before the statistics are updated."""
         assignment = self._live.get(attempt)
         if assignment is None or self._outcome.done() or self._state.is_closed:
             return
@@ -75,7 +75,7 @@ class HedgedAttempt:
             self._choose_winner(attempt)
         is_last = batch.finish != FINISH_NONE
         self._state.deliver(batch.tokens, batch.logprobs, is_last=is_last)
-        self._learn(assignment, batch)
+        self._observe(assignment, batch)
         if is_last:
             self._outcome.set_result(AttemptEnd(assignment, batch.finish))
         elif self._state.output.stopped:
@@ -106,7 +106,7 @@ class HedgedAttempt:
     # ---- the hedge
 
     def _hedge_delay_s(self) -> float | None:
-        """How long to wait for the first prefill before a second one is started; None = no hedge."""
+        """The time after which a hedge begins if the first attempt has delivered no token; None = never."""
         state, workers = self._state, self._assignment.workers
         if workers.prefill is None or pinned_prefill(state):
             return None
@@ -120,8 +120,10 @@ class HedgedAttempt:
         return None if wait_ms is None else wait_ms / 1e3
 
     def _hedge(self) -> None:
-        """Begin a second attempt, unless no other worker is there or the budget is spent. A request that
-        workers died of gets none: it is to put one pair of workers at risk, not two."""
+        """Begin a second attempt if another worker is available and the hedge budget is not spent.
+
+        A request with strikes gets no hedge, so that it endangers one pair of workers only.
+        """
         state, policy = self._state, self._state.context.failover.hedge_policy
         prefill = self._assignment.workers.prefill
         is_decided = self._winner is not None or self._outcome.done()
@@ -134,7 +136,7 @@ class HedgedAttempt:
             return
         try:
             policy.spend()
-            state.context.failover.quarantine.join(state.suspect, assignment.workers.keys)
+            state.context.failover.quarantine.add_workers(state.suspect, assignment.workers.keys)
             state.stats.attempts += 1
             state.context.counters.add("slipstream_hedges_total")
             self._begin(assignment, is_hedge=True)
@@ -146,16 +148,17 @@ class HedgedAttempt:
         for other in list(self._live):
             if other is not attempt:
                 self._drop(other, self._first_failure)
-        if self._state.decision is not self._live[attempt].decision:  # the hedge was placed later, and lost
+        # The hedge, which was placed later, overwrote the decision. If the first attempt wins, restore it.
+        if self._state.decision is not self._live[attempt].decision:
             note_assignment(self._state, self._live[attempt])
 
     def _drop(self, loser: Attempt, failure: WorkerFailed | None) -> None:
-        """Release the one that failed or was slower; the other one goes on."""
+        """Release the attempt that failed or was slower; the other one continues."""
         assignment = self._live.pop(loser)
         (other,) = self._live.values()
-        abandoned = set(assignment.workers.keys) - set(other.workers.keys)
-        died = failure.worker if failure is not None and failure.died else None
-        self._state.context.failover.quarantine.lost(self._state.suspect, abandoned, died=died)
+        left = set(assignment.workers.keys) - set(other.workers.keys)
+        crashed = failure.worker if failure is not None and failure.is_crash else None
+        self._state.context.failover.quarantine.leave_workers(self._state.suspect, left, crashed=crashed)
         if failure is not None:
             tracing.failed(failure.error, loser.span)
         self._release(loser)
@@ -166,7 +169,7 @@ class HedgedAttempt:
         attempt = self._make_attempt(assignment, is_hedge=is_hedge)
         self._live[attempt] = assignment
         attempt.begin()
-        assignment.note_begun()  # after the prompt was sent: the worker need not wait for it
+        assignment.note_begun()  # after `begin`, so that the worker gets the prompt first
         self._state.show_started()
         return attempt
 
@@ -195,8 +198,8 @@ class HedgedAttempt:
             span=span,
         )
 
-    def _learn(self, assignment: Assignment, batch: TokenBatch) -> None:
-        """What the batch says of its workers, of the request and of prefills in general."""
+    def _observe(self, assignment: Assignment, batch: TokenBatch) -> None:
+        """Update the request's statistics, the worker models, the hedge policy and the quarantine."""
         state, workers = self._state, assignment.workers
         failover = state.context.failover
         state.stats.observe(batch)
@@ -208,8 +211,8 @@ class HedgedAttempt:
             return
         state.end_move()
         if state.suspect.workers:
-            if workers.prefill is not None:
-                failover.quarantine.done_with(state.suspect, workers.prefill.key)
+            if workers.prefill is not None and workers.prefill.key in state.suspect.workers:
+                failover.quarantine.leave_workers(state.suspect, (workers.prefill.key,))
             failover.quarantine.observe(state.suspect, len(batch.tokens))
 
     def _fail_spans(self, error: BaseException) -> None:
@@ -217,14 +220,14 @@ class HedgedAttempt:
             tracing.failed(error, attempt.span)
 
     def _release(self, attempt: Attempt) -> None:
-        """Not awaited: the client need not wait for it, and a cancel must not cut it short."""
+        """Release an attempt in a task of its own, which delays no client and survives a cancel."""
         attempt.span.end()
         work = attempt.release()
         if work is not None:
             self._state.spawn(work)
 
     def _close(self) -> None:
-        """Release all attempts. The references to them go, as they refer to this object."""
+        """Release all attempts, and drop the references to them to avoid reference cycles."""
         if self._timer is not None:
             self._timer.cancel()
         self._state.source = None

@@ -1,10 +1,10 @@
-"""Generated tokens -> what the client gets: deltas of text, reasoning and tool calls, and the usage. Pure.
+"""Turns generated tokens into deltas of text, reasoning and tool calls, with token counts. Pure.
 
-Deltas are made within their events: to put one into another message copies it, which takes longer than to
-make it.
+The processor makes each delta inside its event, because copying a delta into an event takes longer than
+making it.
 
-The answer and its token count are the same however tokens were batched into frames: where a token may
-end the answer or is counted by what came before it, tokens are taken one by one.
+How tokens were batched into frames changes neither the answer nor its token counts. Tokens are processed
+one by one where each of them may end the answer or its reasoning.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArgument
 
 
 class OutputProcessor:
-    """The answer of one request as it grows, over all its attempts.
+    """The growing answer of one request, over all its attempts.
 
-    `resume_after`: the client has the output of this many tokens already; nothing of them is shown.
+    `resume_after`: the number of tokens whose output the client already has, and does not get again.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OutputProcessor:
         self._reasoning_ends = _ids_of(_REASONING_ENDS, tokenizer) if thinking else frozenset()
         self._stop_token_ids = frozenset(stop_token_ids) if with_logprobs else frozenset()
         self._with_logprobs = with_logprobs
-        self.may_stop = parser.may_stop  # whether tokens to come may bring a stop string
+        self.may_stop = parser.may_stop  # whether later tokens may complete a stop string
         self._one_by_one = with_logprobs or self.may_stop
         self._resume_after = resume_after
         self._pending: list[Delta] = parser.push(forced) if forced else []
@@ -61,18 +61,18 @@ class OutputProcessor:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was seen: the answer is over."""
+        """Whether a stop string has ended the answer."""
         return self.may_stop and self._parser.stopped
 
     @property
     def saw_tool_calls(self) -> bool:
-        """The answer calls tools."""
+        """Whether the answer calls tools."""
         return self._parser.saw_tool_calls
 
     def push(
         self, tokens: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs] = ()
     ) -> list[Event]:
-        """Take generated tokens; returns what they add for the client, most often one delta."""
+        """Process generated tokens. Returns the client's new events, usually one delta."""
         out: list[Event] = []
         if self._may_batch(tokens):
             self.tokens += tokens
@@ -97,18 +97,18 @@ class OutputProcessor:
                     out.append(Event())
                 last = out[-1].delta
                 self._add_logprob(last.logprobs.add(), token, logprobs[index])
-                # Also when the token's text is held back: who resumes after it has its log probability.
+                # Also for text that is held back: a client that resumes here has this log probability.
                 last.completion_tokens = len(self.tokens)
         return out
 
     def _may_batch(self, tokens: Sequence[int]) -> bool:
-        """Whether taking these together gives what taking them one by one gives."""
+        """Whether processing these tokens together gives the same result as one by one."""
         if self._one_by_one or len(self.tokens) < self._resume_after:
             return False
         return not self._in_reasoning or self._reasoning_ends.isdisjoint(tokens)
 
     def finish(self) -> list[Event]:
-        """The answer is over: what was held back."""
+        """Return the events that were held back until the answer's end."""
         out: list[Event] = []
         self._add(out, [*self._pending, *self._parser.finish()])
         return out

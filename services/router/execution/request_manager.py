@@ -1,4 +1,4 @@
-"""All requests of this router: admission, ids, abort, and the count of what is not released yet."""
+"""All requests of this router: admission, request ids, abort, drain, and release on the workers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, validate
 from slipstream import bounds, errors
 
-# What an answer is assumed to cost its tenant until it ends; less where the request asks for less.
+# Admission charges a tenant at most this many tokens for an answer until the answer ends.
 _OUTPUT_TOKENS = 256
 # A prompt may have this many times the tokens that are estimated from its characters.
-_MOST_OFF = 2
+_MAX_ESTIMATE_ERROR = 2
 
 
 class RequestManager:
-    """See the module's text."""
+    """Admits requests, starts their tasks, and keeps them until the workers have released them."""
 
     def __init__(
         self,
@@ -41,27 +41,27 @@ class RequestManager:
         )
         self._allow_pinning = allow_pinning
         self._runs: dict[tuple[str, str], RunningRequest] = {}
-        # Done for the client, not yet released on the workers.
-        self._settling: set[asyncio.Task[None]] = set()
+        # One for each request that is over for its client and not yet released on its workers.
+        self._release_tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._measuring = asyncio.Lock()
         self._to_measure = 0
 
     @property
     def held(self) -> int:
-        """Requests that run, or still hold something somewhere."""
+        """The number of requests that run or are not yet released on their workers."""
         return len(self._runs)
 
     @property
     def running(self) -> list[RunningRequest]:
-        """All of them."""
+        """All requests that are not yet released on their workers."""
         return list(self._runs.values())
 
     async def begin(self, request: GenerationRequest, caller: Caller) -> RunningRequest:
         """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
 
-        A prompt that fits no context is InvalidArgument also where there is no room for it now. A caller
-        without a deadline gets the default one.
+        A prompt that exceeds the context is InvalidArgument even under overload. A caller without a deadline
+        gets the default one.
         """
         began_s, chars = self.context.clock(), request.text_chars
         if caller.deadline_s is None:
@@ -73,7 +73,7 @@ class RequestManager:
                 self._refuse_early(request, caller, chars)
             self._check(request)
             if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
-                # Else a prompt that is too long would keep others waiting, or be refused as retryable.
+                # Otherwise an overlong prompt would occupy the queue, or get a retryable refusal.
                 await self._measure(request, caller)
                 self._check_draining()
             request_id = request.request_id or f"req-{os.urandom(12).hex()}"
@@ -96,29 +96,31 @@ class RequestManager:
         return run
 
     async def _free_id(self, key: tuple[str, str], *, is_takeover: bool) -> None:
-        """Raise InvalidArgument for an id that is in use. A takeover ends the request under it: the client
-        lost its connection before the router noticed."""
+        """Make sure that no request has this id. Raises InvalidArgument if one has.
+
+        A takeover ends the request with its id: the client lost its connection before the router noticed.
+        """
         running = self._runs.get(key)
         if running is not None and is_takeover:
             running.end()
             await running.released.wait()
-            self._check_draining()  # meanwhile the router may have begun to drain
+            self._check_draining()  # the router may have begun to drain during the wait
         if key in self._runs:
             raise bounds.REQUEST_ID_IN_USE.refused()
 
     async def abort(self, tenant: str, request_id: str) -> None:
-        """End a request and wait until it is released. Unknown ids are fine."""
+        """End a request and wait until it is released. Does nothing for an unknown id."""
         run = self._runs.get((tenant, request_id))
         if run is not None:
             run.end()
             await run.released.wait()
 
     def drain(self) -> None:
-        """Refuse new requests; what runs goes on."""
+        """Refuse new requests. Running requests continue."""
         self._draining = True
 
     def hand_over(self) -> None:
-        """End the requests whose clients go on elsewhere."""
+        """End the requests whose clients can resume at another router."""
         for run in list(self._runs.values()):
             if run.movable:
                 run.end(errors.Draining("this router is draining"))
@@ -140,7 +142,7 @@ class RequestManager:
             request=request,
             caller=caller,
             request_id=run.request_id,
-            # Tenants choose their own ids, and routers do not know each other's.
+            # The random part keeps equal ids of different tenants and routers apart on the workers.
             worker_request_id=f"{run.request_id}.{os.urandom(6).hex()}",
             sink=run.sink,
             ticket=run.ticket,
@@ -159,27 +161,32 @@ class RequestManager:
         )
 
     def _refuse_early(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
-        """Refuse at once, without reading the request, when there is no room. A takeover is not refused."""
+        """Refuse without validating the request when admission has no room. Never refuses a takeover."""
         if caller.attempt > 1 or request.resume_after_tokens:
             return
         if (request.priority or caller.priority or "default") in PRIORITIES:
             self.gate.refuse_early(self._admission(request, caller, "", chars))
 
     async def _check_length(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
-        """Raise InvalidArgument, which is final, for a prompt that fits no context. Only a prompt that may be
-        too long is encoded for that, and only one at a time: a refusal has to be cheap."""
+        """Raise InvalidArgument, which clients do not retry, for a prompt that exceeds the context.
+
+        A refusal has to be cheap, so only prompts that may be too long are encoded, one at a time.
+        """
         if self._may_be_too_long(chars) and not self._measuring.locked():
             self._check(request)
             await self._measure(request, caller)
 
     def _may_be_too_long(self, chars: int) -> bool:
-        """By the number of its characters."""
+        """Whether a prompt of so many characters may exceed the context."""
         _, estimated_tokens = self.gate.estimate(chars)
-        return _MOST_OFF * estimated_tokens >= self.context.card.max_context_tokens
+        return _MAX_ESTIMATE_ERROR * estimated_tokens >= self.context.card.max_context_tokens
 
     async def _measure(self, request: GenerationRequest, caller: Caller) -> None:
-        """Raises InvalidArgument for a prompt that fits no context. One prompt at a time, and few may wait
-        for it: the queue, which knows classes and tenants, is where requests wait."""
+        """Encode a prompt. Raises InvalidArgument if it exceeds the context.
+
+        One prompt is encoded at a time, and at most MAX_MEASURED wait. Further requests skip the check: the
+        admission queue, which respects classes and tenants, is the place to wait.
+        """
         if self._to_measure >= service_bounds.MAX_MEASURED:
             return
         self._to_measure += 1
@@ -198,7 +205,7 @@ class RequestManager:
     def _admission(
         self, request: GenerationRequest, caller: Caller, request_id: str, chars: int
     ) -> AdmissionRequest:
-        """What admission is asked, by the size of the text: encoding comes after it."""
+        """The request's cost for admission, estimated from its characters because it is not encoded yet."""
         prefill_tokens, context_tokens = self.gate.estimate(chars)
         assert caller.deadline_s is not None
         return AdmissionRequest(
@@ -219,10 +226,10 @@ class RequestManager:
         chars: int,
         task: asyncio.Task[errors.SlipstreamError | None],
     ) -> None:
-        """Everything after a request's task, however it ended, also before its first step."""
+        """Clean up after a request's task, which may have been cancelled before its first step."""
         error = run.ended_by if task.cancelled() else task.result()
         self._count(error)
-        run.over()
+        run.finish()
         sink = run.sink
         sink.close(error)
         if error is None:
@@ -232,12 +239,12 @@ class RequestManager:
         if not run.releasing:
             self._released(run, key)
             return
-        settling = asyncio.create_task(self._settle(run, key))
-        self._settling.add(settling)
-        settling.add_done_callback(self._settling.discard)
+        release = asyncio.create_task(self._wait_released(run, key))
+        self._release_tasks.add(release)
+        release.add_done_callback(self._release_tasks.discard)
 
-    async def _settle(self, run: RunningRequest, key: tuple[str, str]) -> None:
-        await run.settle()
+    async def _wait_released(self, run: RunningRequest, key: tuple[str, str]) -> None:
+        await run.wait_released()
         self._released(run, key)
 
     def _released(self, run: RunningRequest, key: tuple[str, str]) -> None:
@@ -250,7 +257,7 @@ class RequestManager:
         counters = self.context.counters
         if error is None:
             counters.add("slipstream_requests_finished_total")
-        elif isinstance(error, (errors.Aborted, errors.Draining)):  # handed over: another router counts it
+        elif isinstance(error, (errors.Aborted, errors.Draining)):  # another router counts a resumed request
             counters.add("slipstream_requests_aborted_total")
         elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
             counters.add("slipstream_requests_refused_total")

@@ -1,7 +1,7 @@
-"""All that is known of one running request: what was asked, what was generated, and where the answer goes.
+"""The state of one running request, over all its attempts: inputs, output, statistics and sink.
 
 Attempts push tokens into the state (`deliver`), which pushes events into the sink at once. While the sink is
-full the attempt is paused, and goes on when the sink's reader has made room.
+full the state pauses the attempt, and resumes it when the sink's reader has made room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.router.placement.types import PlacementDecision
 from services.router.request.types import Caller
 from slipstream.v1 import common_pb2, router_pb2
 
-# Tokens that are written at once. More of them wait for a slow reader together.
+# The most tokens of one write. Further tokens wait until the sink has room for them.
 _PIECE_TOKENS = 256
 
 
@@ -33,15 +33,15 @@ class TokenSource(Protocol):
     """Pushes tokens into a state."""
 
     def pause(self) -> None:
-        """Push no more until `resume`."""
+        """Push no tokens until `resume`."""
 
     def resume(self) -> None:
-        """Push what waits, and what comes from now on."""
+        """Push the waiting tokens, and later ones as they arrive."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """See the module's text. One for each run of a request, over all its attempts."""
+    """See the module's text. A preempted request gets a new state when it restarts."""
 
     context: RouterContext
     caller: Caller
@@ -53,21 +53,21 @@ class RequestState:
     stats: StatsRecorder
     sink: ResponseQueue
     ticket: AdmissionTicket | None
-    spawn: Callable[[Coroutine[None, None, None]], None]  # runs what must outlive a cancel
+    spawn: Callable[[Coroutine[None, None, None]], None]  # runs work that a cancel must not stop
     started: router_pb2.GenerateEvent | None  # the answer's first event, until an attempt begins
     retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
     suspect: Suspect = field(default_factory=Suspect)
     decision: PlacementDecision | None = None  # of the latest attempt
     source: TokenSource | None = None  # the attempt that delivers
-    is_closed: bool = False  # the task is about to be cancelled: nothing may be shown any more
-    _moving_from: str = ""  # the draining worker that the request is moving away from
+    is_closed: bool = False  # no more events may be written: the task is about to be cancelled
+    _moving_from: str = ""  # the draining worker whose slot the request holds
     _has_shown: bool = False
-    _unread_tokens: Sequence[int] = ()  # that the sink had no room for
+    _unread_tokens: Sequence[int] = ()  # tokens for which the sink had no room
     _unread_logprobs: Sequence[common_pb2.PositionLogprobs] = ()
     _room: asyncio.Future[None] | None = None  # while the request's task waits for the sink
 
     def show_started(self) -> None:
-        """An attempt began. The answer's first event comes after the prompt, which need not wait for it."""
+        """Write the answer's first event. Called after the prompt was sent, which it must not delay."""
         started, self.started = self.started, None
         if started is not None and not self.is_closed:
             self.sink.write([started])
@@ -81,7 +81,7 @@ class RequestState:
         *,
         is_last: bool = False,
     ) -> None:
-        """Show tokens now, or when the sink has room. The last ones are kept, to be shown with the end."""
+        """Write tokens now, or when the sink has room. The last ones wait for `last_events`."""
         if not (is_last or self._unread_tokens or len(tokens) > _PIECE_TOKENS or self.sink.is_full):
             self._show(self.output.push(tokens, logprobs))
             return
@@ -93,7 +93,7 @@ class RequestState:
                 self.source.pause()
 
     def resume(self) -> None:
-        """From the sink: it has room again."""
+        """Continue after the sink, which calls this, has room again."""
         if self._room is not None:
             if not self._room.done():
                 self._room.set_result(None)
@@ -103,12 +103,12 @@ class RequestState:
             self.source.resume()
 
     async def flush(self) -> None:
-        """Show what the sink had no room for."""
+        """Write the tokens for which the sink had no room."""
         if self._unread_tokens:
             self._show(await self.last_events())
 
     async def last_events(self) -> list[router_pb2.GenerateEvent]:
-        """What is left to be shown, once the sink has room for it: to be written with the end."""
+        """Wait until the sink has room, and return the last events, to be written with `finished`."""
         while self.sink.is_full or len(self._unread_tokens) > _PIECE_TOKENS:
             if self.sink.is_full:
                 self._room = asyncio.get_running_loop().create_future()
@@ -121,7 +121,7 @@ class RequestState:
         return self._push_piece()
 
     def close(self) -> None:
-        """Show nothing any more: the task is about to be cancelled."""
+        """Write no more events: the task is about to be cancelled."""
         self.is_closed = True
 
     def _show_unread(self) -> None:
@@ -142,10 +142,10 @@ class RequestState:
             if self.ticket is not None:
                 self.ticket.first_token()
 
-    # ---- suspicion: see policies/quarantine.py
+    # ---- quarantine: see policies/quarantine.py
 
     def content(self) -> bytes:
-        """Names what the request runs, whatever its id and seed are."""
+        """The digest of the request's content, without its id and seed."""
         spec = self.spec
         return content_digest(
             spec.prompt.ids,
@@ -158,7 +158,7 @@ class RequestState:
     # ---- moves away from workers that drain
 
     def begin_move(self, worker: str) -> bool:
-        """Whether the sequence may leave `worker` now. At most a few move at one time."""
+        """Take a slot of the drain limiter for leaving `worker`. Returns False if none is free."""
         if not self.context.failover.drain_limiter.acquire(worker):
             return False
         self.end_move()
@@ -166,7 +166,7 @@ class RequestState:
         return True
 
     def end_move(self) -> None:
-        """The request has tokens again, or ended. Idempotent."""
+        """Free the slot when the request gets tokens again or ends. Idempotent."""
         if self._moving_from:
             self.context.failover.drain_limiter.release(self._moving_from)
             self._moving_from = ""

@@ -1,4 +1,4 @@
-"""Where a request ran and what it took, gathered as it goes. Pure; the clock is given."""
+"""Collects the statistics of one request: workers, times, cached tokens, drafts. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
 
 class StatsRecorder:
-    """Of one request, over all its attempts. Times count from `began_s`, the arrival, and so include the
-    wait for admission."""
+    """The statistics of one request over all its attempts.
+
+    Times count from `began_s`, the request's arrival, so they include the wait for admission.
+    """
 
     def __init__(self, clock: Callable[[], float], *, began_s: float) -> None:
         self.attempts = 0
@@ -28,30 +30,30 @@ class StatsRecorder:
         self._transport = "none"
         self._reason = ""
         self._cached: Sequence[common_pb2.CachedTokens] = ()
-        self._stats: decode_pb2.SequenceStats | None = None  # of all sequences together
+        self._stats: decode_pb2.SequenceStats | None = None  # the sum over all sequences
 
     def placed(self, decision: PlacementDecision, *, transport: str) -> None:
-        """An attempt will run here."""
+        """Record the placement of the latest attempt."""
         self.prefill, self.decode, self.kvstore = decision.prefill, decision.decode, decision.kvstore
         self._transport = transport
         self._reason = decision.reason
 
     def observe(self, batch: TokenBatch) -> None:
-        """Tokens came."""
+        """Record the arrival of a batch."""
         if batch.tokens:
             now_s = self._clock()
             if self._first_token_s is None:
                 self._first_token_s = now_s
                 self._first_attempt = self.attempts
                 self.ttft_ms = (now_s - self._began_s) * 1e3
-                # Later attempts find the first one's KV; that is no saving of the client's.
+                # Only the first attempt counts: later ones find the KV that it computed.
                 self._cached = list(batch.cached or ())
             self._last_token_s = now_s
         if batch.stats is not None:
             self.add_stats(batch.stats)
 
     def add_stats(self, stats: decode_pb2.SequenceStats | None) -> None:
-        """What a decode worker says of a sequence at its end."""
+        """Add a decode worker's statistics of a finished sequence."""
         if stats is None:
             return
         self._stats = stats if self._stats is None else _total(self._stats, stats)
@@ -59,7 +61,7 @@ class StatsRecorder:
             self._cached = list(stats.cached)
 
     def usage(self, *, prompt_tokens: int, completion_tokens: int, reasoning_tokens: int) -> router_pb2.Usage:
-        """Token counts; cached ones never exceed the prompt."""
+        """The token counts for the client. Cached tokens never exceed the prompt."""
         return router_pb2.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -69,7 +71,7 @@ class StatsRecorder:
         )
 
     def message(self, completion_tokens: int) -> router_pb2.RequestStats:
-        """All of it."""
+        """The statistics for the client."""
         decode_ms = 0.0
         if self._first_token_s is not None:
             decode_ms = (self._last_token_s - self._first_token_s) * 1e3
@@ -104,7 +106,7 @@ def _total(one: decode_pb2.SequenceStats, other: decode_pb2.SequenceStats) -> de
 
 
 def acceptance_length(stats: decode_pb2.SequenceStats) -> float:
-    """Tokens a step of those that verified drafts, the bonus token counted; of all steps when none did."""
+    """Tokens per step that verified drafts, with the bonus token; without drafts, tokens per step."""
     if stats.drafted_steps:
         return 1.0 + stats.accepted_drafts / stats.drafted_steps
     return stats.generated_tokens / stats.decode_steps if stats.decode_steps else 0.0

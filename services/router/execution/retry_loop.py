@@ -1,7 +1,8 @@
-"""Attempt after attempt at one request until one of them comes to the answer's end.
+"""Runs attempts at one request until one of them completes the answer.
 
-A failed attempt is repeated on other workers from (prompt + emitted tokens). Seeds, penalties and the token
-limit count from the first emitted token, so the client sees a pause and the same text.
+After a failed attempt the next one continues on other workers from the prompt and the emitted tokens. Seeds,
+penalties and the token limit count from the first emitted token. So the client sees a pause and the same
+text.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from slipstream.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-# How often a request under suspicion asks whether it may begin.
+# How long a request with strikes waits before it asks the quarantine again.
 _SUSPECT_PAUSE_S = 0.02
 
 
 async def run_attempts(state: RequestState) -> AttemptEnd:
-    """Where the attempt ran that came to the end, and why it ended. Raises the error for the client."""
+    """Run attempts, and return the end of the last one. Raises the client's error."""
     while True:
         state.stats.attempts += 1
         assignment = await _select_safe_workers(state)
@@ -32,17 +33,17 @@ async def run_attempts(state: RequestState) -> AttemptEnd:
         if isinstance(outcome, AttemptEnd):
             return outcome
         log.warning("%s attempt %d: %s", state.request_id, state.stats.attempts, outcome.error)
-        if outcome.moved:
+        if outcome.is_drain:
             state.context.counters.add("slipstream_moves_total")
         await state.flush()
-        if state.output.stopped:  # by what was flushed
+        if state.output.stopped:  # the flushed text contained a stop string
             return AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP)
         new_tokens = len(state.output.tokens) - shown_tokens
-        state.retry_policy.failed(outcome.error, outcome.worker, outcome.other, new_tokens=new_tokens)
+        state.retry_policy.failed(outcome.error, outcome.worker, outcome.other_worker, new_tokens=new_tokens)
 
 
 async def _select_safe_workers(state: RequestState) -> Assignment:
-    """Workers for the next attempt. Requests under suspicion begin one after another on a worker."""
+    """Choose workers for the next attempt. Requests with strikes begin one after another on a worker."""
     quarantine = state.context.failover.quarantine
     assignment = await select_workers(state)
     while state.suspect.strikes and not quarantine.may_begin(state.suspect, assignment.workers.keys):
@@ -52,16 +53,16 @@ async def _select_safe_workers(state: RequestState) -> Assignment:
 
 
 async def _try_once(state: RequestState, assignment: Assignment) -> AttemptEnd | WorkerFailed:
-    """One attempt, under the quarantine's eyes. Raises Quarantined when workers died of the request."""
+    """Run one attempt, registered in the quarantine. Raises Quarantined when the request crashes workers."""
     quarantine = state.context.failover.quarantine
     quarantine.begin(state.suspect, assignment.workers.keys)
-    died: str | None = None
+    crashed: str | None = None
     try:
         outcome = await HedgedAttempt(state, assignment).run()
-        if isinstance(outcome, WorkerFailed) and outcome.died:
+        if isinstance(outcome, WorkerFailed) and outcome.is_crash:
             state.suspect.content = state.content()
-            await state.context.failover.hear_evidence(state.suspect, outcome.worker)
-            died = outcome.worker  # a cancel before this leaves no verdict: the request ends anyway
+            await state.context.failover.check_exit_reports(state.suspect, outcome.worker)
+            crashed = outcome.worker  # a cancel before this line ends the request without a strike
         return outcome
     finally:
-        quarantine.leave(state.suspect, died=died)
+        quarantine.end(state.suspect, crashed=crashed)

@@ -1,7 +1,7 @@
 """One admitted request, from its admission ticket to the last release on its workers.
 
-The request runs in its own task, apart from the call that brought it. However that call ends, `end` stops the
-task, and tasks that are never cancelled release the workers.
+The request runs in its own task, not in that of the client's call. `end` stops the request's task, and other
+tasks, which are never cancelled, release the workers.
 """
 
 from __future__ import annotations
@@ -21,80 +21,80 @@ log = logging.getLogger(__name__)
 
 
 class RunningRequest:
-    """One admitted request. Read from `sink`; call `end` when the answer is not wanted any more."""
+    """One admitted request. Its handler reads from `sink`, and calls `end` when the client is gone."""
 
     def __init__(self, request_id: str, *, movable: bool = False) -> None:
-        """`movable`: its client resumes at another router when this one drains."""
+        """`movable`: the client can resume at another router when this one drains."""
         self.request_id = request_id
         self.movable = movable
         self.sink = ResponseQueue()
         self.released = asyncio.Event()
-        self.generation: GenerationTask | None = None  # from its admission until it is over
+        self.generation: GenerationTask | None = None  # while the request is admitted and not over
         self.ticket: AdmissionTicket | None = None
-        self._decision: PlacementDecision | None = None  # of a generation that is over
+        self._decision: PlacementDecision | None = None  # the last one of a finished request
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
         self._ended_by: errors.SlipstreamError | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def decision(self) -> PlacementDecision | None:
-        """Where it runs and why, as far as that is decided."""
+        """The placement of the latest attempt, if any."""
         return self._decision if self.generation is None else self.generation.decision
 
     def start(
         self, work: Coroutine[Any, Any, errors.SlipstreamError | None], *, deadline_s: float | None = None
     ) -> asyncio.Task[errors.SlipstreamError | None]:
-        """Begin. `deadline_s`: on the event loop's clock."""
+        """Start the request's task. `deadline_s` is on the event loop's clock."""
         self._task = asyncio.create_task(work, name=f"request-{self.request_id}")
         if deadline_s is not None:
-            self._deadline = asyncio.get_running_loop().call_at(deadline_s, self.end_late)
+            self._deadline = asyncio.get_running_loop().call_at(deadline_s, self.end_at_deadline)
         return self._task
 
-    def end_late(self) -> None:
-        """The deadline passed."""
+    def end_at_deadline(self) -> None:
+        """Stop the request because its deadline passed."""
         self.end(errors.DeadlineExceeded("the request's deadline passed"))
 
     def end(self, error: errors.SlipstreamError | None = None) -> None:
-        """Stop the request everywhere. A reader that is still there gets `error`. Idempotent."""
+        """Stop the request on the router and its workers. The sink's reader gets `error`. Idempotent."""
         if self._task is not None and not self._task.done() and self._ended_by is None:
             self._ended_by = error or errors.Aborted("the request was aborted")
             self._cancel(self._task)
 
     def preempt(self) -> None:
-        """Stop the work, which has shown nothing yet. The request waits again and then starts over."""
+        """Stop the request before its first token. It waits for admission again and restarts."""
         if self._task is not None and not self._task.done() and self._ended_by is None:
             self._cancel(self._task)
 
     def _cancel(self, task: asyncio.Task[errors.SlipstreamError | None]) -> None:
         if self.generation is not None:
-            self.generation.close()  # tokens that come before the task runs are not shown
+            self.generation.close()  # ignores tokens that arrive before the cancelled task runs
         task.cancel()
 
-    def take_preemption(self) -> bool:
-        """Whether a cancel that just came means to start over. Clears it."""
+    def clear_preemption(self) -> bool:
+        """Whether the last cancel was a preemption. Clears the ticket's mark."""
         if self._ended_by is not None or self.ticket is None or not self.ticket.preempted:
             return False
         self.ticket.preempted = False
         return True
 
     def spawn_release(self, work: Coroutine[None, None, None]) -> None:
-        """Run what frees something on a worker; it is never cancelled."""
+        """Run a coroutine that releases an attempt, in a task that is never cancelled."""
         task = asyncio.create_task(work)
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
     @property
     def releasing(self) -> bool:
-        """Whether a worker may still hold something of it."""
+        """Whether a worker may still hold something of the request."""
         return bool(self._releases)
 
-    async def settle(self) -> None:
-        """Wait until the workers hold nothing of it."""
+    async def wait_released(self) -> None:
+        """Wait until the workers hold nothing of the request."""
         while self._releases:
             await asyncio.wait(self._releases)
 
-    def over(self) -> None:
-        """The task is done. Drop the prompt and the answer now, not at the next garbage collection."""
+    def finish(self) -> None:
+        """Drop the finished task, the prompt and the answer now, not at the next garbage collection."""
         self._decision, self.generation = self.decision(), None
         self._task = None
         if self._deadline is not None:
@@ -104,14 +104,14 @@ class RunningRequest:
 
     @property
     def ended_by(self) -> errors.SlipstreamError:
-        """Why it was stopped from outside."""
+        """The error of the `end` that stopped the request."""
         return self._ended_by or errors.Aborted("the request was aborted")
 
 
 async def execute(
     run: RunningRequest, make_generation: Callable[[], GenerationTask]
 ) -> errors.SlipstreamError | None:
-    """Wait for admission, run to the end; returns why the request failed, if it did."""
+    """Wait for admission and run the request. Returns the request's error, or None."""
     ticket = run.ticket
     assert ticket is not None
     try:
@@ -122,7 +122,7 @@ async def execute(
                 await make_generation().run()
                 return None
             except asyncio.CancelledError:
-                if not run.take_preemption():
+                if not run.clear_preemption():
                     raise
                 task = asyncio.current_task()
                 assert task is not None

@@ -18,10 +18,10 @@ _RETRY_PAUSE_S = 0.2
 
 
 async def select_workers(state: RequestState) -> Assignment:
-    """Workers for the next attempt. Raises Unavailable when there are none.
+    """Choose workers for the next attempt. Raises Unavailable when there are none.
 
-    Only a request that was placed before waits for workers, and not one that was refused for load before its
-    first token.
+    Only a request that was placed before waits for workers. A request that a worker refused for overload
+    before its first token does not wait.
     """
     fleet, clock = state.context.fleet, state.context.clock
     avoid, error = state.retry_policy.avoid, state.retry_policy.error
@@ -36,7 +36,7 @@ async def select_workers(state: RequestState) -> Assignment:
                 raise error from None
             if clock() >= give_up_s:
                 raise
-        avoid.clear()  # a worker that failed may work again a moment later
+        avoid.clear()  # a failed worker may have recovered
         try:
             async with asyncio.timeout(_RETRY_PAUSE_S):
                 await fleet.wait_changed(seen)
@@ -45,8 +45,10 @@ async def select_workers(state: RequestState) -> Assignment:
 
 
 def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bool) -> Assignment:
-    """Workers for an attempt now, noted in the state. Raises Unavailable, or InvalidArgument for a pinned
-    worker that is not there."""
+    """Choose workers now, and record them in the state.
+
+    Raises Unavailable, or InvalidArgument if the pinned worker is not ready.
+    """
     spec = state.spec
     pinned = pinned_prefill(state)
     if pinned:
@@ -73,12 +75,12 @@ def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bo
 
 
 def pinned_prefill(state: RequestState) -> str:
-    """The prefill worker that the caller wants for the first attempt, if any."""
+    """The prefill worker that the caller pinned for the first attempt; empty if none."""
     return state.caller.pinned_prefill or "" if state.stats.attempts == 1 else ""
 
 
 def note_assignment(state: RequestState, assignment: Assignment) -> None:
-    """The latest attempt runs there."""
+    """Record where the latest attempt runs."""
     state.decision = assignment.decision
     state.stats.placed(assignment.decision, transport=assignment.workers.decode.transport)
 

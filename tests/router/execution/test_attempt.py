@@ -120,7 +120,7 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("state", "died"),
+    ("state", "is_crash"),
     [
         ({"ready": True}, True),
         ({"ready": True, "draining": True}, False),
@@ -129,7 +129,7 @@ class Run:
     ],
 )
 async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_arrive(
-    state: dict[str, Any], died: bool
+    state: dict[str, Any], is_crash: bool
 ) -> None:
     run = Run(link(**state))
     run.decode.ready = False
@@ -138,7 +138,7 @@ async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_arriv
     run.attempt.on_sequence_failed(errors.Unavailable("Stream removed"))
     assert run.listener.tokens == [7, 7]
     (failure,) = run.listener.failures
-    assert failure.died is died
+    assert failure.is_crash is is_crash
 
 
 async def test_tokens_are_counted_and_the_sequence_leaves_a_worker_that_drains() -> None:
@@ -156,7 +156,7 @@ async def test_tokens_are_counted_and_the_sequence_leaves_a_worker_that_drains()
     run.attempt.resume()
     run.attempt.on_worker_draining(run.decode)
     (failure,) = run.listener.failures
-    assert failure.moved and not failure.died
+    assert failure.is_drain and not failure.is_crash
     run.attempt.on_tokens([11], None)
     assert run.listener.tokens == [8, 9, 10]
     release = run.attempt.release()
@@ -204,7 +204,7 @@ async def test_a_silent_worker_fails_the_attempts_that_need_it(silent: str, when
         run.first_token()
     run.attempt.on_worker_silent(links[silent])
     assert [failure.worker for failure in run.listener.failures] == [links[silent].key] * fails
-    assert not any(failure.died for failure in run.listener.failures)
+    assert not any(failure.is_crash for failure in run.listener.failures)
 
 
 async def test_a_stopped_sequence_gives_its_statistics() -> None:

@@ -44,7 +44,7 @@ class Hedged(HedgedAttempt):
         self.lost: list[tuple[set[str], str | None]] = []
         quarantine: Any = SimpleNamespace(
             join=lambda suspect, keys: None,
-            lost=lambda suspect, keys, died: self.lost.append((keys, died)),
+            leave_workers=lambda suspect, keys, crashed: self.lost.append((keys, crashed)),
         )
         policy: Any = SimpleNamespace(has_budget=True, spend=lambda: True, wait_ms=lambda **_: 0.0)
         context: Any = SimpleNamespace(
@@ -82,8 +82,8 @@ class Hedged(HedgedAttempt):
         batch = TokenBatch([token], finish=finish)
         self.on_batch(cast(Attempt, self.attempts[name]), batch)
 
-    def fail(self, name: str, *, died: bool = False) -> None:
-        failure = WorkerFailed(errors.Unavailable(name), name, died=died)
+    def fail(self, name: str, *, crashed: bool = False) -> None:
+        failure = WorkerFailed(errors.Unavailable(name), name, is_crash=crashed)
         self.on_attempt_failed(cast(Attempt, self.attempts[name]), failure)
 
 
@@ -146,7 +146,7 @@ async def test_a_cancel_releases_both(delivered: str | None) -> None:
     assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
 
 
-@pytest.mark.parametrize("died", [False, True])
+@pytest.mark.parametrize("crashed", [False, True])
 @pytest.mark.parametrize(
     ("failing", "then", "lost"),
     [
@@ -159,10 +159,10 @@ async def test_a_cancel_releases_both(delivered: str | None) -> None:
     ],
 )
 async def test_who_failed_is_dropped_once_whatever_comes_next(
-    failing: str, then: str, lost: str, died: bool
+    failing: str, then: str, lost: str, crashed: bool
 ) -> None:
     hedged, task = await begin()
-    hedged.fail(failing, died=died)
+    hedged.fail(failing, crashed=crashed)
     other = "first" if failing == "hedge" else "hedge"
     if then == "cancelled":
         task.cancel()
@@ -173,11 +173,11 @@ async def test_who_failed_is_dropped_once_whatever_comes_next(
         assert isinstance(await task, AttemptEnd)
         assert hedged.shown == [7]
     else:
-        hedged.fail(other, died=died)
+        hedged.fail(other, crashed=crashed)
         failure = await task
         assert isinstance(failure, WorkerFailed)
         assert failure.worker == "first"
-    assert hedged.lost == [({name}, name if died else None) for name in lost.split()]
+    assert hedged.lost == [({name}, name if crashed else None) for name in lost.split()]
     assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
 
 

@@ -44,7 +44,7 @@ async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it(deadli
         place.put_back()
         run.preempt()
 
-    for step in (run.end_late, preempt) if deadline_first else (preempt, run.end_late):
+    for step in (run.end_at_deadline, preempt) if deadline_first else (preempt, run.end_at_deadline):
         step()
     async with asyncio.timeout(60):
         await asyncio.wait([task])

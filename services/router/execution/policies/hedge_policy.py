@@ -1,9 +1,9 @@
 """Decides when a short prompt's prefill starts on a second worker as well. Pure.
 
-The deferred hedge of Dean and Barroso, "The Tail at Scale" (2013): a second attempt begins once the first
-has taken longer than most do, so that at most a few requests in a hundred cost twice. A hedge needs a bad
-tail (p99 far above the median), another prefill worker, an unspent budget, and a short prompt that is not
-cached: a cached one would be loaded twice, a long one computed twice.
+This is the deferred hedge of Dean and Barroso, "The Tail at Scale" (2013). A second attempt begins once the
+first has taken longer than most prefills, so only a few percent of the requests cost twice. A hedge needs a
+bad tail (p99 far above the median), another prefill worker, and budget. It also needs a short, uncached
+prompt: a cached prefix would be restored twice, and a long prompt computed twice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ MIN_SAMPLES = 32
 
 @dataclass(frozen=True, slots=True)
 class HedgeLimits:
-    """`bad_tail`: p99 / p50 of the time to first token from which a tail is worth money. `budget_share`:
-    hedges that may be sent for each prefill, on average."""
+    """The thresholds and the budget. `bad_tail`: the least p99 / p50 of the time to first token for hedges.
+
+    `budget_share`: how many hedges each prefill adds to the budget.
+    """
 
     max_uncached_tokens: int = 2048
     bad_tail: float = 3.0
@@ -30,16 +32,16 @@ class HedgeLimits:
 
 
 class HedgePolicy:
-    """Learns from prefills of short uncached prompts and says when to hedge one."""
+    """Samples the times to first token of short uncached prompts, and computes when to hedge."""
 
     def __init__(self, limits: HedgeLimits | None = None) -> None:
         self._limits = limits or HedgeLimits()
         self._samples_ms: collections.deque[float] = collections.deque()  # in order of time
-        self._ordered_ms: list[float] = []  # the same: each request asks, and to sort them takes 40 us
+        self._ordered_ms: list[float] = []  # the same samples, kept sorted, as each sort would take 40 us
         self._budget = 1.0
 
     def observe(self, first_token_ms: float, *, uncached_tokens: int) -> None:
-        """A prefill answered this long after it was asked."""
+        """Add a sample: the time between a prefill's start and its first token."""
         if uncached_tokens <= self._limits.max_uncached_tokens:
             if len(self._samples_ms) == SAMPLES:
                 del self._ordered_ms[bisect.bisect_left(self._ordered_ms, self._samples_ms.popleft())]
@@ -48,7 +50,7 @@ class HedgePolicy:
             self._budget = min(self._budget + self._limits.budget_share, self._limits.max_saved_hedges)
 
     def wait_ms(self, *, uncached_tokens: int, cached_tokens: int, other_workers: int) -> float | None:
-        """How long to wait for the first worker before a second is asked; None = for as long as it takes."""
+        """How long to wait for the first attempt before a hedge begins; None = no hedge."""
         limits = self._limits
         if other_workers < 1 or cached_tokens > uncached_tokens:
             return None
@@ -62,11 +64,11 @@ class HedgePolicy:
 
     @property
     def has_budget(self) -> bool:
-        """Whether a hedge is left."""
+        """Whether the budget allows a hedge."""
         return self._budget >= 1.0
 
     def spend(self) -> bool:
-        """A second worker is asked: whether the budget has a hedge left. Takes it."""
+        """Take a hedge from the budget. Returns False if none is left."""
         if not self.has_budget:
             return False
         self._budget -= 1.0

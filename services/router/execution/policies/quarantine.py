@@ -1,99 +1,94 @@
 """Finds the request that crashes its workers, and refuses it for a while. Pure.
 
-A worker that dies takes many requests with it, and at most one of them is the reason. Since a resumed
-request repeats exactly what it did, the guilty one kills again almost at once, while the innocent go
-on. So:
+A worker that crashes ends many requests, and at most one of them is the cause. A continued request repeats
+exactly the same work, so the one that crashes workers does so again almost at once, and others continue. So:
 
-    a strike      for every request whose attempt had made less than PROOF_TOKENS on the worker that died
-    a trial       a request with strikes begins on a worker only when no other one there is still
-                  without its first token (if either has two strikes: without its PROOF_TOKENS), so that those
-                  under suspicion come one by one
-    a verdict     guilty with its second strike, if nothing else without its PROOF_TOKENS ran there and it
-                  got no further than REPEAT_TOKENS beyond its last death: it died of the same thing; or with
-                  its third, if nothing else with a strike ran there. It fails, and is refused for a while
-                  when it comes again
-    an acquittal  after PROOF_TOKENS in one attempt all strikes are forgotten; and a strike is taken back when
-                  the worker's supervisor reports that it was killed from outside (cluster/exit_reports.py)
+    strike        each request whose attempt has fewer than PROOF_TOKENS on a crashed worker gets one
+    serial start  a request with strikes begins on a worker only when every other one with strikes there has
+                  its first token. If either has two strikes, the other one needs its PROOF_TOKENS.
+    quarantine    follows the second strike, if no other unproven attempt ran on the worker and this one made
+                  at most REPEAT_TOKENS: it crashed at the same place. It follows the third strike, if no
+                  other request with strikes ran there. The request fails, and is refused for QUARANTINE_S.
+    clearing      an attempt with PROOF_TOKENS clears all strikes. A strike is also withdrawn when the
+                  supervisor reports that the worker was killed from outside (cluster/exit_reports.py).
 
-A request that kills while nothing else begins is found out by its second kill; one hidden in a crowd that
-begins or resumes beside it by its third or fourth. The crowd never fails for it. Without
-exit reports a worker that was killed from outside looks like one that died of a request. A request that
-loses two workers in this way has most often got further in between than one that kills: the third strike is
-for one that has not.
+A request that crashes its workers alone is found by its second crash. Among others that begin on the same
+worker it is found by its third or fourth; the others never fail for it. Without exit reports the quarantine
+cannot distinguish a killed worker from a crashed one. A harmless request that loses two workers so has most
+often made more than REPEAT_TOKENS in between. The third strike is for one that has not.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from slipstream.errors import Quarantined
 
-# Tokens of a dying worker's last steps may be lost on the way, so a repetition dies a few tokens later.
+# Tokens of a worker's last steps may be lost, so a repetition may emit a few tokens before it crashes.
 PROOF_TOKENS = 16
-# Such a repetition adds no more than what was lost.
+# A repetition emits at most the tokens that were lost.
 REPEAT_TOKENS = 8
 STRIKES = 2
 
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """One request. `content` names what it runs, so that it is known again under another id; to be there when
-    a death is judged."""
+    """One request and its strikes. `content` is its digest without the id, needed by `end` after a crash."""
 
     content: bytes = b""
     strikes: int = 0
     struck_by: tuple[str, ...] = ()  # the workers of its latest strikes
-    workers: tuple[str, ...] = ()  # that the attempt under way could kill
-    tokens: int = 0  # of the attempt under way
+    workers: tuple[str, ...] = ()  # the workers on which the running attempt is unproven
+    tokens: int = 0  # of the running attempt
 
 
 @dataclass(slots=True)
-class _Bench:
-    """Attempts on one worker that have not proved harmless yet; their numbers when it died."""
+class _UnprovenAttempts:
+    """The attempts on one worker with fewer than PROOF_TOKENS, and their numbers when it crashed."""
 
     attempts: set[Suspect] = field(default_factory=set)
-    all_at_death: int | None = None
-    struck_at_death: int = 0
+    n_at_crash: int | None = None
+    n_struck_at_crash: int = 0
 
     @property
-    def struck(self) -> int:
+    def n_struck(self) -> int:
         return sum(suspect.strikes > 0 for suspect in self.attempts)
 
 
 class Quarantine:
-    """The court of one router. Time is given by `clock`, monotonic seconds."""
+    """The strikes and refusals of one router. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._benches: dict[str, _Bench] = {}
-        self._guilty: OrderedDict[bytes, float] = OrderedDict()
-        self._killed: OrderedDict[str, None] = OrderedDict()  # workers that did not break by themselves
+        self._unproven: dict[str, _UnprovenAttempts] = {}  # by worker
+        self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()  # by content
+        self._killed: OrderedDict[str, None] = OrderedDict()  # workers that were killed from outside
 
     @property
     def unproven(self) -> int:
-        """Attempts that have not proved harmless, by worker they run on; 0 when idle."""
-        return sum(len(bench.attempts) for bench in self._benches.values())
+        """The number of unproven attempts, summed over the workers; 0 when idle."""
+        return sum(len(worker.attempts) for worker in self._unproven.values())
 
     @property
-    def knows_any(self) -> bool:
-        """Whether anything is refused."""
-        return bool(self._guilty)
+    def has_refusals(self) -> bool:
+        """Whether `check` may refuse any request."""
+        return bool(self._refused_until_s)
 
-    def refuse_known(self, content: bytes) -> None:
-        """Raises Quarantined for what killed workers before."""
-        until_s = self._guilty.get(content)
+    def check(self, content: bytes) -> None:
+        """Raises Quarantined for a request that crashed workers before."""
+        until_s = self._refused_until_s.get(content)
         if until_s is not None and self._clock() < until_s:
-            raise Quarantined("workers died of this request: it is not run again")
+            raise Quarantined("this request crashed workers: it is not run again")
 
     def may_begin(self, suspect: Suspect, workers: Iterable[str]) -> bool:
-        """Whether an attempt may begin on these workers now. Those without strikes always may."""
+        """Whether an attempt may begin on these workers now. A request without strikes always may."""
         if not suspect.strikes:
             return True
-        benches = [bench for worker in workers if (bench := self._benches.get(worker)) is not None]
-        others = {other for bench in benches for other in bench.attempts if other is not suspect}
+        unproven = [self._unproven[worker].attempts for worker in workers if worker in self._unproven]
+        others = set[Suspect]().union(*unproven) - {suspect}
         return all(
             other.tokens >= (1 if max(suspect.strikes, other.strikes) < STRIKES else PROOF_TOKENS)
             for other in others
@@ -101,96 +96,89 @@ class Quarantine:
         )
 
     def begin(self, suspect: Suspect, workers: Iterable[str]) -> None:
-        """The attempt begins. `leave` must follow, however it ends."""
-        suspect.workers, suspect.tokens = tuple(workers), 0
-        self._seat(suspect, suspect.workers)
+        """Register an attempt before it begins. The caller always calls `end` after it."""
+        suspect.workers, suspect.tokens = (), 0
+        self.add_workers(suspect, workers)
 
     def observe(self, suspect: Suspect, tokens: int) -> None:
-        """The attempt brought tokens."""
+        """Count tokens that the attempt made. PROOF_TOKENS of them clear the request."""
         suspect.tokens += tokens
         if suspect.workers and suspect.tokens >= PROOF_TOKENS:
-            self._withdraw(suspect, suspect.workers)
+            self._remove(suspect, suspect.workers)
             suspect.strikes, suspect.struck_by = 0, ()
 
-    def join(self, suspect: Suspect, workers: Iterable[str]) -> None:
-        """The attempt runs on these workers as well."""
-        fresh = tuple(worker for worker in workers if worker not in suspect.workers)
-        suspect.workers += fresh
-        self._seat(suspect, fresh)
+    def add_workers(self, suspect: Suspect, workers: Iterable[str]) -> None:
+        """Record that the attempt, or its hedge, runs on these workers as well."""
+        added = tuple(worker for worker in workers if worker not in suspect.workers)
+        suspect.workers += added
+        for worker in added:
+            self._unproven.setdefault(worker, _UnprovenAttempts()).attempts.add(suspect)
 
-    def lost(self, suspect: Suspect, workers: Iterable[str], *, died: str | None = None) -> None:
-        """The attempt goes on without these workers; `died`: what ended its part there. The strike counts for
-        later."""
-        if died is not None and self._blames(suspect, died):
-            self.saw_death(died)
+    def leave_workers(
+        self, suspect: Suspect, workers: Collection[str], *, crashed: str | None = None
+    ) -> None:
+        """Record that the attempt continues without these workers, of which `crashed` crashed.
+
+        A strike for the crash has no effect before the attempt's end.
+        """
+        if crashed is not None and self._is_strike(suspect, crashed):
+            self.record_crash(crashed)
             suspect.strikes += 1
-            suspect.struck_by += (died,)
-        self._withdraw(suspect, tuple(workers))
+            suspect.struck_by += (crashed,)
+        self._remove(suspect, workers)
 
-    def saw_death(self, died: str) -> None:
-        """Who was there is counted now: until the verdicts some may leave for reasons of their own."""
-        bench = self._benches.get(died)
-        if bench is not None and bench.all_at_death is None:
-            bench.all_at_death, bench.struck_at_death = len(bench.attempts), bench.struck
+    def record_crash(self, worker: str) -> None:
+        """Count the attempts on a crashed worker now, before some of them end for other reasons."""
+        unproven = self._unproven.get(worker)
+        if unproven is not None and unproven.n_at_crash is None:
+            unproven.n_at_crash, unproven.n_struck_at_crash = len(unproven.attempts), unproven.n_struck
 
-    def would_convict(self, suspect: Suspect, died: str) -> bool:
-        """Whether this death is more than a first strike: evidence is worth waiting for."""
-        return suspect.strikes > 0 and self._blames(suspect, died)
+    def is_repeated_strike(self, suspect: Suspect, crashed: str) -> bool:
+        """Whether the crash is a strike after an earlier one, for which exit reports are worth a wait."""
+        return suspect.strikes > 0 and self._is_strike(suspect, crashed)
 
-    def was_killed(self, worker: str) -> None:
-        """The worker was killed from outside: no request is to blame."""
+    def record_kill(self, worker: str) -> None:
+        """Record that the worker was killed from outside, which causes no strikes."""
         self._killed[worker] = None
         while len(self._killed) > MAX_QUARANTINED:
             self._killed.popitem(last=False)
 
-    def done_with(self, suspect: Suspect, worker: str) -> None:
-        """The attempt runs on, but not on this worker any more."""
-        if worker in suspect.workers:
-            self._withdraw(suspect, (worker,))
-
-    def leave(self, suspect: Suspect, *, died: str | None = None) -> None:
-        """The attempt is over; `died`: the worker whose death ended it. Raises Quarantined when guilty."""
+    def end(self, suspect: Suspect, *, crashed: str | None = None) -> None:
+        """Record the attempt's end. Raises Quarantined when a crash of the worker `crashed` decides it."""
         if suspect.struck_by:
             suspect.strikes -= sum(worker in self._killed for worker in suspect.struck_by)
             suspect.struck_by = tuple(worker for worker in suspect.struck_by if worker not in self._killed)
-        if died is None or not self._blames(suspect, died):
+        if crashed is None or not self._is_strike(suspect, crashed):
             if suspect.workers:
-                self._withdraw(suspect, suspect.workers)
+                self._remove(suspect, suspect.workers)
             return
-        self.saw_death(died)
-        bench = self._benches[died]
-        alone = bench.all_at_death == 1
-        alone_with_strikes = bench.struck_at_death <= (suspect.strikes > 0)
-        self._withdraw(suspect, suspect.workers)
+        self.record_crash(crashed)
+        unproven = self._unproven[crashed]
+        was_alone = unproven.n_at_crash == 1
+        was_alone_with_strikes = unproven.n_struck_at_crash <= (suspect.strikes > 0)
+        self._remove(suspect, suspect.workers)
         suspect.strikes += 1
-        suspect.struck_by += (died,)
-        needed = STRIKES if alone and suspect.tokens <= REPEAT_TOKENS else STRIKES + 1
-        if suspect.strikes >= needed and (alone or alone_with_strikes):
-            self._remember(suspect.content)
-            raise Quarantined(f"{suspect.strikes} workers died of this request: it is not run again")
+        suspect.struck_by += (crashed,)
+        needed = STRIKES if was_alone and suspect.tokens <= REPEAT_TOKENS else STRIKES + 1
+        if suspect.strikes >= needed and (was_alone or was_alone_with_strikes):
+            self._refuse(suspect.content)
+            raise Quarantined(f"this request crashed {suspect.strikes} workers: it is not run again")
 
-    def _blames(self, suspect: Suspect, died: str) -> bool:
-        """Whether this death is a strike. One run of a worker dies once, also where two attempts saw it."""
-        return died in suspect.workers and died not in suspect.struck_by and died not in self._killed
+    def _is_strike(self, suspect: Suspect, crashed: str) -> bool:
+        """Whether the crash is a strike. An attempt and its hedge get one strike for one crash."""
+        return crashed in suspect.workers and crashed not in suspect.struck_by and crashed not in self._killed
 
-    def _seat(self, suspect: Suspect, workers: Iterable[str]) -> None:
+    def _remove(self, suspect: Suspect, workers: Collection[str]) -> None:
         for worker in workers:
-            bench = self._benches.get(worker)
-            if bench is None:
-                bench = self._benches[worker] = _Bench()
-            bench.attempts.add(suspect)
-
-    def _withdraw(self, suspect: Suspect, workers: Iterable[str]) -> None:
-        for worker in workers:
-            bench = self._benches.get(worker)
-            if bench is not None:
-                bench.attempts.discard(suspect)
-                if not bench.attempts:
-                    del self._benches[worker]
+            unproven = self._unproven.get(worker)
+            if unproven is not None:
+                unproven.attempts.discard(suspect)
+                if not unproven.attempts:
+                    del self._unproven[worker]
         suspect.workers = tuple([worker for worker in suspect.workers if worker not in workers])
 
-    def _remember(self, content: bytes) -> None:
-        self._guilty[content] = self._clock() + QUARANTINE_S
-        self._guilty.move_to_end(content)
-        while len(self._guilty) > MAX_QUARANTINED:
-            self._guilty.popitem(last=False)
+    def _refuse(self, content: bytes) -> None:
+        self._refused_until_s[content] = self._clock() + QUARANTINE_S
+        self._refused_until_s.move_to_end(content)
+        while len(self._refused_until_s) > MAX_QUARANTINED:
+            self._refused_until_s.popitem(last=False)

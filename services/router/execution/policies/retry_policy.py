@@ -1,7 +1,7 @@
 """Decides after a failed attempt between another attempt and an error. Pure.
 
-Attempts that add tokens are progress, so a long stream outlives any number of workers. Attempts in a row
-that add none are counted. A worker that drains returns its requests: that is no failure.
+The policy limits the attempts in a row that add no token. Attempts that add tokens reset this count, so a
+long stream survives many worker failures. An attempt that left a draining worker does not count.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from libs.common.service_bounds import MAX_ATTEMPTS, MAX_FRUITLESS_ATTEMPTS
 from slipstream import errors
 
-# Errors that another worker, or the same one later, may not have.
+# Errors after which another worker, or the same one later, may succeed.
 _RETRYABLE = (
     errors.Unavailable,
     errors.Overloaded,
@@ -34,8 +34,10 @@ class RetryPolicy:
         self._attempts = 0
 
     def failed(self, error: errors.SlipstreamError, worker: str, other: str = "", *, new_tokens: int) -> None:
-        """An attempt failed at `worker`, or between it and the `other` one. Raises the client's
-        error when no other attempt is to follow."""
+        """Record a failed attempt at `worker`, or between it and the `other` one.
+
+        Raises the client's error when no other attempt may follow.
+        """
         self._attempts += 1
         self.error = error
         if new_tokens:
@@ -43,7 +45,7 @@ class RetryPolicy:
             self.avoid.clear()
         elif not isinstance(error, errors.Draining):
             self._fruitless += 1
-        final = not isinstance(error, _RETRYABLE) or isinstance(error, errors.Quarantined)
-        if final or self._fruitless >= self._max_fruitless or self._attempts >= self._max_attempts:
+        is_final = not isinstance(error, _RETRYABLE) or isinstance(error, errors.Quarantined)
+        if is_final or self._fruitless >= self._max_fruitless or self._attempts >= self._max_attempts:
             raise error
         self.avoid.update(filter(None, (worker, other)))

@@ -1,8 +1,8 @@
 """Starts a few requests in each iteration of the event loop, in order.
 
-A burst of requests is otherwise worked on breadth first: all are encoded, then all are placed and sent, and
-the first one waits for the last. With pacing the first prefills run while later requests are encoded, and
-first tokens that come meanwhile are passed on between two iterations.
+Without pacing, the event loop would encode all requests of a burst before it places and sends the first one.
+With pacing, the first prefills run while the router encodes later requests. First tokens reach their clients
+between two iterations.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import collections
 
-# Some together, so that what they send to a worker travels in one message.
+# More than one, so that one message carries the prompts of several requests to a worker.
 PER_ITERATION = 4
 
 
 class StartPacer:
-    """`await acquire()` before the work."""
+    """Limits starts: each request awaits `acquire` before its work."""
 
     def __init__(self, *, per_iteration: int = PER_ITERATION) -> None:
         self._per_iteration = per_iteration
@@ -24,7 +24,7 @@ class StartPacer:
         self._armed = False
 
     async def acquire(self) -> None:
-        """Return at once while this iteration has room, else in a later one."""
+        """Return at once if this iteration has a start left, else in a later iteration."""
         if self._left and not self._waiting:
             self._left -= 1
             self._arm()

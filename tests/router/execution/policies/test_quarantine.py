@@ -22,10 +22,10 @@ class Clock:
 def test_a_request_alone_is_guilty_with_its_second_kill() -> None:
     quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
     quarantine.begin(poison, ["a"])
-    quarantine.leave(poison, died="a")
+    quarantine.end(poison, crashed="a")
     quarantine.begin(poison, ["b"])
     with pytest.raises(Quarantined):
-        quarantine.leave(poison, died="b")
+        quarantine.end(poison, crashed="b")
     assert quarantine.unproven == 0
 
 
@@ -35,10 +35,10 @@ def test_a_request_whose_workers_others_kill_goes_on_where_it_got_further_in_bet
     for worker, tokens in (("a", 5), ("b", REPEAT_TOKENS + 1)):
         quarantine.begin(request, [worker])
         quarantine.observe(request, tokens)
-        quarantine.leave(request, died=worker)
+        quarantine.end(request, crashed=worker)
     quarantine.begin(request, ["c"])
     quarantine.observe(request, PROOF_TOKENS)
-    quarantine.leave(request)
+    quarantine.end(request)
     assert request.strikes == 0
 
 
@@ -47,11 +47,11 @@ def test_the_third_death_is_one_too_many_wherever_it_comes() -> None:
     for worker in "ab":
         quarantine.begin(request, [worker])
         quarantine.observe(request, PROOF_TOKENS - 1)
-        quarantine.leave(request, died=worker)
+        quarantine.end(request, crashed=worker)
     quarantine.begin(request, ["c"])
     quarantine.observe(request, PROOF_TOKENS - 1)
     with pytest.raises(Quarantined):
-        quarantine.leave(request, died="c")
+        quarantine.end(request, crashed="c")
 
 
 @settings(max_examples=100, deadline=None)
@@ -65,10 +65,10 @@ def test_a_lone_killer_is_found_by_its_second_kill(kills_at: int, lost: list[int
         quarantine.observe(killer, fresh)
         done += fresh
         if worker == 0:
-            quarantine.leave(killer, died=str(worker))
+            quarantine.end(killer, crashed=str(worker))
         else:
             with pytest.raises(Quarantined):
-                quarantine.leave(killer, died=str(worker))
+                quarantine.end(killer, crashed=str(worker))
 
 
 def test_what_was_found_guilty_is_refused_for_a_while() -> None:
@@ -78,12 +78,12 @@ def test_what_was_found_guilty_is_refused_for_a_while() -> None:
         poison = Suspect(f"poison {number}".encode(), strikes=1)
         quarantine.begin(poison, ["w"])
         with pytest.raises(Quarantined):
-            quarantine.leave(poison, died="w")
-    quarantine.refuse_known(b"poison 0")  # the oldest is forgotten: memory is bounded
+            quarantine.end(poison, crashed="w")
+    quarantine.check(b"poison 0")  # the oldest is forgotten: memory is bounded
     with pytest.raises(Quarantined):
-        quarantine.refuse_known(b"poison 1")
+        quarantine.check(b"poison 1")
     clock.now_s += QUARANTINE_S
-    quarantine.refuse_known(b"poison 1")
+    quarantine.check(b"poison 1")
 
 
 def test_a_stream_under_way_gets_no_strike() -> None:
@@ -91,15 +91,15 @@ def test_a_stream_under_way_gets_no_strike() -> None:
     for worker in ("a", "b", "c"):
         quarantine.begin(stream, [worker])
         quarantine.observe(stream, PROOF_TOKENS)
-        quarantine.leave(stream, died=worker)
+        quarantine.end(stream, crashed=worker)
     assert stream.strikes == 0
 
 
 def test_the_death_of_a_worker_it_had_left_is_not_held_against_it() -> None:
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     quarantine.begin(request, ["prefill", "decode"])
-    quarantine.done_with(request, "prefill")
-    quarantine.leave(request, died="prefill")
+    quarantine.leave_workers(request, ["prefill"])
+    quarantine.end(request, crashed="prefill")
     assert request.strikes == 0
     assert quarantine.unproven == 0
 
@@ -155,7 +155,7 @@ def test_a_crowd_with_one_killer(innocents: int, kills_at: int, lost: int, progr
         done[killer] -= min(lost, done[killer])
         for suspect in sorted(running, key=lambda suspect: suspect is killer):
             try:
-                quarantine.leave(suspect, died=worker)
+                quarantine.end(suspect, crashed=worker)
             except Quarantined:
                 assert suspect is killer
                 killed = True
@@ -181,17 +181,17 @@ def test_a_worker_that_was_killed_is_held_against_nobody(ends: list[tuple[bool, 
         worker = f"w{number}"
         quarantine.begin(request, [worker])
         quarantine.observe(request, tokens)
-        if not broke and (at_once or quarantine.would_convict(request, worker)):
-            quarantine.was_killed(worker)
+        if not broke and (at_once or quarantine.is_repeated_strike(request, worker)):
+            quarantine.record_kill(worker)
         broken += broke
         try:
-            quarantine.leave(request, died=worker)
+            quarantine.end(request, crashed=worker)
         except Quarantined:
             assert broke and (broken == 3 or (broken == 2 and tokens <= REPEAT_TOKENS))
             break
         assert broken < 2 or (broken == 2 and (tokens > REPEAT_TOKENS or not broke))
         if not broke:
-            quarantine.was_killed(worker)  # now at the latest
+            quarantine.record_kill(worker)  # now at the latest
     assert quarantine.unproven == 0
 
 
@@ -199,23 +199,23 @@ def test_a_hedge_is_charged_as_well() -> None:
     """Its worker dies and the first one goes on: a strike, and the next death is the second."""
     quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
     quarantine.begin(poison, ["prefill-0", "decode-0"])
-    quarantine.join(poison, ["prefill-1", "decode-0"])
-    quarantine.lost(poison, ["prefill-1"], died="prefill-1")
+    quarantine.add_workers(poison, ["prefill-1", "decode-0"])
+    quarantine.leave_workers(poison, ["prefill-1"], crashed="prefill-1")
     assert poison.strikes == 1
     assert set(poison.workers) == {"prefill-0", "decode-0"}
-    assert quarantine.would_convict(poison, "prefill-0")
+    assert quarantine.is_repeated_strike(poison, "prefill-0")
     with pytest.raises(Quarantined):
-        quarantine.leave(poison, died="prefill-0")
+        quarantine.end(poison, crashed="prefill-0")
     assert quarantine.unproven == 0
 
 
 def test_a_hedge_that_was_merely_slower_is_no_reason_to_suspect() -> None:
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     quarantine.begin(request, ["prefill-0", "decode-0"])
-    quarantine.join(request, ["prefill-1", "decode-1"])
-    quarantine.lost(request, ["prefill-0", "decode-0"])
+    quarantine.add_workers(request, ["prefill-1", "decode-1"])
+    quarantine.leave_workers(request, ["prefill-0", "decode-0"])
     assert (request.strikes, set(request.workers)) == (0, {"prefill-1", "decode-1"})
-    quarantine.leave(request)
+    quarantine.end(request)
     assert quarantine.unproven == 0
 
 
@@ -223,10 +223,10 @@ def test_one_death_that_two_attempts_saw_is_one_strike() -> None:
     """The decode worker that an attempt and its hedge share dies: both fail of it."""
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     quarantine.begin(request, ["prefill-0", "decode-0"])
-    quarantine.join(request, ["prefill-1", "decode-0"])
-    quarantine.lost(request, ["prefill-1"], died="decode-0")
-    assert not quarantine.would_convict(request, "decode-0")
-    quarantine.leave(request, died="decode-0")
+    quarantine.add_workers(request, ["prefill-1", "decode-0"])
+    quarantine.leave_workers(request, ["prefill-1"], crashed="decode-0")
+    assert not quarantine.is_repeated_strike(request, "decode-0")
+    quarantine.end(request, crashed="decode-0")
     assert (request.strikes, request.struck_by) == (1, ("decode-0",))
     assert quarantine.unproven == 0
 
@@ -237,8 +237,8 @@ def test_who_leaves_before_the_verdict_was_there_when_the_worker_died() -> None:
     poison, innocent = Suspect(b"poison", strikes=1), Suspect(b"innocent", strikes=1)
     for suspect in (poison, innocent):
         quarantine.begin(suspect, ["a"])
-    quarantine.saw_death("a")
-    quarantine.leave(poison)
-    quarantine.leave(innocent, died="a")
+    quarantine.record_crash("a")
+    quarantine.end(poison)
+    quarantine.end(innocent, crashed="a")
     assert innocent.strikes == 2
     assert quarantine.unproven == 0
