@@ -310,7 +310,7 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
         extra_arguments={Role.PREFILL: memory, Role.DECODE: memory},
     )
     report: dict[str, object] = {"rounds": options.rounds, "transport": options.transport}
-    heap.settle()
+    heap.freeze_heap()
     gc.disable()  # this process's pauses are not the cluster's: it collects between two rounds
     async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
         fleet = Fleet(cluster)

@@ -9,7 +9,7 @@ another one is about to compute gives its turn to that one and takes them over
 What of a prompt is cached is settled when the engine first turns to it. What a kvstore or another prefill
 worker holds beyond the own cache is read before that, beside whatever the engine computes; each worker reads
 from one source at a time and lends to one at a time. Blocks that another worker has read are the first to
-go at the lender (libs/worker/lending/peer_cache_server.py): there they are the newest.
+go at the lender (libs/worker/peer_cache/peer_cache_server.py): there they are the newest.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     h_i = BLAKE2b-128(key = tenant salt, h_{i-1} || tokens_i as little-endian u32),   h_{-1} = root
 
 `root` is the 16-byte digest of the model fingerprint, so blocks of different models, layouts or dtypes have
-different hashes. The server derives `salt` from the authenticated tenant, so those of different tenants do,
-too. Specification with test vectors: docs/block-hash.md.
+different hashes. The server derives `salt` from the authenticated tenant, so blocks of different tenants have
+different hashes, too. Specification with test vectors: docs/block-hash.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> TokenArray:
 
 @functools.lru_cache(1024)
 def tenant_salt(tenant: str) -> bytes:
-    """The 32-byte salt of a tenant, which the server authenticated; never of a name from client input."""
+    """The 32-byte salt of an authenticated tenant. The name must never come from client input."""
     return hashlib.blake2b(tenant.encode(), digest_size=32, person=b"slipstream-salt").digest()
 
 

@@ -1,6 +1,6 @@
 """xxh3-128 of memory by address: the checksum of every KV block, on the wire and on disk.
 
-16 bytes, big-endian (xxHash's canonical form). It finds damage, not malice.
+16 bytes, big-endian (xxHash's canonical form). It detects damage, but no deliberate forgery.
 """
 
 from __future__ import annotations

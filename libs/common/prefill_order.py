@@ -12,7 +12,7 @@ OVERDUE_SHARE = 4  # the oldest overdue prompt gets 1 / 4 of a step's prefill to
 
 
 def order_key(needs_tokens: int, arrival: int) -> tuple[int, int]:
-    """Sort key of a prompt. `needs_tokens`: left to compute; `arrival`: rises from prompt to prompt."""
+    """The sort key of a prompt with `needs_tokens` left to compute. `arrival` rises from prompt to prompt."""
     return needs_tokens, arrival
 
 
@@ -22,5 +22,5 @@ def goes_before(theirs_tokens: int, ours_tokens: int) -> bool:
 
 
 def is_overdue(waited_tokens: float, needs_tokens: float) -> bool:
-    """Whether a prompt is overdue. `waited_tokens`: computed for other prompts since it could run."""
+    """Whether a prompt is overdue. `waited_tokens` were computed for other prompts while it waited."""
     return waited_tokens >= PATIENCE * needs_tokens

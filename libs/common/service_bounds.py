@@ -1,4 +1,4 @@
-"""Limits of the services' memory, queues and waits, and the page docs/bounds.md of both tables. Pure.
+"""Limits of the services' memory, queues and waits; also generates docs/bounds.md. Pure.
 
 `slipstream/bounds.py` has the bounds of one request.
 """

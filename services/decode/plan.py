@@ -42,7 +42,7 @@ def plan_decode(
     deadline_s: float | None,
 ) -> DecodePlan:
     """Raises FingerprintMismatch, FailedPrecondition, PrefixUnknown, or InvalidArgument naming the field."""
-    check_fingerprint(fingerprint, start.fingerprint, whose="the request")
+    check_fingerprint(fingerprint, start.fingerprint, of="the request")
     emitted = tuple(parse_tokens(start.emitted, "emitted").tolist())
     prompt, hashes = parse_prompt(
         start.prompt,
@@ -87,7 +87,7 @@ def parse_ticket(
         ticket = prefill_pb2.HandoffTicket.FromString(packed)
     except DecodeError as error:
         raise InvalidArgument("ticket", "is no handoff ticket") from error
-    check_fingerprint(fingerprint, ticket.fingerprint, whose="the ticket")
+    check_fingerprint(fingerprint, ticket.fingerprint, of="the ticket")
     if ticket.transport != transport_value(transport_kind):
         name = transport_name(ticket.transport)
         raise FailedPrecondition(f"the exporter speaks {name}, this worker {transport_kind}")

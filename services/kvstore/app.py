@@ -58,7 +58,7 @@ async def serve(options: Options) -> None:
         servicers = _Servicers(node, transport, identity, member)
         servicers.add_to(host)
         node.start(servicers.worker)
-        heap.settle()
+        heap.freeze_heap()
         await member.join()
         await host.wait_for_stop()
         log.info("%s stops", options.instance)

@@ -34,7 +34,7 @@ def plan_prefill(
     deadline_s: float | None,
 ) -> PrefillPlan:
     """Raises FingerprintMismatch, PrefixUnknown, or InvalidArgument naming the field."""
-    check_fingerprint(fingerprint, request.fingerprint, whose="the request")
+    check_fingerprint(fingerprint, request.fingerprint, of="the request")
     tokens, hashes = parse_prompt(
         request.prompt,
         request.block_hashes,

@@ -67,7 +67,7 @@ async def serve(options: RouterSettings) -> None:
             discovery, placements, deaths = EtcdDiscovery(client), etcd_placements, EtcdExitReports(client)
         router = RouterServer(card, discovery, placements, router_options, deaths=deaths)
         await router.start()
-        heap.settle()
+        heap.freeze_heap()
         use_large_pages()
         stack.push_async_callback(router.stop, grace_s=options.drain_s)
         await router.host.wait_for_stop()

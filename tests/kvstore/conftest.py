@@ -12,7 +12,7 @@ from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.core.store import BlockStore
-from tests.common.transport.peers import settle_slowly
+from tests.common.transport.peers import stop_slowly
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import Rig
 from tests.support.defaults import set_default
@@ -41,7 +41,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def transport(kind: str) -> AsyncIterator[KvTransport]:
     opened = open_transport(kind)
-    settle_slowly(opened)
+    stop_slowly(opened)
     yield opened
     await opened.close()
 

@@ -45,7 +45,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         "execution.dispatcher.PREDICTED_TTL_S",
         "execution.dispatcher.DECODE_HELD_S",
         "execution.attempt.RELEASE_TIMEOUT_S",
-        "execution.attempt._LAST_DELTA_S",
+        "execution.attempt._LAST_DELTA_TIMEOUT_S",
     ):
         monkeypatch.setattr(f"services.router.{name}", WAIT_S)
     set_default(monkeypatch, WorkerConnection.status, "timeout_s", WAIT_S)

@@ -108,7 +108,7 @@ WAYS = {
     "KV bytes over sockets": (0.0, socket_read.PROGRESS_TIMEOUT_S, 0.0),
     "KV bytes over Mooncake": (0.0, beacon.GREET_TIMEOUT_S + socket_read.PROGRESS_TIMEOUT_S, 0.0),
     "a client's stream": (resume._LONGEST_PAUSE_S, 0.0, CHANNEL_S),
-    "a watch of etcd": (watch._LONGEST_PAUSE_S, max(watch._OPEN_S, _READ_ATTEMPT_S), etcd_pause_s()),
+    "a watch of etcd": (watch._LONGEST_PAUSE_S, max(watch._OPEN_TIMEOUT_S, _READ_ATTEMPT_S), etcd_pause_s()),
     "a lease in etcd": (
         lease._LONGEST_PAUSE_S,
         # Of a renewal at its earliest, or of any other call.
@@ -148,7 +148,7 @@ def test_who_uses_a_connection_that_the_network_forgot_uses_another_in_time(paus
 def test_an_etcd_connection_that_the_network_forgot_is_replaced_in_time() -> None:
     """By a read, not by pings, of which etcd bears one in 5 s. A change that was sent just before has its
     time; reads, renewals and watches end with the connection. Then comes a first pause."""
-    noticed_s = connection.PULSE_S + connection.PULSE_ANSWER_S
+    noticed_s = connection.PROBE_AFTER_S + connection.PROBE_TIMEOUT_S
     change_s = keyword_defaults(EtcdClient.__init__)["timeout_s"]
     assert noticed_s + change_s + 0.1 <= HEAL_S
     assert noticed_s + watch._FIRST_PAUSE_S + _READ_ATTEMPT_S <= HEAL_S
@@ -196,22 +196,22 @@ def test_a_source_of_kv_is_asked_again_in_time(
     """It failed again and again, and once more by what was under way when the fault was lifted: either a
     trial, whose read makes no progress, or a probe that is lost."""
     health, now_s = SourceBreaker(), 0.0
-    health.failed("x", now_s=now_s)
+    health.record_failure("x", now_s=now_s)
     for pause_s, lasts_s in trials_s:
         now_s += pause_s
-        health.answered("x")
+        health.record_probe("x")
         if health.may_ask("x", now_s=now_s):
             now_s += lasts_s
-            health.failed("x", now_s=now_s)
+            health.record_failure("x", now_s=now_s)
     lifted_s = now_s
-    health.answered("x")
+    health.record_probe("x")
     if health.may_ask("x", now_s=now_s):
         now_s += trial_under_way_s
-        health.failed("x", now_s=now_s)
-    elif health.probe_at_s("x", now_s=now_s) is not None:
+        health.record_failure("x", now_s=now_s)
+    elif health.next_probe_s("x", now_s=now_s) is not None:
         now_s += probe_lost_s
-    at_s = health.probe_at_s("x", now_s=now_s)
-    health.answered("x")
+    at_s = health.next_probe_s("x", now_s=now_s)
+    health.record_probe("x")
     now_s = max(now_s, at_s if at_s is not None else now_s)
     while not health.may_ask("x", now_s=now_s):
         now_s += 0.01

@@ -7,8 +7,8 @@
         await fleet.wait_until(lambda f: len(f.with_role(Role.DECODE)) == 2, timeout_s=10)
         fleet.current.with_role(Role.DECODE)        # an immutable snapshot; reading costs nothing
 
-While etcd is unavailable the fleet stays as it was last seen. A worker that loses its lease announces itself
-again as soon as it can.
+While etcd is unavailable the fleet keeps its last state. A worker that loses its lease announces itself again
+as soon as it can.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 # Short enough to remove a dead worker soon, long enough for etcd to elect a new leader.
 LEASE_TTL_S = 10
-_GOODBYE_S = 1.0
+_LEAVE_TIMEOUT_S = 1.0
 
 
 class Discovery(Protocol):
@@ -79,7 +79,7 @@ class EtcdDiscovery:
         hold_s: float = LEASE_TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hold_s`: how long a worker stays in the fleet after its record expired without a goodbye."""
+        """`hold_s`: how long a worker stays in the fleet after its record expired without `leaving`."""
         self._client = client
         self._ttl_s = ttl_s
         self._hold_s = hold_s
@@ -132,7 +132,7 @@ class EtcdDiscovery:
         if self._session is None or self._announced.pop(worker.key, None) is None:
             return
         self._session.set(worker.key, encode_worker(worker, leaving=True))
-        await self._say_goodbye()
+        await self._wait_left()
         self._session.unset(worker.key)
 
     async def close(self) -> None:
@@ -142,12 +142,13 @@ class EtcdDiscovery:
             self._session.set(worker.key, encode_worker(worker, leaving=True))
         if self._announced:
             self._announced.clear()
-            await self._say_goodbye()
+            await self._wait_left()
         await self._session.close()
 
-    async def _say_goodbye(self) -> None:
+    async def _wait_left(self) -> None:
+        """Wait until etcd has the records with `leaving`, or for a short time-out."""
         try:
-            await self.wait_announced(timeout_s=_GOODBYE_S)
+            await self.wait_announced(timeout_s=_LEAVE_TIMEOUT_S)
         except DeadlineExceeded:
             log.warning("etcd is unavailable; this process stays in the fleet until its lease expires")
 

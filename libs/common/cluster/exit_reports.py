@@ -29,7 +29,7 @@ REPORTED_ROLES = (Role.PREFILL, Role.DECODE)
 REPORT_TTL_S = 60
 _POLL_S = 0.05
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Of all processes of this container or host: cgroup v2, then the kernel as a whole.
+# Files with the counts of this container (cgroup v2), or else of the whole kernel.
 _OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
 
 

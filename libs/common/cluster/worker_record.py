@@ -57,7 +57,7 @@ class Worker:
 
 
 def encode_worker(worker: Worker, *, leaving: bool = False) -> bytes:
-    """The record's value in etcd. `leaving` is a goodbye: readers remove the worker at once."""
+    """The record's value in etcd. With `leaving`, readers remove the worker at once."""
     record: dict[str, object] = {
         "endpoint": worker.endpoint,
         "incarnation": worker.incarnation,
@@ -73,7 +73,7 @@ def encode_worker(worker: Worker, *, leaving: bool = False) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DecodedRecord:
-    """A decoded record: the worker, and whether it is a goodbye."""
+    """A decoded record: the worker, and whether it leaves the fleet."""
 
     worker: Worker
     leaving: bool
@@ -104,7 +104,7 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
 def may_replace(existing: bytes, mine: bytes) -> bool:
     """Whether a worker that was announced before may overwrite the record under its key.
 
-    It may overwrite its own record, a goodbye, and a malformed record; not the record of a later run.
+    It may overwrite its own record, one with `leaving`, and a malformed one; not the record of a later run.
     """
     try:
         theirs, ours = json.loads(existing), json.loads(mine)
@@ -117,8 +117,8 @@ def may_replace(existing: bytes, mine: bytes) -> bool:
 class FleetSnapshot:
     """All workers at one moment, sorted by role and instance.
 
-    `suspects` are keys of workers whose record expired without a goodbye. They stay in the fleet for a while,
-    as they may only be cut off from etcd and still serve.
+    `suspects` are keys of workers whose record expired without `leaving`. They stay in the fleet for a while,
+    because they may still serve without a connection to etcd.
     """
 
     workers: tuple[Worker, ...] = ()

@@ -42,12 +42,12 @@ INCARNATION_VARIABLE = "SLIPSTREAM_INCARNATION"
 
 
 def new_incarnation() -> str:
-    """A name for one run of a process. The time in it is only for people, as wall clocks jump."""
+    """A name for one run of a process. Its time is for people only, because wall clocks may jump."""
     return f"{time.time_ns():x}-{secrets.token_hex(4)}"
 
 
 def given_incarnation() -> str:
-    """The incarnation that this process was given, or a new one."""
+    """The incarnation from the environment, or a new one."""
     return os.environ.get(INCARNATION_VARIABLE) or new_incarnation()
 
 

@@ -1,12 +1,11 @@
-"""A small asyncio client of etcd's v3 API over grpc.aio.
+"""A small asyncio client of etcd's v3 API over grpc.aio, for discovery and placements.
 
-Knows keys, leases and revisions; knows nothing of workers or sessions. It offers what discovery and
-placement need and no more: read a key or a prefix, put, compare-and-swap, leases, and (in watch.py)
-a prefix watch that never ends. Every call has a time-out and fails with a typed error:
-`EtcdUnavailable`, `EtcdRefused`, `LeaseNotFound`, `EtcdCompacted` or `Unauthenticated`.
+The client reads keys and prefixes, puts, compares and swaps, and holds leases; watch.py adds an endless
+prefix watch. Every call has a time-out and fails with a typed error: `EtcdUnavailable`, `EtcdRefused`,
+`LeaseNotFound`, `EtcdCompacted` or `Unauthenticated`.
 
-Reads are repeated within their time-out. Changes are sent once: after `EtcdUnavailable` the caller
-must assume that the change may have happened, and compare-and-swap makes a repeat safe.
+The client repeats reads within their time-out, and sends changes once. After `EtcdUnavailable` a change may
+have happened, and compare-and-swap makes a repeat safe.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from slipstream.etcd.v3 import etcd_pb2 as pb
 from slipstream.rpc.dial import NO_RETRIES
 from slipstream.rpc.tls import TlsFiles
 
-# etcd answers pings more often than every 5 s with GOAWAY too_many_pings (connection.py is quicker).
+# etcd ends a connection with GOAWAY too_many_pings if pings arrive more often than every 5 s. The health
+# check of connection.py detects silence sooner.
 _KEEPALIVE_MS = 6_000
 _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -46,10 +46,10 @@ _OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the limit of one connection attempt: a stopped etcd accepts and then says nothing.
+    # Also the limit of one connection attempt: a stopped etcd accepts a connection and then sends nothing.
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_500),
-    # Back-off state of a dead member must not leak in from, or out to, other channels.
+    # Channels must not share the back-off state of a dead member.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -82,9 +82,9 @@ def prefix_end(prefix: str) -> bytes:
 
 
 def channel_target(endpoints: Sequence[str]) -> str:
-    """gRPC's name for the endpoints: one "host:port", or several "address:port" tried in turn.
+    """gRPC's target for the endpoints: one "host:port", or several "address:port" tried in turn.
 
-    Several host names cannot share a channel; a cluster has one DNS name with all its addresses.
+    One channel takes only one host name. A cluster has one DNS name for all its addresses.
     """
     hosts = [endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints]
     if not endpoints or not all(hosts):
@@ -121,7 +121,7 @@ class EtcdClient:
             named = [*options, ("grpc.default_authority", endpoints[0].rpartition(":")[0])]
             return grpc.aio.secure_channel(target, tls.channel_credentials(), options=named)
 
-        self._connections = Connections(open_channel, _sign_of_life, linger_s=timeout_s + 1)
+        self._connections = Connections(open_channel, _probe, linger_s=timeout_s + 1)
         self._timeout_s = timeout_s
         self._user = user
         self._password = password
@@ -133,7 +133,7 @@ class EtcdClient:
         await self._connections.close()
 
     async def get(self, key: str) -> KeyValue | None:
-        """The key as it is now, or None."""
+        """The key's current value, or None."""
         request = pb.RangeRequest(key=key.encode())
         response = await self._read("KV/Range", request, pb.RangeResponse)
         return _key_value(response.kvs[0]) if response.kvs else None
@@ -146,7 +146,10 @@ class EtcdClient:
         return PrefixSnapshot(response.header.revision, {entry.key: entry for entry in entries})
 
     async def put(self, key: str, value: bytes, *, lease_id: int = NO_LEASE) -> int:
-        """Set the key whatever it holds; returns its mod_revision. `LeaseNotFound` if the lease is gone."""
+        """Set the key unconditionally; returns its mod_revision.
+
+        Raises `LeaseNotFound` for an ended lease.
+        """
         request = pb.PutRequest(key=key.encode(), value=value, lease=lease_id)
         return (await self._call("KV/Put", request, pb.PutResponse)).header.revision
 
@@ -181,7 +184,7 @@ class EtcdClient:
         )
 
     async def grant_lease(self, ttl_s: int) -> EtcdLease:
-        """A new lease. etcd may lengthen a very short TTL."""
+        """Grant a new lease. etcd may lengthen a very short TTL."""
         response = await self._call(
             "Lease/LeaseGrant", pb.LeaseGrantRequest(ttl=ttl_s), pb.LeaseGrantResponse
         )
@@ -194,7 +197,7 @@ class EtcdClient:
         grpc.aio raises untyped errors for a write after its end.
         """
         for fresh_token in (False, True):
-            connection = self._connections.now
+            connection = self._connections.current
             method: grpc.aio.StreamStreamMultiCallable[pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse]
             method = connection.channel.stream_stream(
                 "/etcdserverpb.Lease/LeaseKeepAlive",
@@ -212,7 +215,7 @@ class EtcdClient:
                 if not isinstance(response, pb.LeaseKeepAliveResponse):
                     raise EtcdUnavailable("etcd ended the renewal without an answer")
                 if response.ttl <= 0:
-                    raise LeaseNotFound(f"etcd lease {lease_id:x} is gone")
+                    raise LeaseNotFound(f"etcd lease {lease_id:x} has ended")
                 return response.ttl
             except grpc.aio.AioRpcError as error:
                 if fresh_token or not self._is_stale_token(error):
@@ -222,7 +225,7 @@ class EtcdClient:
         raise AssertionError("unreachable")
 
     async def revoke_lease(self, lease_id: int) -> None:
-        """End the lease now; its keys are deleted. A lease that is gone already is no error."""
+        """End the lease now, which deletes its keys. Does nothing if it has already ended."""
         try:
             request = pb.LeaseRevokeRequest(id=lease_id)
             await self._call("Lease/LeaseRevoke", request, pb.LeaseRevokeResponse)
@@ -232,8 +235,8 @@ class EtcdClient:
     def open_watch(
         self, requests: AsyncIterator[pb.WatchRequest], metadata: _Metadata
     ) -> tuple[Connection, grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]]:
-        """The bare Watch stream, for watch.py, and what it goes over; cancel it in the end."""
-        connection = self._connections.now
+        """Open a bare Watch stream for watch.py. Returns it with its connection; the caller cancels it."""
+        connection = self._connections.current
         method: grpc.aio.StreamStreamMultiCallable[pb.WatchRequest, pb.WatchResponse]
         method = connection.channel.stream_stream(
             "/etcdserverpb.Watch/Watch",
@@ -245,7 +248,7 @@ class EtcdClient:
         return connection, call
 
     async def metadata(self, *, fresh_token: bool = False) -> _Metadata:
-        """The call metadata that authenticates; logs in when needed. Empty without a user."""
+        """The call metadata with the token; logs in when needed. Empty without a user."""
         if self._user is None:
             return ()
         stale = self._token
@@ -253,7 +256,7 @@ class EtcdClient:
             # Another call may have renewed the token while this one waited for the lock.
             if self._token is None or (fresh_token and self._token == stale):
                 request = pb.AuthenticateRequest(name=self._user, password=self._password)
-                connection = self._connections.now
+                connection = self._connections.current
                 login = _unary(connection.channel, "Auth/Authenticate", pb.AuthenticateResponse)
                 try:
                     response = await connection.answer_of(
@@ -265,13 +268,13 @@ class EtcdClient:
             return (("token", self._token),)
 
     async def _read(self, method: str, request: _Request, response_type: type[_Response]) -> _Response:
-        """A call without effect: short attempts until the time-out, so that one dead member costs little."""
+        """Read in short attempts until the time-out, so that one dead member costs little."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while True:
             left = deadline - asyncio.get_running_loop().time()
             try:
                 attempt_s = min(left, _READ_ATTEMPT_S)
-                return await self._call(method, request, response_type, timeout_s=attempt_s, again=True)
+                return await self._call(method, request, response_type, timeout_s=attempt_s, is_read=True)
             except EtcdUnavailable:
                 if left <= _READ_ATTEMPT_S:
                     raise
@@ -284,17 +287,17 @@ class EtcdClient:
         response_type: type[_Response],
         *,
         timeout_s: float | None = None,
-        again: bool = False,
+        is_read: bool = False,
     ) -> _Response:
-        """`again`: it may be asked again, so it ends with its connection."""
+        """Make a unary call. A read may be repeated, so it fails as soon as its connection is replaced."""
         for fresh_token in (False, True):
             metadata = await self.metadata(fresh_token=fresh_token)
-            connection = self._connections.now
+            connection = self._connections.current
             call = _unary(connection.channel, method, response_type)
             try:
                 limit_s = timeout_s or self._timeout_s
-                asked = call(request, timeout=limit_s, metadata=metadata, wait_for_ready=True)
-                return await (connection.answer_of if again else connection.outcome_of)(asked)
+                pending = call(request, timeout=limit_s, metadata=metadata, wait_for_ready=True)
+                return await (connection.answer_of if is_read else connection.outcome_of)(pending)
             except grpc.aio.AioRpcError as error:
                 if fresh_token or not self._is_stale_token(error):
                     raise typed_error(error) from error
@@ -314,8 +317,8 @@ def _unary(
     )
 
 
-def _sign_of_life(channel: grpc.aio.Channel, timeout_s: float) -> Awaitable[object]:
-    """The member that is asked answers by itself. Without a user, where there are users: also an answer."""
+def _probe(channel: grpc.aio.Channel, timeout_s: float) -> Awaitable[object]:
+    """Read a key from the member's own store. An authentication error shows that it works, too."""
     request = pb.RangeRequest(key=b"\0", serializable=True)
     return _unary(channel, "KV/Range", pb.RangeResponse)(request, timeout=timeout_s, wait_for_ready=True)
 

@@ -1,14 +1,14 @@
-"""Keys that live as long as this process: kept on a lease, restored whenever the lease was lost.
+"""Keys that live as long as this process: kept on a lease, and put again after a loss of the lease.
 
-The session holds the keys that should exist; one background task puts them and keeps them. The task
-retries for as long as etcd is unreachable. When etcd is back, the task renews the lease or, if the lease
-expired, grants a new one and puts all keys again.
+The session holds the keys that should exist. One background task puts the keys and renews the lease. The task
+retries for as long as etcd is unreachable. If the lease expired meanwhile, the task grants a new one and puts
+all keys again.
 
     session = LeaseSession(client, ttl_s=10)
     session.set("/slipstream/v1/workers/decode/decode-0", value)
     await session.wait_synced(timeout_s=5)
     ...
-    await session.close()                # revokes the lease: the keys vanish at once
+    await session.close()                # revokes the lease, which deletes the keys at once
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MayReplace = Callable[[bytes, bytes], bool]
 
 
 def replace_always(existing: bytes, mine: bytes) -> bool:
-    """The default guard: our value replaces whatever another lease holds under the key."""
+    """The default guard: this session's value replaces that of another lease."""
     return True
 
 
@@ -50,9 +50,11 @@ class LeaseSession:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """A key is taken over from another lease when it is put for the first time: who announces last is
-        the newer owner, which needs no clock. Later `may_replace(existing, mine)` is asked; on False the key
-        is left alone, so that a process that was away cannot displace its successor."""
+        """The first put of a key replaces the value of another lease: the last process to put is the newest.
+
+        Every later put calls `may_replace(existing, mine)`, and does nothing on False. So a process that lost
+        its lease cannot displace its successor.
+        """
         self._client = client
         self._ttl_s = ttl_s
         self._may_replace = may_replace
@@ -61,10 +63,10 @@ class LeaseSession:
         self._wanted: dict[str, bytes] = {}
         self._dirty: set[str] = set()
         self._displaced: set[str] = set()
-        self._put: set[str] = set()  # keys of ours that were in etcd once
+        self._put: set[str] = set()  # the keys that this session has put at least once
         self._lease: EtcdLease | None = None
         self._term: int | None = None
-        self._deadline = 0.0  # when the lease runs out if it is not renewed, by our clock
+        self._deadline = 0.0  # when the lease expires without a renewal, on `clock`
         self._wake = asyncio.Event()
         self._synced = asyncio.Event()
         self.leases_lost = 0
@@ -72,43 +74,43 @@ class LeaseSession:
 
     @property
     def lease_id(self) -> int | None:
-        """The present lease; None before the first grant and after a loss."""
+        """The current lease; None before the first grant and after a loss."""
         return self._lease.lease_id if self._lease else None
 
     @property
     def term(self) -> int | None:
-        """The present lease for as long as it certainly lives, with our keys on it; else None.
+        """The current lease while it certainly lives and has all keys of this session; else None.
 
-        A process that was stopped beyond its lease finds None here, or another number: what it began
-        under an older one is no longer its own.
+        A process that was stopped beyond its lease reads None or another number. It no longer owns the work
+        that it began under the old number.
         """
         return None if self._displaced or self._clock() >= self._deadline else self._term
 
     @property
     def displaced_keys(self) -> frozenset[str]:
-        """Keys of ours that a newer owner holds."""
+        """This session's keys that a newer owner holds."""
         return frozenset(self._displaced)
 
     def set(self, key: str, value: bytes) -> None:
-        """The key shall exist with this value from now on. Returns at once."""
+        """Have the background task put the key with this value. Returns at once."""
         self._wanted[key] = value
         self._touch(key)
 
     def unset(self, key: str) -> None:
-        """The key shall not exist any more. Returns at once."""
+        """Have the background task delete the key. Returns at once."""
         if self._wanted.pop(key, None) is not None:
             self._touch(key)
 
     async def wait_synced(self, *, timeout_s: float) -> None:
-        """Return when etcd holds what was asked for. `DeadlineExceeded` if that takes too long."""
+        """Return when etcd has all changes of `set` and `unset`. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._synced.wait()
         except TimeoutError:
-            raise DeadlineExceeded(f"etcd does not hold our keys after {timeout_s:g} s") from None
+            raise DeadlineExceeded(f"etcd does not have this process's keys after {timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """Stop renewing and revoke the lease. Without etcd the keys go when the lease runs out."""
+        """Stop renewing and revoke the lease. Without etcd the keys stay until the lease expires."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if self._lease is not None:
@@ -134,12 +136,12 @@ class LeaseSession:
             except LeaseNotFound:
                 self._lose_lease()
             except Exception as error:
-                # Whatever it is, giving up would take a healthy worker out of the cluster.
+                # After any error the task retries, because its end would remove a healthy worker.
                 log.warning("lease session: %s", error, exc_info=not isinstance(error, SlipstreamError))
                 await asyncio.sleep(backoff.pause_s(self._jitter()))
 
     async def _reconcile(self) -> None:
-        """Hold a renewed lease and put what is not in etcd yet."""
+        """Grant or renew the lease, and write the changed keys."""
         if self._lease is None:
             asked_at = self._clock()
             self._lease = await self._client.grant_lease(self._ttl_s)
@@ -147,11 +149,11 @@ class LeaseSession:
             self._dirty.update(self._wanted)
         elif self._clock() >= self._renewal_due():
             asked_at = self._clock()
-            # Half of what is left: time for a second try on another member before the lease runs out.
+            # Half of the time left, so that a second try on another member can precede the expiry.
             timeout_s = max(0.5, (self._deadline - asked_at) / 2)
             ttl_s = await self._client.renew_lease(self._lease.lease_id, timeout_s=timeout_s)
             self._deadline = asked_at + ttl_s
-            self._dirty.update(self._displaced)  # the newer owner may be gone by now
+            self._dirty.update(self._displaced)  # the newer owner may have ended
         while self._dirty:
             key = next(iter(self._dirty))
             value = self._wanted.get(key)
@@ -170,7 +172,7 @@ class LeaseSession:
                 if value is None:
                     return
                 if key in self._put and not self._may_replace(current.value, value):
-                    log.warning("%s belongs to a newer owner and is left alone", key)
+                    log.warning("%s belongs to a newer owner and is not overwritten", key)
                     self._displaced.add(key)
                     return
             if current is None and value is None:
@@ -187,7 +189,7 @@ class LeaseSession:
         return self._deadline - self._lease.ttl_s * 2 / 3
 
     async def _sleep_until_due(self) -> None:
-        # Not wait_for: on Python 3.11 it may swallow the cancellation of `close`.
+        # wait_for would be wrong here: on Python 3.11 it may swallow the cancellation of `close`.
         try:
             async with asyncio.timeout(max(0.0, self._renewal_due() - self._clock())):
                 await self._wake.wait()

@@ -1,7 +1,7 @@
-"""What the etcd client takes and gives: keys, values, revisions and their errors.
+"""The etcd client's records and errors: keys, values, revisions, leases.
 
-A revision counts every change of the whole key space; a key's `mod_revision` is the revision of its
-last change and serves as a fencing epoch: it only grows, and a compare-and-swap on it has one winner.
+A revision counts every change of the whole key space. A key's `mod_revision`, the revision of its last
+change, serves as a fencing epoch: it only grows, and a compare-and-swap on it has one winner.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ NO_LEASE = 0
 
 
 class EtcdUnavailable(Unavailable):
-    """etcd did not answer in time. A change that was being made may or may not have happened."""
+    """etcd did not answer in time. A pending change may or may not have happened."""
 
 
 class EtcdCompacted(FailedPrecondition):
-    """The revision asked for is no longer there; only a new snapshot helps."""
+    """The requested revision was compacted, so that the caller needs a new snapshot."""
 
 
 class LeaseNotFound(NotFound):
-    """The lease expired or was revoked, and its keys are gone."""
+    """The lease expired or was revoked, which deleted its keys."""
 
 
 class EtcdRefused(FailedPrecondition):
-    """etcd understood and refused (bad request, permission, quota); a repeat would be refused too."""
+    """etcd refused the request (malformed, permission, quota), and would refuse a repeat too."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """One key as etcd holds it."""
+    """One key of etcd with its value."""
 
     key: str
     value: bytes
@@ -43,7 +43,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSnapshot:
-    """All keys under a prefix as of `revision`. Replaces whatever was known before."""
+    """All keys under a prefix as of `revision`. Replaces all earlier snapshots and changes."""
 
     revision: int
     entries: Mapping[str, KeyValue]
@@ -51,9 +51,9 @@ class PrefixSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChanges:
-    """What changed at or before `revision` and after the last update: the new value, or None if deleted.
+    """The changes after the last update, up to `revision`: the new values, None for deleted keys.
 
-    Several changes of one key are in order of their revisions.
+    Several changes of one key are in the order of their revisions.
     """
 
     revision: int
@@ -77,8 +77,8 @@ class Swap:
 class SwapOutcome:
     """Whether all swaps of a transaction happened (else none did).
 
-    `revision` is the mod_revision of the keys that were set. `current` is what etcd holds when the
-    transaction failed, in the order of the swaps; empty when it succeeded.
+    `revision` is the mod_revision of the keys that were set. `current` has the keys' present values after a
+    failure, in the order of the swaps; it is empty after a success.
     """
 
     succeeded: bool
@@ -88,14 +88,14 @@ class SwapOutcome:
 
 @dataclass(frozen=True, slots=True)
 class EtcdLease:
-    """A lease as granted: etcd deletes its keys `ttl_s` seconds after the last renewal."""
+    """A granted lease. etcd deletes its keys `ttl_s` seconds after the last renewal."""
 
     lease_id: int
     ttl_s: int
 
 
 def fold(entries: Mapping[str, KeyValue], update: PrefixUpdate) -> dict[str, KeyValue]:
-    """The keys under a prefix after `update`. Pure; the argument is not changed."""
+    """The keys under a prefix after `update`. Pure; does not change `entries`."""
     if isinstance(update, PrefixSnapshot):
         return dict(update.entries)
     folded = dict(entries)

@@ -1,16 +1,16 @@
-"""A watch of a prefix that never ends and never loses a change.
+"""An endless watch of a prefix that loses no change.
 
     async with aclosing(watch_prefix(client, "/slipstream/v1/workers/")) as updates:
         async for update in updates:            # PrefixSnapshot first, then PrefixChanges
             entries = fold(entries, update)
 
-What happens to the stream, and what the reader sees:
+Faults, and what the reader gets:
 
-    etcd restarts, connection cut or silent   the stream is opened again after the last revision seen;
-                                              changes made meanwhile arrive, each once and in order
-    those changes were compacted away         a new PrefixSnapshot; what is not in it was deleted
+    etcd restarts, connection cut or silent   the watch reopens after the last seen revision; the reader gets
+                                              the changes since, each once and in order
+    these changes were compacted              a new PrefixSnapshot; keys that it lacks were deleted
     etcd lost its data                        a new PrefixSnapshot
-    etcd stays away                           nothing: the reader keeps what it has
+    etcd stays unavailable                    nothing until etcd is available again
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 1.5
-# Ample for a stream to be accepted; a stopped member would otherwise hold us for ever. With the longest pause
-# behind it, below HEAL_S.
-_OPEN_S: Final = 3.0
+# The time-out for opening a stream, because a stopped member never answers. With the longest pause after it,
+# it stays below HEAL_S.
+_OPEN_TIMEOUT_S: Final = 3.0
 
 
 async def watch_prefix(
     client: EtcdClient, prefix: str, *, jitter: Callable[[], float] = random.random
 ) -> AsyncGenerator[PrefixUpdate, None]:
-    """A snapshot of the keys that start with `prefix`, then every change, until closed or cancelled.
+    """Yield a snapshot of the keys that start with `prefix`, then every change, until closed or cancelled.
 
-    Trouble with etcd is logged once per outage and never raised. `jitter` returns 0 to 1 and spreads
-    the re-connects of many watchers.
+    The watch logs each outage of etcd once and never raises its errors. `jitter` returns 0 to 1 and spreads
+    the reconnects of many watchers.
     """
-    revision: int | None = None  # everything up to here was reported; None: a snapshot is due
+    revision: int | None = None  # the last revision that was yielded; None: a snapshot is due
     backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-    out = False
+    has_failed = False
     while True:
         try:
             if revision is None:
@@ -62,12 +62,12 @@ async def watch_prefix(
                 revision = snapshot.revision
                 yield snapshot
             async for message in _messages(client, prefix, revision + 1):
-                if out:
-                    log.info("watch of %s is back at revision %d", prefix, revision)
-                out = False
+                if has_failed:
+                    log.info("the watch of %s continues after revision %d", prefix, revision)
+                has_failed = False
                 backoff.succeeded()
                 if message.header.revision < revision and message.created:
-                    # Or a member that lags behind; the pause keeps us from asking it in a tight loop.
+                    # The member may only lag behind; the pause prevents a tight loop.
                     log.warning("etcd went back to revision %d; taking a snapshot", message.header.revision)
                     revision = None
                     await asyncio.sleep(_FIRST_PAUSE_S)
@@ -80,17 +80,17 @@ async def watch_prefix(
             else:
                 raise EtcdUnavailable("etcd ended the watch")
         except EtcdCompacted:
-            log.info("watch of %s: revision %s was compacted; taking a snapshot", prefix, revision)
+            log.info("the watch of %s: revision %s was compacted; taking a snapshot", prefix, revision)
             revision = None
         except (SlipstreamError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            if not out:
-                log.warning("watch of %s lost: %s", prefix, error)
-            out = True
+            if not has_failed:
+                log.warning("the watch of %s failed: %s", prefix, error)
+            has_failed = True
             await asyncio.sleep(backoff.pause_s(jitter()))
 
 
 async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> AsyncIterator[pb.WatchResponse]:
-    """The messages of one Watch stream. Raises a typed error when it breaks; returns when it ends."""
+    """Yield the messages of one Watch stream until it ends. Raises a typed error when it breaks."""
     create = pb.WatchCreateRequest(
         key=prefix.encode(),
         range_end=prefix_end(prefix),
@@ -102,12 +102,13 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
 
     async def requests() -> AsyncIterator[pb.WatchRequest]:
         yield pb.WatchRequest(create_request=create)
-        await over.wait()  # etcd ends a watch when its request stream ends; gRPC keeps that of a broken call
+        # etcd ends a watch when its request stream ends. gRPC does not close that of a broken call by itself.
+        await over.wait()
 
-    # A token is cheap next to a stream, and an expired one would fail every attempt alike.
+    # Each attempt gets a new token, because an expired one would fail every attempt.
     connection, call = client.open_watch(requests(), await client.metadata(fresh_token=True))
     try:
-        async with asyncio.timeout(_OPEN_S):
+        async with asyncio.timeout(_OPEN_TIMEOUT_S):
             message = await connection.answer_of(call.read())
         while isinstance(message, pb.WatchResponse):
             if message.compact_revision:
@@ -119,7 +120,7 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
     except grpc.aio.AioRpcError as error:
         raise typed_error(error) from error
     except TimeoutError:
-        raise EtcdUnavailable(f"etcd did not accept a watch within {_OPEN_S:g} s") from None
+        raise EtcdUnavailable(f"etcd did not accept a watch within {_OPEN_TIMEOUT_S:g} s") from None
     finally:
         over.set()
         call.cancel()

@@ -1,6 +1,6 @@
-"""Nodes of a tree in the order of their use, with a byte budget for each tenant and one for all. Pure.
+"""Orders a tree's nodes by their last use, with a byte budget for each tenant and one for all. Pure.
 
-A node is used whenever a node below it is, so the least recently used node of a tenant has no children,
+Using a node also uses all nodes above it. So the least recently used node of a tenant has no children,
 unless another tenant's chain continues there.
 """
 
@@ -15,7 +15,7 @@ from typing import Generic
 
 from libs.common.radix.node import NodeT
 
-# The tenant with the most bytes is searched for among this many, those used least recently.
+# The search for the tenant with the most bytes covers only this many, the least recently used ones.
 _MAX_COMPARED = 64
 
 
@@ -40,8 +40,10 @@ class TenantLru(Generic[NodeT]):
         idle_s: float = math.inf,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`tenant_bytes` are counted for each tenant that has nodes. A tenant that was not touched for
-        `idle_s` of `clock` is evicted from before all others."""
+        """`tenant_bytes` is the overhead of each tenant with nodes.
+
+        Evictions begin with tenants that were not touched for `idle_s` on `clock`.
+        """
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max_tenant_bytes
         self._overhead_bytes = tenant_bytes

@@ -61,7 +61,7 @@ class RadixNode(ABC):
 
     @abstractmethod
     def keys_after_eviction(self, excess_bytes: int) -> int:
-        """The number of keys that stay when the budget is exceeded by so much."""
+        """The number of keys that stay when an eviction should free `excess_bytes`."""
 
 
 NodeT = TypeVar("NodeT", bound=RadixNode)

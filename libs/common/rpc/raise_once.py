@@ -1,19 +1,22 @@
-"""An error that is kept for whoever asks next, and raised to nobody else."""
+"""Raises an object's stored error once, without a reference cycle."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 
-class Fails(Protocol):
-    """Something that waits to tell an error."""
+class ErrorOwner(Protocol):
+    """An object that stores an error until a caller reads from it."""
 
     _error: Any  # an exception, or None
 
 
-def raise_once(owner: Fails) -> None:
-    """Raise the owner's error, if it has one, and let go of it: a raised error knows the frames that it
-    passed, and they the owner, so that all of them would wait for the next look for cycles."""
+def raise_once(owner: ErrorOwner) -> None:
+    """Raise the owner's error, if it has one, and clear it.
+
+    A raised error refers to the frames that it passed, and these refer to the owner. If the owner kept the
+    error, only the garbage collector could free them.
+    """
     error, owner._error = owner._error, None
     try:
         if error is not None:

@@ -165,7 +165,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_event_loop_delay_ms", "gauge", "Delay of event-loop timers, recent mean."),
     Metric("slipstream_event_loop_delay_max_ms", "gauge", "Delay of event-loop timers, recent maximum."),
     Metric("slipstream_event_loop_tasks", "gauge", "Tasks that have not ended, including permanent ones."),
-    Metric("slipstream_heap_settled_objects", "gauge", "Objects frozen out of garbage collection."),
+    Metric("slipstream_heap_frozen_objects", "gauge", "Objects frozen out of garbage collection."),
     Metric("slipstream_full_collections_total", "counter", "Garbage collections of the oldest generation."),
     Metric("slipstream_admission_running", "gauge", "Requests admitted and not ended."),
     Metric("slipstream_admission_waiting", "gauge", "Requests that wait for capacity."),

@@ -1,10 +1,10 @@
-"""An event loop that takes gRPC's wake-ups together.
+"""An event loop that handles several wake-ups of gRPC in one iteration.
 
-gRPC's binding for asyncio has a thread of its own that waits for events. For each one it writes a byte to a
-pair of sockets; the loop reads one byte and handles all events there are. Of ten events that come together
-the first turn of the loop handles all, and nine more turns, each with its system calls, find nothing to do.
-Under load a router had 4.7 bytes a turn. Here all but one are taken before gRPC reads that one: their events
-are in its queue already, so none is handled later than it would have been.
+gRPC's asyncio binding has a thread that waits for events. For each event the thread writes a byte to a socket
+pair. The loop reads one byte and handles all queued events. After ten simultaneous events the first iteration
+handles all of them, and nine more iterations find none, each with its system calls. Under load a router had
+4.7 bytes per iteration. This loop discards all bytes but one before gRPC reads that one. The events of the
+other bytes are already queued, so none is delayed.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_MOST_WAKES = 4096
+_MAX_WAKE_BYTES = 4096
 
 
 class GrpcLoop(asyncio.SelectorEventLoop):
     """Use as `asyncio.Runner(loop_factory=GrpcLoop)`."""
 
-    # As the base's, without a call of Python's around it: a request asks for the time some thirty times.
+    # A C function in place of a Python method, because a request calls it about thirty times.
     time = staticmethod(time.monotonic)
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """As the base's; gRPC's reader is told from others by whose method it is."""
-        if isinstance(fd, socket.socket) and _is_grpcs(callback):
+        """Add a reader as the base class does, with `_wake_once` around gRPC's reader."""
+        if isinstance(fd, socket.socket) and _belongs_to_grpc(callback):
             super().add_reader(fd, _wake_once, fd, callback)
         else:
             super().add_reader(fd, callback, *args)
 
 
-def _is_grpcs(callback: Callable[..., Any]) -> bool:
+def _belongs_to_grpc(callback: Callable[..., Any]) -> bool:
     owner = getattr(callback.func, "__self__", None) if isinstance(callback, functools.partial) else None
     return type(owner).__name__ == "PollerCompletionQueue"
 
 
 def _wake_once(wakes: socket.socket, handle: Callable[[], None]) -> None:
-    waiting = len(wakes.recv(_MOST_WAKES, socket.MSG_PEEK))
-    if waiting > 1:
-        wakes.recv(waiting - 1)
+    n_waiting = len(wakes.recv(_MAX_WAKE_BYTES, socket.MSG_PEEK))
+    if n_waiting > 1:
+        wakes.recv(n_waiting - 1)
     handle()

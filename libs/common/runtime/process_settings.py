@@ -1,4 +1,4 @@
-"""Settings that all services share, and those of all processes behind the router."""
+"""Settings that all services share, and settings of all processes behind the router."""
 
 from __future__ import annotations
 

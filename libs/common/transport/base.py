@@ -1,10 +1,10 @@
 """The contract of a KV transport, in call order.
 
-1. `register` memory once, at start; peers may read it and own reads may land in it.
+1. `register` memory once, at start. Peers may read it, and this process's reads may write to it.
 2. Send peers `session_id` and addresses, by gRPC. The id belongs to this incarnation of the process:
    a read under the id of a dead incarnation fails, it never reaches its successor's memory.
-3. `read` pulls bytes of a peer into own registered memory. It has no effect on the peer.
-4. `close`. Nothing is called after it, and nothing in a forked child: both raise TransportClosed.
+3. `read` pulls bytes of a peer into this process's registered memory. It has no effect on the peer.
+4. `close`. All calls after it, and all calls in a forked child, raise TransportClosed.
 
 Errors of `read`, all TransferError (so UNAVAILABLE: the caller falls back or retries elsewhere):
 
@@ -13,11 +13,11 @@ Errors of `read`, all TransferError (so UNAVAILABLE: the caller falls back or re
     TransferRefused    an address is not in registered memory, on either side; or quarantined
     TransportClosed    after close, or in a forked child
 
-The destination after a failed, timed-out or cancelled read: its content is undefined, and when `read`
-has ended no late byte lands in it, with one exception: a peer that keeps trickling bytes can hold an
-engine's transfer open beyond any bound. Then the error says `quiet=False` and the destination is
-quarantined: `quarantined` is true and new reads into it are refused until the engine's transfer ends.
-The owner must not reuse such memory before that.
+After a failed, timed-out or cancelled read the content of its destination is undefined. When `read` has
+ended, no late byte lands there, with one exception: a peer that keeps sending a few bytes can keep an
+engine's transfer open without bound. Then the error has `quiet=False` and the destination is quarantined:
+`quarantined` is true, and new reads into it are refused until the engine's transfer ends. The owner must not
+reuse such memory before that.
 """
 
 from __future__ import annotations
@@ -64,15 +64,17 @@ class ReadOp:
     n_bytes: int
 
 
-# Called once for each ReadOp of a read, in any order and in any thread, when all its bytes have landed:
-# the place to verify them, while the next ones are on their way. Must be quick and thread-safe.
+# Called once for each ReadOp of a read, in any order and in any thread, when all its bytes have landed. It
+# can verify them while further bytes arrive. It must be quick and thread-safe.
 Landed = Callable[[ReadOp], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory: `n_bytes` from `address`, of the host or of a CUDA device ("cuda:N"). Their addresses never
-    overlap."""
+    """`n_bytes` of memory from `address`, of the host or of a CUDA device ("cuda:N").
+
+    Addresses of the host and of devices never overlap.
+    """
 
     address: int
     n_bytes: int
@@ -97,7 +99,7 @@ class KvTransport(Protocol):
 
     @property
     def session_id(self) -> str:
-        """Names this incarnation to peers; opaque."""
+        """The opaque id of this incarnation, for peers."""
         ...
 
     @property
@@ -107,27 +109,26 @@ class KvTransport(Protocol):
 
     @property
     def quarantined_bytes(self) -> int:
-        """Own memory that late bytes of failed reads may still reach."""
+        """Bytes of this process's memory that late bytes of failed reads may still overwrite."""
         ...
 
     def register(self, buffer: Buffer | Tensor | Region) -> Region:
         """Make memory readable by peers and a valid destination.
 
-        A writable buffer or a contiguous tensor, of the host or of a CUDA device, is kept alive until
-        close; the memory of a bare Region is the caller's to keep alive. Device memory is for reads by an
-        engine built with CUDA; its checksums are those of a copy in the host.
-        Raises TransferRefused when the transport does not take it, and says why.
+        The transport keeps a writable buffer or contiguous tensor alive until `close`. The caller keeps the
+        memory of a bare Region alive. Only an engine built with CUDA reads device memory; its checksums are
+        those of a copy in the host. Raises TransferRefused with the reason.
         """
         ...
 
     async def read(
         self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
     ) -> None:
-        """Pull all of `reads` from one peer; returns when every byte has landed and `landed` was called for
-        every op. An error that `landed` raises fails the read.
+        """Pull all of `reads` from one peer, and call `landed` for every op.
 
-        Ends within `timeout_s` plus the time a stalled transfer needs to end (4 s). A cancel stops it under
-        the same contract about late bytes. The caller verifies checksums.
+        An error that `landed` raises fails the read. The read ends within `timeout_s` plus the time that a
+        stalled transfer needs to end (4 s). The contract about late bytes also holds after a cancel. The
+        caller verifies checksums.
         """
         ...
 
@@ -140,26 +141,28 @@ class KvTransport(Protocol):
         ...
 
 
-def _take(region: Region) -> None:
+def _accept_any(region: Region) -> None:
     return
 
 
 class RegionTable:
-    """The registered regions of one transport. Keeps their buffers alive as long as it lives."""
+    """The registered regions of one transport. It keeps their buffers alive."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
         self._kept_alive: list[object] = []
 
-    def add(self, buffer: Buffer | Tensor | Region, *, take: Callable[[Region], None] = _take) -> Region:
-        """Record memory once `take` has taken it. TransferRefused for an empty or read-only one, and what
-        `take` raises."""
+    def add(
+        self, buffer: Buffer | Tensor | Region, *, accept: Callable[[Region], None] = _accept_any
+    ) -> Region:
+        """Record memory that `accept` accepts. Raises TransferRefused for empty or read-only memory, and the
+        errors of `accept`."""
         region, owner = _region_of(buffer)
         if region.address <= 0 or region.n_bytes <= 0:
             raise TransferRefused(f"cannot register {region.n_bytes} bytes at {region.address:#x}")
         if not is_location(region.location):
             raise TransferRefused(f"cannot register memory of {region.location!r}: only cpu and cuda:N")
-        take(region)
+        accept(region)
         self._kept_alive.append(owner)
         self._regions.append(region)
         return region
@@ -178,7 +181,7 @@ class ProcessGuard:
         self.closed = False
 
     def check(self) -> None:
-        """Raises TransportClosed when the transport must not be touched."""
+        """Raises TransportClosed when the transport must not be used."""
         if self.closed:
             raise TransportClosed(f"the {self._name} transport is closed")
         if os.getpid() != self._pid:
@@ -186,7 +189,7 @@ class ProcessGuard:
 
 
 def _region_of(buffer: Buffer | Tensor | Region) -> tuple[Region, object]:
-    """The memory, and what keeps it alive."""
+    """The memory, and the object that keeps it alive."""
     if isinstance(buffer, Region):
         return buffer, None
     try:
@@ -199,9 +202,9 @@ def _region_of(buffer: Buffer | Tensor | Region) -> tuple[Region, object]:
 
 
 def writable_bytes(buffer: Buffer) -> ctypes.Array[ctypes.c_char]:
-    """The buffer's memory as a ctypes array, which keeps it alive. TypeError when it is read-only.
+    """The memory of an object with the buffer protocol as a ctypes array, which keeps it alive.
 
-    Takes a bytearray, mmap, memoryview, numpy array: anything with the buffer protocol.
+    Raises TypeError when it is read-only.
     """
     view = memoryview(buffer)
     return (ctypes.c_char * view.nbytes).from_buffer(view)

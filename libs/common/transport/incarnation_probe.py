@@ -54,13 +54,13 @@ class IncarnationProbe:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            # So few bytes always fit into a fresh socket's buffer: this cannot block.
+            # This cannot block: so few bytes always fit into a new socket's buffer.
             with connection, contextlib.suppress(OSError):
                 connection.sendall(self.address.nonce + self._note)
 
 
 async def greet(address: ProbeAddress, *, timeout_s: float = GREET_TIMEOUT_S) -> bytes:
-    """The note of that incarnation when it answers. Raises PeerGone or TransferTimeout."""
+    """Connect to a probe and return its note. Raises PeerGone or TransferTimeout."""
     where = f"{address.host}:{address.port}"
     writer: asyncio.StreamWriter | None = None
     try:

@@ -2,7 +2,7 @@
 
 Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.13.post1:
 
-- Status 1 and -1 of one element are final: the engine touches its memory no more, provided that
+- Status 1 and -1 of one element are final: the engine no longer accesses its memory, provided that
   MC_TCP_PROGRESS_TIMEOUT_SEC and MC_TCP_STATUS_TIMEOUT_SEC end a stalled transfer. With the defaults
   a READ that was reported failed overwrote its destination later.
 - An id must hold only one element: the status of an id is that of its first element. The reader stops polling
@@ -13,13 +13,13 @@ Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.1
 - The sync calls and the batch status spin on a core; polling with a growing sleep costs a tenth.
 - Over tcp one thread of an engine moves all its bytes, so there are two engines (multi_engine.py).
 - Submitting an element to a peer that was reached before queues it and returns at once.
-- The first contact with a stopped peer blocks for a minute and delays first contacts with other peers, so the
-  reader asks the incarnation probe first. A peer that stops right after the probe is the one case left.
-- Over tcp, device memory moves through a copy in the host, 64 KiB at a time; over rdma without a copy, where
-  the engine is built with CUDA (from its source; not run here). Other builds take any address for the host's.
-- In a forked child the engine hangs, also in its destructor; the child never destroys it.
+- The first contact with a stopped peer blocks for a minute and delays first contacts with other peers. So the
+  reader asks the incarnation probe first. Only a peer that stops right after the probe still causes this.
+- Over tcp, device memory moves through a copy in the host, 64 KiB at a time. Over rdma an engine built with
+  CUDA moves it without a copy (read in its source; untested). Other builds treat any address as the host's.
+- In a forked child the engine hangs, also in its destructor. So the child never destroys it.
 - The engine has no close; dropping the last reference takes a second.
-- Its ports listen on all interfaces, whatever address it advertises: isolate the network.
+- The engine's ports listen on all interfaces, whatever address it advertises: isolate the network.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from libs.common.transport.tensor_memory import HOST
 log = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 2
-# The engine checks its time-outs about once a second.
-SETTLE_S = PROGRESS_TIMEOUT_S + 2.0
-# The wheel without CUDA; the others have the same modules, so there are never two in one place.
+# How long a stopped transfer may take to end. The engine checks its time-outs about once a second.
+STOP_TIMEOUT_S = PROGRESS_TIMEOUT_S + 2.0
+# The wheel without CUDA. All wheels have the same modules, so only one of them can be installed.
 _WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
 
 
 def engine_environment(host: str) -> dict[str, str]:
-    """What the engine must find in the environment when it is imported."""
+    """The environment variables that the engine reads when it is imported."""
     return {
         "MC_TCP_BIND_ADDRESS": host,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
@@ -75,13 +75,15 @@ def engine_environment(host: str) -> dict[str, str]:
 
 
 def built_with_cuda() -> bool:
-    """Whether the engine that is installed knows device memory. One that does not takes a device's address
-    without a word, and crashes when it reads there."""
+    """Whether the installed engine supports device memory.
+
+    Other builds accept a device's address without an error, and crash when they read there.
+    """
     return not any(importlib.metadata.distributions(name=_WITHOUT_CUDA))
 
 
 class MooncakeTransport(PeerTransport[MooncakePeer]):
-    """Implements KvTransport. The session id is `host:port/beacon port/nonce`.
+    """Implements KvTransport. The session id is `host:port/probe port/nonce`.
 
     `kind` is mooncake, or mooncake-rdma: the two protocols cannot read each other.
     """
@@ -89,30 +91,30 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
     def __init__(
         self, host: str = "127.0.0.1", *, protocol: str = "tcp", devices: Sequence[str] = ()
     ) -> None:
-        """`protocol` is tcp or rdma; `devices` are RDMA device names, none for all there are.
+        """`protocol` is tcp or rdma. `devices` are names of RDMA devices; empty means all of them.
 
-        Raises ImportError where the engine's libraries are missing, FailedPrecondition when a device is not
-        there or of no use, TransferRefused when the engine does not start.
+        Raises ImportError when the engine's libraries are missing, FailedPrecondition when a device is
+        missing or unusable, TransferRefused when the engine does not start.
         """
         self.kind = "mooncake" if protocol == "tcp" else f"mooncake-{protocol}"
         self.devices = usable_devices(devices, os.environ) if protocol == "rdma" else ()
         os.environ.update(engine_environment(host))
         from mooncake.engine import TransferEngine
 
-        super().__init__(settle_s=SETTLE_S)
+        super().__init__(stop_timeout_s=STOP_TIMEOUT_S)
         engines = [TransferEngine() for _ in range(TCP_RAILS if protocol == "tcp" else 1)]
         for engine in engines:
             if engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(self.devices)) != 0:
                 raise TransferRefused(f"Mooncake does not start with {protocol} on {host}")
         self._engine: Any = MultiEngine(engines)
         ports = self._engine.ports
-        self._beacon = IncarnationProbe(host, note=note_of(ports))
+        self._probe = IncarnationProbe(host, note=note_of(ports))
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
-        self._pump = ReadPoller()
-        self.session_id = f"{host}:{ports[0]}/{self._beacon.address.port}/{self._beacon.address.nonce.hex()}"
+        self._poller = ReadPoller()
+        self.session_id = f"{host}:{ports[0]}/{self._probe.address.port}/{self._probe.address.nonce.hex()}"
         _engines.add(self)
 
-    def _meet(self, session_id: str) -> MooncakePeer:
+    def _make_peer(self, session_id: str) -> MooncakePeer:
         return MooncakePeer(session_id)
 
     async def close(self) -> None:
@@ -121,17 +123,17 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         self._guard.check()
         self._guard.closed = True
         await self._reads.close()
-        self._beacon.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._pump.close)
+        self._probe.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._poller.close)
         engine, self._engine = self._engine, None
         _engines.discard(self)
-        # An engine is destroyed by whoever drops the last reference to it, and waits for its threads to end:
-        # a thread does, by emptying the list that holds the only one. A local name here would be another.
+        # The destructor of an engine waits for its threads to end, so it runs in a thread. Each list holds
+        # the only reference to an engine, and `clear` drops it; a local variable would be a second reference.
         await asyncio.gather(*(asyncio.to_thread(holder.clear) for holder in [[e] for e in engine.detach()]))
         self._calls.shutdown(wait=False)
         self._regions = RegionTable()
 
-    def _take(self, region: Region) -> None:
+    def _register(self, region: Region) -> None:
         if region.location == HOST:
             code = self._engine.register_memory(region.address, region.n_bytes)
         elif built_with_cuda():
@@ -139,7 +141,7 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         else:
             raise TransferRefused(
                 f"memory of {region.location} needs a Mooncake built with CUDA, and this is {_WITHOUT_CUDA}: "
-                "install mooncake-transfer-engine in its place"
+                "install mooncake-transfer-engine instead"
             )
         if code != 0:
             what = f"{region.n_bytes} bytes of {region.location}"
@@ -156,18 +158,18 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         self, peer: MooncakePeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
     ) -> None:
         await peer.ensure_alive()
-        # When all connections to a peer broke together, as they do when it stalls, an engine fails the next
-        # element at once, and only then makes new ones: each engine by itself.
+        # When all connections to a peer break together, as after a stall, each engine fails the next element
+        # at once and opens new connections only then. So each engine may cost one try.
         for tries_left in range(0 if peer.reached else TCP_RAILS, -1, -1):
             read = MooncakeRead(self._engine, self._calls, peer, reads, landed, stop, self._regions)
-            await self._pump.run(read)
+            await self._poller.run(read)
             if not read.failed or stop.is_set():
                 break
             read.raise_error()
             await peer.ensure_alive_after_failure()
             reads = read.missing
             if not tries_left:
-                raise TransferRefused(f"{peer.engine_address} lives but refused or dropped the read")
+                raise TransferRefused(f"{peer.engine_address} is alive but refused or dropped the read")
         read.raise_error()
         if not read.complete:
             raise TransferTimeout(f"the read from {peer.engine_address} was stopped")
@@ -176,11 +178,11 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
 _engines: weakref.WeakSet[MooncakeTransport] = weakref.WeakSet()
 
 
-def _immortalise_engines() -> None:
-    """In a forked child: one reference too many, so that no engine's destructor runs there."""
+def _leak_engines() -> None:
+    """Add a reference to each engine in a forked child, so that no destructor runs there."""
     for transport in _engines:
         if transport._engine is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport._engine))
 
 
-os.register_at_fork(after_in_child=_immortalise_engines)
+os.register_at_fork(after_in_child=_leak_engines)

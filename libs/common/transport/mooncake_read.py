@@ -24,54 +24,54 @@ LANES = 8
 READS_PER_PEER = 2
 # Large enough that a few keep the wire busy between polls, small enough to stop soon after a cancel.
 ELEMENT_BYTES = 2 << 20
-# xxh3 takes 50 to 250 us for so much, about what handing it to another thread costs on a busy machine.
+# xxh3 takes 50 to 250 us for so many bytes, about as long as a change of threads on a busy machine.
 _LANDED_INLINE_BYTES = 2 << 20
 _DONE, _FAILED = 1, -1
 # Every fourth poll covers all elements; the others stop at the first element that has not ended.
-_THOROUGH_LOOKS = 4
-# While elements end, waiting ones are submitted at once; the bound lets other reads have their turn.
-_ROUNDS_A_STEP = 32
+_FULL_POLL_INTERVAL = 4
+# While elements end, waiting ones are submitted at once. The bound gives other reads their turn.
+_MAX_ROUNDS_PER_STEP = 32
 
 
 class MooncakePeer:
-    """One incarnation of a peer: whether it was seen alive, and what the engine holds for it.
+    """One incarnation of a peer: whether it was seen alive, and its reads and elements in the engine.
 
-    A read alone may use all lanes; several share them evenly.
+    A single read may use all lanes; several reads share them evenly.
     """
 
     def __init__(self, session_id: str) -> None:
         try:
-            self.engine_address, beacon_port, nonce = session_id.split("/")
+            self.engine_address, probe_port, nonce = session_id.split("/")
             host, port = self.engine_address.rsplit(":", 1)
-            self.beacon = ProbeAddress(host, int(beacon_port), bytes.fromhex(nonce))
-            valid = 0 < int(port) < 65536 and len(self.beacon.nonce) == NONCE_BYTES
+            self.probe = ProbeAddress(host, int(probe_port), bytes.fromhex(nonce))
+            valid = 0 < int(port) < 65536 and len(self.probe.nonce) == NONCE_BYTES
         except ValueError:
             valid = False
         if not valid:
             raise TransferRefused("not a session id of the mooncake transport")
-        self.addresses: tuple[str, ...] = (self.engine_address,)  # of all its engines, once it was greeted
+        self.addresses: tuple[str, ...] = (self.engine_address,)  # of all its engines, after a greeting
         self.slots = asyncio.Semaphore(READS_PER_PEER)
         self.seen_alive = False
-        self.reached = False  # bytes have come by all our engines since the last failure
-        self.met: set[int] = set()  # those by which they have, until then
+        self.reached = False  # whether all our engines have read from it since the last failure
+        self.reached_by: set[int] = set()  # our engines that have read from it, until `reached`
         self.n_readers = 0
         self.n_elements = 0
 
     def room(self, own_elements: int) -> int:
-        """How many more elements a read that has `own_elements` outstanding may hand in."""
+        """How many more elements a read with `own_elements` outstanding may submit."""
         fair = LANES // max(1, self.n_readers) - own_elements
         return max(0, min(fair, LANES - self.n_elements))
 
     async def ensure_alive(self) -> None:
-        """Ask the incarnation probe until the peer's engines were reached, and after each failure."""
+        """Ask the incarnation probe, unless all engines have read from the peer since the last failure."""
         if not (self.seen_alive and self.reached):
-            self.addresses = addresses_of(self.engine_address, await greet(self.beacon))
+            self.addresses = addresses_of(self.engine_address, await greet(self.probe))
             self.seen_alive = True
 
     async def ensure_alive_after_failure(self) -> None:
-        """Raises PeerGone or TransferTimeout when that is why an element failed."""
+        """Raises PeerGone or TransferTimeout if the peer no longer answers."""
         self.seen_alive = self.reached = False
-        self.met.clear()
+        self.reached_by.clear()
         await self.ensure_alive()
 
 
@@ -84,7 +84,7 @@ class _Landing:
 
 
 class MooncakeRead:
-    """The elements of one read. It is over only when the engine holds none of them any more."""
+    """The elements of one read. The read is over only when the engine holds none of them."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class MooncakeRead:
         stop: asyncio.Event,
         keep_alive: object,
     ) -> None:
-        """`calls`: threads for what blocks. `keep_alive` keeps the buffers alive."""
+        """`calls`: threads for blocking calls. `keep_alive` keeps the buffers alive."""
         self._engine = engine
         self._calls = calls
         self.peer = peer
@@ -104,7 +104,7 @@ class MooncakeRead:
         self._stop = stop
         self._keep_alive = keep_alive
         self._waiting: deque[tuple[ReadOp, _Landing]] = deque()
-        # The first one contacts all engines of the peer, while it is known to be alive.
+        # A first read has at least two elements, so that it contacts all engines of a peer known to be alive.
         halves = max(1, sum(op.n_bytes for op in reads) // 2)
         element_bytes = ELEMENT_BYTES if peer.reached else min(ELEMENT_BYTES, halves)
         self._landings: list[_Landing] = []
@@ -118,8 +118,8 @@ class MooncakeRead:
         self._reports: list[Future[None]] = []  # calls of `landed` in other threads
         self.n_done = 0  # elements that landed
         self.failed = False  # the engine refused or failed an element
-        self._looks = 0
-        self.error: Exception | None = None  # what `landed` raised
+        self._n_polls = 0
+        self.error: Exception | None = None  # the error that `landed` raised
 
     @property
     def complete(self) -> bool:
@@ -128,33 +128,35 @@ class MooncakeRead:
 
     @property
     def missing(self) -> list[ReadOp]:
-        """What has not landed, once the read is over."""
+        """The ops that have not landed, for a read that is over."""
         return [landing.op for landing in self._landings if landing.n_elements]
 
     @property
     def reached(self) -> bool:
-        """Whether the peer can be reached by all engines, as far as this read and others have shown: of two
-        first reads at once each may have had one engine."""
-        return self.complete and (self.peer.reached or len(self.peer.met) >= self._engine.n_rails)
+        """Whether all engines have read from the peer, in this read or in others.
+
+        Of two simultaneous first reads, each may have used only one engine.
+        """
+        return self.complete and (self.peer.reached or len(self.peer.reached_by) >= self._engine.n_rails)
 
     @property
     def over(self) -> bool:
-        """Whether neither the engine nor `landed` touches the memory any more, and nothing will follow."""
+        """Whether the engine and `landed` have ended with the memory, and no element will be submitted."""
         busy = self._outstanding or self._contact is not None or not all(r.done() for r in self._reports)
-        return not busy and not (self._waiting and self._going)
+        return not busy and not (self._waiting and self._may_submit)
 
     @property
-    def _going(self) -> bool:
+    def _may_submit(self) -> bool:
         return not (self.failed or self.error is not None or self._stop.is_set())
 
     def step(self) -> bool:
-        """Submit what there is room for and poll what is outstanding; returns whether an element ended."""
+        """Submit as many elements as allowed and poll the outstanding ones. Returns whether any has ended."""
         ended = False
-        for _ in range(_ROUNDS_A_STEP):
+        for _ in range(_MAX_ROUNDS_PER_STEP):
             if not self._round():
                 break
             ended = True
-            if not (self._waiting and self._going):
+            if not (self._waiting and self._may_submit):
                 break
         return ended
 
@@ -162,32 +164,32 @@ class MooncakeRead:
         if self._contact is not None and self._contact[0].done():
             future, landings = self._contact
             self._contact = None
-            self._took(future.result(), landings)
-        if self._going and self._contact is None:
+            self._on_submitted(future.result(), landings)
+        if self._may_submit and self._contact is None:
             room = min(self.peer.room(len(self._outstanding)), len(self._waiting))
             if room:
-                self._hand_in([self._waiting.popleft() for _ in range(room)])
-        return self._collect()
+                self._submit([self._waiting.popleft() for _ in range(room)])
+        return self._poll()
 
     def raise_error(self) -> None:
-        """Raises what `landed` raised."""
+        """Raises the error of `landed`, if any."""
         for report in self._reports:
             report.result()
         if self.error is not None:
             raise self.error
 
-    def _hand_in(self, wave: Sequence[tuple[ReadOp, _Landing]]) -> None:
-        """The first contact blocks, so it is made in another thread."""
-        self.peer.n_elements += len(wave)
-        call = self._call([op for op, _ in wave])
-        landings = [landing for _, landing in wave]
+    def _submit(self, elements: Sequence[tuple[ReadOp, _Landing]]) -> None:
+        """Submit elements; in another thread for the first contact, which blocks."""
+        self.peer.n_elements += len(elements)
+        call = self._call([op for op, _ in elements])
+        landings = [landing for _, landing in elements]
         if self.peer.reached:
-            self._took(call(), landings)
+            self._on_submitted(call(), landings)
         else:
             self._contact = self._calls.submit(call), landings
 
-    def _took(self, ids: Sequence[int], landings: Sequence[_Landing]) -> None:
-        """The engine took as many elements as there are ids."""
+    def _on_submitted(self, ids: Sequence[int], landings: Sequence[_Landing]) -> None:
+        """Record the elements that the engine accepted: as many as there are ids."""
         self.peer.n_elements -= len(landings) - len(ids)
         self.failed |= len(ids) < len(landings)
         self._outstanding.update(zip(ids, landings, strict=False))
@@ -197,35 +199,35 @@ class MooncakeRead:
 
         def call() -> list[int]:
             ids: list[int] = []
-            assert keep_alive  # the buffers outlive this call, whatever closes meanwhile
+            assert keep_alive  # this call keeps the buffers alive, even if the transport closes meanwhile
             for op in ops:
                 try:
                     found = engine.batch_transfer_async_read(
                         peer.addresses, [op.local_address], [op.remote_address], [op.n_bytes]
                     )
-                except Exception:  # the elements before it are under way all the same
-                    log.exception("the engine does not take a read from %s", peer.engine_address)
+                except Exception:  # the engine still reads the elements before this one
+                    log.exception("the engine refuses a read from %s", peer.engine_address)
                     break
-                if not 0 < found < 1 << 63:  # 0 or -1: refused
+                if not 0 < found < 1 << 63:  # 0 and -1 mean refused
                     break
                 ids.append(found)
             return ids
 
         return call
 
-    def _collect(self) -> bool:
-        """Poll the elements, oldest first; returns whether one has ended."""
-        self._looks += 1
+    def _poll(self) -> bool:
+        """Poll the outstanding elements, oldest first. Returns whether any has ended."""
+        self._n_polls += 1
         ended: list[tuple[int, int]] = []
         for element in self._outstanding:
             rail = -1 if self.peer.reached else self._engine.rail_of(element)
             status = self._engine.transfer_check_status(element)
             if status == _DONE and rail >= 0:
-                self.peer.met.add(rail)
+                self.peer.reached_by.add(rail)
             if status in (_DONE, _FAILED):
                 ended.append((element, status))
-            elif self._looks % _THOROUGH_LOOKS:
-                break  # those behind it take as long; and each look may wait for the interpreter
+            elif self._n_polls % _FULL_POLL_INTERVAL:
+                break  # later elements take as long, and each check may wait for the interpreter lock
         for element, status in ended:
             landing = self._outstanding.pop(element)
             self.peer.n_elements -= 1
@@ -235,21 +237,21 @@ class MooncakeRead:
             self.n_done += 1
             landing.n_elements -= 1
             if landing.n_elements == 0 and self._landed is not None:
-                self._tell(self._landed, landing.op)
+                self._report(self._landed, landing.op)
         return bool(ended)
 
-    def _tell(self, landed: Landed, op: ReadOp) -> None:
+    def _report(self, landed: Landed, op: ReadOp) -> None:
         if op.n_bytes > _LANDED_INLINE_BYTES:
             self._reports.append(self._calls.submit(landed, op))
             return
         try:
             landed(op)
-        except Exception as error:  # the engine still writes: it is raised when that has ended
+        except Exception as error:  # raised after the engine's last write
             self.error = error
 
 
 def split_reads(reads: Sequence[ReadOp], max_bytes: int) -> Iterator[ReadOp]:
-    """The same bytes in pieces of at most `max_bytes`."""
+    """Split reads into pieces of at most `max_bytes`."""
     for op in reads:
         for start in range(0, op.n_bytes, max_bytes):
             n_bytes = min(max_bytes, op.n_bytes - start)

@@ -1,4 +1,4 @@
-"""Several Mooncake engines of one process as one: over TCP an engine moves all its bytes in one thread.
+"""Combines several Mooncake engines into one, because over TCP an engine moves all its bytes in one thread.
 
 An element goes to the engine that holds the fewest elements for its peer. The note of the incarnation probe
 names the ports of a peer's engines, the first of which is in the session id.
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-# More than two bring nothing while both ends share two cores, and each closes for a second.
+# More than two gain nothing on two cores for both ends, and each takes a second to close.
 TCP_RAILS = 2
 
 
@@ -27,11 +27,11 @@ class MultiEngine:
 
     @property
     def ports(self) -> list[int]:
-        """Where peers find the engines."""
+        """The engines' ports for peers."""
         return [engine.get_rpc_port() for engine in self._engines]
 
     def register_memory(self, *arguments: Any) -> int:
-        """0; or the first code that is not, and then none of the engines keeps the memory."""
+        """Register memory with all engines. Returns 0, or the first error code and registers with none."""
         for n_taken, engine in enumerate(self._engines):
             code = int(engine.register_memory(*arguments))
             if code != 0:
@@ -43,7 +43,7 @@ class MultiEngine:
     def batch_transfer_async_read(
         self, addresses: Sequence[str], local: list[int], remote: list[int], sizes: list[int]
     ) -> int:
-        """One element, as the engine's; `addresses` are those of the peer's engines."""
+        """Submit one element to an engine; returns its id. `addresses` are those of the peer's engines."""
         peer = addresses[0]
         with self._lock:
             held = self._held.setdefault(peer, [0] * self.n_rails)
@@ -64,11 +64,11 @@ class MultiEngine:
         return found
 
     def rail_of(self, element: int) -> int:
-        """Which engine has an element that has not ended."""
+        """The engine of an element that has not ended."""
         return self._elements[element][0]
 
     def transfer_check_status(self, element: int) -> int:
-        """Status of an element that has not ended: 1 done, -1 failed."""
+        """Poll an element that has not ended: 1 means done, -1 failed."""
         rail, found, peer = self._elements[element]
         status = int(self._engines[rail].transfer_check_status(found))
         if status in (1, -1):
@@ -78,7 +78,7 @@ class MultiEngine:
         return status
 
     def detach(self) -> list[Any]:
-        """Hand the engines to the caller, who drops them; this object is unusable afterwards."""
+        """Pass the engines to the caller, which drops them. This object is unusable afterwards."""
         engines, self._engines = self._engines, []
         return engines
 

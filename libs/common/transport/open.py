@@ -1,4 +1,4 @@
-"""Choose the transport of this process."""
+"""Chooses and opens the transport of this process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ TRANSPORT_HELP = "how KV blocks move: auto, mooncake, socket, rdma or rdma:DEVIC
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """What was asked for. `kind` is auto, mooncake, socket or rdma; `devices` are RDMA device names,
-    empty for all there are."""
+    """The value of `--transport`. `kind` is auto, mooncake, socket or rdma.
+
+    `devices` are names of RDMA devices; empty means all of them.
+    """
 
     kind: str
     devices: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> TransportChoice:
-        """Read what `TRANSPORT_HELP` says. ValueError for anything else."""
+        """Parse a value in the form of `TRANSPORT_HELP`. Raises ValueError for any other."""
         kind, colon, listed = text.partition(":")
         devices = tuple(listed.split(",")) if colon else ()
         if kind not in ("auto", "mooncake", "socket", "rdma") or (devices and kind != "rdma"):
@@ -40,9 +42,9 @@ class TransportChoice:
 def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
     """Open the one transport of this process, after any fork. All workers of a cluster must agree.
 
-    auto is Mooncake over TCP where its libraries load, else socket; one log line says which.
-    Raises ValueError for an unknown choice; FailedPrecondition when Mooncake was asked for and does not load,
-    or an RDMA device is not there or of no use; TransferRefused when the engine does not start.
+    auto is Mooncake over TCP if its libraries load, else socket; one log line names the choice. Raises
+    ValueError for an unknown choice, FailedPrecondition when a requested Mooncake does not load or an RDMA
+    device is missing or unusable, TransferRefused when the engine does not start.
     """
     choice = TransportChoice.parse(text)
     if choice.kind != "socket":
@@ -54,10 +56,10 @@ def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
         except ImportError as error:
             if choice.kind != "auto":
                 raise FailedPrecondition(
-                    f"--transport {text}: Mooncake does not load here ({error}): it needs libibverbs1, "
-                    "libnuma1 and libcurl4, a build with CUDA also its runtime; sockets need none of them"
+                    f"--transport {text}: Mooncake does not load ({error}): it needs libibverbs1, libnuma1 "
+                    "and libcurl4, and a build with CUDA its runtime; --transport socket needs none of them"
                 ) from error
-            log.warning("KV transport: socket, because Mooncake does not load here (%s)", error)
+            log.warning("KV transport: socket, because Mooncake does not load (%s)", error)
             return SocketTransport(host)
     log.info("KV transport: socket")
     return SocketTransport(host)

@@ -14,7 +14,7 @@ from libs.common.transport.tensor_memory import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# The peer cache's bound; a peer that is evicted costs one more greeting.
+# The bound of the peer cache. The next read from an evicted peer greets it again.
 MAX_PEERS = 256
 
 
@@ -28,14 +28,15 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class PeerTransport(ABC, Generic[PeerT]):
-    """Implements KvTransport but for `session_id` and `close`, which ends what is made here."""
+    """Implements KvTransport except for `session_id` and `close`."""
 
     kind: str
 
-    def __init__(self, *, settle_s: float) -> None:
+    def __init__(self, *, stop_timeout_s: float) -> None:
+        """`stop_timeout_s`: how long a stopped read may take to end before its destination is quarantined."""
         self._guard = ProcessGuard(self.kind)
         self._regions = RegionTable()
-        self._reads = ReadSupervisor(settle_s=settle_s)
+        self._reads = ReadSupervisor(stop_timeout_s=stop_timeout_s)
         self._peers: dict[str, PeerT] = {}
 
     @property
@@ -51,7 +52,7 @@ class PeerTransport(ABC, Generic[PeerT]):
 
     def register(self, buffer: Buffer | Tensor | Region) -> Region:
         self._guard.check()
-        return self._regions.add(buffer, take=self._take)
+        return self._regions.add(buffer, accept=self._register)
 
     async def read(
         self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
@@ -72,24 +73,24 @@ class PeerTransport(ABC, Generic[PeerT]):
         """The cached peer, or a new one that replaces the oldest."""
         peer = self._peers.get(session_id)
         if peer is None:
-            peer = self._peers[session_id] = self._meet(session_id)
+            peer = self._peers[session_id] = self._make_peer(session_id)
             while len(self._peers) > MAX_PEERS:
                 self._discard(self._peers.pop(next(iter(self._peers))))
         return peer
 
     @abstractmethod
-    def _take(self, region: Region) -> None:
+    def _register(self, region: Region) -> None:
         """Register the memory with the engine that moves the bytes. Raises TransferRefused."""
 
     @abstractmethod
-    def _meet(self, session_id: str) -> PeerT:
-        """A new peer of that session id. Raises TransferRefused for an id of another kind."""
+    def _make_peer(self, session_id: str) -> PeerT:
+        """A new peer with that session id. Raises TransferRefused for an id of another kind."""
 
     def _discard(self, peer: PeerT) -> None:
-        """Called when the peer leaves the cache: no more reads begin at it."""
+        """Clean up after a peer that leaves the cache; it gets no more reads."""
 
     @abstractmethod
     async def _transfer(
         self, peer: PeerT, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
     ) -> None:
-        """One read, under a supervisor (`reads.py`). Raises TransferError."""
+        """Run one read, under the supervisor of reads.py. Raises TransferError."""

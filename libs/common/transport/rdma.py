@@ -14,7 +14,7 @@ from slipstream.errors import FailedPrecondition
 
 SYS_DEVICES = Path("/sys/class/infiniband")
 CHARACTER_DEVICES = Path("/dev/infiniband")
-# The engine moves by TCP, whatever it was asked for, where one of these is set.
+# If one of these is set, the engine uses TCP even when rdma was requested.
 FORCING_TCP = ("MC_FORCE_TCP",)
 _INSTEAD = "--transport mooncake moves KV over TCP"
 
@@ -26,22 +26,19 @@ def usable_devices(
     sys_devices: Path | None = None,
     character_devices: Path | None = None,
 ) -> tuple[str, ...]:
-    """The devices that the engine is to keep to: those asked for; or those that work, where some of those
-    that are there do not; or empty, for all there are.
+    """The devices for the engine: the `asked` ones, or all usable ones; empty if all devices are usable.
 
-    Raises FailedPrecondition when a device asked for is not there, has no active port or may not be opened,
-    and when nothing is left.
+    Raises FailedPrecondition when an asked device is missing, has no active port or cannot be opened, and
+    when no device is usable.
     """
     sys_devices = sys_devices or SYS_DEVICES
     for name in FORCING_TCP:
         if environment.get(name):
-            raise FailedPrecondition(
-                f"{name} is set: Mooncake would move KV over TCP, and not by rdma; unset it"
-            )
+            raise FailedPrecondition(f"{name} is set, so Mooncake would use TCP instead of rdma: unset it")
     there = sorted(path.name for path in sys_devices.iterdir()) if sys_devices.is_dir() else []
     if not there:
         raise FailedPrecondition(
-            f"rdma: no RDMA device at all: {sys_devices} is empty, is the driver loaded? {_INSTEAD}"
+            f"rdma: no RDMA device: {sys_devices} is empty, is the driver loaded? {_INSTEAD}"
         )
     missing = [device for device in asked if device not in there]
     if missing:
@@ -59,7 +56,7 @@ def usable_devices(
 
 
 def _problem(device: Path, character_devices: Path) -> str:
-    """Why the engine would pass over the device; empty when nothing is known against it."""
+    """Why the engine cannot use the device; empty if no problem was found."""
     states = [_text(port / "state") for port in sorted((device / "ports").glob("*"))]
     if not any("ACTIVE" in state for state in states):
         return f"has no active port ({', '.join(states) or 'no port'})"
@@ -68,7 +65,7 @@ def _problem(device: Path, character_devices: Path) -> str:
         return "has no verbs device (is ib_uverbs loaded?)"
     closed = [name for name in verbs if not os.access(character_devices / name, os.R_OK | os.W_OK)]
     if closed:
-        return f"may not be opened ({character_devices / closed[0]}: give it to the container)"
+        return f"cannot be opened ({character_devices / closed[0]}: give the container access to it)"
     return ""
 
 

@@ -1,7 +1,7 @@
 """The thread that drives all reads of one Mooncake transport: it submits, polls, and reports landed blocks.
 
-The event loop is too coarse for this: its timers resolve a millisecond, a tenth of a read of 16 MiB, and lose
-that at each poll. The thread also verifies landed blocks without blocking the loop.
+The event loop's timers are too coarse for this: each poll would lose up to a millisecond, a tenth of a read
+of 16 MiB. The thread also verifies landed blocks without blocking the loop.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from libs.common.transport.mooncake_read import MooncakeRead
 log = logging.getLogger(__name__)
 
 _POLL_MIN_S = 0.00015
-# While the wire is busy the next element ends within a millisecond; a peer that stalls is asked seldom.
+# While bytes arrive the next element ends within a millisecond; the polls of a stalled peer are rarer.
 _POLL_BUSY_S = 0.0004
 _POLL_MAX_S = 0.005
 _BUSY_POLLS = 60
 
 
 class ReadPoller:
-    """One thread, asleep while there is nothing to move."""
+    """The polling thread, which sleeps while there are no reads."""
 
     def __init__(self) -> None:
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._arrived: list[tuple[MooncakeRead, asyncio.Future[None]]] = []
         self._closed = False
-        self._thread = threading.Thread(target=self._pump, name="kv-pump", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-poller", daemon=True)
         self._thread.start()
 
     async def run(self, read: MooncakeRead) -> None:
-        """Returns when the read is over. A cancel does not end it: only the engine does."""
+        """Return when the read is over. A cancel does not end it, because only the engine can."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._arrived.append((read, over))
@@ -41,14 +41,14 @@ class ReadPoller:
         await over
 
     def close(self) -> None:
-        """End the thread, whatever is outstanding. Idempotent."""
+        """End the thread, even with outstanding reads. Idempotent."""
         self._closed = True
         self._wake.set()
         self._thread.join()
 
-    def _pump(self) -> None:
+    def _run(self) -> None:
         active: list[tuple[MooncakeRead, asyncio.Future[None]]] = []
-        sleep_s, in_vain = _POLL_MIN_S, 0
+        sleep_s, n_idle = _POLL_MIN_S, 0  # polls in a row in which no element ended
         while not self._closed:
             if self._wake.wait(sleep_s if active else None):
                 self._wake.clear()
@@ -57,13 +57,13 @@ class ReadPoller:
                 for read, _ in arrived:
                     read.peer.n_readers += 1
                 active += arrived
-                in_vain = 0
+                n_idle = 0
             ended = False
             for read, _ in active:
                 ended |= _step(read)
-            in_vain = 0 if ended else in_vain + 1
-            longest_s = _POLL_BUSY_S if in_vain < _BUSY_POLLS else _POLL_MAX_S
-            sleep_s = _POLL_MIN_S if in_vain == 0 else min(sleep_s * 2, longest_s)
+            n_idle = 0 if ended else n_idle + 1
+            longest_s = _POLL_BUSY_S if n_idle < _BUSY_POLLS else _POLL_MAX_S
+            sleep_s = _POLL_MIN_S if n_idle == 0 else min(sleep_s * 2, longest_s)
             for read, over in [each for each in active if each[0].over]:
                 active.remove((read, over))
                 read.peer.n_readers -= 1
@@ -74,8 +74,8 @@ class ReadPoller:
 def _step(read: MooncakeRead) -> bool:
     try:
         return read.step()
-    except Exception:  # a defect: the read never ends by itself, so its destination stays quarantined
-        log.exception("a read cannot be moved on")
+    except Exception:  # a defect: the read never ends, so its destination stays quarantined
+        log.exception("a step of a read failed")
         read.failed = True
         return False
 

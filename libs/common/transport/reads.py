@@ -2,7 +2,7 @@
 
 The transfer runs as a task that owns the destination until it ends. When the caller times out or cancels,
 the supervisor stops the task and waits for it, so that no late byte lands in memory that has another owner.
-A task that does not stop in `settle_s` keeps its destination quarantined while it runs.
+A task that does not end within `stop_timeout_s` keeps its destination quarantined while it runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from libs.common.transport.base import ReadOp, Region, RegionTable, TransferRefu
 
 log = logging.getLogger(__name__)
 
-# The supervisor sets `stop` when the caller has left: the transfer submits nothing more and ends soon.
+# A running read. The supervisor sets the event when the caller has left, and the transfer ends soon after.
 Transfer = Callable[[asyncio.Event], Awaitable[None]]
 
 
 class ReadSupervisor:
     """The reads of one transport."""
 
-    def __init__(self, *, settle_s: float) -> None:
-        self._settle_s = settle_s
+    def __init__(self, *, stop_timeout_s: float) -> None:
+        self._stop_timeout_s = stop_timeout_s
         self._destinations: dict[asyncio.Task[None], tuple[Region, ...]] = {}
         self._stops: dict[asyncio.Task[None], asyncio.Event] = {}
         self._late: set[asyncio.Task[None]] = set()
@@ -34,7 +34,7 @@ class ReadSupervisor:
         return len(self._destinations)
 
     def quarantined(self, address: int, n_bytes: int) -> bool:
-        """Whether a transfer whose caller has left may still write to the range."""
+        """Whether a stopped transfer may still write to the range."""
         return any(
             region.overlaps(address, n_bytes) for task in self._late for region in self._destinations[task]
         )
@@ -60,9 +60,9 @@ class ReadSupervisor:
         slots: asyncio.Semaphore,
         timeout_s: float,
     ) -> None:
-        """Run `transfer`, which fills the destinations of `reads`, under the promises of `read`.
+        """Run `transfer`, which fills the destinations of `reads`, under the contract of `KvTransport.read`.
 
-        It waits for one of the peer's `slots`, within the time-out, and holds it to its end.
+        The transfer waits for one of the peer's `slots`, within the time-out, and holds it until it ends.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + timeout_s
@@ -94,22 +94,22 @@ class ReadSupervisor:
             raise error
 
     async def close(self) -> None:
-        """Stop all transfers, wait for them `settle_s`, then cancel what is left."""
+        """Stop all transfers, wait `stop_timeout_s` for them, and cancel those that have not ended."""
         for stop in self._stops.values():
             stop.set()
         if self._destinations:
-            await asyncio.wait(set(self._destinations), timeout=self._settle_s)
+            await asyncio.wait(set(self._destinations), timeout=self._stop_timeout_s)
         left = set(self._destinations)
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left, timeout=self._settle_s)
+            await asyncio.wait(left, timeout=self._stop_timeout_s)
 
     async def _stop(self, task: asyncio.Task[None]) -> None:
-        """Stop the task and wait for its end, through any number of cancels, at most `settle_s`."""
+        """Stop the task and wait for its end, through any number of cancels, at most `stop_timeout_s`."""
         self._stops[task].set()
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._settle_s
+        give_up_at = loop.time() + self._stop_timeout_s
         cancelled = False
         while not task.done() and (left_s := give_up_at - loop.time()) > 0:
             try:

@@ -1,4 +1,4 @@
-"""Page-aligned memory for KV: what the transport registers and direct I/O accepts."""
+"""Page-aligned memory for KV, which the transport can register and direct I/O accepts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def page_rounded(n_bytes: int) -> int:
 
 
 class PageAlignedMemory:
-    """Anonymous memory, zeroed; the kernel commits its pages when they are first touched.
+    """Zeroed anonymous memory. The kernel commits each page at its first access.
 
-    What is large enough lies on huge pages where the kernel has them: a direct read of a block is then a few
-    pieces of memory instead of a thousand, for the disk and for the processor. Private, because shared
-    memory has no huge pages unless the machine was set up for it; a forked child does not have it, so that
-    no write after a fork moves pages away from a device that fills them.
+    Large memory uses huge pages if the kernel has them: a direct read of a block then fills a few pieces of
+    memory instead of a thousand. The mapping is private, because shared memory has huge pages only on
+    machines set up for it. A forked child does not get the mapping: otherwise a write after a fork would copy
+    pages away from a device that fills them.
 
-    It lives as long as this object or anything that was made from `buffer`.
+    The memory lives as long as this object or any object made from `buffer`.
     """
 
     def __init__(self, n_bytes: int) -> None:
         if n_bytes <= 0:
             raise ValueError("n_bytes must be positive")
         self.n_bytes = page_rounded(n_bytes)
-        spare_bytes = HUGE_PAGE_BYTES if self.n_bytes >= HUGE_PAGE_BYTES else 0  # to begin with a huge page
+        spare_bytes = HUGE_PAGE_BYTES if self.n_bytes >= HUGE_PAGE_BYTES else 0  # to align the start
         mapping = mmap.mmap(-1, self.n_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start_bytes = 0
         if spare_bytes:

@@ -1,8 +1,8 @@
 """KV transport over plain TCP sockets, for hosts where Mooncake's engine does not load.
 
-Reads go straight from the socket into the destination. Each incarnation has a secret token; a read
-under another token is turned away, so it never reaches a successor's memory. Stopping a read closes
-its connection: nothing can land afterwards.
+Reads go straight from the socket into the destination. Each incarnation has a secret token. The server
+refuses a read under another token, so it never reaches a successor's memory. Stopping a read closes its
+connection, so no byte can land afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libs.common.transport.socket_read import PROGRESS_TIMEOUT_S, SocketPeer, So
 from libs.common.transport.socket_server import RegionServer
 from libs.common.transport.tensor_memory import HOST
 
-SETTLE_S = PROGRESS_TIMEOUT_S + 1.0
+STOP_TIMEOUT_S = PROGRESS_TIMEOUT_S + 1.0
 
 
 class SocketTransport(PeerTransport[SocketPeer]):
@@ -27,19 +27,19 @@ class SocketTransport(PeerTransport[SocketPeer]):
     kind = "socket"
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        super().__init__(settle_s=SETTLE_S)
+        super().__init__(stop_timeout_s=STOP_TIMEOUT_S)
         self._server = RegionServer(host, self._regions)
         self.session_id = f"{host}:{self._server.port}/{self._server.token.hex()}"
         self._readers = ThreadPoolExecutor(32, thread_name_prefix="kv-read")
 
-    def _take(self, region: Region) -> None:
+    def _register(self, region: Region) -> None:
         if region.location != HOST:
             raise TransferRefused(
-                f"sockets move memory of the host only, and not of {region.location}: the kernel cannot read "
-                "it. Use --transport rdma or mooncake, with a Mooncake built with CUDA"
+                f"sockets cannot move memory of {region.location}, because the kernel cannot read it: use "
+                "--transport rdma or mooncake, with a Mooncake built with CUDA"
             )
 
-    def _meet(self, session_id: str) -> SocketPeer:
+    def _make_peer(self, session_id: str) -> SocketPeer:
         return SocketPeer(session_id)
 
     def _discard(self, peer: SocketPeer) -> None:
@@ -61,7 +61,7 @@ class SocketTransport(PeerTransport[SocketPeer]):
     async def _transfer(
         self, peer: SocketPeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event
     ) -> None:
-        """A thread is taken only once the peer has answered: silent peers cost none."""
+        """Connect without a thread, then read in one, so that silent peers occupy no threads."""
         stopped = asyncio.ensure_future(stop.wait())
         try:
             connection = peer.idle()
@@ -75,7 +75,7 @@ class SocketTransport(PeerTransport[SocketPeer]):
                     raise TransferTimeout("the read was stopped before the peer answered")
                 connection = connecting.result()
             job = SocketRead(peer, reads, landed, connection)
-            job.ask_first()  # the peer sends while a thread is woken
+            job.ask_first()  # so that the peer sends while the thread starts
             running = asyncio.get_running_loop().run_in_executor(self._readers, job.run)
             try:
                 either: set[asyncio.Future[Any]] = {running, stopped}

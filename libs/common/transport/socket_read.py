@@ -26,7 +26,7 @@ from libs.common.transport.socket_server import (
 
 PROGRESS_TIMEOUT_S = 2.0
 READS_PER_PEER = 4
-# Requests sent ahead of their answers; few enough to fit the socket buffers at both ends.
+# Requests in flight; few enough for the socket buffers at both ends.
 REQUESTS_AHEAD = 32
 
 
@@ -60,7 +60,7 @@ class SocketPeer:
         return None
 
     async def connect(self) -> socket.socket:
-        """A new connection that was welcomed. Raises PeerGone or TransferTimeout."""
+        """A new connection, accepted by the peer. Raises PeerGone or TransferTimeout."""
         loop = asyncio.get_running_loop()
         host, port = self.address
         connection: socket.socket | None = None
@@ -89,7 +89,7 @@ class SocketPeer:
         return connection
 
     def keep(self, connection: socket.socket) -> None:
-        """Take back a connection with nothing in flight."""
+        """Keep a connection with no request in flight for later reads."""
         with self._lock:
             if not self._closed:
                 self._idle.append(connection)
@@ -97,7 +97,7 @@ class SocketPeer:
         connection.close()
 
     def close(self) -> None:
-        """Close idle connections; those in use are closed when they come back."""
+        """Close the idle connections; `keep` closes the others."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -106,14 +106,14 @@ class SocketPeer:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Of an idle one: nothing was asked for, so its end is all that there can be to read."""
+    """Whether the peer has closed an idle connection, the only event that makes it readable."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 
 
 class SocketRead:
-    """One read, run in a thread; `abort` from another thread ends it at once."""
+    """One read, which runs in a thread. `abort` from another thread ends it at once."""
 
     def __init__(
         self, peer: SocketPeer, reads: Sequence[ReadOp], landed: Landed | None, connection: socket.socket
@@ -136,7 +136,7 @@ class SocketRead:
             self._not_asked = error
 
     def run(self) -> None:
-        """After `ask_first`: returns when all bytes have landed. Raises TransferError."""
+        """Receive all bytes, after `ask_first`. Raises TransferError."""
         host, port = self._peer.address
         connection = self._connection
         assert connection is not None
@@ -144,7 +144,7 @@ class SocketRead:
             try:
                 self._receive_all(connection)
             except BaseException:
-                with self._lock:  # abort must not touch a descriptor that may be another's by then
+                with self._lock:  # `abort` must not use the descriptor, which may be reused after the close
                     self._connection = None
                     connection.close()
                 raise
@@ -159,7 +159,7 @@ class SocketRead:
             raise PeerGone(f"the peer at {host}:{port} is gone: {error}") from None
 
     def abort(self) -> None:
-        """End the read: wakes the thread that waits in the socket."""
+        """End the read, and wake its thread from the socket."""
         with self._lock:
             self._aborted = True
             if self._connection is not None:
@@ -185,4 +185,4 @@ class SocketRead:
             if not receive_into(connection, memory_at(op.local_address, op.n_bytes)):
                 raise ConnectionResetError("connection ended")
             if self._landed is not None:
-                self._landed(op)  # the kernel goes on receiving meanwhile
+                self._landed(op)  # the kernel receives further bytes during this call

@@ -1,11 +1,11 @@
-"""The serving side of the socket transport: registered memory over TCP, for those who know the token.
+"""The serving side of the socket transport: registered memory over TCP, for readers with the token.
 
     client: MAGIC token(16)            server: 1 byte, 1 = welcome
     client: address u64, n_bytes u64   server: status u64 (0 = refused), n_bytes u64, 48 zeros, the bytes
 
-The zeros keep the bytes where copies are quick: as far from a cache line's start as they were in memory.
-Little-endian; any number of requests may be in flight on a connection, answered in order. One thread a
-connection: blocking calls release the interpreter lock while the kernel copies.
+The zeros keep the alignment of the bytes to cache lines, which makes the kernel's copies fast. Numbers are
+little-endian. Any number of requests may be in flight on a connection; their answers come in order. Each
+connection has a thread, and blocking calls release the interpreter lock while the kernel copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUEST = struct.Struct("<QQ")
 REPLY = struct.Struct("<QQ48x")
 SERVED, REFUSED = 1, 0
 HELLO_TIMEOUT_S = 5.0
-# A reader that takes nothing for this long is cut off.
+# The server closes the connection of a reader that receives nothing for this long.
 SEND_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 256
 REQUESTS_AT_ONCE = 32
@@ -51,7 +51,7 @@ class RegionServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Stop serving; returns when no thread of this server touches the regions any more."""
+        """Stop serving; returns when all threads that read the regions have ended."""
         with self._lock:
             self._closed = True
             connections = dict(self._connections)
@@ -103,7 +103,7 @@ class RegionServer:
         return True
 
     def _answer(self, connection: socket.socket) -> bool:
-        """All requests that have come, in one call: the interpreter may be busy computing meanwhile."""
+        """Answer all arrived requests with one send, as each wait for the interpreter lock may be long."""
         requests = connection.recv(REQUEST.size * REQUESTS_AT_ONCE)
         if not requests:
             return False
@@ -124,13 +124,13 @@ class RegionServer:
 
 
 def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes | None:
-    """`n_bytes` from the connection, or None when it ended before."""
+    """Receive `n_bytes`, or None if the connection ended before."""
     received = bytearray(n_bytes)
     return bytes(received) if receive_into(connection, memoryview(received)) else None
 
 
 def receive_into(connection: socket.socket, destination: memoryview) -> bool:
-    """Fill `destination`; False when the connection ended before."""
+    """Fill `destination`. Returns False if the connection ended before."""
     while destination:
         got = connection.recv_into(destination, 0, socket.MSG_WAITALL)
         if got == 0:
@@ -140,7 +140,7 @@ def receive_into(connection: socket.socket, destination: memoryview) -> bool:
 
 
 def send_all(connection: socket.socket, pieces: list[memoryview]) -> None:
-    """Send the pieces, emptying the list. BlockingIOError when the reader takes nothing."""
+    """Send the pieces, which empties the list. Raises BlockingIOError when the reader receives nothing."""
     while pieces:
         sent = connection.sendmsg(pieces)
         whole = 0
@@ -153,9 +153,9 @@ def send_all(connection: socket.socket, pieces: list[memoryview]) -> None:
 
 
 def block_at_most(connection: socket.socket, timeout_s: float, *, receiving: bool = True) -> None:
-    """Blocking calls that the kernel ends with BlockingIOError when nothing moved for `timeout_s`.
+    """Make calls block, and end with BlockingIOError when no byte moved for `timeout_s`.
 
-    Python's own time-outs make each call two, and let none move more than what lies ready.
+    The kernel's time-outs are cheaper than Python's, which poll before each call and return partial data.
     """
     connection.settimeout(None)
     whole_s, part_s = divmod(timeout_s, 1)

@@ -1,5 +1,7 @@
-"""Memory of tensors, of the host and of CUDA devices, as `KvTransport.register` takes it. Imports no torch: a
-tensor is what has an address, a length and a device."""
+"""The memory of tensors, of the host and of CUDA devices, for `KvTransport.register`. Imports no torch.
+
+A tensor is any object with an address, a length and a device.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _CUDA_DEVICE = re.compile(r"cuda:\d{1,3}")
 
 
 class Device(Protocol):
-    """Where a tensor lies."""
+    """The device of a tensor."""
 
     @property
     def type(self) -> str: ...
@@ -21,7 +23,7 @@ class Device(Protocol):
 
 
 class Tensor(Protocol):
-    """What is used of a torch tensor."""
+    """The members of a torch tensor that the transport uses."""
 
     @property
     def nbytes(self) -> int: ...
@@ -40,8 +42,7 @@ def is_tensor(memory: object) -> TypeGuard[Tensor]:
 
 
 def tensor_extent(tensor: Tensor) -> tuple[int, int, str]:
-    """Address, bytes and location ("cpu" or "cuda:N") of a tensor's memory. ValueError for one whose bytes
-    do not lie in one piece."""
+    """Address, bytes and location ("cpu" or "cuda:N") of a tensor. Raises ValueError if not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous")
     device = tensor.device
@@ -50,5 +51,5 @@ def tensor_extent(tensor: Tensor) -> tuple[int, int, str]:
 
 
 def is_location(location: str) -> bool:
-    """Whether memory there can be registered with any transport at all."""
+    """Whether any transport can register memory of this location."""
     return location == HOST or _CUDA_DEVICE.fullmatch(location) is not None

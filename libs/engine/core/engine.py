@@ -159,8 +159,8 @@ class PagedEngine:
         return self._blocks.poll_changes()
 
     @locked
-    def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
-        self._pins.unpin(pages, spent=spent)
+    def unpin(self, pages: Sequence[int], *, evict_first: bool = False) -> None:
+        self._pins.unpin(pages, evict_first=evict_first)
 
     @locked
     def sequences(self) -> list[EngineSequence]:

@@ -84,13 +84,13 @@ class BlockManager:
                 del self._cached[page]
             self._references[page] += 1
 
-    def release(self, pages: Sequence[int], *, spent: bool = False) -> None:
+    def release(self, pages: Sequence[int], *, evict_first: bool = False) -> None:
         """Drop one reference to each page.
 
-        `pages` are in prefix order, so that the end of a prefix is evicted before its start. `spent` pages
-        without a reference are evicted before all others.
+        `pages` are in prefix order, so that the end of a prefix is evicted before its start. With
+        `evict_first`, pages without a reference are evicted before all others.
         """
-        for page in pages if spent else reversed(pages):
+        for page in pages if evict_first else reversed(pages):
             if self._references[page] < 1:
                 raise Internal(f"page {page} is released but not held")
             self._references[page] -= 1
@@ -98,7 +98,7 @@ class BlockManager:
                 continue
             if page in self._hash_of_page:
                 self._cached[page] = None
-                if spent:
+                if evict_first:
                     self._cached.move_to_end(page, last=False)
             else:
                 self._free.append(page)

@@ -31,7 +31,7 @@ class PagePins:
         self.pin([block.page for block in found])
         return found
 
-    def unpin(self, pages: Sequence[int], *, spent: bool) -> None:
+    def unpin(self, pages: Sequence[int], *, evict_first: bool) -> None:
         """As Engine.unpin. Raises FailedPrecondition for a page that is not pinned."""
         for page in pages:
             if page not in self._pins:
@@ -39,4 +39,4 @@ class PagePins:
             self._pins[page] -= 1
             if not self._pins[page]:
                 del self._pins[page]
-            self._blocks.release((page,), spent=spent)
+            self._blocks.release((page,), evict_first=evict_first)

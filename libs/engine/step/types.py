@@ -285,7 +285,7 @@ class Engine(Protocol):
         """
         ...
 
-    def unpin(self, pages: Sequence[int], *, spent: bool = False) -> None:
+    def unpin(self, pages: Sequence[int], *, evict_first: bool = False) -> None:
         """Undo one `pin` of each page. `spent`: another worker holds the blocks too, evict them first."""
         ...
 

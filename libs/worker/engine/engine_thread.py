@@ -8,8 +8,8 @@
 Commands run in the order of their submission, before the next step. Only `release` does not wait for the
 step in progress. A sequence without rows in that step is released at once, ahead of waiting commands. If most
 rows of the step belong to released sequences, the step is aborted. The listener's `on_step` runs on the event
-loop, once a step. An output may be under way when its sequence is released, so the owner must drop outputs of
-sequences it released.
+loop after each step, so a sequence may be released before its last output arrives there. The owner must drop
+such outputs.
 
 A step that raises fails all running sequences: the thread pauses until the owner has released them and called
 `resume`. MAX_FAILED_STEPS_IN_ROW failures in a row mean that the engine is broken.
@@ -76,7 +76,7 @@ class EngineListener(Protocol):
 
 
 class EngineThread:
-    """Owns an engine."""
+    """Owns an engine and the thread that runs it."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class EngineThread:
         self._build = build
         self._listener = listener
         self._drafter = drafter
-        # Called on the event loop with blocks that the engine's cache gained or lost; set before `start`.
+        # Called on the event loop with the changes of the engine's cached blocks; set before `start`.
         self.on_blocks: Callable[[Sequence[PageChange]], None] | None = None
         # Called on the event loop when more pages are free, for sequences that wait for pages.
         self.on_room: Callable[[], None] = lambda: None
@@ -97,7 +97,7 @@ class EngineThread:
         self._room_pages = 0
         self._is_paused = False
         self._failed_steps = 0
-        # What the engine held after the latest command or step; any thread may read it.
+        # The engine's ledger after the latest command or step; any thread may read it.
         self.ledger = EngineLedger(0, 0, 0)
         self._commands: collections.deque[Callable[[Engine], None]] = collections.deque()
         self._wake = threading.Condition()
@@ -106,7 +106,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> EngineInfo:
-        """Build the engine on the thread; raises what building it raised."""
+        """Build the engine on the thread. Raises the errors of `build`."""
         self._loop = asyncio.get_running_loop()
         built: asyncio.Future[EngineInfo] = self._loop.create_future()
         # A daemon thread: a step that hangs must not keep a stopping process alive.
@@ -197,7 +197,7 @@ class EngineThread:
             self._post(self._loop, self._listener.on_broken, error)
         finally:
             with self._wake:
-                self._stopping = True  # `submit` refuses from here on; what is queued can only fail
+                self._stopping = True  # `submit` refuses from now on, and the queued commands fail
                 left = list(self._commands)
                 self._commands.clear()
             for command in left:

@@ -1,4 +1,4 @@
-"""The engine's pages as the transport sees them: addresses, bytes, checksums."""
+"""The engine's pages for transports: addresses, bytes, checksums."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from libs.common.checksum import checksum
 from libs.engine.step.types import Engine
 
-# xxh3 runs at memory speed; beyond this many bytes it leaves the event loop's thread.
+# xxh3 runs at memory speed. More bytes than this are hashed in another thread than the event loop's.
 _INLINE_BYTES = 256 << 10
 
 
 class PageMemory:
-    """Pages of one engine, in the host or on a CUDA device. Reads bytes only; who may write them is the
-    engine's business."""
+    """Pages of one engine, in the host or on a CUDA device. This class only reads them."""
 
     def __init__(self, engine: Engine) -> None:
         self.page_bytes = engine.info.page_bytes
@@ -27,7 +26,7 @@ class PageMemory:
         return self.address + page * self.page_bytes
 
     def page(self, page: int) -> memoryview:
-        """The bytes of one page: those of the host as they lie there, a copy of a device's."""
+        """The bytes of one page: a view of host memory, or a copy of device memory."""
         span = slice(page * self.page_bytes, (page + 1) * self.page_bytes)
         if isinstance(self.memory, memoryview):
             return self.memory[span]
@@ -44,5 +43,5 @@ class PageMemory:
         return [self.checksum(page) for page in pages]
 
     def checksum(self, page: int) -> bytes:
-        """xxh3-128 of one page, at once, in the caller's thread. A device's page crosses to the host."""
+        """xxh3-128 of one page, computed in the caller's thread. A device's page is copied to the host."""
         return checksum(self.page(page))

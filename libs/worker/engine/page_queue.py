@@ -29,7 +29,7 @@ class PageQueue:
         self._thread = thread
         self._max_waiting = max_waiting
         self._max_running = max_running
-        self._line: collections.deque[_Waiter] = collections.deque()
+        self._queue: collections.deque[_Waiter] = collections.deque()
         self._running: set[str] = set()
         self._serving: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -37,36 +37,36 @@ class PageQueue:
 
     @property
     def waiting(self) -> int:
-        """Sequences without pages yet."""
-        return len(self._line)
+        """The number of sequences that wait for pages."""
+        return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Sequences with pages."""
+        """The number of sequences with pages."""
         return len(self._running)
 
     async def reserve(self, spec: SequenceSpec) -> PageReservation:
         """Reserve pages for `spec` in queue order.
 
-        The caller must call `release`, also after an error or a cancel. Raises Overloaded when the queue is
-        full, and the errors of `Engine.reserve`.
+        The caller must call `release` afterwards, even after an error or a cancel. Raises Overloaded when the
+        queue is full, and the errors of `Engine.reserve`.
         """
-        if len(self._line) >= self._max_waiting:
-            raise Overloaded(f"{len(self._line)} sequences wait for KV pages", retry_after_ms=1000)
+        if len(self._queue) >= self._max_waiting:
+            raise Overloaded(f"{len(self._queue)} sequences wait for KV pages", retry_after_ms=1000)
         waiter = _Waiter(spec, asyncio.get_running_loop().create_future())
-        self._line.append(waiter)
+        self._queue.append(waiter)
         self._changed.set()
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve(), name="page queue")
         try:
             return await waiter.served
         finally:
-            if waiter in self._line:
-                self._line.remove(waiter)
+            if waiter in self._queue:
+                self._queue.remove(waiter)
                 self._changed.set()
 
     async def release(self, seq_id: str) -> None:
-        """Release the sequence's pages and wait until they are free. Idempotent; at once for one without."""
+        """Release the sequence's pages, if any, and wait until they are free. Idempotent."""
         if seq_id not in self._running:
             return
         released = self._thread.release(seq_id)
@@ -79,40 +79,40 @@ class PageQueue:
     async def _serve(self) -> None:
         """Serve the queue until it is empty."""
         try:
-            while self._line:
+            while self._queue:
                 self._changed.clear()
                 places = max(self._max_running - len(self._running), 0)
-                turn = list(self._line)[:places]
-                if not turn or await self._serve_turn(turn):
+                front = list(self._queue)[:places]
+                if not front or await self._serve_front(front):
                     await self._changed.wait()
         finally:
             self._serving = None
 
-    async def _serve_turn(self, turn: list[_Waiter]) -> bool:
-        """Serve the front of the queue; True when the engine has no pages for the next sequence."""
+    async def _serve_front(self, front: list[_Waiter]) -> bool:
+        """Serve the front of the queue. Returns whether the engine lacks pages for the next sequence."""
         try:
-            results = await self._thread.call(lambda engine: _reserve_in_order(engine, turn))
+            results = await self._thread.call(lambda engine: _reserve_in_order(engine, front))
         except Exception as error:  # the engine has stopped
-            results = [error] * len(turn)
-        for waiter, result in zip(turn, results, strict=False):
-            if waiter in self._line:
-                self._line.remove(waiter)
+            results = [error] * len(front)
+        for waiter, result in zip(front, results, strict=False):
+            if waiter in self._queue:
+                self._queue.remove(waiter)
             if isinstance(result, PageReservation):
                 self._running.add(waiter.spec.seq_id)
-            if waiter.served.done():  # cancelled, and its owner may have called `release` already
+            if waiter.served.done():  # cancelled, possibly after its owner called `release`
                 with contextlib.suppress(SlipstreamError):  # the engine has stopped
                     await self.release(waiter.spec.seq_id)
             elif isinstance(result, PageReservation):
                 waiter.served.set_result(result)
             elif result is not None:
                 waiter.served.set_exception(result)
-        return len(results) < len(turn)
+        return len(results) < len(front)
 
 
-def _reserve_in_order(engine: Engine, turn: list[_Waiter]) -> list[PageReservation | Exception | None]:
-    """One result for each (None: cancelled meanwhile), up to the first that there are no pages for now."""
+def _reserve_in_order(engine: Engine, front: list[_Waiter]) -> list[PageReservation | Exception | None]:
+    """Reserve pages in order, up to the first sequence that does not fit. None stands for a cancelled one."""
     results: list[PageReservation | Exception | None] = []
-    for waiter in turn:
+    for waiter in front:
         if waiter.served.cancelled():
             results.append(None)
             continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from libs.common.rpc.telemetry import Counters
 from libs.engine.step.types import StepOutput
 
-_WEIGHT = 0.1  # of a new sample in the running means
+_WEIGHT = 0.1  # the weight of a new sample in the running means
 
 
 @dataclass(slots=True)
@@ -27,19 +27,19 @@ class StepStats:
         self.decode_step_ms = 0.0
 
     def block_ms(self, block_tokens: int) -> float:
-        """Time to compute one block of a prompt; 0 before any was computed."""
+        """The time to compute one block of a prompt; 0 if no prompt was computed yet."""
         return block_tokens / self.prefill_tokens_per_s * 1e3 if self.prefill_tokens_per_s else 0.0
 
     def open(self, seq_id: str, *, computed_tokens: int, prefilling: bool) -> None:
-        """The sequence was started with KV of `computed_tokens` positions."""
+        """Add a sequence that starts with KV of `computed_tokens` positions."""
         self._progress[seq_id] = _Progress(computed_tokens, prefilling)
 
     def close(self, seq_id: str) -> None:
-        """The sequence was released. Idempotent."""
+        """Remove a released sequence. Idempotent."""
         self._progress.pop(seq_id, None)
 
     def record(self, outputs: Sequence[StepOutput], step_ms: float) -> None:
-        """Take in one step."""
+        """Add the outputs of one step to the means and counters."""
         prefilled = shared = decoded = proposed = accepted = 0
         for output in outputs:
             progress = self._progress.get(output.seq_id)

@@ -1,4 +1,4 @@
 """Writes new blocks to the kvstore in the background.
 
-Must not import `process`, `restore` or `lending`.
+Must not import `process`, `restore` or `peer_cache`.
 """

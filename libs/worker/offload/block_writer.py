@@ -1,7 +1,7 @@
-"""Write new full blocks to the kvstore in the background; their pages stay pinned until the commit returns.
+"""Writes new full blocks to kvstores in the background. Their pages stay pinned until the commit returns.
 
-Each kvstore has one queue; one bound covers all queues. After a failure the writer pauses for that
-kvstore and drops its blocks: storing helps later requests and is never required.
+Each kvstore has a queue, and one bound covers all queues. After a failure the writer drops the kvstore's
+blocks and pauses: storing helps later requests and is never required.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ log = logging.getLogger(__name__)
 _BATCH_BLOCKS = 64
 _RESERVE_TIMEOUT_S = 2.0
 _COMMIT_TIMEOUT_S = 15.0
-# Added to the time that detecting a dropped connection takes (slipstream/rpc/backoff.py), it stays below 5 s.
+# The pause after a failure. With the time to detect a dropped connection (slipstream/rpc/backoff.py) it stays
+# below 5 s.
 _BACK_OFF_S = 0.3
 _CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """A block's tenant tag, and the trace context of its request."""
+    """The tenant tag and the trace context of a block's request."""
 
     tenant: bytes
     trace: TraceMetadata
 
 
 class BlockWriter:
-    """Write-behind of one worker. `max_pinned_blocks` bounds the pages it may keep from the engine."""
+    """The writer of one worker. `max_pinned_blocks` bounds the pages that it keeps pinned."""
 
     def __init__(
         self,
@@ -69,9 +70,9 @@ class BlockWriter:
         self._instance = instance
         self._fingerprint = fingerprint
         self._max_pinned_blocks = max_pinned_blocks
-        self._lines: dict[str, collections.deque[FullBlock]] = {}
+        self._queues: dict[str, collections.deque[FullBlock]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._silent_until: dict[str, float] = {}
+        self._paused_until_s: dict[str, float] = {}
         self._waiting: dict[tuple[str, bytes], _Origin] = {}
         self._pinning: set[asyncio.Future[tuple[FullBlock, ...]]] = set()
         self._closed = False
@@ -83,16 +84,16 @@ class BlockWriter:
     def offer(
         self, endpoint: str, blocks: Sequence[FullBlock], *, salt: bytes = b"", trace: TraceMetadata = ()
     ) -> None:
-        """Queue blocks for storing, as far as their pages still hold them; returns at once.
+        """Queue blocks for storing; returns at once. Blocks that left their pages are skipped.
 
-        `salt`: of their tenant; `trace`: of their request. A batch is in the trace of its first block. Blocks
-        beyond the bound are dropped from the end, because later blocks of a chain are useless without the
-        earlier ones.
+        `salt` is the tenant's and `trace` the request's; a batch belongs to the trace of its first block.
+        Blocks beyond the bound are dropped from the end, because later blocks of a chain are useless without
+        the earlier ones.
         """
         if not endpoint or self._closed:
             return
         fresh = [b for b in blocks if (endpoint, b.hash) not in self._waiting]
-        if time.monotonic() < self._silent_until.get(endpoint, 0.0):
+        if time.monotonic() < self._paused_until_s.get(endpoint, 0.0):
             self.dropped_blocks += len(fresh)
             return
         taken = fresh[: max(self._max_pinned_blocks - self.pinned_blocks, 0)]
@@ -102,7 +103,7 @@ class BlockWriter:
         self.pinned_blocks += len(taken)
         origin = _Origin(tenant_tag(salt), trace)
         self._waiting.update(dict.fromkeys(((endpoint, block.hash) for block in taken), origin))
-        # After a failed step the pages may have been released and reused already: the engine pins by hash and
+        # After a failed step other blocks may already be in the pages. So the engine pins by hash, and
         # returns the blocks that it found.
         pinning = self._thread.submit(lambda engine: engine.pin_blocks(taken))
         self._pinning.add(pinning)
@@ -117,15 +118,15 @@ class BlockWriter:
         found = {block.hash for block in held}
         lost = [block for block in offered if block.hash not in found]
         self.dropped_blocks += len(lost)
-        self._forget(endpoint, lost)
+        self._remove(endpoint, lost)
         if self._closed:
-            self._let_go(endpoint, held)
+            self._unpin(endpoint, held)
             return
         if not held:
             return
-        self._lines.setdefault(endpoint, collections.deque()).extend(held)
+        self._queues.setdefault(endpoint, collections.deque()).extend(held)
         if endpoint not in self._tasks:
-            self._tasks[endpoint] = asyncio.create_task(self._drain_line(endpoint), name=f"store {endpoint}")
+            self._tasks[endpoint] = asyncio.create_task(self._drain_queue(endpoint), name=f"store {endpoint}")
 
     async def flush(self, *, timeout_s: float) -> None:
         """Return when all queues are empty, or after the time-out."""
@@ -138,7 +139,7 @@ class BlockWriter:
             await asyncio.wait(waiting, timeout=until_s - loop.time())
 
     async def close(self) -> None:
-        """Flush for at most _CLOSE_S, then cancel and unpin the rest."""
+        """Flush for at most _CLOSE_S, then cancel the writes and unpin all blocks."""
         self._closed = True
         await self.flush(timeout_s=_CLOSE_S)
         tasks = list(self._tasks.values())
@@ -146,45 +147,45 @@ class BlockWriter:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _drain_line(self, endpoint: str) -> None:
-        line = self._lines[endpoint]
+    async def _drain_queue(self, endpoint: str) -> None:
+        queue = self._queues[endpoint]
         try:
-            while line:
-                batch, origin = self._next_batch(endpoint, line)
+            while queue:
+                batch, origin = self._next_batch(endpoint, queue)
                 try:
                     await self._store(endpoint, batch, origin)
                 except SlipstreamError as error:
-                    log.warning("kvstore %s does not store: %s", endpoint, error)
-                    self._silent_until[endpoint] = time.monotonic() + _BACK_OFF_S
-                    self.dropped_blocks += len(batch) + len(line)
-                    batch += line
-                    line.clear()
+                    log.warning("kvstore %s failed to store blocks: %s", endpoint, error)
+                    self._paused_until_s[endpoint] = time.monotonic() + _BACK_OFF_S
+                    self.dropped_blocks += len(batch) + len(queue)
+                    batch += queue
+                    queue.clear()
                 finally:
-                    self._let_go(endpoint, batch)
+                    self._unpin(endpoint, batch)
         finally:
-            self._let_go(endpoint, list(line))
-            del self._lines[endpoint], self._tasks[endpoint]
+            self._unpin(endpoint, list(queue))
+            del self._queues[endpoint], self._tasks[endpoint]
 
     def _next_batch(
-        self, endpoint: str, line: collections.deque[FullBlock]
+        self, endpoint: str, queue: collections.deque[FullBlock]
     ) -> tuple[list[FullBlock], _Origin]:
-        """The first blocks of the queue, all of one tenant, and the origin of the first one."""
-        first = self._waiting[endpoint, line[0].hash]
-        batch = [line.popleft()]
-        while line and len(batch) < _BATCH_BLOCKS:
-            if self._waiting[endpoint, line[0].hash].tenant != first.tenant:
+        """Remove the first blocks of one tenant from the queue. Returns them with the first one's origin."""
+        first = self._waiting[endpoint, queue[0].hash]
+        batch = [queue.popleft()]
+        while queue and len(batch) < _BATCH_BLOCKS:
+            if self._waiting[endpoint, queue[0].hash].tenant != first.tenant:
                 break
-            batch.append(line.popleft())
+            batch.append(queue.popleft())
         return batch, first
 
-    def _let_go(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
+    def _unpin(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
         if not blocks:
             return
         pages = [block.page for block in blocks]
         self._thread.submit(lambda engine: engine.unpin(pages))
-        self._forget(endpoint, blocks)
+        self._remove(endpoint, blocks)
 
-    def _forget(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
+    def _remove(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
         self.pinned_blocks -= len(blocks)
         for block in blocks:
             self._waiting.pop((endpoint, block.hash), None)
@@ -198,23 +199,23 @@ class BlockWriter:
                 self._reserve_request(batch, origin.tenant), timeout=_RESERVE_TIMEOUT_S, metadata=origin.trace
             )
         )
-        settled = False
+        has_ended = False  # whether the kvstore has ended the reservation
         try:
             reserved = await asyncio.shield(reserving)
             wanted = set(unpack_hashes(reserved.wanted))
             chosen = [block for block in batch if block.hash in wanted]
-            settled = not chosen
+            has_ended = not chosen
             if chosen:
                 request = await self._commit_request(reserved.reservation_id, chosen)
                 answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S, metadata=origin.trace)
                 stored = len(unpack_hashes(answer.committed))
                 self.stored_blocks += stored
                 self.dropped_blocks += len(chosen) - stored
-                settled = stored == len(chosen)
+                has_ended = stored == len(chosen)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         finally:
-            if settled:
+            if has_ended:
                 self.reservations -= 1
             else:
                 await asyncio.shield(asyncio.ensure_future(self._cancel(stub, reserving)))
@@ -230,7 +231,7 @@ class BlockWriter:
                 request = kvstore_pb2.CancelReservationRequest(reservation_id=reservation_id)
                 await stub.CancelReservation(request, timeout=_RESERVE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            log.info("a reservation is left to its lease: %s", error.code())
+            log.info("a reservation was not cancelled, it ends with its lease: %s", error.code())
         finally:
             self.reservations -= 1
 

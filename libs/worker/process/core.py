@@ -27,8 +27,8 @@ from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.engine.page_queue import PageQueue
 from libs.worker.engine.step_stats import StepStats
-from libs.worker.lending.peer_cache_server import PeerCacheServer
 from libs.worker.offload.block_writer import BlockWriter
+from libs.worker.peer_cache.peer_cache_server import PeerCacheServer
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.restore.block_fetcher import BlockFetcher
@@ -143,7 +143,7 @@ class WorkerCore:
         self._handlers.pop(seq_id, None)
         self.stats.close(seq_id)
         try:
-            await self.puller.settle(pages)
+            await self.puller.pin_late_pages(pages)
         finally:
             await self.pages.release(seq_id)
             self.load_changed()
@@ -161,13 +161,13 @@ class WorkerCore:
     def ledger(self) -> worker_pb2.Ledger:
         """What is held; the service adds what is its own."""
         held = self.thread.ledger
-        pins = self.writer.pinned_blocks + self.puller.quarantined_pages + self.lender.lent_blocks
+        pins = self.writer.pinned_blocks + self.puller.quarantined_pages + self.lender.leased_blocks
         owned = self.pages.running or self.pages.waiting or pins
         return worker_pb2.Ledger(
             sequences=max(held.sequences, self.pages.running + self.pages.waiting),
             # The engine may not have told yet of pages that are pinned to be stored.
             blocks_held=max(held.pages_held, self.writer.pinned_blocks),
-            pins=self.restorer.pins + self.lender.loans,
+            pins=self.restorer.pins + self.lender.leases,
             reservations=self.writer.reservations,
             transfers=self.transport.reads_in_flight,
             blocks_orphaned=0 if owned else held.pages_held,

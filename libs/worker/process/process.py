@@ -79,7 +79,7 @@ async def serve_worker(
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
         app.register(host.server, worker.load_changed)
-        heap.settle()
+        heap.freeze_heap()
         await member.join()
         await host.wait_for_stop()
         log.info("%s stops", options.instance)

@@ -1,7 +1,7 @@
-"""The attempts at each request: refuses duplicate, stale and late attempts. Pure.
+"""Records the attempts at each request, and refuses duplicate, stale and late attempts. Pure.
 
-An abort may overtake the start of its attempt, so aborted attempts are recorded too. Memory is bounded: all
-running attempts are recorded, and ended attempts of the last `max_requests` requests.
+An abort may overtake the start of its attempt, so the registry also records aborted attempts. Its memory is
+bounded: it keeps all running attempts, and the ended attempts of the last `max_requests` requests.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from slipstream.errors import DeadlineExceeded
 
 
 def deadline_after(left_ms: int) -> float | None:
-    """The loop time, in seconds, at which the limit is reached; None without a limit (0)."""
+    """The loop time, in seconds, after `left_ms` from now; None for 0, which means no deadline."""
     return asyncio.get_running_loop().time() + left_ms / 1e3 if left_ms else None
 
 

@@ -1,4 +1,4 @@
-"""Conversions of parts of responses to protobuf messages."""
+"""Converts parts of responses to protobuf messages."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Prompts that a worker received, so that the next one can refer to the prefix that they share. Pure.
+"""Caches the prompts that a worker received, so that later prompts can refer to a common prefix. Pure.
 
-Each tenant, by its salt, has a radix tree of blocks and a table from a block's chain hash to its node; the
+Each tenant, by its salt, has a radix tree of blocks and a table from a block's chain hash to its node. The
 hash identifies the whole prefix up to the block (docs/block-hash.md). No tenant finds another's prompt.
 
-Memory is bounded for each tenant and in all. Over the bound in all, tenants that sent nothing for some
-minutes are evicted from first, then those with the most bytes, so that one tenant's many prompts do not evict
-another's few. Only ends are evicted: a block is cached only together with all blocks before it.
+Memory is bounded for each tenant and in all. Evictions over the total bound begin with tenants that sent
+nothing for some minutes, then continue with those that have the most bytes. So one tenant's many prompts do
+not evict another's few. Only ends are evicted: the cache has a block only together with all blocks before it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _NODE_BYTES = 500  # objects around the data
 _BLOCK_BYTES = 160  # a block's hash and its entry in the table
 # New blocks that take more than this share of a tenant's bound would evict all others, and are not cached.
 _MAX_SHARE = 0.5
-# A part joins the next one unless it is more than so many times as long.
+# A part is joined with the next one unless it is more than so many times as long.
 _JOINED_RATIO = 2
-# A tenant that sent no prompt for this long is evicted from before all others.
+# Evictions begin with tenants that sent no prompt for this long.
 _IDLE_S = 600.0
 
 
 class PromptNode(RadixNode):
     """Consecutive full blocks of prompts, the first of them block `first_block`. `keys`: their hashes.
 
-    `parts` are their packed token ids, `ids_bytes` in all. One buffer that grows would waste a quarter of the
-    memory on fragmentation; a part that is not much longer than the next one is joined with it, so there are
-    few, and an id is copied log2(n) times.
+    `parts` are their packed token ids, `ids_bytes` in all. One growing buffer would lose a quarter of the
+    memory to fragmentation. A part that is not much longer than the next one is joined with it, so there are
+    few parts and each id is copied log2(n) times.
     """
 
     __slots__ = ("first_block", "ids_bytes", "parts")

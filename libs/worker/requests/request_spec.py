@@ -1,7 +1,7 @@
-"""Parses requests from protobuf to the engine's types, and checks every bound. No network here.
+"""Parses requests from protobuf to the engine's types, and checks every bound. Does no I/O.
 
-The router has filled in all defaults. A value out of bounds is a peer's defect, and is refused with the
-name of the field.
+The router has filled in all defaults. So a value out of bounds is a defect of the sender, and the error names
+the field.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TOKEN_BYTES = 4
 MAX_STOP_TOKEN_IDS = 256
 
 
-def check_fingerprint(own: Fingerprint, other: common_pb2.Fingerprint, *, whose: str) -> None:
-    """Raises FingerprintMismatch naming the fields that differ."""
+def check_fingerprint(own: Fingerprint, other: common_pb2.Fingerprint, *, of: str) -> None:
+    """Raises FingerprintMismatch naming `of`, the source of the other one, and the fields that differ."""
     different = differences(own.to_proto(), other)
     if different:
-        raise FingerprintMismatch(f"fingerprint of {whose} differs in {', '.join(different)}")
+        raise FingerprintMismatch(f"fingerprint of {of} differs in {', '.join(different)}")
 
 
 def parse_tokens(packed: bytes, field: str) -> TokenArray:

@@ -1,4 +1,4 @@
-"""The task of one sequence: started once, ended from outside, never cancelled during its clean-up."""
+"""The task of one sequence: it starts once, `end` stops it, and no cancel interrupts its clean-up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SequenceTask(ABC):
         self._name = name
         self._task: asyncio.Task[None] | None = None
         self._ending = False
-        self._cleaning_up = False  # in its clean-up, which is not cancelled
+        self._cleaning_up = False  # from then on `end` does not cancel the task
         self._end_error: SlipstreamError | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -24,7 +24,7 @@ class SequenceTask(ABC):
         return self._task
 
     def end(self, error: SlipstreamError | None = None) -> None:
-        """Have the task stop and release everything: as aborted, or failed with `error`.
+        """Have the task stop as aborted, or failed with `error`, and release everything.
 
         Idempotent. Returns at once; `wait_ended` waits for the release.
         """
@@ -46,4 +46,7 @@ class SequenceTask(ABC):
 
     @abstractmethod
     async def _run(self) -> None:
-        """The work. Sets `_ending` once it cannot be stopped any more, `_cleaning_up` before its clean-up."""
+        """Do the work.
+
+        Sets `_ending` when it has passed its last stop, `_cleaning_up` before its clean-up.
+        """

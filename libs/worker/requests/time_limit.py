@@ -1,4 +1,4 @@
-"""Waits with a time budget that may grow meanwhile."""
+"""Waits for a future with a time budget that may grow during the wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-# A timer this late shows that the process did not run: the awaited result may have arrived, unprocessed.
+# A timer that fires this late shows that the process was not running. The result may have arrived meanwhile,
+# so the wait is extended by the delay, in all by at most MAX_EXTRA_S.
 LATE_S = 0.02
 MAX_EXTRA_S = 0.25
 

@@ -1,4 +1,4 @@
-"""Read blocks of a peer into own pages: batched reads; a block counts only after its checksum matched."""
+"""Reads blocks of a peer into this worker's pages, in batches, and verifies each block's checksum."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slipstream.errors import DataCorrupt
 log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 10.0
-# Reads of neighbours are joined up to so much: a block is verified while the next ones are on their way.
+# Adjacent reads are joined up to this size, so that blocks are verified while further ones arrive.
 JOINED_BYTES = 2 << 20
 _QUARANTINE_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlock:
-    """A block at a peer and the own page it goes to."""
+    """A block at a peer, and the page of this worker for it."""
 
     page: int
     address: int
@@ -35,9 +35,9 @@ class RemoteBlock:
 
 @dataclass(slots=True)
 class FetchStats:
-    """Totals of one sequence's fetches; `elapsed_ms` sums the reads, verification included."""
+    """Totals of one sequence's fetches. `elapsed_ms` is the sum of the reads, verification included."""
 
-    n_blocks: int = 0  # verified, without a gap before them in their batch
+    n_blocks: int = 0  # leading verified blocks of each batch
     n_bytes: int = 0
     elapsed_ms: float = 0.0
 
@@ -62,7 +62,7 @@ class BlockFetcher:
         self.page_bytes = memory.page_bytes
         self._slots = asyncio.Semaphore(max_reads)
         self.batch_blocks = max(1, min(64, batch_bytes // memory.page_bytes))
-        self._settling: set[asyncio.Task[None]] = set()
+        self._unpinning: set[asyncio.Task[None]] = set()
         self.quarantined_pages = 0
 
     async def pull(
@@ -71,20 +71,23 @@ class BlockFetcher:
         blocks: Sequence[RemoteBlock],
         stats: FetchStats,
         *,
-        came: Callable[[int], None] = lambda n_blocks: None,
+        on_verified: Callable[[int], None] = lambda n_blocks: None,
     ) -> None:
         """Fill the pages in order. Raises TransferError, or DataCorrupt when a block's checksum differs.
 
-        `came` is called on the event loop with the number of further leading blocks that are verified. These
-        stay valid if the rest fails.
+        The fetcher calls `on_verified` on the event loop with the number of further leading blocks that are
+        verified. They stay valid if the pull fails later.
         """
         for start in range(0, len(blocks), self.batch_blocks):
+            batch = blocks[start : start + self.batch_blocks]
             async with self._slots:
-                await self._pull_batch(session_id, blocks[start : start + self.batch_blocks], stats, came)
+                await self._pull_batch(session_id, batch, stats, on_verified)
 
-    async def settle(self, pages: Sequence[int]) -> None:
-        """Call before the pages are released: pages that late bytes may still reach stay pinned until the
-        transport's read has ended."""
+    async def pin_late_pages(self, pages: Sequence[int]) -> None:
+        """Pin those of the pages that late bytes may still overwrite, until the transport's read ends.
+
+        The owner calls this before it releases the pages.
+        """
         late = self._quarantined(pages)
         if not late:
             return
@@ -92,24 +95,24 @@ class BlockFetcher:
         self.quarantined_pages += len(late)
         pinned = self._thread.submit(lambda engine: engine.pin(late))
         task = asyncio.create_task(self._unpin_when_quiet(late))
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        self._unpinning.add(task)
+        task.add_done_callback(self._unpinning.discard)
         await asyncio.shield(pinned)
 
-    def late_pages(self, pull: asyncio.Future[None], pages: Sequence[int], n_came: int) -> Sequence[int]:
-        """The pages beyond the first `n_came` that a cancelled or failed `pull` may still write to."""
+    def late_pages(self, pull: asyncio.Future[None], pages: Sequence[int], n_verified: int) -> Sequence[int]:
+        """The pages after the first `n_verified` that a cancelled or failed `pull` may still write to."""
         if pull.done():
-            return self._quarantined(pages[n_came:])
-        return pages[n_came : (n_came // self.batch_blocks + 1) * self.batch_blocks]
+            return self._quarantined(pages[n_verified:])
+        return pages[n_verified : (n_verified // self.batch_blocks + 1) * self.batch_blocks]
 
     async def abandon(self, pull: asyncio.Future[None], pages: Sequence[int]) -> asyncio.Future[None]:
-        """Pin pages that a given-up pull may still write to, and return once they are pinned.
+        """Pin pages that a cancelled pull may still write to, and return once they are pinned.
 
         The returned future is done when no late byte can land and the pages are unpinned.
         """
         late = list(pages)
         self.quarantined_pages += len(late)
-        log.warning("%d pages wait for late bytes of a read that was given up", len(late))
+        log.warning("%d pages wait for late bytes of a cancelled read", len(late))
         pinned = self._thread.submit(lambda engine: engine.pin(late))
 
         async def end() -> None:
@@ -117,10 +120,10 @@ class BlockFetcher:
             await self._unpin_when_quiet(late)
 
         task = asyncio.create_task(end())
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        self._unpinning.add(task)
+        task.add_done_callback(self._unpinning.discard)
         cancelled = False
-        while not pinned.done():  # a release of the pages overtakes commands and must not come first
+        while not pinned.done():  # the pin must precede a release of the pages, which overtakes commands
             try:
                 await asyncio.wait({pinned})
             except asyncio.CancelledError:
@@ -131,7 +134,11 @@ class BlockFetcher:
         return task
 
     async def _pull_batch(
-        self, session_id: str, blocks: Sequence[RemoteBlock], stats: FetchStats, came: Callable[[int], None]
+        self,
+        session_id: str,
+        blocks: Sequence[RemoteBlock],
+        stats: FetchStats,
+        on_verified: Callable[[int], None],
     ) -> None:
         started = time.perf_counter()
         size = self._memory.page_bytes
@@ -152,7 +159,7 @@ class BlockFetcher:
                 n_leading += 1
             if n_leading > before:
                 stats.n_blocks += n_leading - before
-                came(n_leading - before)
+                on_verified(n_leading - before)
 
         def verify(op: ReadOp) -> None:
             for index in range(first_of[op], first_of[op] + op.n_bytes // size):
@@ -191,7 +198,7 @@ class BlockFetcher:
 
 
 def merge_reads(reads: Iterable[ReadOp], *, at_most_bytes: int) -> list[ReadOp]:
-    """Join reads that follow each other on both sides: fewer, longer transfers. None is split."""
+    """Join reads that are adjacent on both sides into fewer, longer ones."""
     merged: list[ReadOp] = []
     for read in reads:
         last = merged[-1] if merged else None

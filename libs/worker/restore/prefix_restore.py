@@ -1,4 +1,4 @@
-"""Read the leading blocks of a prompt from peers and the kvstore into its pages, before computing."""
+"""Restores the leading blocks of a prompt from peers and kvstores into its pages, before computing."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 log = logging.getLogger(__name__)
 
 _LOOKUP_TIMEOUT_S = 2.0
-# The reader renews a lease while it reads; a lease whose answer is lost holds the store's memory this long.
+# The reader renews a lease while it reads. A lease whose response is lost pins the source's memory this long.
 LEASE_MS = 15_000
-# A cancelled read mostly ends at once.
-_QUIET_S = 0.01
+# How long to wait for a cancelled read, which usually ends at once.
+_CANCEL_WAIT_S = 0.01
 
 
 @dataclass(slots=True)
 class Restored:
     """The tiers of the restored blocks.
 
-    `late_pages`: a given-up read may still write to these until `late` has ended; do not reuse them before.
+    A cancelled read may still write to `late_pages` until `late` is done; do not reuse them before.
     """
 
     tiers: list[common_pb2.CacheTier.ValueType] = field(default_factory=list)
@@ -50,10 +50,10 @@ class Restored:
 
 
 class PrefixRestorer:
-    """Pins blocks at a source, reads and verifies them, releases the pin.
+    """Pins blocks at a source, reads and verifies them, and releases the pin.
 
-    A source that is gone, slow or wrong is a cache miss, never an error. `restore_budget.py` bounds its time
-    by the time that computing takes; `source_breaker.py` skips a failed source until it answers probes.
+    A dead, slow or corrupt source is a cache miss, never an error. restore_budget.py bounds the restore by
+    the time that computing takes; source_breaker.py skips a failed source until it answers probes.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PrefixRestorer:
 
     @property
     def pins(self) -> int:
-        """Pins that are not released."""
+        """The number of pins that are not released."""
         return self._pins.held
 
     async def restore_prefix(
@@ -98,9 +98,9 @@ class PrefixRestorer:
         salt: bytes = b"",
         block_ms: float = 0.0,
     ) -> Restored:
-        """As `restore`, from several sources in turn within one budget.
+        """Restore from several sources in turn, within one budget. See `restore`.
 
-        `block_ms`: time to compute one block, 0 when unknown. Empty endpoints are skipped.
+        `block_ms`: the time to compute one block, 0 when unknown. Empty endpoints are skipped.
         """
         budget = RestoreBudget(
             n_blocks=len(hashes) - first_block,
@@ -111,7 +111,7 @@ class PrefixRestorer:
         found = Restored()
         asked = [endpoint for endpoint in endpoints if endpoint]
         for number, endpoint in enumerate(asked):
-            n_after = sum(later not in self.sources.health for later in asked[number + 1 :])
+            n_after = sum(later not in self.sources.breaker for later in asked[number + 1 :])
             if found.late is not None or not budget.next_source(n_after=n_after):
                 break
             got = await self.restore(
@@ -142,12 +142,12 @@ class PrefixRestorer:
     ) -> Restored:
         """Fill pages[first_block : first_block + n] with verified blocks; the result has n tiers.
 
-        `hashes`: the chain from block 0 on, up to the last wanted block. `endpoint` may be empty. Without a
-        budget only the calls' own time-outs apply.
+        `hashes`: the chain from block 0 to the last wanted block. `endpoint` may be empty. Without a budget
+        only the time-outs of the calls apply.
         """
         if not endpoint or first_block >= len(hashes):
             return Restored()
-        on_trial = endpoint in self.sources.health
+        is_trial = endpoint in self.sources.breaker
         if not self.sources.may_ask(endpoint):
             self._counters.add("slipstream_kv_restores_skipped_total")
             return Restored()
@@ -162,8 +162,8 @@ class PrefixRestorer:
                 with pin.renewed():
                     found = await self._read(endpoint, pinned, wanted, stats, budget)
             finally:
-                if on_trial:
-                    self.sources.health.end_trial(endpoint)
+                if is_trial:
+                    self.sources.breaker.end_trial(endpoint)
                 pin.let_go()
             if opened.is_recording():
                 n_bytes, tiers = stats.n_bytes - before_bytes, tier_names(found.tiers)
@@ -172,15 +172,15 @@ class PrefixRestorer:
 
     def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
         """Ask the kvstore to load the chain's blocks from its disks into memory, in the background."""
-        if not endpoint or not hashes or endpoint in self.sources.health:
+        if not endpoint or not hashes or endpoint in self.sources.breaker:
             return
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         request = kvstore_pb2.LookupRequest(
             fingerprint=self._fingerprint.to_proto(), block_hashes=pack_hashes(hashes)
         )
-        asking = asyncio.create_task(_ask(stub, request))
-        self._background.add(asking)
-        asking.add_done_callback(self._background.discard)
+        lookup = asyncio.create_task(_look_up(stub, request))
+        self._background.add(lookup)
+        lookup.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
         """End probes and the pin streams to sources."""
@@ -212,18 +212,18 @@ class PrefixRestorer:
         if not await self._in_time(pin.answer, budget):
             log.warning("%s does not answer in time: the blocks are computed", endpoint)
             tracing.annotate(given_up=True)
-            self.sources.unanswered(endpoint)
+            self.sources.record_timeout(endpoint)
             return None
         try:
             return pin.answer.result()
         except SlipstreamError as error:
             log.warning("%s does not answer: %s", endpoint, error)
             tracing.failed(error)
-            self.sources.failed(endpoint)
+            self.sources.record_failure(endpoint)
             return None
 
     async def _in_time(self, work: asyncio.Future[Any], budget: RestoreBudget | None) -> bool:
-        """Whether `work` ended within the budget; it is not cancelled."""
+        """Whether `work` ends within the budget. Does not cancel it."""
         if budget is None:
             await asyncio.wait({work})
         elif not await wait_within(work, lambda: budget.left_ms):
@@ -239,62 +239,64 @@ class PrefixRestorer:
         stats: FetchStats,
         budget: RestoreBudget | None,
     ) -> Restored:
-        """Pull the pinned blocks in order and keep the leading verified ones, also after a failure."""
+        """Pull the pinned blocks in order. Keeps the leading verified blocks even after a failure."""
         blocks = self._usable(endpoint, pinned, len(pages))
         if not blocks:
-            self.sources.health.worked(endpoint)
+            self.sources.breaker.record_success(endpoint)
             return Restored()
         remote = [
             RemoteBlock(page, block.address, block.checksum)
             for page, block in zip(pages, blocks, strict=False)
         ]
-        n_came = 0
+        n_verified = 0
 
-        def came(n_blocks: int) -> None:
-            nonlocal n_came
-            n_came += n_blocks
+        def on_verified(n_blocks: int) -> None:
+            nonlocal n_verified
+            n_verified += n_blocks
             if budget is not None:
-                budget.came(n_blocks)
+                budget.add_restored(n_blocks)
 
-        pull = asyncio.ensure_future(self._puller.pull(pinned.transport_session, remote, stats, came=came))
+        pull = asyncio.ensure_future(
+            self._puller.pull(pinned.transport_session, remote, stats, on_verified=on_verified)
+        )
         try:
             in_time = await self._in_time(pull, budget)
             if not in_time:
-                pull.add_done_callback(_forget)
+                pull.add_done_callback(_retrieve_error)
                 pull.cancel()
-                await asyncio.wait({pull}, timeout=_QUIET_S)
+                await asyncio.wait({pull}, timeout=_CANCEL_WAIT_S)
         except asyncio.CancelledError:
             # The pages may be released only after all pending writes to them have ended.
-            await _ended(pull)
+            await _cancel_and_wait(pull)
             raise
-        # From here on late bytes land only in pages that the caller exchanges.
-        found = Restored([block.tier for block in blocks[:n_came]])
-        found.late_pages = self._puller.late_pages(pull, pages[: len(blocks)], n_came)
+        # The caller exchanges the late pages, the only ones where late bytes can land.
+        found = Restored([block.tier for block in blocks[:n_verified]])
+        found.late_pages = self._puller.late_pages(pull, pages[: len(blocks)], n_verified)
         if found.late_pages:
             found.late = await self._puller.abandon(pull, found.late_pages)
-        self._judge(endpoint, pull, in_time=in_time, moved=bool(found.tiers))
+        self._report(endpoint, pull, in_time=in_time, has_blocks=bool(found.tiers))
         return found
 
-    def _judge(self, endpoint: str, pull: asyncio.Future[None], *, in_time: bool, moved: bool) -> None:
+    def _report(self, endpoint: str, pull: asyncio.Future[None], *, in_time: bool, has_blocks: bool) -> None:
         """Report the outcome of a read to the circuit breaker of its source."""
         if not in_time:
-            log.warning("%s delivers blocks too slowly: the rest is computed", endpoint)
+            log.warning("%s delivers blocks too slowly: the others are computed", endpoint)
             tracing.annotate(given_up=True)
-            if moved:
-                self.sources.unanswered(endpoint)
+            if has_blocks:
+                self.sources.record_timeout(endpoint)
             else:
-                self.sources.failed(endpoint)
+                self.sources.record_failure(endpoint)
             return
         error = pull.exception()
         if error is None:
-            self.sources.health.worked(endpoint)
+            self.sources.breaker.record_success(endpoint)
             return
         if not isinstance(error, SlipstreamError):
             raise error
         log.warning("blocks of %s are not used: %s", endpoint, error)
         tracing.failed(error)
         if isinstance(error, TransferError):
-            self.sources.failed(endpoint)
+            self.sources.record_failure(endpoint)
 
     def _usable(
         self, endpoint: str, pinned: kvstore_pb2.PinResponse, n_wanted: int
@@ -303,30 +305,32 @@ class PrefixRestorer:
         blocks = pinned.blocks[:n_wanted]
         if blocks and pinned.transport != transport_value(self._transport_kind):
             name = transport_name(pinned.transport)
-            log.warning("%s speaks %s, this worker %s", endpoint, name, self._transport_kind)
+            log.warning("%s uses transport %s, this worker %s", endpoint, name, self._transport_kind)
             return []
         for number, block in enumerate(blocks):
             if block.n_bytes != self._puller.page_bytes:
                 wrong = (endpoint, block.n_bytes, self._puller.page_bytes)
-                log.warning("%s holds a block of %d bytes, not %d", *wrong)
+                log.warning("%s has a block of %d bytes, not %d", *wrong)
                 return blocks[:number]
         return blocks
 
 
-async def _ended(pull: asyncio.Future[None]) -> None:
-    """Stop the read and wait for its end, through any number of cancels."""
+async def _cancel_and_wait(pull: asyncio.Future[None]) -> None:
+    """Cancel the read and wait for its end, even if this wait is cancelled."""
     pull.cancel()
     while not pull.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({pull})
 
 
-def _forget(pull: asyncio.Future[None]) -> None:
+def _retrieve_error(pull: asyncio.Future[None]) -> None:
     if not pull.cancelled():
-        pull.exception()  # marks it as retrieved
+        pull.exception()  # so that asyncio does not log it
 
 
-async def _ask(stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, request: kvstore_pb2.LookupRequest) -> None:
+async def _look_up(
+    stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub, request: kvstore_pb2.LookupRequest
+) -> None:
     try:
         await stub.Lookup(request, timeout=_LOOKUP_TIMEOUT_S, metadata=tracing.trace_metadata())
     except grpc.aio.AioRpcError as error:

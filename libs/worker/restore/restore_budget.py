@@ -1,38 +1,38 @@
-"""How long a worker tries to restore a prompt's prefix before it computes instead. Pure; clocks are given.
+"""Bounds how long a worker tries to restore a prompt's prefix before it computes instead. Pure.
 
-One bound for all sources together. With S the time spent, R what computing all wanted blocks would take, and
-G what computing the blocks would have taken that came already, a restore goes on while
+One bound covers all sources together. S is the time spent, R the time to compute all wanted blocks, and G the
+time to compute the blocks restored so far. A restore continues while
 
-    S <= max(floor, PART * R) + G
+    S <= max(floor, WAIT_PART * R) + G
 
-so what it costs beyond computing, S - G, is at most the larger of the floor and that part of R, whatever the
-sources do: with sources that give nothing the first token comes at most PART later than without them, and one
-that delivers faster than this worker computes may go on for as long as it does.
+So its net cost, S - G, never exceeds the larger of the floor and WAIT_PART * R. Sources that deliver nothing
+delay the first token by at most WAIT_PART. A source that delivers faster than this worker computes may
+continue for as long as it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# The aim is a first token within 1.2 times of computing; the rest is for what runs beside a restore.
+# The first token should come within 1.2 times the compute time; 0.02 of it is for work besides the restore.
 WAIT_PART = 0.18
-# A working source answers in a few milliseconds; on a machine with more processes than cores in some more.
+# A working source answers in a few milliseconds, or more on a machine with more processes than cores.
 FLOOR_MS = 50.0
-# Before this worker has computed anything it cannot tell what computing would take: a source that gives
-# nothing costs so much, and one that gives a hundred blocks a second may go on.
+# Before this worker has computed a prompt, its compute time is unknown. Then the bound is UNKNOWN_RATE_MS,
+# and a source that delivers a hundred blocks per second may continue.
 UNKNOWN_RATE_MS = 250.0
 UNKNOWN_BLOCK_MS = 10.0
-# What one source may take of the bound while another one is still to be asked.
+# The share of the remaining time for a source while another source follows.
 _SHARE = 0.5
-# Of a source's time, the part that its disks get: what comes from them has to be read as well.
+# The share of a source's time for its disks; the transfer of the blocks needs the remaining time.
 _DISK_SHARE = 0.75
 DISK_WAIT_PART = 0.15
-MIN_DISK_WAIT_MS = 10  # with the floor as it is here
+MIN_DISK_WAIT_MS = 10  # for the default floor; it scales with the floor
 FIRST_DISK_WAIT_MS = 100.0
 
 
 class RestoreBudget:
-    """The time that one prompt's restore has. All in milliseconds of `clock_ms`."""
+    """The time of one prompt's restore, in milliseconds of `clock_ms`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RestoreBudget:
         clock_ms: Callable[[], float],
         floor_ms: float = FLOOR_MS,
     ) -> None:
-        """`n_blocks` are wanted, each of which takes `block_ms` to compute, 0 when that is not known."""
+        """`block_ms`: the time to compute each of the `n_blocks` wanted blocks, 0 when unknown."""
         self.recompute_ms = n_blocks * max(0.0, block_ms)
         self.bound_ms = max(floor_ms, WAIT_PART * self.recompute_ms)
         if block_ms <= 0:
@@ -56,21 +56,24 @@ class RestoreBudget:
 
     @property
     def spent_ms(self) -> float:
-        """Since it began."""
+        """The time since the budget was made."""
         return self._clock_ms() - self._began_ms
 
     @property
     def cost_ms(self) -> float:
-        """What the restore costs so far beyond computing; negative when it saves."""
+        """The net cost so far: the time spent less the compute time saved. Negative when it saves time."""
         return self.spent_ms - self.gained_ms
 
     @property
     def left_ms(self) -> float:
-        """What the source in turn has left; 0 when the time is over."""
+        """The time left for the current source, at least 0."""
         return max(0.0, self._source_ends_ms + self.gained_ms - self._clock_ms())
 
     def next_source(self, *, n_after: int) -> bool:
-        """Another source is asked now, and `n_after` may be after it; whether there is time for it."""
+        """Give the next source its share, with `n_after` further sources.
+
+        Returns False if no time is left.
+        """
         left_ms = self._began_ms + self.bound_ms + self.gained_ms - self._clock_ms()
         if left_ms <= 0:
             self._source_ends_ms = self._clock_ms() - self.gained_ms
@@ -79,12 +82,12 @@ class RestoreBudget:
         self._source_ends_ms = self._clock_ms() + share * left_ms - self.gained_ms
         return True
 
-    def came(self, n_blocks: int) -> None:
-        """So many blocks more have landed and are right."""
+    def add_restored(self, n_blocks: int) -> None:
+        """Add the compute time that further verified blocks save."""
         self.gained_ms += n_blocks * self._block_ms
 
     @property
     def disk_wait_ms(self) -> int:
-        """How long the source may wait for its disks: no floor but its own, as nothing lies between them."""
+        """How long the source may wait for its disks."""
         part_ms = DISK_WAIT_PART * self.recompute_ms if self.recompute_ms else FIRST_DISK_WAIT_MS
         return max(MIN_DISK_WAIT_MS, int(min(_DISK_SHARE * self.left_ms, max(part_ms, self._disk_floor_ms))))

@@ -1,11 +1,11 @@
-"""Which sources of KV are worth asking now. Pure; time is given, in seconds.
+"""The circuit breaker of KV sources. Pure.
 
-    well     everybody may ask
-    silent   it failed, or did not answer in time: nobody asks, a probe in the background does
-    on trial it answers probes again: one restore tries it, the others do without until that one is over
+    closed      restores use the source
+    open        it failed, or did not answer in time: restores skip it, and probes run in the background
+    half-open   it answers probes again: one restore tries it, and others skip it until that one has ended
 
-So a source that is dead, stopped or cut off costs those who were asking when it fell silent, and after that
-one restore now and then while it answers probes but gives nothing.
+A dead, stopped or unreachable source costs only the restores that use it when it fails. After that, it costs
+a single restore now and then while it answers probes but delivers nothing.
 """
 
 from __future__ import annotations
@@ -15,85 +15,87 @@ from dataclasses import dataclass
 from slipstream.rpc.backoff import LONGEST_PAUSE_S
 
 FIRST_SILENCE_S = 1.0
-# As long as any retry waits: with the link of the bytes healed it is in use again within HEAL_S.
+# The longest pause of any retry, so that a source is in use again within HEAL_S after its link works.
 MAX_SILENCE_S = LONGEST_PAUSE_S
-# A source that no request has named for this long is removed, and its probes end.
+# A source that no restore wanted for this long is removed, and its probes end.
 FORGET_AFTER_S = 120.0
 
 
 @dataclass(slots=True)
-class _Silence:
-    until_s: float
-    lasts_s: float
-    asked_s: float  # when a restore last wanted it
-    answers: bool = False
-    on_trial: bool = False
+class _OpenSource:
+    until_s: float  # no trial before this time
+    pause_s: float  # 0 after a time-out alone
+    wanted_s: float  # when a restore last wanted it
+    answers_probes: bool = False
+    has_trial: bool = False
 
 
 class SourceBreaker:
-    """The sources of one worker, by endpoint; only those that are not well take memory."""
+    """The state of one worker's sources, by endpoint. A closed source takes no memory."""
 
     def __init__(self) -> None:
-        self._silent: dict[str, _Silence] = {}
+        self._open: dict[str, _OpenSource] = {}
 
     def __contains__(self, endpoint: str) -> bool:
-        """Whether the source is not well."""
-        return endpoint in self._silent
+        """Whether the source is open or half-open."""
+        return endpoint in self._open
 
     def may_ask(self, endpoint: str, *, now_s: float) -> bool:
-        """Whether to ask the source now. After True the caller reports the outcome."""
-        silence = self._silent.get(endpoint)
-        if silence is None:
+        """Whether a restore may use the source now. After True the caller records the outcome."""
+        source = self._open.get(endpoint)
+        if source is None:
             return True
-        silence.asked_s = now_s
-        if not silence.answers or silence.on_trial or now_s < silence.until_s:
+        source.wanted_s = now_s
+        if not source.answers_probes or source.has_trial or now_s < source.until_s:
             return False
-        silence.on_trial = True
+        source.has_trial = True
         return True
 
-    def worked(self, endpoint: str) -> None:
-        """The source delivered its blocks, or has none."""
-        self._silent.pop(endpoint, None)
+    def record_success(self, endpoint: str) -> None:
+        """Close the breaker: the source delivered its blocks, or has none."""
+        self._open.pop(endpoint, None)
 
     def end_trial(self, endpoint: str) -> None:
-        """The restore that tried the source ended without an outcome. Only for a restore on trial."""
-        silence = self._silent.get(endpoint)
-        if silence is not None:
-            silence.on_trial = False
+        """End the trial of a half-open source without an outcome."""
+        source = self._open.get(endpoint)
+        if source is not None:
+            source.has_trial = False
 
-    def unanswered(self, endpoint: str, *, now_s: float) -> None:
-        """The source did not answer in time. It may only be slow: the first answered probe makes it well, or
-        lets another restore try it."""
-        silence = self._silent.get(endpoint)
-        if silence is None:
-            self._silent[endpoint] = _Silence(now_s, 0.0, now_s)
-        elif silence.on_trial:
-            silence.on_trial = silence.answers = False
-            silence.until_s = now_s + silence.lasts_s
+    def record_timeout(self, endpoint: str, *, now_s: float) -> None:
+        """Open the breaker: the source, which may only be slow, did not answer in time.
 
-    def failed(self, endpoint: str, *, now_s: float) -> None:
-        """The source failed, or delivered none of the blocks that it pinned."""
-        before = self._silent.get(endpoint)
-        if before is not None and before.lasts_s and not before.on_trial:
-            return  # this restore began before the source fell silent
-        lasts_s = max(FIRST_SILENCE_S, min(MAX_SILENCE_S, 2 * before.lasts_s if before is not None else 0.0))
-        self._silent[endpoint] = _Silence(now_s + lasts_s, lasts_s, now_s)
+        The first answered probe closes it again, or allows another trial after a failed one.
+        """
+        source = self._open.get(endpoint)
+        if source is None:
+            self._open[endpoint] = _OpenSource(now_s, 0.0, now_s)
+        elif source.has_trial:
+            source.has_trial = source.answers_probes = False
+            source.until_s = now_s + source.pause_s
 
-    def answered(self, endpoint: str) -> None:
-        """A probe was answered."""
-        silence = self._silent.get(endpoint)
-        if silence is None:
+    def record_failure(self, endpoint: str, *, now_s: float) -> None:
+        """Open the breaker: the source failed, or delivered none of the blocks that it pinned."""
+        before = self._open.get(endpoint)
+        if before is not None and before.pause_s and not before.has_trial:
+            return  # this restore began before the breaker opened
+        pause_s = max(FIRST_SILENCE_S, min(MAX_SILENCE_S, 2 * before.pause_s if before is not None else 0.0))
+        self._open[endpoint] = _OpenSource(now_s + pause_s, pause_s, now_s)
+
+    def record_probe(self, endpoint: str) -> None:
+        """Record that the source answered a probe."""
+        source = self._open.get(endpoint)
+        if source is None:
             return
-        silence.answers = True
-        if not silence.lasts_s:
-            del self._silent[endpoint]
+        source.answers_probes = True
+        if not source.pause_s:
+            del self._open[endpoint]
 
-    def probe_at_s(self, endpoint: str, *, now_s: float) -> float | None:
-        """When to probe the source next; None when it answers, or no request has named it for long."""
-        silence = self._silent.get(endpoint)
-        if silence is None or silence.answers:
+    def next_probe_s(self, endpoint: str, *, now_s: float) -> float | None:
+        """When to probe the source next; None if it answers probes, or no restore has wanted it for long."""
+        source = self._open.get(endpoint)
+        if source is None or source.answers_probes:
             return None
-        if now_s - silence.asked_s > FORGET_AFTER_S:
-            del self._silent[endpoint]
+        if now_s - source.wanted_s > FORGET_AFTER_S:
+            del self._open[endpoint]
             return None
-        return max(now_s, silence.until_s)
+        return max(now_s, source.until_s)

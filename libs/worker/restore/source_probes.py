@@ -1,4 +1,4 @@
-"""Probe KV sources that fell silent, so that no prompt waits for them before they answer again."""
+"""Probes failed KV sources in the background, so that no prompt has to wait for their time-outs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class SourceProbes:
         self._peers = peers
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.health = SourceBreaker()
+        self.breaker = SourceBreaker()
 
     def may_ask(self, endpoint: str) -> bool:
-        """As `SourceBreaker.may_ask`."""
-        return self.health.may_ask(endpoint, now_s=self._clock())
+        """See `SourceBreaker.may_ask`."""
+        return self.breaker.may_ask(endpoint, now_s=self._clock())
 
-    def failed(self, endpoint: str) -> None:
-        """As `SourceBreaker.failed`, and start probing."""
-        self.health.failed(endpoint, now_s=self._clock())
+    def record_failure(self, endpoint: str) -> None:
+        """Open the breaker as `SourceBreaker.record_failure` does, and start probing."""
+        self.breaker.record_failure(endpoint, now_s=self._clock())
         self._begin(endpoint)
 
-    def unanswered(self, endpoint: str) -> None:
-        """As `SourceBreaker.unanswered`, and start probing."""
-        self.health.unanswered(endpoint, now_s=self._clock())
+    def record_timeout(self, endpoint: str) -> None:
+        """Open the breaker as `SourceBreaker.record_timeout` does, and start probing."""
+        self.breaker.record_timeout(endpoint, now_s=self._clock())
         self._begin(endpoint)
 
     def _begin(self, endpoint: str) -> None:
@@ -57,10 +57,10 @@ class SourceProbes:
         try:
             await self._until_it_answers(endpoint)
         finally:
-            del self._tasks[endpoint]  # at once: a failure in the next moment begins another one
+            del self._tasks[endpoint]  # at once, so that the next failure starts a new task
 
     async def _until_it_answers(self, endpoint: str) -> None:
-        while (at_s := self.health.probe_at_s(endpoint, now_s=self._clock())) is not None:
+        while (at_s := self.breaker.next_probe_s(endpoint, now_s=self._clock())) is not None:
             await asyncio.sleep(max(0.0, at_s - self._clock()))
             stub = health_pb2_grpc.HealthStub(self._peers.channel(endpoint))
             try:
@@ -69,11 +69,9 @@ class SourceProbes:
                 if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     await asyncio.sleep(PROBE_EVERY_S)
                     continue
-            except (
-                Exception
-            ):  # a defect, or a closed channel: without more probes the source would stay unused
+            except Exception:  # a defect or a closed channel must not end the probes
                 log.exception("%s could not be probed", endpoint)
                 await asyncio.sleep(PROBE_EVERY_S)
                 continue
-            self.health.answered(endpoint)
+            self.breaker.record_probe(endpoint)
             log.info("%s answers again", endpoint)

@@ -87,7 +87,7 @@ def test_a_vanished_worker_is_suspect_for_a_while_then_removed() -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """With time for the goodbye of a slow machine."""
-    monkeypatch.setattr("libs.common.cluster.discovery._GOODBYE_S", WAIT_S)
+    monkeypatch.setattr("libs.common.cluster.discovery._LEAVE_TIMEOUT_S", WAIT_S)
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def test_folding_changes_equals_applying_them_to_a_dict(
     assert {key: kv.value for key, kv in entries.items()} == start
 
 
-async def test_a_connection_that_the_network_forgot_is_given_up_by_reads_and_a_change_is_made_anew(
+async def test_a_connection_that_the_network_forgot_is_replaced_by_reads_and_a_change_is_made_anew(
     etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without gRPC's pings, which etcd bears too seldom."""
@@ -229,7 +229,7 @@ async def test_a_connection_that_the_network_forgot_is_given_up_by_reads_and_a_c
             await session.wait_synced(timeout_s=60)
             entry = await writer.get("/elsewhere/a")
             assert entry is not None and entry.value == b"2"
-            assert client._connections.given_up
+            assert client._connections.n_replaced
         finally:
             await session.close()
             await client.close()
@@ -245,16 +245,16 @@ async def test_while_etcd_is_away_or_silent_connections_are_not_made_again_and_a
             proxy.blackhole()
             connections = client._connections
             async with asyncio.timeout(60):
-                while not connections.given_up:
+                while not connections.n_replaced:
                     await asyncio.sleep(0.02)
             with pytest.raises(EtcdUnavailable):
                 await client.get(f"{PREFIX}a")
-            assert connections.given_up == 1
+            assert connections.n_replaced == 1
             proxy.restore()
             async with asyncio.timeout(60):
                 while not connections.now.has_answered:
                     with contextlib.suppress(EtcdUnavailable):
                         await client.get(f"{PREFIX}a")
-            assert connections.given_up == 1
+            assert connections.n_replaced == 1
         finally:
             await client.close()

@@ -93,7 +93,7 @@ def test_grpcs_own_reader_is_known_and_calls_are_served() -> None:
 
     class Watched(GrpcLoop):
         def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-            seen.append(grpc_loop._is_grpcs(callback))
+            seen.append(grpc_loop._belongs_to_grpc(callback))
             super().add_reader(fd, callback, *args)
 
     async def run() -> None:

@@ -19,8 +19,8 @@ from tests.common.transport.peers import (
     SpawnPeer,
     end_peer,
     registered,
-    settle_slowly,
     start_peer,
+    stop_slowly,
 )
 from tests.support.defaults import set_default
 
@@ -40,7 +40,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def transport(kind: str) -> AsyncIterator[KvTransport]:
     """One for all tests of a kind, which it must survive."""
     opened = open_transport(kind)
-    settle_slowly(opened)
+    stop_slowly(opened)
     yield opened
     assert opened.reads_in_flight == 0
     await opened.close()

@@ -69,9 +69,9 @@ def stop(peer: Peer) -> None:
         time.sleep(0.001)
 
 
-def settle_slowly(transport: Any) -> None:
+def stop_slowly(transport: Any) -> None:
     """On a slow machine it takes a while until a transfer that was told to stop has stopped."""
-    transport._reads._settle_s = WAIT_S
+    transport._reads._stop_timeout_s = WAIT_S
 
 
 async def surely(transport: KvTransport, session: str, reads: Sequence[ReadOp], **landed: Any) -> None:

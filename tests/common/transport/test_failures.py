@@ -27,15 +27,15 @@ from tests.common.transport.peers import (
     begun_read,
     disturbed_read,
     registered,
-    settle_slowly,
     stop,
+    stop_slowly,
     surely,
 )
 from tests.support.processes.process_checks import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # What `read` may take beyond its time-out: until it has settled, and the slack of a busy machine.
-SETTLE_S, SLACK_S = WAIT_S, WAIT_S
+STOP_TIMEOUT_S, SLACK_S = WAIT_S, WAIT_S
 
 
 async def test_a_killed_peer_is_gone_at_once_and_for_good(
@@ -100,7 +100,7 @@ async def test_first_contact_with_a_stopped_peer_is_bounded_and_harms_no_other_r
     await surely(transport, alive.session, [ReadOp(memory.address + MIB, alive.address, MIB)])
     assert memory.view(MIB, MIB) == pattern(MIB, 2)
     with pytest.raises(TransferTimeout):
-        await asyncio.wait_for(hopeless, 2 + SETTLE_S + SLACK_S)
+        await asyncio.wait_for(hopeless, 2 + STOP_TIMEOUT_S + SLACK_S)
     stopped.process.send_signal(signal.SIGCONT)
     await surely(transport, stopped.session, [ReadOp(memory.address, stopped.address, MIB)])
     assert memory.view(0, MIB) == pattern(MIB, 1)
@@ -131,7 +131,7 @@ async def test_a_peer_that_runs_only_now_and_then_ends_the_read_either_way(
     size, memory = BIG_BYTES, big_memory
     peer = spawn_peer(size)
     read = await begun_read(transport, memory, peer, timeout_s=2)
-    async with asyncio.timeout(2 + SETTLE_S + SLACK_S):
+    async with asyncio.timeout(2 + STOP_TIMEOUT_S + SLACK_S):
         while not read.done():
             peer.process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(0.1)
@@ -163,7 +163,7 @@ async def test_reads_that_pile_up_at_a_stopped_peer_all_end_and_harm_no_other_pe
     op = ReadOp(memory.address + MIB, calm_peer.address, MIB)
     await surely(transport, calm_peer.session, [op])
     assert memory.view(MIB, MIB) == pattern(MIB, 1)
-    async with asyncio.timeout(1 + SETTLE_S + SLACK_S):
+    async with asyncio.timeout(1 + STOP_TIMEOUT_S + SLACK_S):
         for ended in await asyncio.gather(*hopeless, return_exceptions=True):
             assert isinstance(ended, TransferTimeout)
     stopped.process.kill()
@@ -188,7 +188,7 @@ async def test_nothing_works_after_close_and_close_ends_reads(kind: str, calm_pe
     peer = calm_peer
     for _ in range(5):  # until one is closed before its last byte was on the way
         transport = open_transport(kind)
-        settle_slowly(transport)
+        stop_slowly(transport)
         memory = registered(transport, BIG_BYTES)
         read = await begun_read(transport, memory, peer)
         await transport.close()

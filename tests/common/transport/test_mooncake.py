@@ -94,7 +94,7 @@ async def test_a_peer_that_trickles_leaves_its_destination_quarantined_until_it_
 async def test_a_peer_that_stops_in_the_middle_of_an_answer_ends_the_read(
     engine: MooncakeTransport, peer: Peer, then_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._reads, "_settle_s", WAIT_S)
+    monkeypatch.setattr(engine._reads, "_stop_timeout_s", WAIT_S)
 
     async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.readexactly(MIB // 3))

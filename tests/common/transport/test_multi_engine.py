@@ -150,7 +150,7 @@ def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
             for engine in engines:
                 engine.end()
             other.step()
-        assert other.complete and other.reached and peer.met == {0, 1}
+        assert other.complete and other.reached and peer.reached_by == {0, 1}
 
 
 async def test_a_beacon_says_where_the_engines_are_and_an_older_one_nothing() -> None:

@@ -34,7 +34,7 @@ async def until_idle(reads: ReadSupervisor) -> None:
 async def test_a_transfer_that_does_not_stop_keeps_its_destination_quarantined_until_it_ends() -> None:
     memory, regions = PageAlignedMemory(8192), RegionTable()
     regions.add(memory.buffer)
-    reads, transfer, slots = ReadSupervisor(settle_s=0.02), Stubborn(), asyncio.Semaphore(1)
+    reads, transfer, slots = ReadSupervisor(stop_timeout_s=0.02), Stubborn(), asyncio.Semaphore(1)
     op = ReadOp(memory.address, 1, 4096)
     with pytest.raises(TransferTimeout) as caught:
         await reads.run(transfer, [op], slots=slots, timeout_s=0.01)
@@ -55,7 +55,7 @@ async def test_a_transfer_that_does_not_stop_keeps_its_destination_quarantined_u
 
 
 async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> None:
-    reads, transfer = ReadSupervisor(settle_s=10), Stubborn()
+    reads, transfer = ReadSupervisor(stop_timeout_s=10), Stubborn()
     run = asyncio.create_task(
         reads.run(transfer, [ReadOp(1, 1, 1)], slots=asyncio.Semaphore(1), timeout_s=10)
     )
@@ -76,7 +76,7 @@ async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> 
 
 
 async def test_a_cancel_that_comes_with_the_transfers_own_end_is_a_cancel() -> None:
-    reads = ReadSupervisor(settle_s=10)
+    reads = ReadSupervisor(stop_timeout_s=10)
 
     async def cancels_its_reader_as_it_ends(stop: asyncio.Event) -> None:
         transfer = asyncio.current_task()
@@ -92,7 +92,7 @@ async def test_a_cancel_that_comes_with_the_transfers_own_end_is_a_cancel() -> N
 
 
 async def test_a_cancel_while_waiting_for_a_slot_takes_none() -> None:
-    reads, slots = ReadSupervisor(settle_s=1), asyncio.Semaphore(1)
+    reads, slots = ReadSupervisor(stop_timeout_s=1), asyncio.Semaphore(1)
     await slots.acquire()
     run = asyncio.create_task(reads.run(Stubborn(), [ReadOp(1, 1, 1)], slots=slots, timeout_s=10))
     await asyncio.sleep(0)
@@ -109,7 +109,7 @@ async def test_an_error_of_the_transfer_is_the_error_of_the_read() -> None:
     async def fail(stop: asyncio.Event) -> None:
         raise TransferRefused("no")
 
-    reads, slots = ReadSupervisor(settle_s=1), asyncio.Semaphore(1)
+    reads, slots = ReadSupervisor(stop_timeout_s=1), asyncio.Semaphore(1)
     with pytest.raises(TransferRefused, match="no"):
         await reads.run(fail, [ReadOp(1, 1, 1)], slots=slots, timeout_s=1)
     assert reads.in_flight == 0

@@ -111,7 +111,7 @@ def test_spent_blocks_make_room_before_older_ones_the_end_of_a_prefix_first() ->
         blocks.commit(page, block_hash)
     blocks.release([old])
     blocks.acquire(spent[:1])  # somebody else uses the first one
-    blocks.release(spent, spent=True)
+    blocks.release(spent, evict_first=True)
     blocks.allocate(1)
     assert blocks.match([b"s0", b"s1", b"s2"]) == spent[:2]
     blocks.release(spent[:1])

@@ -39,12 +39,12 @@ def test_a_length_that_is_no_multiple_of_a_token_is_refused() -> None:
 
 def test_fingerprint_mismatch_names_the_fields() -> None:
     own = Fingerprint("m", "t", "k", "float32", 64)
-    check_fingerprint(own, own.to_proto(), whose="the request")
+    check_fingerprint(own, own.to_proto(), of="the request")
     other = Fingerprint("m2", "t", "k", "bfloat16", 64)
     with pytest.raises(FingerprintMismatch, match="the ticket differs in digest, model, kv_dtype"):
-        check_fingerprint(own, other.to_proto(), whose="the ticket")
+        check_fingerprint(own, other.to_proto(), of="the ticket")
     with pytest.raises(FingerprintMismatch):
-        check_fingerprint(own, common_pb2.Fingerprint(), whose="the request")
+        check_fingerprint(own, common_pb2.Fingerprint(), of="the request")
 
 
 @settings(max_examples=50, deadline=None)

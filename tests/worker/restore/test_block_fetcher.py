@@ -98,7 +98,7 @@ async def test_quarantined_pages_are_not_reused() -> None:
     pages = (await thread.call(lambda engine: engine.reserve(spec("a")))).pages
     late = pages[1]
     transport.late = (memory.address_of(late), memory.address_of(late) + 1)
-    await puller.settle(pages)
+    await puller.pin_late_pages(pages)
     await thread.call(lambda engine: engine.release("a"))
     assert thread.ledger.pages_held == 1
     assert puller.quarantined_pages == 1
@@ -119,7 +119,7 @@ async def test_a_worker_says_what_of_it_is_quarantined() -> None:
     pages = (await core.thread.call(lambda engine: engine.reserve(spec("a")))).pages
     late = core.memory.address_of(pages[0]), core.memory.address_of(pages[1]) + core.memory.page_bytes
     transport.late = late
-    await core.puller.settle(pages)
+    await core.puller.pin_late_pages(pages)
     figures = core.figures()
     assert figures["slipstream_kv_quarantined_bytes"] == late[1] - late[0] == 2 * core.memory.page_bytes
     assert figures["slipstream_kv_quarantined_pages"] == 2

@@ -39,7 +39,7 @@ def run_restore(budget: RestoreBudget, clock: Clock, sources: Sequence[Landings]
             if after_ms > left_ms:
                 break
             got = min(n, n_blocks - n_came)
-            budget.came(got)
+            budget.add_restored(got)
             n_came += got
         else:
             if n_came < n_blocks:
@@ -182,14 +182,14 @@ class SourceMachine(RuleBasedStateMachine):
 
     @rule(answers=st.booleans())
     def is_probed(self, answers: bool) -> None:
-        at_s = self.health.probe_at_s("x", now_s=self.now_s)
+        at_s = self.health.next_probe_s("x", now_s=self.now_s)
         if at_s is not None and answers:
             assert self.now_s <= at_s <= self.now_s + MAX_SILENCE_S
-            self.health.answered("x")
+            self.health.record_probe("x")
 
     @invariant()
     def nobody_asks_a_source_that_answers_no_probe(self) -> None:
-        if self.health.probe_at_s("x", now_s=self.now_s) is not None:
+        if self.health.next_probe_s("x", now_s=self.now_s) is not None:
             assert not self.health.may_ask("x", now_s=self.now_s)
 
 
@@ -199,51 +199,51 @@ TestSources.settings = settings(max_examples=50, stateful_step_count=30, deadlin
 
 def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() -> None:
     health, now_s, tried = SourceBreaker(), 0.0, 0
-    health.failed("x", now_s=now_s)
+    health.record_failure("x", now_s=now_s)
     for _ in range(600):
         now_s += 1.0
-        health.answered("x")
+        health.record_probe("x")
         if health.may_ask("x", now_s=now_s):
             tried += 1
             assert not health.may_ask("x", now_s=now_s)  # one at a time
-            health.failed("x", now_s=now_s)
+            health.record_failure("x", now_s=now_s)
     assert 600 / MAX_SILENCE_S <= tried <= 600 / MAX_SILENCE_S + 6
     now_s += MAX_SILENCE_S
-    health.answered("x")
+    health.record_probe("x")
     assert health.may_ask("x", now_s=now_s)
-    health.worked("x")
+    health.record_success("x")
     assert health.may_ask("x", now_s=now_s) and health.may_ask("x", now_s=now_s)
 
 
 def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again() -> None:
     health = SourceBreaker()
-    health.failed("x", now_s=0.0)
-    health.answered("x")
+    health.record_failure("x", now_s=0.0)
+    health.record_probe("x")
     assert health.may_ask("x", now_s=5.0)
-    health.unanswered("x", now_s=5.0)
-    assert health.probe_at_s("x", now_s=5.0) == 5.0 + FIRST_SILENCE_S
+    health.record_timeout("x", now_s=5.0)
+    assert health.next_probe_s("x", now_s=5.0) == 5.0 + FIRST_SILENCE_S
     assert not health.may_ask("x", now_s=60.0)  # it may stand still, and nobody is to find out by waiting
-    assert health.probe_at_s("x", now_s=60.0) == 60.0
-    health.answered("x")
+    assert health.next_probe_s("x", now_s=60.0) == 60.0
+    health.record_probe("x")
     assert health.may_ask("x", now_s=60.0)
 
 
 def test_one_that_was_slow_and_then_failed_is_not_well_with_its_first_answer() -> None:
     health = SourceBreaker()
-    health.unanswered("x", now_s=10.0)  # of two that asked, one waited too long
-    health.failed("x", now_s=10.0)  # and the other one was told of the failure
-    health.answered("x")
+    health.record_timeout("x", now_s=10.0)  # of two that asked, one waited too long
+    health.record_failure("x", now_s=10.0)  # and the other one was told of the failure
+    health.record_probe("x")
     assert "x" in health and not health.may_ask("x", now_s=10.0)
     assert health.may_ask("x", now_s=10.0 + FIRST_SILENCE_S)
 
 
 def test_one_that_was_slow_once_is_well_with_its_first_answer_and_one_nobody_wants_is_forgotten() -> None:
     health = SourceBreaker()
-    health.unanswered("x", now_s=10.0)
-    assert not health.may_ask("x", now_s=10.0) and health.probe_at_s("x", now_s=10.0) == 10.0
-    health.answered("x")
+    health.record_timeout("x", now_s=10.0)
+    assert not health.may_ask("x", now_s=10.0) and health.next_probe_s("x", now_s=10.0) == 10.0
+    health.record_probe("x")
     assert "x" not in health
-    health.failed("x", now_s=20.0)
-    assert health.probe_at_s("x", now_s=20.0 + FORGET_AFTER_S - 1) is not None
-    assert health.probe_at_s("x", now_s=20.0 + FORGET_AFTER_S + 1) is None
+    health.record_failure("x", now_s=20.0)
+    assert health.next_probe_s("x", now_s=20.0 + FORGET_AFTER_S - 1) is not None
+    assert health.next_probe_s("x", now_s=20.0 + FORGET_AFTER_S + 1) is None
     assert "x" not in health

@@ -112,7 +112,7 @@ async def test_a_stopped_source_costs_who_asks_first_and_is_used_again_when_it_r
                     pass
 
         await until_it_gives()
-        await eventually(lambda: source.endpoint not in two.core.restorer.sources.health)
+        await eventually(lambda: source.endpoint not in two.core.restorer.sources.breaker)
         held = [await held_prompt() for _ in range(5)]
         given_up, skipped = counted(two, "given_up"), counted(two, "skipped")
         async with Stopped(source):

@@ -1,9 +1,9 @@
-"""The prefix cache of this worker, lent to others: the reading half of KvstoreService.
+"""Serves this worker's prefix cache to peers: the reading half of KvstoreService.
 
-Another prefill worker that was given a prompt whose prefix lies here pins the blocks, reads them by
-KvTransport, checks them, and releases: to it this worker is one more kvstore. So the prefix caches of all
-workers are one cache, whoever computes. Blocks that were read are the first to be evicted here when nothing
-else uses them: their reader has them now, as its newest, and no block stays in two caches for long.
+A peer with a prompt whose prefix is cached here pins the blocks, reads them by KvTransport, verifies them and
+releases the pin. The peer treats this worker like a kvstore, so the prefix caches of all workers work as one.
+This worker evicts blocks that a peer has read before all other unused blocks, because the peer's cache has
+them as its newest.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 DEFAULT_LEASE_MS = 10_000
 MAX_LEASE_MS = 60_000
-MAX_LOANS = 256
-# The share of the pages that may be lent at once: what is lent cannot be evicted.
-MAX_LENT_SHARE = 0.25
+MAX_LEASES = 256
+# The largest share of the pages under leases, because the engine cannot evict leased pages.
+MAX_LEASED_SHARE = 0.25
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True, eq=False)
-class _Loan:
+class _Lease:
     blocks: Sequence[FullBlock]
-    lease_s: float
     expiry: asyncio.TimerHandle
 
 
 class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
-    """Pins and their ends, as protos/slipstream/v1/kvstore.proto says; the rest is unimplemented."""
+    """Implements the pin calls of protos/slipstream/v1/kvstore.proto; other calls are UNIMPLEMENTED."""
 
     def __init__(
         self, thread: EngineThread, memory: PageMemory, transport: KvTransport, fingerprint: Fingerprint
@@ -57,51 +56,51 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._memory = memory
         self._transport = transport
         self._fingerprint = fingerprint
-        self._max_blocks = int(MAX_LENT_SHARE * memory.n_bytes / memory.page_bytes)
-        self._loans: dict[str, _Loan] = {}
+        self._max_blocks = int(MAX_LEASED_SHARE * memory.n_bytes / memory.page_bytes)
+        self._leases: dict[str, _Lease] = {}
         self._pinning: set[asyncio.Task[tuple[FullBlock, ...]]] = set()
         self._names = PinNames()
-        self._streams = PinServer(self, lambda lease_id: self._end(lease_id, spent=False))
-        self._lends = True
-        self.lent_blocks = 0  # now
+        self._streams = PinServer(self, lambda lease_id: self._end(lease_id))
+        self._accepts_pins = True
+        self.leased_blocks = 0  # pending pins included
 
     @property
-    def loans(self) -> int:
-        """Those that have not ended, and those being made."""
-        return len(self._loans) + len(self._pinning)
+    def leases(self) -> int:
+        """The number of leases, pending pins included."""
+        return len(self._leases) + len(self._pinning)
 
     def stop(self) -> None:
-        """Lend no more; loans that run go on."""
-        self._lends = False
+        """Grant no more pins. Present leases continue."""
+        self._accepts_pins = False
 
     async def close(self) -> None:
-        """End all loans: who still reads finds out by the transport."""
-        self._lends = False
+        """End all leases. Reads in progress fail in the transport."""
+        self._accepts_pins = False
         self._streams.close()
         await asyncio.gather(*self._pinning, return_exceptions=True)
-        for lease_id in list(self._loans):
-            self._end(lease_id, spent=False)
+        for lease_id in list(self._leases):
+            self._end(lease_id)
 
     # ---- rpcs
 
     async def pin(self, request: kvstore_pb2.PinRequest, context: _Context) -> kvstore_pb2.PinResponse:
         ended = request.released[:MAX_RELEASED]
         for lease_id in ended:
-            self._end(self._names.end(lease_id), spent=True)
-        response = await traced_pin(request, self._pin_and_lend(request))
+            self._end(self._names.end(lease_id), were_read=True)
+        response = await traced_pin(request, self._grant(request))
         response.ended_pins = len(ended)
         return response
 
-    async def _pin_and_lend(self, request: kvstore_pb2.PinRequest) -> kvstore_pb2.PinResponse:
-        check_fingerprint(self._fingerprint, request.fingerprint, whose="the request")
+    async def _grant(self, request: kvstore_pb2.PinRequest) -> kvstore_pb2.PinResponse:
+        check_fingerprint(self._fingerprint, request.fingerprint, of="the request")
         try:
             hashes = unpack_hashes(request.block_hashes)
         except ValueError as error:
             raise InvalidArgument("block_hashes", str(error)) from None
         end = request.first_block + request.max_blocks if request.max_blocks else len(hashes)
-        room = self._max_blocks - self.lent_blocks
+        room = self._max_blocks - self.leased_blocks
         wanted = hashes[request.first_block : end][: max(0, room)]
-        if not wanted or not self._lends or self.loans >= MAX_LOANS:
+        if not wanted or not self._accepts_pins or self.leases >= MAX_LEASES:
             return kvstore_pb2.PinResponse()
         if not self._names.begin(request.name):
             return kvstore_pb2.PinResponse()
@@ -110,14 +109,14 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         try:
             blocks = await self._pin(wanted)
             checksums = await self._memory.checksums([block.page for block in blocks])
-            if blocks and self._lends:
-                lease_id, lease_s = self._lend(blocks, request.lease_ms)
+            if blocks and self._accepts_pins:
+                lease_id, lease_s = self._begin(blocks, request.lease_ms)
         finally:
             if not lease_id:
-                self._unpin(blocks, spent=False)
-            if not self._names.done(request.name, lease_id):  # it was ended while it was made
-                self._end(lease_id, spent=False)
-        if lease_id not in self._loans:
+                self._unpin(blocks)
+            if not self._names.done(request.name, lease_id):  # the reader has already released the pin
+                self._end(lease_id)
+        if lease_id not in self._leases:
             return kvstore_pb2.PinResponse()
         return kvstore_pb2.PinResponse(
             lease_id=lease_id,
@@ -138,18 +137,17 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def renew_pin(
         self, request: kvstore_pb2.RenewPinRequest, context: _Context
     ) -> kvstore_pb2.RenewPinResponse:
-        loan = self._loans.get(request.lease_id)
-        if loan is None:
+        lease = self._leases.get(request.lease_id)
+        if lease is None:
             raise NotFound("the lease has ended", field="lease_id")
-        loan.expiry.cancel()
-        loan.lease_s = _granted_s(request.lease_ms)
-        loan.expiry = self._expire(request.lease_id, loan.lease_s)
+        lease.expiry.cancel()
+        lease.expiry = self._expire(request.lease_id, _granted_s(request.lease_ms))
         return kvstore_pb2.RenewPinResponse()
 
     async def release_pin(
         self, request: kvstore_pb2.ReleasePinRequest, context: _Context
     ) -> kvstore_pb2.ReleasePinResponse:
-        self._end(self._names.end(request.lease_id), spent=True)
+        self._end(self._names.end(request.lease_id), were_read=True)
         return kvstore_pb2.ReleasePinResponse()
 
     async def Pins(
@@ -159,49 +157,50 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
             async for frame in frames:
                 yield frame
 
-    # ---- loans
+    # ---- leases
 
     async def _pin(self, hashes: Sequence[bytes]) -> tuple[FullBlock, ...]:
-        """The leading ones that are held, pinned. A cancelled caller leaves nothing pinned."""
-        self.lent_blocks += len(hashes)  # all of them, until it is known: who asks meanwhile gets the rest
+        """Pin the leading blocks that the cache has. If the caller is cancelled, no page stays pinned."""
+        self.leased_blocks += len(hashes)  # an upper bound until the engine has pinned them
 
-        def counted(task: asyncio.Task[tuple[FullBlock, ...]]) -> None:
+        def correct_count(task: asyncio.Task[tuple[FullBlock, ...]]) -> None:
             self._pinning.discard(task)
             failed = task.cancelled() or task.exception() is not None
-            self.lent_blocks -= len(hashes) - (0 if failed else len(task.result()))
+            self.leased_blocks -= len(hashes) - (0 if failed else len(task.result()))
 
         task = asyncio.create_task(self._thread.call(lambda engine: _pin_leading(engine, hashes)))
         self._pinning.add(task)
-        task.add_done_callback(counted)
+        task.add_done_callback(correct_count)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(self._let_go)
+            task.add_done_callback(self._unpin_result)
             raise
 
-    def _let_go(self, task: asyncio.Task[tuple[FullBlock, ...]]) -> None:
+    def _unpin_result(self, task: asyncio.Task[tuple[FullBlock, ...]]) -> None:
         if not task.cancelled() and task.exception() is None:
-            self._unpin(task.result(), spent=False)
+            self._unpin(task.result())
 
-    def _lend(self, blocks: Sequence[FullBlock], asked_ms: int) -> tuple[str, float]:
+    def _begin(self, blocks: Sequence[FullBlock], asked_ms: int) -> tuple[str, float]:
         lease_id, lease_s = secrets.token_hex(16), _granted_s(asked_ms)
-        self._loans[lease_id] = _Loan(blocks, lease_s, self._expire(lease_id, lease_s))
+        self._leases[lease_id] = _Lease(blocks, self._expire(lease_id, lease_s))
         return lease_id, lease_s
 
     def _expire(self, lease_id: str, lease_s: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(lease_s, lambda: self._end(lease_id, spent=False))
+        return asyncio.get_running_loop().call_later(lease_s, lambda: self._end(lease_id))
 
-    def _end(self, lease_id: str, *, spent: bool) -> None:
-        loan = self._loans.pop(lease_id, None)
-        if loan is not None:
-            loan.expiry.cancel()
-            self._unpin(loan.blocks, spent=spent)
+    def _end(self, lease_id: str, *, were_read: bool = False) -> None:
+        """End a lease, if it has not ended. `were_read`: the reader released it after its read."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None:
+            lease.expiry.cancel()
+            self._unpin(lease.blocks, evict_first=were_read)
 
-    def _unpin(self, blocks: Sequence[FullBlock], *, spent: bool) -> None:
-        self.lent_blocks -= len(blocks)
+    def _unpin(self, blocks: Sequence[FullBlock], *, evict_first: bool = False) -> None:
+        self.leased_blocks -= len(blocks)
         if blocks:
             pages = [block.page for block in blocks]
-            self._thread.submit(lambda engine: engine.unpin(pages, spent=spent))
+            self._thread.submit(lambda engine: engine.unpin(pages, evict_first=evict_first))
 
 
 def _pin_leading(engine: Engine, hashes: Sequence[bytes]) -> tuple[FullBlock, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
-from libs.worker.lending.peer_cache_server import MAX_LENT_SHARE, PeerCacheServer
+from libs.worker.peer_cache.peer_cache_server import MAX_LEASED_SHARE, PeerCacheServer
 from libs.worker.restore.block_fetcher import FetchStats
 from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, NotFound
@@ -145,7 +145,7 @@ async def test_a_loan_ends_by_release_and_by_expiry_and_can_be_renewed() -> None
         await prefill_once(node, tokens, "a")
         stub = stub_of(node)
         pinned = await stub.pin(pin_request(node, tokens, first_block=2, max_blocks=5), timeout=WAIT_S)
-        assert (len(pinned.blocks), node.ledger.pins, node.core.lender.lent_blocks) == (5, 1, 5)
+        assert (len(pinned.blocks), node.ledger.pins, node.core.lender.leased_blocks) == (5, 1, 5)
         assert node.core.thread.ledger.pages_held == 5 and node.ledger.blocks_orphaned == 0
         await stub.renew(pinned.lease_id, lease_ms=60_000)
         await stub.release(pinned.lease_id)
@@ -165,14 +165,14 @@ async def test_a_cancelled_pin_holds_nothing() -> None:
         busy = Gate()
         blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
         pin = asyncio.create_task(stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S))
-        await eventually(lambda: node.core.lender.loans == 1)
+        await eventually(lambda: node.core.lender.leases == 1)
         pin.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pin
         busy.open()
         await blocked
         await node.wait_idle()
-        assert node.core.lender.lent_blocks == 0
+        assert node.core.lender.leased_blocks == 0
 
 
 async def test_what_is_wrong_is_refused_and_what_is_not_there_is_nothing() -> None:
@@ -200,7 +200,7 @@ async def test_only_a_share_of_the_pages_is_lent_at_once() -> None:
     async with running_nodes() as nodes:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
-        limit = int(MAX_LENT_SHARE * node.core.info.n_pages)
+        limit = int(MAX_LEASED_SHARE * node.core.info.n_pages)
         first = await stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S)
         assert len(first.blocks) == limit < 50
         assert not (await stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S)).blocks
@@ -213,7 +213,7 @@ async def test_pins_at_once_share_what_may_be_lent() -> None:
     async with running_nodes() as nodes:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
-        limit = int(MAX_LENT_SHARE * node.core.info.n_pages)
+        limit = int(MAX_LEASED_SHARE * node.core.info.n_pages)
         busy, lender = Gate(), node.core.lender
         blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
         wanted = limit * 2 // 3
@@ -223,7 +223,7 @@ async def test_pins_at_once_share_what_may_be_lent() -> None:
             )
             for _ in range(3)
         ]
-        await eventually(lambda: lender.lent_blocks == limit)
+        await eventually(lambda: lender.leased_blocks == limit)
         busy.open()
         await blocked
         pinned = await asyncio.gather(*pins)
@@ -232,7 +232,7 @@ async def test_pins_at_once_share_what_may_be_lent() -> None:
         for each in pinned:
             await stub_of(node).release(each.lease_id)
         await node.wait_idle()
-        assert lender.lent_blocks == 0
+        assert lender.leased_blocks == 0
 
 
 async def test_what_was_lent_goes_first() -> None:
@@ -282,10 +282,10 @@ async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> Non
         pinned = await pinning
         assert bool(pinned.lease_id) == (when == "after")
         if when == "after":
-            assert (node.ledger.pins, node.core.lender.lent_blocks) == (1, 10)
+            assert (node.ledger.pins, node.core.lender.leased_blocks) == (1, 10)
             await end()
         await end()
-        assert (node.ledger.pins, node.core.lender.lent_blocks) == (0, 0)
+        assert (node.ledger.pins, node.core.lender.leased_blocks) == (0, 0)
         await node.wait_idle()
 
 
@@ -312,9 +312,9 @@ async def test_a_restore_that_is_cancelled_while_it_is_answered_leaves_no_loan(
             )
         )
         await asyncio.wait_for(made.wait(), WAIT_S)
-        assert one.core.lender.loans == 1
+        assert one.core.lender.leases == 1
         restoring.cancel()
         await asyncio.gather(restoring, return_exceptions=True)
-        await eventually(lambda: not one.core.lender.loans)
+        await eventually(lambda: not one.core.lender.leases)
         await one.wait_idle()
         await two.wait_idle()

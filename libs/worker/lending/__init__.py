@@ -1,4 +1,0 @@
-"""Serves this worker's prefix cache to peers.
-
-May import `engine` and `requests` only.
-"""
