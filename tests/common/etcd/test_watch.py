@@ -252,7 +252,7 @@ async def test_while_etcd_is_away_or_silent_connections_are_not_made_again_and_a
             assert connections.n_replaced == 1
             proxy.restore()
             async with asyncio.timeout(60):
-                while not connections.now.has_answered:
+                while not connections.current.has_answered:
                     with contextlib.suppress(EtcdUnavailable):
                         await client.get(f"{PREFIX}a")
             assert connections.n_replaced == 1

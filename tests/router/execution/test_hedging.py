@@ -43,7 +43,7 @@ class Hedged(HedgedAttempt):
         self.shown: list[int] = []
         self.lost: list[tuple[set[str], str | None]] = []
         quarantine: Any = SimpleNamespace(
-            join=lambda suspect, keys: None,
+            add_workers=lambda suspect, keys: None,
             leave_workers=lambda suspect, keys, crashed: self.lost.append((keys, crashed)),
         )
         policy: Any = SimpleNamespace(has_budget=True, spend=lambda: True, wait_ms=lambda **_: 0.0)
