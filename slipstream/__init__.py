@@ -2,6 +2,7 @@
 
     from slipstream import Client, AsyncClient
 
+`slipstream.client` shows their use, `slipstream.requests` the arguments, `slipstream.errors` the errors.
 The clients load on first use, so that services which only need `slipstream.v1` stay light. Nothing here
 imports `libs`, `services` or `supervisor`: this package is what clients install.
 """

@@ -246,5 +246,5 @@ BOUNDS: dict[str, Bound] = {
 
 
 def body_too_large() -> BodyTooLarge:
-    """The error for a body beyond MAX_BODY_BYTES; its full size is not known, for nobody reads it."""
+    """The error for a body beyond MAX_BODY_BYTES; the router does not read the rest."""
     return BodyTooLarge(BODY.field, BODY.words)

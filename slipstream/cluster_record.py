@@ -73,8 +73,11 @@ def is_running(run_dir: Path) -> bool:
         return True
 
 
-def read_record(run_dir: Path) -> ClusterRecord:
-    """The cluster that runs in `run_dir`. `NotFound` if none does, also if one was killed there."""
+def read_record(run_dir: Path, *, instead: str = "") -> ClusterRecord:
+    """The cluster that runs in `run_dir`. `NotFound` if none does, also if one was killed there.
+
+    `instead`: the flag that makes a run directory needless; the error names it.
+    """
     try:
         record = json.loads((run_dir / RECORD_FILE).read_text())
     except FileNotFoundError:
@@ -82,6 +85,7 @@ def read_record(run_dir: Path) -> ClusterRecord:
     except OSError as error:
         raise NotFound(f"{run_dir} cannot be a run directory: {error.strerror}") from None
     if record is None or not is_running(run_dir):
-        raise NotFound(f"no cluster runs in {run_dir}; start one with `slipstream up`")
+        other = f", or give {instead}" if instead else ""
+        raise NotFound(f"no cluster runs in {run_dir}; start one with `slipstream up`{other}")
     processes = tuple(ProcessRecord(**process) for process in record.pop("processes"))
     return ClusterRecord(**record, processes=processes)

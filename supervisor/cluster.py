@@ -209,7 +209,7 @@ class ClusterSupervisor:
         task.add_done_callback(self._telling.discard)
 
     async def _stop(self) -> None:
-        """Stop in the reverse of the start order, then let go of the run directory."""
+        """Stop in the reverse of the start order, then release the run directory."""
         for wave in sorted({plan.wave for plan in self._plans}, reverse=True):
             wave_plans = (plan for plan in self._plans if plan.wave == wave)
             running = [self._processes[p.instance] for p in wave_plans if p.instance in self._processes]

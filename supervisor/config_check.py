@@ -81,7 +81,7 @@ def _check_space(config: ClusterConfig) -> None:
     """The kvstore looks after itself: its disk tier stays smaller where there is less room than asked for."""
     filesystem = os.statvfs(config.run_dir)
     free, needed, for_etcd = filesystem.f_bavail * filesystem.f_frsize, _NOTES_BYTES, ""
-    if config.etcd is None:  # ours is made anew
+    if config.etcd is None:  # ours is made again at each start
         free += sum(path.lstat().st_blocks * 512 for path in (config.run_dir / ETCD).rglob("*"))
         needed, for_etcd = needed + _ETCD_BYTES, ", most of it for etcd's log"
     if free < needed:

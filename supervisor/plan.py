@@ -117,7 +117,7 @@ def plan_services(
 
 
 def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | None) -> list[str]:
-    """What a service is told beside its name and addresses."""
+    """The arguments of a service beside its name and addresses."""
     arguments = ["--run-dir", str(config.run_dir)]
     if role is Role.KVSTORE:
         # Blocks are bytes to it: it needs no model.

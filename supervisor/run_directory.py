@@ -38,7 +38,7 @@ class RunDirLock:
             ) from None
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Release the directory."""
         self._file.close()
 
 

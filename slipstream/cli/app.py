@@ -38,7 +38,7 @@ def status(
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Show what the processes at these endpoints run and hold."""
+    """Show what the processes at --endpoint run and hold."""
     from slipstream.cli.status import show_endpoints
 
     tls = tls_from(tls_ca, tls_certificate, tls_key)
@@ -48,7 +48,7 @@ def status(
 def chat(
     run_dir: RunDir = Path(".run"),
     endpoint: Annotated[
-        str | None, typer.Option(help="host:port of a router; default: the local one.")
+        str | None, typer.Option(help="host:port of a router; default: that of the cluster in --run-dir.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     tools: Annotated[Path | None, typer.Option(help="JSON file: a list of tools, OpenAI-shaped.")] = None,
@@ -61,7 +61,10 @@ def chat(
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Talk to the cluster."""
+    """Talk to the model in the terminal.
+
+    Ctrl-C ends an answer, Ctrl-D the conversation. You answer the model's tool calls.
+    """
     from slipstream.cli.chat import ChatOptions, read_tools, run_chat
     from slipstream.requests import ChatArguments
 

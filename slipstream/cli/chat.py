@@ -52,7 +52,7 @@ def read_tools(path: Path) -> list[Tool]:
 
 def run_chat(options: ChatOptions, *, ask: Ask = input) -> None:
     """Talk until the input ends. `ask` shows a prompt and returns a line; EOFError at the end."""
-    endpoint = options.endpoint or read_record(options.run_dir).router_grpc
+    endpoint = options.endpoint or read_record(options.run_dir, instead="--endpoint HOST:PORT").router_grpc
     arguments: ChatArguments = {"session": f"chat-{secrets.token_hex(4)}", **options.arguments}
     messages: list[dict[str, Any]] = []
     if options.system:
@@ -120,9 +120,10 @@ def _summary(reply: Reply) -> str:
     usage, trail = reply.usage, reply.stats
     if usage is None or trail is None:
         return f"[{reply.finish_reason}]"
+    workers = " -> ".join(name for name in (trail.prefill_worker, trail.decode_worker) if name)
     speed = (usage.completion_tokens - 1) / trail.decode_ms * 1e3 if trail.decode_ms else 0.0
     return (
-        f"[{trail.prefill_worker} -> {trail.decode_worker}; {usage.prompt_tokens} prompt tokens, "
+        f"[{workers}; {usage.prompt_tokens} prompt tokens, "
         f"{usage.cached_tokens} cached; first token after {trail.ttft_ms:.0f} ms, {speed:.0f} tokens/s; "
         f"{reply.finish_reason}]"
     )

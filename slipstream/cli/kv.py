@@ -1,4 +1,4 @@
-"""`slipstream kv`: what the KV store's nodes hold, whether it is whole, and how to get rid of it."""
+"""`slipstream kv`: list, count, check and drop the blocks of the KV store nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey
 from slipstream.errors import InvalidArgument
 
 kv_app = typer.Typer(
-    help="Look after the KV store's nodes.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
+    help="List, count, check and drop blocks of the KV store nodes.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
 )
 
 Nodes = Annotated[
@@ -25,8 +28,8 @@ Hashes = Annotated[list[str] | None, typer.Argument(help="Block hashes, 32 hex d
 def list_blocks(
     run_dir: RunDir = Path(".run"),
     node: Nodes = None,
-    prefix: Annotated[str, typer.Option(help="Only hashes that begin so, in hex.")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="At most so many blocks; 0 = all.")] = 50,
+    prefix: Annotated[str, typer.Option(help="Only hashes that begin with these hex digits.")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Most blocks to list; 0 = all.")] = 50,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
@@ -90,7 +93,10 @@ def drop(
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Forget blocks in every tier. They cost a computation when they are wanted again, nothing else."""
+    """Drop blocks from every tier.
+
+    A later request computes a dropped block again.
+    """
     from slipstream.cli.kv_change import drop_blocks
     from slipstream.cli.kv_nodes import kv_nodes
 

@@ -47,7 +47,7 @@ def _endpoints(run_dir: Path, wanted: Sequence[str]) -> dict[str, str]:
     named = [text for text in wanted if ":" not in text]
     if wanted and not named:
         return direct
-    processes = [p for p in read_record(run_dir).processes if p.role == _ROLE]
+    processes = [p for p in read_record(run_dir, instead="--node HOST:PORT").processes if p.role == _ROLE]
     running = {process.instance: process.endpoint for process in processes}
     for name in named:
         if name not in running:
@@ -66,6 +66,8 @@ async def ask_all(
             try:
                 return NodeReply(name, await ask(channel))
             except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return NodeReply(name, None, "is no KV store node")
                 return NodeReply(name, None, from_rpc_error(error).message)
 
     return list(await asyncio.gather(*(one(name, endpoint) for name, endpoint in nodes.endpoints.items())))

@@ -18,7 +18,7 @@ TlsCa = Annotated[
     Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CA", help="PEM of the CA; with the two below: mTLS.")
 ]
 TlsCertificate = Annotated[
-    Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CERTIFICATE", help="PEM of the own certificate.")
+    Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CERTIFICATE", help="PEM of this client's certificate.")
 ]
 TlsKey = Annotated[Path | None, typer.Option(envvar="SLIPSTREAM_TLS_KEY", help="PEM of its key.")]
 

@@ -36,15 +36,20 @@ def up(
     ready_timeout_s: flags.ReadyTimeoutS = 90.0,
     grace_s: flags.GraceS = 10.0,
 ) -> None:
-    """Start the cluster and keep it running until Ctrl-C or `slipstream down`."""
+    """Run a local cluster until Ctrl-C or `slipstream down`.
+
+    Services get these settings only: SLIPSTREAM_ variables of the shell do not reach them.
+    """
     from supervisor.commands.up import run_cluster
     from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 
     for tier, count in (("prefill", prefill), ("decode", decode)):
         if not count and etcd is None:
-            raise InvalidArgument(
-                f"--{tier}", "a cluster needs one; 0 is for workers that another --etcd knows"
-            )
+            raise InvalidArgument(f"--{tier}", "0 needs --etcd of a cluster that has such workers")
+    if pool is not None and not kvstores and etcd is None:
+        raise InvalidArgument("--pool", "needs at least one KV store, and --kvstore is 0")
+    if pool is None and pool_masters != 1:
+        raise InvalidArgument("--pool-masters", "needs --pool mooncake")
     # The shipped head fits the shipped model only.
     default_draft = DEFAULT_DRAFT_MODEL if model is None and drafters else None
     config = ClusterConfig(
@@ -84,7 +89,7 @@ def status(
     run_dir: RunDir = Path(".run"),
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(help="host:port of a process, instead of the local cluster."),
+        typer.Option(help="host:port of any process, instead of the local cluster; repeatable."),
     ] = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
@@ -118,30 +123,45 @@ def drain(
     run_dir: RunDir = Path(".run"),
     timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 30.0,
 ) -> None:
-    """Take one process out of service: its work moves elsewhere, then it ends and stays away."""
+    """Move the work of one process elsewhere and end the process.
+
+    It stays away until `slipstream restart`.
+    """
     from supervisor.commands.drain import drain_process
 
     drain_process(run_dir, instance, timeout_s=timeout_s)
 
 
 def restart(
-    instance: Annotated[str | None, typer.Argument(help="Name of a process, such as decode-0.")] = None,
+    instance: Annotated[
+        str | None, typer.Argument(help="Name of a process, such as decode-0; or --rolling.")
+    ] = None,
     run_dir: RunDir = Path(".run"),
-    rolling: Annotated[bool, typer.Option(help="Every process of the cluster, one after the other.")] = False,
+    rolling: Annotated[bool, typer.Option(help="Restart every process, one after the other.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0, help="Give up when one is not back by then.")] = 90.0,
 ) -> None:
-    """Drain one process, or all in turn, and start it again; brings drained ones back."""
+    """Drain one process, or all in turn, and start it again.
+
+    A process that is drained already starts again.
+    """
     from supervisor.commands.drain import restart_processes
 
     restart_processes(run_dir, instance, rolling=rolling, timeout_s=timeout_s)
 
 
 def route(
-    fleet: Annotated[Path, typer.Option(help="JSON: prefill, decode and stores, as placement sees them.")],
-    request: Annotated[Path, typer.Option(help="JSON: prompt_tokens and who holds what of the prompt.")],
+    fleet: Annotated[
+        Path, typer.Option(help="JSON: prefill, decode and stores, as docs/examples/fleet.json.")
+    ],
+    request: Annotated[
+        Path, typer.Option(help="JSON: the prompt's length and holders, as docs/examples/request.json.")
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Show where a request would run in a fleet: candidates, predicted milliseconds, the choice."""
+    """Explain where a request would run in a fleet.
+
+    Prints the candidates, their predicted milliseconds and the choice. Needs no cluster.
+    """
     from supervisor.commands.route import show_route
 
     show_route(fleet, request, as_json=as_json)

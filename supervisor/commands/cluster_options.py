@@ -10,8 +10,12 @@ import typer
 ANY_PORT = "any"
 
 Model = Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the shipped one.")]
-DraftModel = Annotated[Path | None, typer.Option(help="EAGLE-3 head; default: the shipped one.")]
-Routers = Annotated[int, typer.Option("--router", min=1, help="Number of routers.")]
+DraftModel = Annotated[
+    Path | None, typer.Option(help="EAGLE-3 head; default: the shipped one with the shipped model.")
+]
+Routers = Annotated[
+    int, typer.Option("--router", min=1, help="Number of routers; --http and --grpc are of the first.")
+]
 PrefillWorkers = Annotated[int, typer.Option(min=0, help="Number of prefill workers.")]
 DecodeWorkers = Annotated[int, typer.Option(min=0, help="Number of decode workers.")]
 Kvstores = Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")]
@@ -20,13 +24,15 @@ Drafts = Annotated[
     str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")
 ]
 Etcd = Annotated[str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")]
-Http = Annotated[str, typer.Option(help=f"host:port of the HTTP API, or '{ANY_PORT}'.")]
-Grpc = Annotated[str, typer.Option(help=f"host:port of the gRPC API, or '{ANY_PORT}'.")]
+Http = Annotated[str, typer.Option(help=f"host:port of the HTTP API, or '{ANY_PORT}' for a free port.")]
+Grpc = Annotated[str, typer.Option(help=f"host:port of the gRPC API, or '{ANY_PORT}' for a free port.")]
 Transport = Annotated[str, typer.Option(help="KV transport: auto, mooncake, socket, rdma[:DEVICE,..].")]
 Pool = Annotated[
     str | None, typer.Option(help="mooncake: the KV stores share memory through Mooncake Store.")
 ]
-PoolMasters = Annotated[int, typer.Option("--pool-masters", min=1, help="Number of masters of the pool.")]
+PoolMasters = Annotated[
+    int, typer.Option("--pool-masters", min=1, help="Masters of --pool; one leads, the others stand by.")
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
-ReadyTimeoutS = Annotated[float, typer.Option(min=0.1, help="Give up when not ready by then.")]
-GraceS = Annotated[float, typer.Option(min=0, help="Time to end after SIGTERM, before SIGKILL.")]
+ReadyTimeoutS = Annotated[float, typer.Option(min=0.1, help="Seconds until the start fails.")]
+GraceS = Annotated[float, typer.Option(min=0, help="Seconds that a process has to end after SIGTERM.")]

@@ -13,7 +13,7 @@ from supervisor.process_stats import is_same_process
 
 
 def stop_cluster(run_dir: Path, *, timeout_s: float) -> None:
-    """SIGTERM to the supervisor; returns when it has stopped everything and let go of the directory."""
+    """SIGTERM to the supervisor; returns when it has stopped everything and released the directory."""
     record = read_record(run_dir)
     if not is_same_process(record.supervisor_pid, record.supervisor_start_ticks):
         raise NotFound(f"the supervisor that is recorded in {run_dir} is gone")

@@ -32,7 +32,7 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
         print(f"{instance} is drained already")
         return
     began_s = time.monotonic()
-    _check_runs(process)  # a mark that is left would keep away a process that nobody drains any more
+    _check_runs(process)  # a mark that stays would keep a process away after its drain
     set_drained(run_dir, instance, True)
     _terminate(process)
     ended = _wait(
@@ -46,7 +46,7 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
 def restart_processes(run_dir: Path, instance: str | None, *, rolling: bool, timeout_s: float) -> None:
     """One process, or all of them in turn; each is ready again before the next one leaves."""
     if rolling == (instance is not None):
-        raise FailedPrecondition("name one process, or say --rolling")
+        raise FailedPrecondition("needs the name of one process or --rolling, and not both")
     if instance is not None:
         _restart(run_dir, instance, timeout_s=timeout_s)
         return

@@ -29,7 +29,10 @@ _TERMS = (
 
 
 def show_route(fleet_path: Path, request_path: Path, *, as_json: bool) -> None:
-    """Print candidates, terms and the choice. Raises InvalidArgument, and Unavailable when nobody can."""
+    """Print candidates, terms and the choice.
+
+    Raises InvalidArgument, and Unavailable when no worker can run the request.
+    """
     decision = place(
         request_from_json(_read(request_path, "request")), fleet_from_json(_read(fleet_path, "fleet"))
     )

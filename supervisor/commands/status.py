@@ -38,7 +38,7 @@ _SESSION_ROWS = 20
 
 async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = None) -> None:
     """Print the status of the cluster in `run_dir`. `NotFound` if none runs there."""
-    record = read_record(run_dir)
+    record = read_record(run_dir, instead="--endpoint HOST:PORT")
     answers, (sessions, trouble) = await asyncio.gather(
         asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record.etcd)
     )

@@ -12,8 +12,8 @@ from supervisor.plan import ClusterConfig
 
 
 def say(line: str) -> None:
-    """Progress and problems go to stderr, so that output can be piped. Where nobody can be told, on a full
-    disk or into a pipe that nobody reads, the cluster runs on untold."""
+    """Print progress and problems to stderr, so that output can be piped. The cluster runs on when stderr is
+    closed or full."""
     with contextlib.suppress(OSError):
         print(f"slipstream: {line}", file=sys.stderr, flush=True)
 
