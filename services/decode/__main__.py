@@ -17,6 +17,8 @@ DESCRIPTION = "Pulls KV, runs sequences to their end, streams their tokens."
 def main() -> int:
     """Read the settings and serve."""
     options = load_settings(DecodeSettings, program=PROGRAM, description=DESCRIPTION)
+    if options.engine == "torch" and options.model is None:
+        raise SystemExit(f"{PROGRAM}: --model is required with --engine torch")
     return run_worker(Role.DECODE, options, lambda: DecodeApp(options))
 
 

@@ -18,7 +18,7 @@ def main() -> int:
     """Read the settings and serve."""
     options = load_settings(WorkerSettings, program=PROGRAM, description=DESCRIPTION)
     if options.engine == "torch" and (options.model is None or options.draft_model is None):
-        raise SystemExit("--model and --draft-model are required")
+        raise SystemExit(f"{PROGRAM}: --model and --draft-model are required with --engine torch")
     return run_worker(Role.DRAFTER, options, lambda: DrafterApp(options))
 
 

@@ -1,4 +1,4 @@
-"""python -m services.router: the front door."""
+"""python -m services.router: one router, or several processes on its ports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 
 from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.cluster.exit_reports import EtcdExitReports, ExitReports, NoExitReports
@@ -23,7 +24,7 @@ from services.router.multiprocess import die_with, run_processes
 from services.router.request.model_card import load_model_card
 from services.router.server import RouterOptions, RouterServer
 from services.router.settings import RouterSettings, parse_region_ms
-from slipstream.errors import SlipstreamError
+from slipstream.errors import InvalidArgument, SlipstreamError
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +41,28 @@ def parse_options(arguments: list[str] | None = None) -> RouterSettings:
     return load_settings(RouterSettings, program=PROGRAM, description=DESCRIPTION, arguments=arguments)
 
 
+@contextlib.contextmanager
+def _naming(flag: str) -> Iterator[None]:
+    """A file that cannot be read is InvalidArgument of its flag."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgument(flag, f"{error.filename}: {error.strerror}") from None
+
+
 async def serve(options: RouterSettings) -> None:
-    """Serve until told to stop."""
-    card = await asyncio.to_thread(load_model_card, options.model, name=options.served_model_name)
+    """Serve until SIGTERM or SIGINT."""
+    with _naming("--model"):
+        card = await asyncio.to_thread(load_model_card, options.model, name=options.served_model_name)
+    with _naming("--api-keys"):
+        tenants = ApiKeys.from_file(options.api_keys) if options.api_keys else ApiKeys()
     router_options = RouterOptions(
         instance=options.instance,
         region_ms=parse_region_ms(options.region_ms),
         listen=options.listen,
         http=options.http,
         tls=options.tls(),
-        tenants=ApiKeys.from_file(options.api_keys) if options.api_keys else ApiKeys(),
+        tenants=tenants,
         max_requests=options.max_requests,
         allow_pinning=options.allow_pinning,
         share_ports=bool(options.child_of),
