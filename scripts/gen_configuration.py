@@ -31,7 +31,10 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 | `--disk /a --disk /b` | `SLIPSTREAM_DISK=/a,/b` | `disk = ["/a", "/b"]` |
 
 A flag goes before the environment, the environment before the file, the file before the default. A service
-does not start with a key that it does not know, and names it. Secrets are files: settings hold their paths.
+does not start with a key of the file that it does not know, and names it, so each role has a file of its own.
+It ignores variables that it does not know. Secrets are files: settings hold their paths.
+
+`slipstream up` passes neither variables nor a file to its services (`deploy/local/README.md`).
 """
 _TYPES = {bool: "switch", int: "whole number", float: "number", str: "text", Path: "path"}
 _SECTIONS: tuple[tuple[str, type[Any]], ...] = (
