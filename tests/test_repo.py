@@ -69,6 +69,23 @@ def test_paths_and_names_in_docs_exist(doc: Path) -> None:
     assert not missing, f"{doc.name} names what does not exist: {missing}"
 
 
+def test_functions_in_the_chains_of_the_architecture_exist() -> None:
+    """The chains name methods as `Class.method`; each class and each method is in the product."""
+    classes: set[str] = set()
+    functions: set[str] = set()
+    for path in _own_sources():
+        if path.relative_to(ROOT).parts[0] in PRODUCT:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    classes.add(node.name)
+                elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    functions.add(node.name)
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"\b([A-Z][a-zA-Z]+)\.(?!md\b)([a-z_]\w+)", text))
+    assert len(named) > 50
+    assert {f"{c}.{f}" for c, f in named if c not in classes or f not in functions} == set()
+
+
 def test_make_verbs_in_docs_exist() -> None:
     verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {doc.name: set(re.findall(r"`make ([a-z-]+)`", doc.read_text())) for doc in DOCS}
