@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from libs.common.rpc.multiplexed_server import MultiplexedServer, ServerStream
 from libs.common.rpc.telemetry import Counters
 from libs.worker.requests.messages import parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
@@ -26,93 +28,66 @@ MAX_SEQUENCES_PER_STREAM = 1024
 _MAX_WAITING = 8
 
 
-class _Stream:
-    """One decode worker: its sequences and the answers on their way to it."""
+class DraftStream(ServerStream[None, Sequence[Proposal]]):
+    """One decode worker: its sequences, and the proposals on their way to it.
 
-    def __init__(self, number: int) -> None:
-        self.prefix = f"{number}/"
+    `number` keeps its sequences apart from those of other streams, whatever their ids are.
+    """
+
+    def __init__(self, number: int, batcher: Batcher, *, feature_width: int) -> None:
+        super().__init__()
         self.seq_ids: set[str] = set()
-        self.answers: asyncio.Queue[list[Proposal] | None] = asyncio.Queue()
-        self.room = asyncio.Semaphore(_MAX_WAITING)
-        self.spans = DraftSpans()
-
-
-class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
-    """Sequences of different streams never meet, whatever they are called."""
-
-    def __init__(self, batcher: Batcher, *, feature_width: int) -> None:
+        self._prefix = f"{number}/"
         self._batcher = batcher
         self._feature_width = feature_width
-        self._numbers = itertools.count()
-        self._streams: set[_Stream] = set()
-        self._draining = False
-        self.counters = Counters()
+        self._room = asyncio.Semaphore(_MAX_WAITING)
+        self._spans = DraftSpans()
 
-    async def drain(self) -> None:
-        """Refuse new streams and end those that run: decode workers go on without drafts."""
-        self._draining = True
-        for stream in self._streams:
-            stream.answers.put_nowait(None)
+    # ---- ServerStream
 
-    async def Draft(
-        self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: _Context
-    ) -> AsyncIterator[drafter_pb2.DraftResponse]:
-        if self._draining:
-            raise Draining("this drafter is draining")
-        stream = _Stream(next(self._numbers))
-        self._streams.add(stream)
-        reader = asyncio.create_task(self._read(request_iterator, stream), name="draft stream")
-        try:
-            while (proposals := await stream.answers.get()) is not None:
-                stream.room.release()
-                if proposals:
-                    for proposal in proposals:
-                        stream.spans.proposed(proposal)
-                    yield self._respond(stream, proposals)
-            if reader.done():
-                reader.result()
-        finally:
-            reader.cancel()
-            self._streams.discard(stream)
-            stream.spans.close()
-            self._batcher.submit(Work((), tuple(stream.seq_ids), (), answer=lambda _: None))
+    async def on_request(self, request: drafter_pb2.DraftRequest) -> None:
+        await self._room.acquire()
+        self._batcher.submit(self._work(request))
 
-    def ledger(self) -> worker_pb2.Ledger:
-        """What is held for decode workers."""
-        return worker_pb2.Ledger(
-            sequences=self._batcher.sequences, streams=sum(bool(stream.seq_ids) for stream in self._streams)
-        )
+    def put(self, proposals: Sequence[Proposal]) -> None:
+        if proposals:
+            super().put(proposals)
+        else:
+            self._room.release()
 
-    def load(self) -> worker_pb2.LoadReport:
-        """Load as the router sees it."""
-        return worker_pb2.LoadReport(requests_running=self._batcher.sequences)
+    def frame(self, answers: Sequence[Sequence[Proposal]]) -> drafter_pb2.DraftResponse:
+        response = drafter_pb2.DraftResponse()
+        for proposals in answers:
+            self._room.release()
+            for proposal in proposals:
+                self._spans.proposed(proposal)
+                response.proposals.add(
+                    seq_id=proposal.seq_id.removeprefix(self._prefix),
+                    base_tokens=proposal.base_tokens,
+                    tokens=pack_tokens(proposal.tokens),
+                )
+        return response
 
-    async def _read(self, requests: AsyncIterator[drafter_pb2.DraftRequest], stream: _Stream) -> None:
-        try:
-            async for request in requests:
-                await stream.room.acquire()
-                self._batcher.submit(self._work(request, stream))
-        finally:
-            stream.answers.put_nowait(None)
+    def end(self) -> None:
+        self._spans.close()
+        self._batcher.submit(Work((), tuple(self.seq_ids), (), answer=lambda _: None))
 
-    def _work(self, request: drafter_pb2.DraftRequest, stream: _Stream) -> Work:
-        rows = [self._rows(extend, stream) for extend in request.extends]
-        closed = [stream.prefix + seq_id for seq_id in request.closed]
-        stream.seq_ids.difference_update(closed)
+    # ---- requests
+
+    def _work(self, request: drafter_pb2.DraftRequest) -> Work:
+        rows = [self._rows(extend) for extend in request.extends]
+        closed = [self._prefix + seq_id for seq_id in request.closed]
+        self.seq_ids.difference_update(closed)
         for seq_id in closed:
-            stream.spans.closed(seq_id)
-        return Work(
-            rows=rows,
-            closed=closed,
-            draft_tokens=[extend.draft_tokens for extend in request.extends],
-            answer=stream.answers.put_nowait,
-        )
+            self._spans.closed(seq_id)
+        draft_tokens = [extend.draft_tokens for extend in request.extends]
+        return Work(rows=rows, closed=closed, draft_tokens=draft_tokens, answer=self.put)
 
-    def _rows(self, extend: drafter_pb2.ExtendContext, stream: _Stream) -> ContextRows:
-        seq_id = stream.prefix + extend.seq_id
+    def _rows(self, extend: drafter_pb2.ExtendContext) -> ContextRows:
+        seq_id = self._prefix + extend.seq_id
         if not extend.seq_id or len(extend.seq_id) > MAX_SEQ_ID_CHARS:
             raise InvalidArgument("seq_id", f"must have 1 to {MAX_SEQ_ID_CHARS} characters")
-        if seq_id not in stream.seq_ids and len(stream.seq_ids) >= MAX_SEQUENCES_PER_STREAM:
+        if seq_id not in self.seq_ids and len(self.seq_ids) >= MAX_SEQUENCES_PER_STREAM:
             raise InvalidArgument("extends", f"has more than {MAX_SEQUENCES_PER_STREAM} sequences open")
         if extend.width != self._feature_width:
             raise InvalidArgument("width", f"must be {self._feature_width}, not {extend.width}")
@@ -120,18 +95,44 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         features = parse_features(extend.features, extend.width, "features")
         if not len(tokens) or len(tokens) != len(features):
             raise InvalidArgument("features", f"{len(features)} rows for {len(tokens)} tokens")
-        stream.seq_ids.add(seq_id)
-        stream.spans.extended(seq_id, extend, tokens)
+        self.seq_ids.add(seq_id)
+        self._spans.extended(seq_id, extend, tokens)
         return ContextRows(seq_id, extend.start_position, tokens, features)
 
-    def _respond(self, stream: _Stream, proposals: list[Proposal]) -> drafter_pb2.DraftResponse:
-        return drafter_pb2.DraftResponse(
-            proposals=[
-                drafter_pb2.Proposal(
-                    seq_id=p.seq_id.removeprefix(stream.prefix),
-                    base_tokens=p.base_tokens,
-                    tokens=pack_tokens(p.tokens),
-                )
-                for p in proposals
-            ]
+
+class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
+    """One stream for each decode worker, all of them on one batcher."""
+
+    def __init__(self, batcher: Batcher, *, feature_width: int) -> None:
+        self._batcher = batcher
+        numbers = itertools.count()
+        self._decode_streams = MultiplexedServer(
+            lambda: DraftStream(next(numbers), batcher, feature_width=feature_width)
         )
+        self._draining = False
+        self.counters = Counters()
+
+    async def drain(self) -> None:
+        """Refuse new streams and end those that run: decode workers go on without drafts."""
+        self._draining = True
+        self._decode_streams.close()
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: _Context
+    ) -> AsyncIterator[drafter_pb2.DraftResponse]:
+        if self._draining:
+            raise Draining("this drafter is draining")
+        async with aclosing(self._decode_streams.serve(request_iterator)) as frames:
+            async for frame in frames:
+                yield frame
+
+    def ledger(self) -> worker_pb2.Ledger:
+        """What is held for decode workers."""
+        streams = self._decode_streams.streams
+        return worker_pb2.Ledger(
+            sequences=self._batcher.sequences, streams=sum(bool(stream.seq_ids) for stream in streams)
+        )
+
+    def load(self) -> worker_pb2.LoadReport:
+        """Load as the router sees it."""
+        return worker_pb2.LoadReport(requests_running=self._batcher.sequences)

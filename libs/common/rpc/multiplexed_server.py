@@ -80,10 +80,6 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
         """`begin` and `cancel` commands as the caller requests. What it raises ends the stream."""
 
     @abstractmethod
-    def failure(self, handle: int, error: errors.SlipstreamError) -> EventT:
-        """The last event of a command that fails."""
-
-    @abstractmethod
     def frame(self, events: Sequence[EventT]) -> Any:
         """The message with these events."""
 
@@ -112,6 +108,10 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
 
     async def run(self, command: CommandT) -> None:
         """Execute one command and `put` its events. What it raises is the command's failure."""
+        raise NotImplementedError
+
+    def failure(self, handle: int, error: errors.SlipstreamError) -> EventT:
+        """The last event of a command that fails. Streams without commands need neither this nor `run`."""
         raise NotImplementedError
 
     def cancel(self, handles: Iterable[int]) -> None:
