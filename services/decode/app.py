@@ -59,7 +59,7 @@ class DecodeApp(EngineApp):
             await self._fleet.__aexit__(None, None, None)
 
     async def _find_drafter(self) -> str | None:
-        """The given one, else the first in discovery that has our head (its record names it)."""
+        """The configured drafter, else one in discovery whose record names this worker's draft head."""
         if self.options.drafter:
             return self.options.drafter
         assert self._fleet is not None
@@ -69,6 +69,6 @@ class DecodeApp(EngineApp):
         fitting = [worker for worker in drafters if worker.fingerprint == head]
         if not fitting:
             return None
-        # Decode workers spread over the drafters, each with its own first choice.
+        # Decode workers spread over the drafters, each with another first choice.
         chosen: Worker = fitting[sum(self.options.instance.encode()) % len(fitting)]
         return chosen.endpoint

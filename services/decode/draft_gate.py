@@ -15,7 +15,7 @@ class GateLimits:
     """Counts of steps. `kept_steps` doubles up to `most_kept_steps` each time the verdict stays the same."""
 
     tried_steps: int = 16
-    # The first steps after a change are not timed: the drafter catches up with what it was not told.
+    # The first steps after a change are not timed: the drafter first receives the rows that it missed.
     skipped_steps: int = 2
     kept_steps: int = 256
     most_kept_steps: int = 4096

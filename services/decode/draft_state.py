@@ -1,8 +1,8 @@
-"""What the drafter was told, what it answered, and how long a step may wait for it. Pure; time is given.
+"""What the drafter received, what it answered, and how long a step may wait for it. Pure; time is given.
 
 Rows of a sequence wait in `pending` until they are sent; only the last FEATURE_WINDOW_TOKENS of them
-are kept. A request that is out is `in flight` until all its sequences were answered. At most
-`max_in_flight` requests are out: while a drafter is slow, rows of several steps join one request.
+are kept. A request is `in flight` until all its sequences were answered. At most `max_in_flight`
+requests are: while a drafter is slow, rows of several steps join one request.
 A proposal counts only if it follows the sequence's committed length of this moment.
 """
 
@@ -123,7 +123,7 @@ class DraftState:
         return seq_id in self._sequences
 
     def open(self, seq_id: str, *, trace: TraceMetadata = ()) -> None:
-        """The sequence wants drafts from now on. `trace`: the context that it is in."""
+        """The sequence needs drafts from now on. `trace`: its trace context."""
         self._sequences.setdefault(seq_id, _Sequence(trace))
 
     def close(self, seq_id: str) -> None:
@@ -148,7 +148,7 @@ class DraftState:
         return self.connected and not self.paused and 0 < len(self._sequences) <= self.limits.max_sequences
 
     def take_message(self, now_ms: float) -> DraftMessage | None:
-        """What to send now; None when nothing waits, nobody listens or too much is out."""
+        """What to send now; None when nothing waits, no drafter is connected, or too much is in flight."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
             return None
         rows: tuple[Rows, ...] = ()
@@ -167,7 +167,7 @@ class DraftState:
 
     def answer(self, seq_id: str, base_tokens: int, tokens: Sequence[int], now_ms: float) -> None:
         """A proposal came; it is kept when it is for the sequence's length of this moment."""
-        sent_ms = self._settle(seq_id, base_tokens)
+        sent_ms = self._remove_answered(seq_id, base_tokens)
         if sent_ms is not None:
             self._measure(max(now_ms - sent_ms, 0.0))
         sequence = self._sequences.get(seq_id)
@@ -176,12 +176,12 @@ class DraftState:
             sequence.proposal = tuple(tokens)
 
     def connect(self) -> None:
-        """A drafter listens; it knows nothing yet."""
+        """A drafter is connected; it has no context yet."""
         self.disconnect()
         self.connected = True
 
     def disconnect(self) -> None:
-        """The drafter is gone: nothing is waited for."""
+        """The drafter is gone: no step waits for it."""
         self.connected = False
         self.round_trip_ms = None
         self._in_flight.clear()
@@ -204,7 +204,7 @@ class DraftState:
         return not any(sequence.wanted for sequence in self._sequences.values())
 
     def pause(self, paused: bool) -> None:
-        """Stop asking, or ask again: then the drafter first learns what it missed."""
+        """Stop requesting drafts, or resume: the drafter first receives the rows that waited."""
         if paused and not self.paused:
             for sequence in self._sequences.values():
                 sequence.wanted, sequence.proposal = False, None
@@ -224,11 +224,11 @@ class DraftState:
         self.round_trip_ms += _RTT_WEIGHT * error
         self.deviation_ms += _RTT_WEIGHT * (abs(error) - self.deviation_ms)
 
-    def _settle(self, seq_id: str, base_tokens: int) -> float | None:
-        """Strike the sequence off requests in flight up to the one for `base_tokens`.
+    def _remove_answered(self, seq_id: str, base_tokens: int) -> float | None:
+        """Remove the sequence from requests in flight up to the one for `base_tokens`.
 
-        Returns when that one was sent. Requests with nobody left are done. Closed sequences stay until
-        they are answered: their answers tell the round trip too.
+        Returns when that one was sent. A request without sequences is done. Closed sequences stay until
+        they are answered: their answers measure the round trip too.
         """
         sent_ms = None
         for request in self._in_flight:

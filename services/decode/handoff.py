@@ -79,7 +79,7 @@ class HandoffPull:
         return self._complete
 
     async def release(self) -> None:
-        """Tell the exporter that the blocks are not needed any more; its lease is the second line."""
+        """Release the blocks at the exporter; where that fails, their lease ends them."""
         request = prefill_pb2.ReleaseHandoffRequest(handoff_id=self._ticket.handoff_id)
         for _ in range(_RELEASE_TRIES):
             try:
@@ -102,7 +102,7 @@ class HandoffPull:
             async for event in events:
                 if event.HasField("failed"):
                     error = from_failure(event.failed)
-                    if isinstance(error, Aborted):  # there; this sequence was not
+                    if isinstance(error, Aborted):  # the export was, not this sequence
                         raise Unavailable(f"the exporter ended the handoff: {error.message}")
                     raise error
                 if event.HasField("ready"):
@@ -117,7 +117,7 @@ class HandoffPull:
             if error.code() is grpc.StatusCode.CANCELLED:  # not by us: the exporter shuts down
                 raise Unavailable("the exporter cancelled the handoff") from None
             raise from_rpc_error(error) from None
-        raise Unavailable("the exporter ended the handoff without a word")
+        raise Unavailable("the exporter ended the handoff without a reason")
 
     def _announce(self, ready: prefill_pb2.BlocksReady) -> None:
         checksums = [

@@ -1,4 +1,4 @@
-"""A StartSequence, checked and turned into what the sequence works with."""
+"""Checks a StartSequence and turns it into the plan of a sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.v1 import decode_pb2, prefill_pb2
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What to run, with whose KV, until when. `deadline_s` is on the event loop's clock."""
+    """A checked sequence. `deadline_s` is on the event loop's clock."""
 
     key: AttemptKey
     spec: SequenceSpec

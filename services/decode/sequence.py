@@ -57,16 +57,16 @@ class DecodeSequence(SequenceTask):
         self._pulled = FetchStats()
         self._stats = decode_pb2.SequenceStats()
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._running_told = False
-        self._told = False  # the last delta is out
+        self._is_running_sent = False
+        self._is_end_sent = False
         self._reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
         self._releasing: asyncio.Task[None] | None = None
-        self._trace: tracing.TraceMetadata = ()  # of its own span
+        self._trace: tracing.TraceMetadata = ()  # of the sequence's span
 
     # ---- OutputHandler
 
     def on_output(self, output: StepOutput) -> None:
-        if self._told:
+        if self._is_end_sent:
             return
         self._store(output)
         n_shared = output.shared_tokens // self._core.info.block_tokens
@@ -78,14 +78,14 @@ class DecodeSequence(SequenceTask):
         self._stats.accepted_drafts += output.accepted_drafts
         if output.tokens:
             delta = self._delta(tokens=pack_tokens(output.tokens))
-            delta.running, self._running_told = not self._running_told, True
+            delta.running, self._is_running_sent = not self._is_running_sent, True
             delta.logprobs.extend(position_logprobs(p) for p in output.logprobs or ())
             if output.finish is not None:
-                self._tell_end(finish_reason(output.finish), delta=delta)
+                self._send_end(finish_reason(output.finish), delta=delta)
             else:
                 self._emit(delta)
         elif output.finish is not None:
-            self._tell_end(finish_reason(output.finish))
+            self._send_end(finish_reason(output.finish))
         if output.failure is not None:
             self.on_error(output.failure)
         elif output.finish is not None and not self._finished.done():
@@ -133,7 +133,7 @@ class DecodeSequence(SequenceTask):
 
     async def _release(self) -> None:
         if not self._finished.cancel() and not self._finished.cancelled():
-            self._finished.exception()  # seen, or asyncio complains
+            self._finished.exception()  # retrieved, or asyncio logs an error
         if self._speculation is not None:
             self._speculation.end(self.plan.spec.seq_id)
         self._release_handoff()
@@ -167,7 +167,7 @@ class DecodeSequence(SequenceTask):
         pull = self._open_pull(ticket, first_block=reservation.cached_tokens // core.info.block_tokens)
         complete = await pull.run()
         if complete.finish_reason:
-            self._tell_end(complete.finish_reason)
+            self._send_end(complete.finish_reason)
             return False
         self._open_drafts(complete)
         core.attach(spec.seq_id, self, computed_tokens=spec.context_tokens, prefilling=False)
@@ -179,7 +179,7 @@ class DecodeSequence(SequenceTask):
 
         await core.thread.call(commit)
         self._release_handoff()
-        self._tell_running()
+        self._send_running()
         return True
 
     def _open_drafts(self, complete: prefill_pb2.HandoffComplete) -> None:
@@ -201,7 +201,7 @@ class DecodeSequence(SequenceTask):
             self._speculation.open(spec.seq_id)
 
     async def _start_from_prompt(self, reservation: PageReservation) -> None:
-        """Take what the caches hold, compute the rest here."""
+        """Restore the cached prefix and compute the rest here."""
         spec, core = self.plan.spec, self._core
         block_tokens = core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
@@ -224,10 +224,10 @@ class DecodeSequence(SequenceTask):
         await core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))
         self._pages = (await core.spare_late_pages(reservation, found)).pages
         await core.thread.call(lambda engine: engine.start(spec.seq_id))
-        self._tell_running()
+        self._send_running()
 
     def _note_end(self, opened: Span) -> None:
-        """What became of it, on its span."""
+        """Annotate the span with the statistics and the finish reason."""
         if not opened.is_recording():
             return
         stats = self._stats
@@ -243,7 +243,7 @@ class DecodeSequence(SequenceTask):
             finish=finish_name(self._reason),
         )
 
-    # ---- what the router hears
+    # ---- deltas
 
     def _store(self, output: StepOutput) -> None:
         blocks = output.new_full_blocks
@@ -259,21 +259,21 @@ class DecodeSequence(SequenceTask):
     def _delta(self, *, tokens: bytes = b"") -> decode_pb2.SequenceDelta:
         return decode_pb2.SequenceDelta(handle=self._handle, tokens=tokens)
 
-    def _tell_running(self) -> None:
-        """Unless a step was faster than the answer to `start`: then its delta has told already."""
-        if not self._running_told and not self._told:
-            self._running_told = True
+    def _send_running(self) -> None:
+        """Send a delta that says so, unless a step was faster than the answer to `start` and did it."""
+        if not self._is_running_sent and not self._is_end_sent:
+            self._is_running_sent = True
             delta = self._delta()
             delta.running = True
             self._emit(delta)
 
-    def _tell_end(
+    def _send_end(
         self, reason: common_pb2.FinishReason.ValueType, *, delta: decode_pb2.SequenceDelta | None = None
     ) -> None:
-        """The last delta, once."""
-        if self._told:
+        """Send the last delta, once."""
+        if self._is_end_sent:
             return
-        self._told, self._reason = True, reason
+        self._is_end_sent, self._reason = True, reason
         delta = delta if delta is not None else self._delta()
         delta.finish_reason = reason
         self._stats.kv_bytes_pulled = self._pulled.n_bytes
@@ -290,4 +290,4 @@ class DecodeSequence(SequenceTask):
         delta = self._delta()
         if reason == common_pb2.FINISH_REASON_ERROR:
             delta.failure.CopyFrom(to_failure(error))
-        self._tell_end(reason, delta=delta)
+        self._send_end(reason, delta=delta)

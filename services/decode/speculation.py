@@ -1,8 +1,11 @@
 """Drafts for the running sequences: one stream to one drafter, kept open in the background.
 
 The engine's thread calls `drafts` before a step and `stepped` after it; everything else happens on the
-event loop. The book (draft_book.py) is shared between the two under one lock. Losing the drafter costs
-speed only: nothing waits for one that is gone or silent.
+event loop. Both share the DraftState (draft_state.py) under one lock. Losing the drafter costs speed only:
+no step waits for one that is gone or silent.
+
+The stream is not a MultiplexedClient: it has no handles, and a message is made only when the last one was
+written, of all rows that wait by then.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
-_LOOK_S = 0.05  # while discovery knows none: looking costs nothing
+_POLL_S = 0.05  # while discovery has none: a look-up is local
 _CONNECT_S = 1.0
 
-# Where a drafter of our fingerprint is now; None when there is none. Waits as little as it likes.
+# The endpoint of a drafter with this worker's fingerprint; None without one.
 FindDrafter = Callable[[], Awaitable[str | None]]
 
 
@@ -63,7 +66,7 @@ class Speculation:
         self._find_drafter = find_drafter
         self._tls = tls
         self._clock = clock
-        self._book = DraftState(limits)
+        self._state = DraftState(limits)
         self._gate = gate
         self._step: _StepBegun | None = None
         self._changed = threading.Condition()
@@ -78,15 +81,15 @@ class Speculation:
         self._task = asyncio.create_task(self._run(), name="speculation")
 
     async def close(self) -> None:
-        """Let go of the drafter."""
+        """End the stream."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def connected(self) -> bool:
-        """Whether a drafter listens."""
-        return self._book.connected
+        """Whether a drafter is connected."""
+        return self._state.connected
 
     def open(
         self,
@@ -96,18 +99,18 @@ class Speculation:
         next_tokens: TokenArray | None = None,
         features: FloatArray | None = None,
     ) -> None:
-        """The sequence wants drafts; the rows, if any, are what is known of its prompt. What the drafter does
-        for it is below the current span."""
+        """The sequence needs drafts; the rows, if any, are the end of its prompt. The drafter's span for it
+        is below the current one."""
         with self._changed:
-            self._book.open(seq_id, trace=trace_metadata())
+            self._state.open(seq_id, trace=trace_metadata())
             if next_tokens is not None and features is not None:
-                self._book.extend(seq_id, start_position, next_tokens, features)
+                self._state.extend(seq_id, start_position, next_tokens, features)
         self._to_send.set()
 
     def end(self, seq_id: str) -> int:
         """The sequence ended; returns how many of its steps went on without an answer in time."""
         with self._changed:
-            self._book.close(seq_id)
+            self._state.close(seq_id)
             missed = self._missed.pop(seq_id, 0)
             self._changed.notify_all()
         self._to_send.set()
@@ -120,24 +123,24 @@ class Speculation:
         with self._changed:
             now_ms = self._clock() * 1e3
             if self._gate is not None:
-                self._book.pause(not self._gate.open(len(self._book)))
-            wait_ms = self._book.wait_ms(now_ms)
+                self._state.pause(not self._gate.open(len(self._state)))
+            wait_ms = self._state.wait_ms(now_ms)
             if wait_ms:
-                self._changed.wait_for(lambda: self._book.complete, wait_ms / 1e3)
-            drafts, missed = self._book.take_drafts()
-            self._step = _StepBegun(now_ms, len(self._book), bool(drafts) or wait_ms > 0)
+                self._changed.wait_for(lambda: self._state.complete, wait_ms / 1e3)
+            drafts, missed = self._state.take_drafts()
+            self._step = _StepBegun(now_ms, len(self._state), bool(drafts) or wait_ms > 0)
             self._missed.update(missed)
             return drafts
 
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
-        """Tell the drafter what was committed."""
+        """Send the drafter what was committed."""
         with self._changed:
             self._judge(outputs)
             for output in outputs:
                 if output.finish is not None or output.failure is not None:
-                    self._book.close(output.seq_id)
+                    self._state.close(output.seq_id)
                 elif output.features is not None and output.feature_tokens is not None:
-                    self._book.extend(
+                    self._state.extend(
                         output.seq_id, output.feature_start, output.feature_tokens, output.features
                     )
         if self._loop is not None:
@@ -147,7 +150,7 @@ class Speculation:
                 log.debug("event loop closed before the engine thread ended")
 
     def _judge(self, outputs: Sequence[StepOutput]) -> None:
-        """Tell the gate what the step cost; one in which not all sequences decode says nothing."""
+        """Record the cost of the step at the gate, unless some sequences did not decode in it."""
         begun, self._step = self._step, None
         if self._gate is None or begun is None or len(outputs) != begun.n_sequences:
             return
@@ -173,7 +176,7 @@ class Speculation:
                 log.info("no drafter answers at %s", endpoint)
             except Exception:
                 log.exception("speculation failed")
-            await asyncio.sleep(_LOOK_S if endpoint is None else _RETRY_S)
+            await asyncio.sleep(_POLL_S if endpoint is None else _RETRY_S)
 
     async def _serve(self, endpoint: str) -> None:
         """One stream, until it breaks."""
@@ -182,7 +185,7 @@ class Speculation:
                 await channel.channel_ready()
             call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()
             with self._changed:
-                self._book.connect()
+                self._state.connect()
             log.info("drafts come from %s", endpoint)
             writer = asyncio.create_task(self._write(call), name="speculation writer")
             try:
@@ -190,7 +193,7 @@ class Speculation:
                     self._take(response)
             finally:
                 with self._changed:
-                    self._book.disconnect()
+                    self._state.disconnect()
                     self._changed.notify_all()
                 call.cancel()
                 writer.cancel()
@@ -202,7 +205,7 @@ class Speculation:
         while True:
             self._to_send.clear()
             with self._changed:
-                message = self._book.take_message(self._clock() * 1e3)
+                message = self._state.take_message(self._clock() * 1e3)
             if message is None:
                 await self._to_send.wait()
             else:
@@ -213,7 +216,7 @@ class Speculation:
         with self._changed:
             for proposal in response.proposals:
                 tokens = np.frombuffer(proposal.tokens, dtype="<u4").tolist()
-                self._book.answer(proposal.seq_id, proposal.base_tokens, tokens, now_ms)
+                self._state.answer(proposal.seq_id, proposal.base_tokens, tokens, now_ms)
             self._changed.notify_all()
         self._to_send.set()  # there may be room for another request
 

@@ -46,7 +46,7 @@ class DrafterApp(WorkerApp):
         self._service = DrafterService(self._batcher, feature_width=head.feature_width)
 
     def _broke(self) -> None:
-        """The supervisor starts another process; this one has nothing more to give."""
+        """Stop this process; the supervisor starts another one."""
         self.broken = True
         self._stop()
 

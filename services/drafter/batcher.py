@@ -1,4 +1,4 @@
-"""The thread that runs the head: takes what all streams have queued and answers it in one batch."""
+"""The thread that runs the head: answers the queued work of all streams in one batch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Work:
 class Batcher:
     """Owns a head and its thread.
 
-    A batch that raises is answered without proposals and its sequences are forgotten: drafts are a
-    chance, never a duty. Several in a row mean that the head itself is broken: then `on_broken` is
+    A batch that raises is answered without proposals, and its sequences are closed: decoding goes on
+    without drafts. After several such batches in a row the head itself is broken, and `on_broken` is
     called, once, on the event loop.
     """
 
@@ -105,7 +105,7 @@ class Batcher:
             self._post(self._on_broken)
 
     def _next_batch(self) -> list[Work]:
-        """All that waits, once there is something; empty when told to stop."""
+        """All work that waits, at least one piece; empty after `stop`."""
         with self._wake:
             while not self._queue and not self._stopping:
                 self._wake.wait()
@@ -122,7 +122,7 @@ class Batcher:
             if self._failed_batches >= MAX_FAILED_BATCHES_IN_ROW:
                 raise
             log.exception("a batch of drafts failed")
-            return _forget(head, batch)
+            return _close_all(head, batch)
         if any(work.rows for work in batch):  # closing alone proves nothing
             self._failed_batches = 0
         return answers
@@ -174,7 +174,7 @@ def answer_batch(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]
     ]
 
 
-def _forget(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
+def _close_all(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
     """Close every sequence of `batch`, whose contexts may be half-written; answers without proposals."""
     for work in batch:
         for seq_id in (*(rows.seq_id for rows in work.rows), *work.closed):

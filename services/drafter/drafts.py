@@ -51,7 +51,7 @@ class DraftHead(Protocol):
         ...
 
     def close(self, seq_id: str) -> None:
-        """Forget the sequence. Idempotent."""
+        """Drop the sequence's context. Idempotent."""
         ...
 
 

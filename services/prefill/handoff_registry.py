@@ -1,4 +1,4 @@
-"""Live handoffs and the jobs that own their pages: every end of one is the end of the other."""
+"""Live handoffs and the jobs that own their pages. When one of the two ends, the other ends too."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SWEEP_S = 0.25
 
 
 class Owner(Protocol):
-    """Who holds the pages of a handoff."""
+    """Holds the pages of a handoff."""
 
     def end(self) -> None:
-        """Stop and give the pages back. Idempotent, returns at once."""
+        """Stop and release the pages. Idempotent, returns at once."""
         ...
 
 

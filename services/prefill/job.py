@@ -28,7 +28,7 @@ PREFETCH_AFTER_S = 0.005
 
 
 class PrefillJob(SequenceTask):
-    """See `SequenceTask`; what the caller is told comes by `events`."""
+    """See `SequenceTask`; the caller reads `events`."""
 
     def __init__(
         self, core: WorkerCore, exports: HandoffRegistry, plan: PrefillPlan, *, endpoint: str
@@ -51,7 +51,7 @@ class PrefillJob(SequenceTask):
 
     def start(self) -> asyncio.Task[None]:
         task = super().start()
-        # Whatever became of it, nobody waits for more events.
+        # However the task ended, there are no more events.
         task.add_done_callback(lambda _: self.events.put_nowait(None))
         return task
 
@@ -110,7 +110,7 @@ class PrefillJob(SequenceTask):
         await core.thread.call(lambda engine: engine.start(spec.seq_id))
         last = await self._follow()
         # The client's first token does not wait for the checksums of the last blocks.
-        self._tell_first_token(last, queue_ms=(started - self._arrived) * 1e3, started=started)
+        self._send_first_token(last, queue_ms=(started - self._arrived) * 1e3, started=started)
         await self._publish(n_blocks)
         self._finish(last)
 
@@ -174,7 +174,7 @@ class PrefillJob(SequenceTask):
         return filled
 
     def _move(self, reservation: PageReservation) -> None:
-        """The ticket is out, and some of its blocks are in other pages now, none of which was published."""
+        """Some blocks of the ticket, none of them published, are in other pages now."""
         address_of = self._core.memory.address_of
         pairs = enumerate(zip(self._pages, reservation.pages, strict=True))
         moved = {block: address_of(new) for block, (old, new) in pairs if new != old}
@@ -220,7 +220,7 @@ class PrefillJob(SequenceTask):
         first = self._exports.published_blocks(self.handoff_id)
         self._exports.publish(self.handoff_id, await self._core.memory.checksums(self._pages[first:n_blocks]))
 
-    def _tell_first_token(self, last: StepOutput, *, queue_ms: float, started: float) -> None:
+    def _send_first_token(self, last: StepOutput, *, queue_ms: float, started: float) -> None:
         first_token = prefill_pb2.FirstToken(
             token_id=last.tokens[0],
             finish_reason=finish_reason(last.finish),

@@ -1,4 +1,4 @@
-"""A PrefillRequest, checked and turned into what the job works with."""
+"""Checks a StartPrefill and turns it into the plan of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.v1 import prefill_pb2
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What to compute, for whom, until when. `deadline_s` is on the event loop's clock."""
+    """A checked prompt. `deadline_s` is on the event loop's clock."""
 
     key: AttemptKey
     spec: SequenceSpec

@@ -1,4 +1,4 @@
-"""PrefillService: the gRPC API of jobs and handoffs. The contract: protos/slipstream/v1/prefill.proto."""
+"""PrefillService: admits prompts and serves their handoffs. Contract: protos/slipstream/v1/prefill.proto."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._exports.start()
 
     async def drain(self) -> None:
-        """Refuse new prompts, lend no more; what runs and what is exported goes on."""
+        """Refuse new prompts and stop lending; running prompts and exports go on."""
         self._draining = True
         self._core.lender.stop()
 
@@ -66,13 +66,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     async def _follow(
         self, request: prefill_pb2.StartPrefill
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """One prompt's responses; who closes this early wants it no more."""
+        """One prompt's events; closing the generator early cancels the prompt."""
         job = self._admit(request)
         held = ""
         self._streams += 1
         try:
             while (event := await job.events.get()) is not None:
-                # While the caller listens it wants the blocks.
+                # While the generator is open the router needs the blocks.
                 if event.HasField("opened") and self._exports.hold(job.handoff_id):
                     held = job.handoff_id
                 yield event
@@ -121,7 +121,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     # ---- what is held
 
     def ledger(self) -> worker_pb2.Ledger:
-        """What this worker holds for somebody."""
+        """What this worker holds for requests."""
         ledger = self._core.ledger()
         ledger.sequences = max(ledger.sequences, self._attempts.running)
         ledger.handoffs = self._exports.live
@@ -152,19 +152,19 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     def _start(self, plan: PrefillPlan) -> PrefillJob:
         job = PrefillJob(self._core, self._exports, plan, endpoint=self._endpoint)
         self._jobs[plan.key] = job
-        job.start().add_done_callback(lambda _: self._forget(plan.key))
+        job.start().add_done_callback(lambda _: self._remove(plan.key))
         self._core.counters.add("slipstream_requests_total")
         self._core.load_changed()
         return job
 
     def _end(self, key: AttemptKey) -> PrefillJob:
-        """Stop a running attempt and end its handoff; the job tells when nothing of it is held."""
+        """Stop a running attempt and end its handoff; wait for the job to know that nothing is held."""
         job = self._jobs[key]
         self._exports.cancel(key)
         job.end()
         return job
 
-    def _forget(self, key: AttemptKey) -> None:
+    def _remove(self, key: AttemptKey) -> None:
         self._jobs.pop(key, None)
         self._attempts.end(key)
         self._core.load_changed()

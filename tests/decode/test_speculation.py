@@ -53,7 +53,7 @@ async def trust(node: Node, speculation: Speculation) -> None:
     async with asyncio.timeout(WAIT_S):
         for i in itertools.count():
             await generate(node, prompt_tokens(5), f"trust{i}/{time.monotonic_ns()}", 50)
-            if speculation._book.round_trip_ms is not None:
+            if speculation._state.round_trip_ms is not None:
                 return
 
 

@@ -1,8 +1,8 @@
 """Names that readers give to their pins, so that they can end one whose answer they never saw. Pure.
 
-A reader that is cancelled between its Pin and the answer knows no lease id. It ends the pin by the name that
-it chose; the end may come after the pin, while it is being made, or before it. Memory is bounded: of names
-that were ended before their pin, and of pins that were ended by their lease id, the last ones are known.
+A reader that is cancelled between its Pin and the answer has no lease id. It ends the pin by the name that it
+chose; the end may come after the pin, while the pin is being made, or before it. Memory is bounded: the last
+names that were ended before their pin, and the last pins that were ended by their lease id, are recorded.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _PING_MS, _PING_ANSWER_MS = int(GRPC_PING_S * 1000), int(GRPC_PING_ANSWER_S * 10
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _PING_ANSWER_MS),
-    # What counts for a ping that nobody answers; without it a vanished client is closed after a minute.
+    # The limit for an unanswered ping; without it a vanished client is closed after a minute.
     ("grpc.http2.ping_timeout_ms", _PING_ANSWER_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
@@ -127,7 +127,7 @@ class ServiceHost:
         await self._stopping.wait()
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """NOT_SERVING first, so that nobody sends more; then calls in flight get `grace_s` to end."""
+        """NOT_SERVING first, so that clients send no more; then calls in flight get `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
@@ -242,11 +242,11 @@ def metadata_of(context: Context) -> dict[str, str]:
 
 
 def _status_of(error: Exception, method: str, context: Context) -> grpc.Status:
-    """What the caller is told.
+    """The status that the caller receives.
 
     gRPC keeps the exception that an abort raises, which keeps the frames that it passed, and what led to
-    it: a frame that still knew the call, or an error that was being handled, would keep all of it for the
-    next look for cycles. Refusals come by the hundred: it would come in the middle of one.
+    it: a frame that still referred to the call, or an error that was being handled, would keep all of it
+    until the garbage collector runs. Refusals come by the hundred: it would run in the middle of one.
     """
     left_out = context.code() is grpc.StatusCode.UNIMPLEMENTED  # as the stubs say
     if left_out and isinstance(error, NotImplementedError):

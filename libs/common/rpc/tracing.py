@@ -6,9 +6,9 @@
     request.trace.update(trace_metadata())          # on to the next process
 
 Contexts travel as W3C ones (`traceparent`, `tracestate`), as metadata of a call or as a map in a message
-where many requests share a call. Only a front door begins traces: a call without a context, and what runs
-for nobody in particular, has no span. Without an exporter nothing here costs more than a look at a name, so
-callers ask `enabled` only before they compute what only a span would be told.
+where many requests share a call. Only a front door begins traces: a call without a context, and work for no
+particular request, has no span. Without an exporter each function here costs one comparison, so callers ask
+`enabled` only before they compute what only a span needs.
 
 Spans are exported by a thread of their own from a queue that is bounded and drops what does not fit; a
 collector that is away costs no request anything. Attributes are named `slipstream.NAME`.

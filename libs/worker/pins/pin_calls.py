@@ -24,7 +24,7 @@ class PinCalls:
         self._closed = False
 
     async def pin(self, endpoint: str, request: kvstore_pb2.PinRequest) -> kvstore_pb2.PinResponse:
-        """Pin blocks. A cancel ends the command; a pin that exists all the same can be ended by its name."""
+        """Pin blocks. A cancel ends the command; a pin that exists by then can be released by its name."""
         stream = self._stream(endpoint)
         answer = await stream.ask(kvstore_pb2.PinCommand(pin=request), timeout_s=PIN_TIMEOUT_S)
         return answer.pinned

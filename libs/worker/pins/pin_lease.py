@@ -5,9 +5,9 @@
         pinned = await pin.answer          # raises SlipstreamError
         with pin.renewed(): ...            # read
     finally:
-        pin.let_go()
+        pin.release()
 
-A pin is let go of in the background: nobody waits for it, and its lease ends it anyway.
+The release runs in the background: the caller does not wait for it, and the lease ends the pin anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_calls import PinCalls
-from libs.worker.pins.pin_releases import PinReleases, arrived
+from libs.worker.pins.pin_releases import PinReleases, on_pin_ended
 from slipstream.errors import DeadlineExceeded, NotFound, SlipstreamError, Unavailable
 from slipstream.v1 import kvstore_pb2
 
@@ -40,19 +40,18 @@ class ReaderPins:
         self._calls = PinCalls(peers)
         self._releases = PinReleases()
         self._background: set[asyncio.Task[None]] = set()
-        self.held = 0  # not let go of, or not told so yet
+        self.held = 0  # their lender may still hold them
 
     def begin(self, endpoint: str, request: kvstore_pb2.PinRequest) -> PinLease:
-        """Ask for a pin; `let_go` must follow."""
-        riders = self._releases.board(endpoint, request)
+        """Request a pin; `PinLease.release` must follow."""
+        carried = self._releases.add_to(endpoint, request)
         answer = asyncio.create_task(self._calls.pin(endpoint, request))
-        answer.add_done_callback(functools.partial(arrived, riders))
+        answer.add_done_callback(functools.partial(on_pin_ended, carried))
         self.held += 1
         return PinLease(self, endpoint, request.name, answer)
 
     async def close(self) -> None:
-        """End the streams once lenders were told of pins that were let go of. That may take a moment only:
-        leases end those that are left."""
+        """End the streams after the releases under way, but wait a moment only: leases end the other pins."""
         if self._background:
             await asyncio.wait(self._background, timeout=_LAST_RELEASES_S)
         for task in self._background:
@@ -60,16 +59,16 @@ class ReaderPins:
         await self._calls.close()
 
     def keep(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run in the background."""
+        """Run `work` in the background."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
-    async def release_some_time(self, endpoint: str, lease_id: str, offered: asyncio.Future[bool]) -> None:
-        """With the next pin of the lender, or by itself where none follows."""
+    async def release_soon(self, endpoint: str, lease_id: str, offered: asyncio.Future[bool]) -> None:
+        """Release with the next pin at the lender, or alone where none follows."""
         try:
-            if not await self._releases.rode(endpoint, lease_id, offered):
+            if not await self._releases.was_carried(endpoint, lease_id, offered):
                 await self._end(endpoint, lease_id)
         finally:
             self.held -= 1
@@ -79,7 +78,7 @@ class ReaderPins:
         return self._releases.offer(endpoint, lease_id)
 
     async def release(self, endpoint: str, name_or_lease: str) -> None:
-        """At once; "" = there is nothing to be released."""
+        """Release at once; "" = there is nothing to release."""
         try:
             if name_or_lease:
                 await self._end(endpoint, name_or_lease)
@@ -87,8 +86,8 @@ class ReaderPins:
             self.held -= 1
 
     async def renew(self, endpoint: str, lease_id: str, lease_ms: int) -> None:
-        """Until cancelled. When the pin has ended all the same, its blocks may be others' by now: then their
-        checksums tell, and the read ends where they do not match."""
+        """Renew until cancelled. If the pin ends nevertheless, its memory may hold other blocks: their
+        checksums do not match, and the read ends there."""
         interval_s = lease_ms / 1e3 / _RENEWALS_A_LEASE
         request = kvstore_pb2.RenewPinRequest(lease_id=lease_id, lease_ms=lease_ms)
         while True:
@@ -141,15 +140,14 @@ class PinLease:
             for task in renewing:
                 task.cancel()
 
-    def let_go(self) -> None:
-        """Also after a cancel, and whether or not it was answered: who is not waited for ends, and the lender
-        then keeps nothing of it."""
+    def release(self) -> None:
+        """End the pin at the lender, whether it was answered, failed, or is still being made."""
         pins, name = self._pins, self._name
         if self.answer.done() and not self.answer.cancelled() and self.answer.exception() is None:
             lease_id = self.answer.result().lease_id
             if lease_id:
                 offered = pins.offer(self._endpoint, lease_id)
-                pins.keep(pins.release_some_time(self._endpoint, lease_id, offered))
+                pins.keep(pins.release_soon(self._endpoint, lease_id, offered))
                 return
             name = ""
         elif self.answer.done() and not self.answer.cancelled():

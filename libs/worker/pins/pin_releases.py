@@ -1,7 +1,7 @@
-"""Pins that have served their turn: they end with the reader's next pin of the same lender.
+"""Releases that travel with the reader's next pin at the same lender.
 
-A call of its own for each would take as long as the pin, from the cores that the next blocks arrive on. Where
-no pin follows soon, or the one that told of them fails, the call is made.
+A release sent alone costs as much as the pin, on the cores that the next blocks arrive on. It is sent alone
+only where no pin follows soon, or where the pin that carried it fails.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from libs.common.rpc.pin_names import MAX_RELEASED
 from slipstream.v1 import kvstore_pb2
 
-# For so long a pin may wait for the next one.
-RIDE_AFTER_S = 0.01
-# A pin is over by then.
-TELL_S = 5.0
+# How long a release waits for the next pin.
+WAIT_FOR_PIN_S = 0.01
+# How long it waits for the answer to that pin; a pin is over by then.
+WAIT_FOR_ANSWER_S = 5.0
 
 
 class PinReleases:
@@ -25,15 +25,15 @@ class PinReleases:
         self._waiting: dict[str, dict[str, asyncio.Future[bool]]] = {}
 
     def offer(self, endpoint: str, lease_id: str) -> asyncio.Future[bool]:
-        """From now on the next pin of the lender may end this one; `rode` must follow."""
-        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(endpoint, {})[lease_id] = told
-        return told
+        """From now on the next pin at the lender may release this one; `was_carried` must follow."""
+        carried: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(endpoint, {})[lease_id] = carried
+        return carried
 
-    async def rode(self, endpoint: str, lease_id: str, told: asyncio.Future[bool]) -> bool:
-        """Whether another pin of the lender ended this one meanwhile; else it is the caller's to end."""
+    async def was_carried(self, endpoint: str, lease_id: str, carried: asyncio.Future[bool]) -> bool:
+        """Whether another pin at the lender released this one meanwhile; else the caller must."""
         try:
-            await asyncio.wait({told}, timeout=RIDE_AFTER_S)
+            await asyncio.wait({carried}, timeout=WAIT_FOR_PIN_S)
         finally:
             waiting = self._waiting.get(endpoint, {})
             left = waiting.pop(lease_id, None) is not None
@@ -41,21 +41,23 @@ class PinReleases:
                 self._waiting.pop(endpoint, None)
         if left:
             return False
-        await asyncio.wait({told}, timeout=TELL_S)
-        return told.done() and told.result()
+        await asyncio.wait({carried}, timeout=WAIT_FOR_ANSWER_S)
+        return carried.done() and carried.result()
 
-    def board(self, endpoint: str, request: kvstore_pb2.PinRequest) -> Sequence[asyncio.Future[bool]]:
-        """Have the request end pins that wait; what `arrived` is to be told with when it is over."""
+    def add_to(self, endpoint: str, request: kvstore_pb2.PinRequest) -> Sequence[asyncio.Future[bool]]:
+        """Add waiting releases to the request. Pass the result to `on_pin_ended` when the pin is over."""
         waiting = self._waiting.get(endpoint, {})
-        riders = list(waiting)[:MAX_RELEASED]
-        request.released.extend(riders)
-        return [waiting.pop(lease_id) for lease_id in riders]
+        lease_ids = list(waiting)[:MAX_RELEASED]
+        request.released.extend(lease_ids)
+        return [waiting.pop(lease_id) for lease_id in lease_ids]
 
 
-def arrived(riders: Sequence[asyncio.Future[bool]], pin: asyncio.Future[kvstore_pb2.PinResponse]) -> None:
-    """The pin is over: of those that rode with it, so many have ended as the answer says."""
+def on_pin_ended(
+    carried_releases: Sequence[asyncio.Future[bool]], pin: asyncio.Future[kvstore_pb2.PinResponse]
+) -> None:
+    """The pin is over: the first `ended_pins` of the releases that it carried took effect."""
     answered = not pin.cancelled() and pin.exception() is None
     n_ended = pin.result().ended_pins if answered else 0
-    for number, told in enumerate(riders):
-        if not told.done():
-            told.set_result(number < n_ended)
+    for number, carried in enumerate(carried_releases):
+        if not carried.done():
+            carried.set_result(number < n_ended)

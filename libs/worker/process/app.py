@@ -1,4 +1,4 @@
-"""What differs between the processes that run a model or a part of one; `process.py` is what they share."""
+"""The part of a worker process that depends on its role; `process.py` is the common part."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from slipstream.v1 import worker_pb2
 
 
 class WorkerApp(ABC):
-    """Methods are called in this order. What it says of itself holds after `open`."""
+    """Methods are called in this order. The attributes are valid after `open`."""
 
     service_name = ""
 
     def __init__(self, options: WorkerSettings) -> None:
         self.options = options
-        self.broken = False  # there is nothing more that it could do: another process is to take its place
+        self.broken = False  # it cannot serve any more: the process must be replaced
         self.transport_kind = "none"
         self.fingerprint: Fingerprint | None = None  # None without KV
-        self.record_fingerprint = b""  # what discovery is told
+        self.record_fingerprint = b""  # for discovery
         self.capacity: Mapping[str, int] = {}
 
     @abstractmethod
@@ -40,7 +40,7 @@ class WorkerApp(ABC):
 
     @abstractmethod
     def ledger(self) -> worker_pb2.Ledger:
-        """What is held for somebody."""
+        """What the worker holds for requests."""
 
     @abstractmethod
     def counters(self) -> Mapping[str, float]:

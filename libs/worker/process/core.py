@@ -75,7 +75,7 @@ class WorkerCore:
         self.stats = StepStats(self.counters)
         self.peers = Peers(tls=tls)
         self.thread = EngineThread(build, self, drafter=drafter)
-        # Who places requests is told which blocks this worker's cache holds.
+        # Routers learn from these which blocks this worker's cache holds.
         self.events = KvEventServicer(BlockEventLog(new_incarnation()))
         self.thread.on_blocks = self._on_blocks
         self.load_changed: Callable[[], None] = lambda: None
@@ -112,7 +112,7 @@ class WorkerCore:
             fingerprint=self.fingerprint,
             max_pinned_blocks=max(1, self.info.n_pages // 2),
         )
-        # The other half of its service is answered as unimplemented.
+        # It answers the rest of its service as unimplemented.
         self.lender = PeerCacheServer(  # type: ignore[abstract]
             self.thread, self.memory, self.transport, self.fingerprint
         )
@@ -159,13 +159,13 @@ class WorkerCore:
         await self.peers.close()
 
     def ledger(self) -> worker_pb2.Ledger:
-        """What is held; the service adds what is its own."""
+        """What the worker holds; the service adds its own holdings."""
         held = self.thread.ledger
         pins = self.writer.pinned_blocks + self.puller.quarantined_pages + self.lender.leased_blocks
         owned = self.pages.running or self.pages.waiting or pins
         return worker_pb2.Ledger(
             sequences=max(held.sequences, self.pages.running + self.pages.waiting),
-            # The engine may not have told yet of pages that are pinned to be stored.
+            # The engine reports pages that are pinned to be stored a moment later.
             blocks_held=max(held.pages_held, self.writer.pinned_blocks),
             pins=self.restorer.pins + self.lender.leases,
             reservations=self.writer.reservations,
@@ -218,8 +218,8 @@ class WorkerCore:
 
     def _on_blocks(self, changes: Sequence[PageChange]) -> None:
         for stored, run in itertools.groupby(changes, key=lambda change: change.stored):
-            tell = self.events.stored if stored else self.events.removed
-            tell(common_pb2.CACHE_TIER_WORKER, [change.hash for change in run])
+            report = self.events.stored if stored else self.events.removed
+            report(common_pb2.CACHE_TIER_WORKER, [change.hash for change in run])
 
     def on_broken(self, error: BaseException) -> None:
         self._fail_all(errors.Unavailable("the engine is broken"))

@@ -20,7 +20,7 @@ from slipstream.v1 import kv_events_pb2_grpc, worker_pb2
 
 
 class EngineService(Protocol):
-    """The gRPC face of one kind of worker."""
+    """The gRPC service of one kind of worker."""
 
     def load(self) -> worker_pb2.LoadReport: ...
 
@@ -42,7 +42,7 @@ class EngineApp(WorkerApp):
         self.service: EngineService | None = None
 
     async def make_drafter(self, discovery: Discovery) -> Drafter | None:
-        """Where drafts come from; prefill needs none."""
+        """The source of drafts; prefill needs none."""
         return None
 
     @abstractmethod

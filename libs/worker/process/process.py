@@ -57,7 +57,7 @@ def run_worker(
 async def serve_worker(
     role: Role, options: WorkerSettings, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
 ) -> int:
-    """Serve until told to stop. 0 after an orderly end, 1 when the worker broke."""
+    """Serve until a signal stops it. 0 after an orderly end, 1 when the worker broke."""
     host = ServiceHost(options.listen, tls=options.tls(), make_server=make_server)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:

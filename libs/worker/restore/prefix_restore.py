@@ -164,7 +164,7 @@ class PrefixRestorer:
             finally:
                 if is_trial:
                     self.sources.breaker.end_trial(endpoint)
-                pin.let_go()
+                pin.release()
             if opened.is_recording():
                 n_bytes, tiers = stats.n_bytes - before_bytes, tier_names(found.tiers)
                 tracing.annotate(opened, blocks=len(found.tiers), bytes=n_bytes, tiers=tiers)

@@ -144,7 +144,7 @@ class Attempt:
         sequence, self._sequence = self._sequence, None
         waits: list[Awaitable[None]] = []
         if sequence is not None:
-            sequence.forget()
+            sequence.close()
             if not sequence.finished:
                 timeout_s = _release_timeout_s(self.workers.decode)
                 name = attempt_name(self.spec, self.number)

@@ -1,4 +1,4 @@
-"""A router's connection to one worker: who it is, how loaded it is, and the channel to call it on.
+"""A router's connection to one worker: its identity, its load, and the channel to it.
 
 A link is `ready` while the process that discovery named answers: its status was read, its fingerprint
 is known, and its load stream is open. It reconnects by itself until closed. Losing discovery does not
@@ -37,7 +37,7 @@ _Answer = TypeVar("_Answer")
 
 
 class WorkerListener(Protocol):
-    """Runs something on a worker, and hears what becomes of the worker."""
+    """Runs something on a worker, and is notified when the worker falls silent or drains."""
 
     def on_worker_silent(self, link: WorkerConnection) -> None:
         """The worker sent no heartbeat for too long."""
@@ -69,7 +69,7 @@ class WorkerConnection:
         self.transport = ""
         self.prefills = PrefillClient(self.channel, instance=worker.instance)
         self.ready = False
-        self.draining = False  # it takes no new work, and wants to be rid of what it runs
+        self.draining = False  # it takes no new work, and its sequences should move away
         # Uncached prompt tokens (prefill) or context tokens (decode) this router has sent there.
         self.tokens_in_flight = 0
         self.requests_in_flight = 0
@@ -93,7 +93,7 @@ class WorkerConnection:
 
     @property
     def reachable(self) -> bool:
-        """Whether it was heard of lately, also while it drains."""
+        """Whether a load report came lately, also while the worker drains."""
         return self._following and self.report_age_s <= STALE_AFTER_S
 
     @property
@@ -237,9 +237,9 @@ class WorkerConnection:
 async def first_answer(
     ask: Callable[[], Coroutine[Any, Any, _Answer]], *, every_s: float = ANSWER_S
 ) -> _Answer:
-    """What comes first of a question that is asked anew every `every_s`, all of them waiting: one that was
-    lost holds nobody up, and a peer that is slow is heard all the same. `ask` bounds the time of each; the
-    first one that fails ends them all, and its error is raised."""
+    """The first answer to a question that is repeated every `every_s`, without giving up the earlier ones: a
+    lost question delays nothing, and the answer of a slow peer still counts. `ask` bounds the time of each;
+    the first one that fails ends them all, and its error is raised."""
     asked: set[asyncio.Task[_Answer]] = set()
     try:
         while True:
@@ -254,7 +254,7 @@ async def first_answer(
 
 
 class _WrongWorker(Exception):
-    """Another process answers there, or this one wants no more work."""
+    """Another process answers there, or this one drains."""
 
 
 class TokensInFlight:

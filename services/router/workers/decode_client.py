@@ -71,7 +71,7 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
         except grpc.aio.AioRpcError as error:
             log.info("abort of %s at %s: %s", attempt.request_id, self.peer, error.details())
 
-    def forget(self, sequence: RemoteSequence) -> None:
+    def remove(self, sequence: RemoteSequence) -> None:
         """Drop what still comes of the sequence."""
         self.receivers.pop(sequence.handle, None)
 
@@ -81,7 +81,7 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
         return self._stub.Decode()
 
     def dispatch(self, frame: decode_pb2.DecodeResponse) -> None:
-        """Feed a frame's tokens to their sequences. Those of forgotten sequences are dropped."""
+        """Feed a frame's tokens to their sequences. Those of removed sequences are dropped."""
         if frame.packed_handles:
             handles = np.frombuffer(frame.packed_handles, "<u4").tolist()
             tokens = np.frombuffer(frame.packed_tokens, "<u4").tolist()
@@ -106,7 +106,7 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
 
     def _send_whole(self, sequence: RemoteSequence, failure: common_pb2.Failure) -> bool:
         """Whether the worker only missed the prompt's prefix, and the whole prompt was sent now."""
-        sent = sequence.unsettled
+        sent = sequence.resendable
         if sent is None or not self._sender.send_whole(sent, from_failure(failure)):
             return False
         self.send(sent.request)

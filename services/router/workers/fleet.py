@@ -1,7 +1,7 @@
 """The workers as this router sees them: a link to each, and immutable loads for placement.
 
-Discovery says who there is; links say who answers and how loaded they are. A worker that leaves
-discovery gets no new work and keeps its link while something runs there.
+Discovery lists the workers; connections report which of them answer and how loaded they are. A worker that
+leaves discovery gets no new work and keeps its link while something runs there.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class RouterFleet:
         self._feeds: dict[str, KvEventSubscriber] = {}
         self._streams: dict[str, DecodeClient] = {}
         self._retired: list[WorkerConnection] = []
-        self._strangers: set[str] = set()  # those it was said of
+        self._strangers: set[str] = set()  # workers that were logged
         self._version = 0
-        self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, as they were told last
+        self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, at the last change
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -226,8 +226,8 @@ class RouterFleet:
             and link.fingerprint == fingerprint
         ]
 
-    def _tell_strangers(self) -> None:
-        """Say once why a worker that answers gets no requests."""
+    def _log_strangers(self) -> None:
+        """Log once why a worker that answers gets no requests."""
         served = self.fingerprint() if self.ready else None
         for name, link in self._links.items():
             own = link.fingerprint
@@ -243,7 +243,7 @@ class RouterFleet:
 
     def _notify(self) -> None:
         self._fingerprint = _most_shared(self._links.values())
-        self._tell_strangers()
+        self._log_strangers()
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
@@ -328,7 +328,7 @@ class RouterFleet:
         )
 
     def _forget(self, link: WorkerConnection) -> None:
-        """It gets no new work: what was known for placing work there goes."""
+        """Drop what placement uses of a worker that gets no new work."""
         feed = self._feeds.pop(link.key, None)
         if feed is not None:
             feed.stop()

@@ -32,7 +32,7 @@ R = TypeVar("R", prefill_pb2.StartPrefill, decode_pb2.StartSequence)
 class OutgoingPrompt:
     """A prompt as workers receive it: ids and hashes of full blocks.
 
-    The packed bytes of each form (whole, or after a prefix) are shared by all requests until `forget_packed`.
+    The packed bytes of each form (whole, or after a prefix) are shared by all requests until `drop_packed`.
     """
 
     __slots__ = ("_packed", "_root", "block_tokens", "hashes", "ids", "salt")
@@ -66,7 +66,7 @@ class OutgoingPrompt:
             block_tokens=self.block_tokens,
         )
 
-    def forget_packed(self) -> None:
+    def drop_packed(self) -> None:
         """Free the packed bytes, once the worker has the prompt; `write_to` packs them again if necessary."""
         self._packed.clear()
 

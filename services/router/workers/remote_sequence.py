@@ -39,7 +39,7 @@ class SequenceHost(Protocol):
     def abort(self, sequence: RemoteSequence) -> None:
         """Stop the sequence on the worker."""
 
-    def forget(self, sequence: RemoteSequence) -> None:
+    def remove(self, sequence: RemoteSequence) -> None:
         """Drop what still comes of the sequence."""
 
     def mark(self, item: PendingDelivery) -> None:
@@ -60,8 +60,8 @@ class RemoteSequence:
         *,
         urgent: bool = False,
     ) -> None:
-        # What may have to be sent again: None once the sequence runs, failed or was aborted.
-        self.unsettled: SentPrompt[decode_pb2.StartSequence] | None = sent
+        # What may have to be sent again; None once the sequence runs, failed or was aborted.
+        self.resendable: SentPrompt[decode_pb2.StartSequence] | None = sent
         self.handle = sent.request.handle  # names the sequence on its stream
         self.running = False  # its KV is committed on the worker
         self.finished = False  # its last delta was received: the worker holds nothing of it
@@ -86,13 +86,13 @@ class RemoteSequence:
     def abort(self) -> None:
         """Stop the sequence. Its last delta, with the statistics, still comes. Idempotent."""
         if not self.finished:
-            self.unsettled = None
+            self.resendable = None
             self._stream.abort(self)
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Deliver nothing any more."""
         self._listener = None
-        self._stream.forget(self)
+        self._stream.remove(self)
 
     def feed(self, delta: decode_pb2.SequenceDelta) -> None:
         """From the stream's reader."""
@@ -133,7 +133,7 @@ class RemoteSequence:
     def fail(self, error: errors.SlipstreamError) -> None:
         """Nothing more comes. The listener receives what waits, then `error`."""
         if not self.finished and self._error is None:
-            self.unsettled, self._error = None, error
+            self.resendable, self._error = None, error
             self.deliver()
 
     def deliver(self) -> None:
@@ -146,7 +146,7 @@ class RemoteSequence:
                 tokens, rest = self._tokens.tolist(), self._rest
                 self._tokens, self._rest = array("I"), None
                 self._listener.on_tokens(tokens, rest)
-            # The listener may have paused or forgotten the sequence.
+            # The listener may have paused or closed the sequence.
             if self._error is not None and self._listener is not None and not self._is_paused:
                 self._listener.on_sequence_failed(self._error)
         except Exception as error:
@@ -155,9 +155,9 @@ class RemoteSequence:
 
     def _set_running(self) -> None:
         self.running = True
-        if self.unsettled is not None:
-            self.unsettled.prompt.forget_packed()
-            self.unsettled = None
+        if self.resendable is not None:
+            self.resendable.prompt.drop_packed()
+            self.resendable = None
 
     def _mark(self) -> None:
         if self._urgent:

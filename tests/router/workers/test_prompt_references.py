@@ -179,15 +179,15 @@ async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
         forget(decode)
         reader = SequenceReader()
         sequence = start_again(router, decode, "unwanted", reader)
-        assert sequence.unsettled is not None
-        assert sequence.unsettled.prefix_blocks
+        assert sequence.resendable is not None
+        assert sequence.resendable.prefix_blocks
         sequence.abort()
         async with asyncio.timeout(WAIT_S):
             arrival = await reader.next()
         assert arrival.ended
         assert arrival.rest is not None
         assert arrival.rest.failure.reason == "PrefixUnknown"
-        sequence.forget()
+        sequence.close()
         assert [start.attempt.request_id for start in decode.starts[1:]] == ["unwanted"]
 
 
@@ -206,7 +206,7 @@ async def test_a_sequence_whose_stream_was_broken_off_is_not_sent_again(
         stream.dispatch(decode_pb2.DecodeResponse(deltas=[late]))
         assert not stream.waiting_commands
         assert not stream.is_open
-        sequence.forget()
+        sequence.close()
 
 
 async def test_after_a_broken_stream_nothing_is_named_that_was_not_sent_on_the_new_one(
@@ -238,12 +238,12 @@ async def test_what_runs_keeps_no_copy_of_its_prompt_for_sending_it_again(
         await turns(client, 1)
         reader = SequenceReader()
         sequence = start_again(router, cluster.decodes[0], "runs", reader)
-        assert sequence.unsettled is not None
-        prompt = sequence.unsettled.prompt
+        assert sequence.resendable is not None
+        prompt = sequence.resendable.prompt
         assert prompt._packed
         async with asyncio.timeout(WAIT_S):
             while not (await reader.next()).ended:
                 pass
-        assert sequence.unsettled is None
+        assert sequence.resendable is None
         assert not prompt._packed
-        sequence.forget()
+        sequence.close()

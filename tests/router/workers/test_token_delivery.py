@@ -117,7 +117,7 @@ def test_every_token_arrives_once_and_in_order(steps: list[tuple[list[int], bool
                     break
             assert got == sent[index]
             assert sequence.finished
-            sequence.forget()
+            sequence.close()
         assert not stream.receivers
         await stream.close()
 

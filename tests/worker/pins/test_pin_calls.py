@@ -163,7 +163,7 @@ async def test_a_time_out_and_a_cancel_end_the_pin_at_the_lender_and_no_other(
         await eventually(lambda: not lender.waiting)
 
 
-async def test_a_pin_is_renewed_while_it_is_read_and_then_let_go_of(peers: Peers) -> None:
+async def test_a_pin_is_renewed_while_it_is_read_and_then_released(peers: Peers) -> None:
     pins, lender = ReaderPins(peers), partial_servicer(Lender)
     async with serving(lender) as endpoint:
         pin = pins.begin(endpoint, named("mine"))
@@ -171,11 +171,11 @@ async def test_a_pin_is_renewed_while_it_is_read_and_then_let_go_of(peers: Peers
         with pin.renewed():
             await eventually(lambda: lender.renewed.count("mine") >= 2)
         assert pins.held == 1
-        pin.let_go()
+        pin.release()
         await eventually(lambda: not lender.held and not pins.held)
         unanswered = pins.begin(endpoint, named("late", waits=True))
         await eventually(lambda: lender.waiting == {"late"})
-        unanswered.let_go()
+        unanswered.release()
         await eventually(lambda: not lender.waiting and not pins.held)
         await pins.close()
 
@@ -191,18 +191,18 @@ async def test_commands_that_have_not_left_are_forgotten_with_who_asked(peers: P
         await stream.close()
 
 
-async def test_a_close_tells_lenders_of_pins_let_go_of_and_opens_nothing_after(peers: Peers) -> None:
+async def test_a_close_sends_the_releases_under_way_and_opens_nothing_after(peers: Peers) -> None:
     pins, lender = ReaderPins(peers), partial_servicer(Lender)
     async with serving(lender) as endpoint:
         pin = pins.begin(endpoint, named("mine"))
         await pin.answer
-        pin.let_go()
+        pin.release()
         async with asyncio.timeout(WAIT_S):
             await pins.close()
         assert not pins.held
         late = pins.begin(endpoint, named("late"))
         with pytest.raises(errors.Unavailable):
             await late.answer
-        late.let_go()
+        late.release()
         await eventually(lambda: not pins.held)
         assert not lender.held and lender.streams == 1 and not pins._calls._streams

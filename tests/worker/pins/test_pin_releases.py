@@ -8,19 +8,19 @@ import pytest
 
 import libs.worker.pins.pin_releases as pin_releases
 from libs.common.rpc.pin_names import MAX_RELEASED
-from libs.worker.pins.pin_releases import PinReleases, arrived
+from libs.worker.pins.pin_releases import PinReleases, on_pin_ended
 from slipstream.v1 import kvstore_pb2
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pin waits for as long as the test needs."""
-    monkeypatch.setattr(pin_releases, "RIDE_AFTER_S", 60.0)
+    monkeypatch.setattr(pin_releases, "WAIT_FOR_PIN_S", 60.0)
 
 
 async def waiting(releases: PinReleases, endpoint: str, *lease_ids: str) -> list[asyncio.Task[bool]]:
     offered = [(lease_id, releases.offer(endpoint, lease_id)) for lease_id in lease_ids]
-    return [asyncio.create_task(releases.rode(endpoint, *each)) for each in offered]
+    return [asyncio.create_task(releases.was_carried(endpoint, *each)) for each in offered]
 
 
 def over(*, answered: bool) -> asyncio.Future[kvstore_pb2.PinResponse]:
@@ -38,14 +38,14 @@ async def test_pins_ride_with_the_next_one_of_their_lender(answered: bool) -> No
     releases = PinReleases()
     one, two, other = await waiting(releases, "a:1", "one", "two") + await waiting(releases, "b:1", "other")
     request = kvstore_pb2.PinRequest()
-    riders = releases.board("a:1", request)
+    carried = releases.add_to("a:1", request)
     assert list(request.released) == ["one", "two"]
-    assert not releases.board("a:1", kvstore_pb2.PinRequest())  # nobody rides twice
-    arrived(riders, over(answered=answered))
+    assert not releases.add_to("a:1", kvstore_pb2.PinRequest())  # no release is carried twice
+    on_pin_ended(carried, over(answered=answered))
     async with asyncio.timeout(30):
         assert (await one, await two) == (answered, answered)
     assert not other.done()
-    arrived(releases.board("b:1", kvstore_pb2.PinRequest()), over(answered=True))
+    on_pin_ended(releases.add_to("b:1", kvstore_pb2.PinRequest()), over(answered=True))
     assert await other
     assert not releases._waiting
 
@@ -56,11 +56,11 @@ async def test_one_pin_tells_of_a_bounded_number_and_a_cancelled_one_of_none() -
     names = [f"lease-{number}" for number in range(MAX_RELEASED + 1)]
     tasks = await waiting(releases, "a:1", *names)
     request = kvstore_pb2.PinRequest()
-    riders = releases.board("a:1", request)
+    carried = releases.add_to("a:1", request)
     assert list(request.released) == names[:-1]
     pin: asyncio.Future[kvstore_pb2.PinResponse] = asyncio.get_running_loop().create_future()
     pin.cancel()
-    arrived(riders, pin)
+    on_pin_ended(carried, pin)
     async with asyncio.timeout(30):
         assert [await task for task in tasks[:-1]] == [False] * MAX_RELEASED
     tasks[-1].cancel()
@@ -74,7 +74,7 @@ async def test_pins_that_the_answer_does_not_name_are_the_readers_to_end() -> No
     tasks = await waiting(releases, "a:1", "one", "two")
     pin: asyncio.Future[kvstore_pb2.PinResponse] = asyncio.get_running_loop().create_future()
     pin.set_result(kvstore_pb2.PinResponse(ended_pins=1))  # a node of before this field names none
-    arrived(releases.board("a:1", kvstore_pb2.PinRequest()), pin)
+    on_pin_ended(releases.add_to("a:1", kvstore_pb2.PinRequest()), pin)
     async with asyncio.timeout(30):
         assert [await task for task in tasks] == [True, False]
 
@@ -84,10 +84,10 @@ async def test_where_no_pin_follows_or_its_end_is_never_told_the_reader_ends_it(
 ) -> None:
     releases = PinReleases()
     async with asyncio.timeout(30):
-        assert not await releases.rode("a:1", "one", releases.offer("a:1", "one"))
-    monkeypatch.setattr(pin_releases, "TELL_S", 0.01)
+        assert not await releases.was_carried("a:1", "one", releases.offer("a:1", "one"))
+    monkeypatch.setattr(pin_releases, "WAIT_FOR_ANSWER_S", 0.01)
     (task,) = await waiting(releases, "a:1", "two")
-    assert releases.board("a:1", kvstore_pb2.PinRequest())
+    assert releases.add_to("a:1", kvstore_pb2.PinRequest())
     async with asyncio.timeout(30):
         assert not await task
     assert not releases._waiting
