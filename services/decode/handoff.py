@@ -58,7 +58,7 @@ class HandoffPull:
     async def run(self) -> prefill_pb2.HandoffComplete:
         """All blocks are in their pages and verified, or the request ended with its first token.
 
-        Raises TransferError, DataCorrupt, and what the exporter says (Unavailable when it is gone).
+        Raises TransferError, DataCorrupt, and the exporter's errors (Unavailable when it is gone).
         """
         with tracing.span("transfer", source=self._ticket.control_endpoint) as opened:
             try:

@@ -260,7 +260,7 @@ class DecodeSequence(SequenceTask):
         return decode_pb2.SequenceDelta(handle=self._handle, tokens=tokens)
 
     def _send_running(self) -> None:
-        """Send a delta that says so, unless a step was faster than the answer to `start` and did it."""
+        """Send a delta with `running`, unless a step was faster than the answer to `start` and sent it."""
         if not self._is_running_sent and not self._is_end_sent:
             self._is_running_sent = True
             delta = self._delta()

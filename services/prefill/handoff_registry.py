@@ -70,7 +70,7 @@ class HandoffRegistry:
         return len(self._table.get(handoff_id).checksums)
 
     def move(self, handoff_id: str, addresses: Mapping[int, int]) -> None:
-        """These blocks, none of them published, are elsewhere than the ticket says."""
+        """Record other addresses than the ticket's for blocks that were not published."""
         if self._table.get(handoff_id).state.live:
             self._moved.setdefault(handoff_id, {}).update(addresses)
 
@@ -117,7 +117,7 @@ class HandoffRegistry:
     async def watch(
         self, handoff_id: str, key: AttemptKey
     ) -> AsyncGenerator[prefill_pb2.WatchHandoffResponse, None]:
-        """What the table says of the handoff, from its first block on, until it is complete or ended."""
+        """The handoff's events, from its first block on, until it is complete or ended."""
         handoff = self._table.get(handoff_id)
         if handoff.key != key:
             raise FailedPrecondition(f"handoff {handoff_id} belongs to {handoff.key}, not {key}")

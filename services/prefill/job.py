@@ -36,7 +36,7 @@ class PrefillJob(SequenceTask):
         super().__init__(f"prefill {plan.key}")
         self.plan = plan
         self.handoff_id = ""
-        # What the Prefill call sends; None after the last one, then `error` says whether it went well.
+        # Events of the Prefill stream; None after the last one, when `error` is set or the prompt succeeded.
         self.events: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
         self.error: SlipstreamError | None = None
         self._core = core

@@ -18,144 +18,144 @@ def rows(start: int, n: int) -> tuple[int, np.ndarray, np.ndarray]:
     return start, (1000 + positions + 1).astype("<u4"), np.repeat(positions[:, None], 2, 1).astype("<f4")
 
 
-def connected_book(*seq_ids: str) -> DraftState:
-    book = DraftState(LIMITS)
-    book.connect()
+def connected_state(*seq_ids: str) -> DraftState:
+    state = DraftState(LIMITS)
+    state.connect()
     for seq_id in seq_ids:
-        book.open(seq_id)
-    return book
+        state.open(seq_id)
+    return state
 
 
 def test_proposal_for_the_committed_length_is_used_once_it_comes() -> None:
-    book = connected_book("s")
-    book.extend("s", *rows(0, 5))
-    message = book.take_message(0.0)
+    state = connected_state("s")
+    state.extend("s", *rows(0, 5))
+    message = state.take_message(0.0)
     assert message is not None
     assert message.draft_tokens == 3
     assert message.rows[0].base_tokens == 6
-    assert book.take_drafts() == ({}, ("s",))
-    book.answer("s", 6, [7, 8, 9], 4.0)
-    assert book.take_drafts() == ({"s": (7, 8, 9)}, ())
-    assert book.round_trip_ms == 4.0
+    assert state.take_drafts() == ({}, ("s",))
+    state.answer("s", 6, [7, 8, 9], 4.0)
+    assert state.take_drafts() == ({"s": (7, 8, 9)}, ())
+    assert state.round_trip_ms == 4.0
 
 
 def test_stale_proposals_are_dropped() -> None:
-    book = connected_book("s")
-    book.extend("s", *rows(0, 5))
-    book.take_message(0.0)
-    book.extend("s", *rows(5, 1))
-    book.answer("s", 6, [7], 1.0)
-    assert book.take_drafts() == ({}, ("s",))
-    message = book.take_message(1.0)
+    state = connected_state("s")
+    state.extend("s", *rows(0, 5))
+    state.take_message(0.0)
+    state.extend("s", *rows(5, 1))
+    state.answer("s", 6, [7], 1.0)
+    assert state.take_drafts() == ({}, ("s",))
+    message = state.take_message(1.0)
     assert message is not None
     assert message.rows[0].base_tokens == 7
-    book.answer("s", 7, [8], 2.0)
-    book.answer("other", 7, [8], 2.0)
-    assert book.take_drafts()[0] == {"s": (8,)}
+    state.answer("s", 7, [8], 2.0)
+    state.answer("other", 7, [8], 2.0)
+    assert state.take_drafts()[0] == {"s": (8,)}
 
 
 def test_waits_only_for_a_drafter_that_has_answered() -> None:
-    book = connected_book("s")
-    book.extend("s", *rows(0, 1))
-    book.take_message(0.0)
-    assert book.wait_ms(0.0) == 0.0  # it has never answered
-    book.answer("s", 2, [1], 5.0)
-    book.extend("s", *rows(1, 1))
-    book.take_message(10.0)
-    assert book.wait_ms(10.0) == 15.0  # of one sample: three times the round trip
-    assert book.wait_ms(10.0 + LIMITS.patience_ms) == 15.0
-    assert book.wait_ms(10.1 + LIMITS.patience_ms) == 0.0  # overdue
-    book.answer("s", 3, [1], 200.0)
-    assert book.wait_ms(200.0) == 0.0  # nothing to wait for
-    book.extend("s", *rows(2, 1))
-    assert book.wait_ms(200.0) == LIMITS.wait_cap_ms
-    book.disconnect()
-    assert book.wait_ms(200.0) == 0.0
+    state = connected_state("s")
+    state.extend("s", *rows(0, 1))
+    state.take_message(0.0)
+    assert state.wait_ms(0.0) == 0.0  # it has never answered
+    state.answer("s", 2, [1], 5.0)
+    state.extend("s", *rows(1, 1))
+    state.take_message(10.0)
+    assert state.wait_ms(10.0) == 15.0  # of one sample: three times the round trip
+    assert state.wait_ms(10.0 + LIMITS.patience_ms) == 15.0
+    assert state.wait_ms(10.1 + LIMITS.patience_ms) == 0.0  # overdue
+    state.answer("s", 3, [1], 200.0)
+    assert state.wait_ms(200.0) == 0.0  # nothing to wait for
+    state.extend("s", *rows(2, 1))
+    assert state.wait_ms(200.0) == LIMITS.wait_cap_ms
+    state.disconnect()
+    assert state.wait_ms(200.0) == 0.0
 
 
 def test_after_silence_an_idle_drafter_is_trusted_again() -> None:
-    book = connected_book("s")
-    book.extend("s", *rows(0, 1))
-    book.take_message(0.0)
-    book.answer("s", 2, [1], 2.0)
-    book.extend("s", *rows(1, 1))
-    book.take_message(1_000_000.0)
-    assert book.wait_ms(1_000_000.0) == 6.0
+    state = connected_state("s")
+    state.extend("s", *rows(0, 1))
+    state.take_message(0.0)
+    state.answer("s", 2, [1], 2.0)
+    state.extend("s", *rows(1, 1))
+    state.take_message(1_000_000.0)
+    assert state.wait_ms(1_000_000.0) == 6.0
 
 
 def test_steady_round_trips_are_waited_for_tightly_and_not_below_the_floor() -> None:
-    book = connected_book("s")
+    state = connected_state("s")
     for i in range(100):
-        book.extend("s", *rows(i, 1))
-        book.take_message(10.0 * i)
-        book.answer("s", i + 2, [1], 10.0 * i + 3.0)
-    book.extend("s", *rows(100, 1))
-    assert 3.0 <= book.wait_ms(1000.0) <= 3.01
+        state.extend("s", *rows(i, 1))
+        state.take_message(10.0 * i)
+        state.answer("s", i + 2, [1], 10.0 * i + 3.0)
+    state.extend("s", *rows(100, 1))
+    assert 3.0 <= state.wait_ms(1000.0) <= 3.01
     for i in range(100, 200):
-        book.extend("s", *rows(i, 1))
-        book.take_message(10.0 * i)
-        book.answer("s", i + 2, [1], 10.0 * i + 0.1)
-    book.extend("s", *rows(200, 1))
-    assert book.wait_ms(2000.0) == LIMITS.wait_floor_ms
+        state.extend("s", *rows(i, 1))
+        state.take_message(10.0 * i)
+        state.answer("s", i + 2, [1], 10.0 * i + 0.1)
+    state.extend("s", *rows(200, 1))
+    assert state.wait_ms(2000.0) == LIMITS.wait_floor_ms
 
 
 def test_too_many_sequences_only_extend() -> None:
-    book = connected_book(*"abcde")
+    state = connected_state(*"abcde")
     for seq_id in "abcde":
-        book.extend(seq_id, *rows(0, 1))
-    message = book.take_message(0.0)
+        state.extend(seq_id, *rows(0, 1))
+    message = state.take_message(0.0)
     assert message is not None
     assert message.draft_tokens == 0
     assert len(message.rows) == 5
-    assert book.complete
+    assert state.complete
 
 
 def test_slow_drafter_gets_joined_rows() -> None:
-    book = connected_book("s")
+    state = connected_state("s")
     taken: list[DraftMessage] = []
     for position in range(10):
-        book.extend("s", *rows(position, 1))
-        message = book.take_message(float(position))
+        state.extend("s", *rows(position, 1))
+        message = state.take_message(float(position))
         if message is not None:
             taken.append(message)
     assert len(taken) == LIMITS.max_in_flight
     for position in range(LIMITS.max_in_flight):
-        book.answer("s", position + 2, [], 10.0)
-    message = book.take_message(10.0)
+        state.answer("s", position + 2, [], 10.0)
+    message = state.take_message(10.0)
     assert message is not None
     assert message.rows[0].start == 2
     assert message.rows[0].tokens.tolist() == [1000 + i + 1 for i in range(2, 10)]
 
 
 def test_pending_rows_are_bounded_without_a_drafter() -> None:
-    book = DraftState(LIMITS)
-    book.open("s")
+    state = DraftState(LIMITS)
+    state.open("s")
     for position in range(3 * FEATURE_WINDOW_TOKENS):
-        book.extend("s", *rows(position, 1))
-    book.connect()
-    message = book.take_message(0.0)
+        state.extend("s", *rows(position, 1))
+    state.connect()
+    message = state.take_message(0.0)
     assert message is not None
     assert len(message.rows[0].tokens) == FEATURE_WINDOW_TOKENS
     assert message.rows[0].base_tokens == 3 * FEATURE_WINDOW_TOKENS + 1
 
 
-def test_closed_sequences_are_told_and_not_waited_for() -> None:
-    book = connected_book("a", "b")
+def test_closed_sequences_are_sent_and_not_waited_for() -> None:
+    state = connected_state("a", "b")
     for seq_id in "ab":
-        book.extend(seq_id, *rows(0, 1))
-    book.take_message(0.0)
-    book.answer("a", 2, [5], 1.0)
-    book.close("b")
-    assert book.complete
-    message = book.take_message(1.0)
+        state.extend(seq_id, *rows(0, 1))
+    state.take_message(0.0)
+    state.answer("a", 2, [5], 1.0)
+    state.close("b")
+    assert state.complete
+    message = state.take_message(1.0)
     assert message is not None
     assert message.closed == ("b",)
-    assert book.take_drafts() == ({"a": (5,)}, ())
-    book.close("b")
-    assert book.take_message(2.0) is None
-    book.answer("b", 2, [6], 3.0)
-    assert book.take_drafts() == ({"a": (5,)}, ())
-    assert not book._in_flight
+    assert state.take_drafts() == ({"a": (5,)}, ())
+    state.close("b")
+    assert state.take_message(2.0) is None
+    state.answer("b", 2, [6], 3.0)
+    assert state.take_drafts() == ({"a": (5,)}, ())
+    assert not state._in_flight
 
 
 _events = st.lists(
@@ -172,42 +172,42 @@ _events = st.lists(
 @given(_events)
 def test_random_histories(events: list[tuple[str, str, int]]) -> None:
     """Whatever happens: a draft follows its sequence's committed length, waits and requests are bounded."""
-    book = DraftState(LIMITS)
+    state = DraftState(LIMITS)
     length: dict[str, int] = {}  # committed
     out: list[tuple[str, int]] = []  # (sequence, base) the drafter has not answered
     now = 0.0
     for event, seq_id, n in events:
         now += n
         if event == "open":
-            book.open(seq_id)
+            state.open(seq_id)
             length.setdefault(seq_id, 1)
         elif event == "close":
-            book.close(seq_id)
+            state.close(seq_id)
             length.pop(seq_id, None)
         elif event == "extend" and seq_id in length:
-            book.extend(seq_id, *rows(length[seq_id] - 1, n))
+            state.extend(seq_id, *rows(length[seq_id] - 1, n))
             length[seq_id] += n
         elif event == "send":
-            message = book.take_message(now)
+            message = state.take_message(now)
             if message is not None:
                 out += [(r.seq_id, r.base_tokens) for r in message.rows]
                 assert all(len(r.tokens) == len(r.features) for r in message.rows)
         elif event == "answer" and out:
             answered, base = out.pop(0)
-            book.answer(answered, base, [base, base + 1], now)
+            state.answer(answered, base, [base, base + 1], now)
         elif event == "connect":
-            book.connect()
+            state.connect()
             out.clear()
         elif event == "disconnect":
-            book.disconnect()
+            state.disconnect()
             out.clear()
-        drafts, missed = book.take_drafts()
+        drafts, missed = state.take_drafts()
         for drafted, tokens in drafts.items():
             assert list(tokens) == [length[drafted], length[drafted] + 1]
         assert set(missed) <= length.keys()
         assert not set(missed) & drafts.keys()
-        assert 0.0 <= book.wait_ms(now) <= LIMITS.wait_cap_ms
-        assert len(book._in_flight) <= LIMITS.max_in_flight
-        if not book.connected:
+        assert 0.0 <= state.wait_ms(now) <= LIMITS.wait_cap_ms
+        assert len(state._in_flight) <= LIMITS.max_in_flight
+        if not state.connected:
             assert not drafts
-            assert book.wait_ms(now) == 0.0
+            assert state.wait_ms(now) == 0.0

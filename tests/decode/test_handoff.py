@@ -247,7 +247,7 @@ async def test_ends_while_blocks_are_pulled(how: str) -> None:
         else:
             assert (await stream.last()).failure.reason == "DeadlineExceeded"
         await decode.wait_idle()
-        # The exporter stops computing what nobody will pull.
+        # The exporter stops computing blocks that no decode worker pulls.
         gate.open()
         await prefill.wait_idle()
         await stream.close()
@@ -305,7 +305,7 @@ async def test_a_ticket_that_was_used_or_is_anothers_is_refused(whose: str) -> N
             await used.close()
             await both_idle(prefill, one)
             replayed = ticket
-        else:  # whoever saw the ticket
+        else:  # any reader of the ticket
             changed = prefill_pb2.HandoffTicket.FromString(ticket)
             changed.attempt.CopyFrom(attempt("stranger"))
             replayed = changed.SerializeToString()

@@ -32,7 +32,7 @@ from tests.worker.nodes import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
-# Generous waits: what a step may wait for is tested with the pure book.
+# Generous waits: what a step may wait for is tested with DraftState.
 LIMITS = DraftLimits(draft_tokens=3, wait_floor_ms=60_000.0, wait_cap_ms=60_000.0, patience_ms=60_000.0)
 
 
@@ -165,7 +165,7 @@ async def test_killed_drafter_slows_and_changes_nothing_and_its_successor_is_use
 
 
 class StuckHead(FakeHead):
-    """Answers, then hangs until let go."""
+    """Answers, then hangs until `release` is set."""
 
     def __init__(self) -> None:
         super().__init__(guess=guess)
@@ -192,7 +192,7 @@ async def test_hanging_drafter_costs_its_patience_once() -> None:
         assert stats.draft_waits_missed >= 90
         missed = node.core.counters.snapshot()["slipstream_draft_waits_missed_total"]
         assert missed >= stats.draft_waits_missed
-        # It hangs still; the sequence is done all the same.
+        # It hangs still; the sequence is done nevertheless.
         assert not head.release.is_set()
         head.release.set()
         head.stuck = False

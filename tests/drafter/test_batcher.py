@@ -45,7 +45,7 @@ def test_extend_only_and_bounded_drafts() -> None:
     assert len(proposal.tokens) == MAX_DRAFT_TOKENS
 
 
-def test_closed_sequences_are_forgotten() -> None:
+def test_closed_sequences_have_no_context() -> None:
     drafter = head()
     answer_batch(drafter, [work(rows("a", 0, 5), rows("b", 0, 5))])
     assert drafter.sequences == 2
@@ -60,7 +60,7 @@ class Picky(FakeHead):
         super().extend(rows)
 
 
-def test_rows_that_do_not_fit_spoil_nobody_elses() -> None:
+def test_rows_that_do_not_fit_spoil_no_others() -> None:
     drafter = Picky(guess=lambda token: token + 1)
     answers = answer_batch(drafter, [work(rows("a", 0, 5), rows("b", 0, 13))])
     assert answers == [[Proposal("a", 3, (6, 7, 8)), Proposal("b", 3, ())]]

@@ -116,7 +116,7 @@ async def test_drain_ends_streams_and_refuses_new_ones() -> None:
 
 
 class Faulty(FakeHead):
-    """Breaks in the middle of a batch as long as it is told to."""
+    """Fails in the middle of a batch, `faults` times."""
 
     faults = 0
 
@@ -127,7 +127,7 @@ class Faulty(FakeHead):
             raise RuntimeError("out of memory")
 
 
-async def test_a_batch_that_fails_is_answered_without_drafts_and_forgotten() -> None:
+async def test_a_batch_that_fails_is_answered_without_drafts_and_closed() -> None:
     faulty = Faulty(guess=lambda token: token + 1)
     async with running_drafter(faulty) as node:
         call = open_stream(node)

@@ -68,7 +68,7 @@ def test_lease_runs_out_at_its_end_and_not_before() -> None:
     table.renew("h", 500, 900)
     assert table.next_expiry_ms() == 1400
     assert not table.expire(1399)
-    # Over by the clock, though nobody has swept yet.
+    # Over by the clock, though the table was not swept yet.
     with pytest.raises(NotFound):
         table.renew("h", 500, 1400)
     assert table.expire(1400)

@@ -127,7 +127,7 @@ async def test_prompts_that_come_together_compute_their_common_prefix_once() -> 
         for prompt, first in zip(prompts, firsts, strict=True):
             assert first.token_id == expected_tokens(node.engine, prompt, GREEDY, n=1)[0]
         assert node.core.counters.snapshot()["slipstream_prefill_tokens_total"] == 240 + 4 * 6
-        # What was spared is told as cached, however it was: found at once, or waited for.
+        # Shared blocks count as cached, whether found at once or waited for.
         assert sorted(sum(tiers(first.cached).values()) for first in firsts) == [0, 240, 240, 240]
         for each in opened:
             ticket = prefill_pb2.HandoffTicket.FromString(each.ticket)
@@ -268,7 +268,7 @@ async def test_cancel_after_open_leaves_the_export_to_its_lease() -> None:
         await node.wait_idle()
 
 
-async def test_lease_runs_out_when_nobody_renews() -> None:
+async def test_lease_runs_out_without_renewals() -> None:
     async with running_nodes() as nodes:
         node = await nodes.prefill()
         for number, lease_ms in enumerate((50, 500, 5_000, 50_000), 1):  # until it is computed before that

@@ -49,7 +49,7 @@ def run_worker(
 
     try:
         return asyncio.run(main())
-    except SlipstreamError as error:  # what it cannot start with: one line says it
+    except SlipstreamError as error:  # a refused setting or a missing file: one line names it
         log.error("%s cannot start: %s", options.instance, error)
         return 1
 

@@ -81,7 +81,7 @@ class WorkerConnection:
         self._report = worker_pb2.LoadReport()
         self._reported_s = 0.0
         self._following = False  # its load stream is open
-        # What the last report says beyond this router's own counts when it came is other routers'.
+        # The last report less this router's own counts at that time: the load of other routers.
         self._tokens_of_others = 0
         self._requests_of_others = 0
         self._clock = clock
@@ -142,7 +142,7 @@ class WorkerConnection:
         return self.prefills.start(start, prompt, listener)
 
     async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
-        """What the worker says of itself now; None when it does not answer."""
+        """The worker's current status; None when it does not answer."""
         try:
             return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _FOLLOWED = (Role.PREFILL, Role.DECODE, Role.KVSTORE, Role.DRAFTER)
 _RETIRE_POLL_S = 1.0
-# Of what is over in the prefix index, so many pieces of a millisecond or two go each time.
+# Pieces of obsolete entries in the prefix index that one clean-up removes; each takes a millisecond or two.
 _CLEAN_UP_STEPS = 8
 
 

@@ -159,7 +159,9 @@ async def test_more_than_the_bound_and_a_handle_twice_are_refused(lender: Lender
     await stream.frames.aclose()
 
 
-async def test_who_takes_no_answers_is_read_no_further(lender: Lender, streams: PinServer) -> None:
+async def test_a_stream_whose_answers_are_not_taken_is_read_no_further(
+    lender: Lender, streams: PinServer
+) -> None:
     """Refusals wait to be taken, too; all of them come in the end, and the stream goes on."""
     stream, sent = Stream(streams), 20 * MAX_COMMANDS
     stream.send(*(pin(handle, waits=True) for handle in range(sent // 2)))
@@ -176,7 +178,9 @@ async def test_who_takes_no_answers_is_read_no_further(lender: Lender, streams: 
     await stream.frames.aclose()
 
 
-async def test_the_end_of_a_stream_ends_what_nobody_was_told_of(lender: Lender, streams: PinServer) -> None:
+async def test_the_end_of_a_stream_ends_pins_whose_answer_was_not_sent(
+    lender: Lender, streams: PinServer
+) -> None:
     """The first answer was taken, the second one is leaving, the third one waits, the fourth is made."""
     stream = Stream(streams)
     stream.send(pin(1))
@@ -215,7 +219,7 @@ async def test_a_lender_that_closes_begins_nothing_more(lender: Lender, streams:
     await until(lambda: lender.making == {"lease-1", "lease-2"})
     streams.close()
     stream.send(pin(3), cancels=(2,))
-    await until(lambda: lender.making == {"lease-1"})  # it is read all the same: cancels count
+    await until(lambda: lender.making == {"lease-1"})  # the stream is still read: cancels count
     lender.go_on.set()
     assert set(await waiting) == {1}
     assert await anext(stream.frames, None) is None

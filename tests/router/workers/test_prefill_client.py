@@ -184,7 +184,7 @@ async def test_a_prompt_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["silent", "cancelled"])
-async def test_a_prompt_that_ends_without_a_word_is_told_of(name: str) -> None:
+async def test_a_prompt_that_ends_without_an_answer_fails(name: str) -> None:
     async with connected() as (worker, stream):
         _, reader = start(stream, name)
         with pytest.raises(errors.Unavailable):

@@ -1,4 +1,4 @@
-"""A conversation through a router before workers that remember prompts, that forget them, and older ones."""
+"""A conversation through a router before workers that cache prompts and workers that lost them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def cluster(model: FakeModel) -> FakeCluster:
     return FakeCluster(model, prefills=1, decodes=1)
 
 
-def forget(*workers: FakeWorker) -> None:
+def clear_prompts(*workers: FakeWorker) -> None:
     """As a worker whose memory was full."""
     for worker in workers:
         worker.prompts = PromptCache(block_tokens=BLOCK_TOKENS)
@@ -106,7 +106,7 @@ async def test_workers_that_forgot_are_sent_the_whole_prompt_in_the_same_attempt
 ) -> None:
     def before(turn: int) -> None:
         if turn == 2:
-            forget(*cluster.prefills, *cluster.decodes)
+            clear_prompts(*cluster.prefills, *cluster.decodes)
 
     assert await run(cluster, card, 4, before=before) == expected
     for worker in (*cluster.prefills, *cluster.decodes):
@@ -172,11 +172,11 @@ def start_again(
 async def test_an_abort_while_the_worker_asks_for_the_whole_prompt_is_final(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
-    """What was forgotten is not sent again for a sequence that nobody wants any more."""
+    """The whole prompt is not sent for a sequence that was aborted."""
     async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         await turns(client, 1)
         decode = cluster.decodes[0]
-        forget(decode)
+        clear_prompts(decode)
         reader = SequenceReader()
         sequence = start_again(router, decode, "unwanted", reader)
         assert sequence.resendable is not None

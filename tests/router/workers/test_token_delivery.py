@@ -26,7 +26,7 @@ _PROMPT = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tok
 
 
 class _Channel:
-    """A channel nobody calls: frames are handed to the stream by the test."""
+    """A channel without a peer: the test hands frames to the client."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_args, **_options: None
@@ -150,7 +150,7 @@ async def test_a_busy_loop_gets_fewer_rounds_and_no_item_is_lost() -> None:
 
 
 @given(st.lists(st.floats(0.0, MAX_PAUSE_S), max_size=50))
-def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_told(pauses_s: list[float]) -> None:
+def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_asked(pauses_s: list[float]) -> None:
     last_ms = 0
     for pause_s in pauses_s:
         asked_ms = frame_interval_ms(pause_s, asked_ms=last_ms)

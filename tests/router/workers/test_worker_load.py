@@ -52,7 +52,7 @@ async def test_of_a_report_counts_what_others_sent(link: WorkerConnection, clock
     mine.release()
     mine.release()
     assert link.load()[1:] == (290, 3)
-    link._take(report(2, tokens=10, running=0))  # it has not heard of the second one
+    link._take(report(2, tokens=10, running=0))  # from before the second one
     assert link.load()[1:] == (40, 1)
     later.add(5)
     later.lower_to(15)

@@ -180,8 +180,8 @@ async def test_a_pin_is_renewed_while_it_is_read_and_then_released(peers: Peers)
         await pins.close()
 
 
-async def test_commands_that_have_not_left_are_forgotten_with_who_asked(peers: Peers) -> None:
-    """Somebody accepts connections and says nothing, so that the first message never leaves."""
+async def test_commands_that_were_not_written_are_withdrawn_with_their_caller(peers: Peers) -> None:
+    """The peer accepts connections and never answers, so that the first message is never written."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         stream = PinClient(peers.channel(f"127.0.0.1:{silent.getsockname()[1]}"), lender="silent")
         for number in range(20):

@@ -79,7 +79,7 @@ async def test_pins_that_the_answer_does_not_name_are_the_readers_to_end() -> No
         assert [await task for task in tasks] == [True, False]
 
 
-async def test_where_no_pin_follows_or_its_end_is_never_told_the_reader_ends_it(
+async def test_where_no_pin_follows_or_its_answer_is_lost_the_reader_releases_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     releases = PinReleases()
