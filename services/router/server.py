@@ -255,7 +255,7 @@ def listen_tcp(endpoint: str, *, share_port: bool = False, accept: bool = True) 
         listening.bind((host, int(port)))
         if accept:
             listening.listen(_BACKLOG)
-    except (OSError, OverflowError, ValueError) as error:
+    except OSError as error:
         listening.close()
         raise Unavailable(f"cannot listen on {endpoint}: {error}") from error
     return listening

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libs.common.runtime.process_settings import ServiceSettings
-from libs.common.runtime.settings import check_readable, setting
+from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
 
 
@@ -29,8 +29,12 @@ def parse_region_ms(text: str) -> dict[str, float]:
 class RouterSettings(ServiceSettings):
     """The settings of a router."""
 
-    listen: str = setting("address of the gRPC server; port 0 = any free one", default="127.0.0.1:7000")
-    http: str = setting("address of the HTTP server; port 0 = any free one", default="127.0.0.1:8000")
+    listen: str = setting(
+        "address of the gRPC server; port 0 = any free one", default="127.0.0.1:7000", check=check_address
+    )
+    http: str = setting(
+        "address of the HTTP server; port 0 = any free one", default="127.0.0.1:8000", check=check_address
+    )
     model: Path = setting("checkpoint directory: tokenizer, config, name", check=check_readable)
     served_model_name: str | None = setting("name clients use", default=None, default_text="the directory's")
     region_ms: str = setting(

@@ -13,7 +13,7 @@ import typer
 
 from slipstream import __version__
 from slipstream.cli.kv import kv_app
-from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, check_endpoints, tls_from
 from slipstream.errors import FailedPrecondition, SlipstreamError
 
 # Packages that are installed beside the SDK add commands by entry points of this group, or replace them.
@@ -41,6 +41,7 @@ def status(
     """Show what the processes at --endpoint run and hold."""
     from slipstream.cli.status import show_endpoints
 
+    check_endpoints(endpoint)
     tls = tls_from(tls_ca, tls_certificate, tls_key)
     asyncio.run(show_endpoints(endpoint, as_json=as_json, tls=tls))
 
@@ -68,6 +69,7 @@ def chat(
     from slipstream.cli.chat import ChatOptions, read_tools, run_chat
     from slipstream.requests import ChatArguments
 
+    check_endpoints(endpoint.split(",") if endpoint else ())
     arguments: ChatArguments = {"max_tokens": max_tokens, "thinking": thinking}
     if temperature is not None:
         arguments["temperature"] = temperature

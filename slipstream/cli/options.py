@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,14 @@ TlsCertificate = Annotated[
     Path | None, typer.Option(envvar="SLIPSTREAM_TLS_CERTIFICATE", help="PEM of this client's certificate.")
 ]
 TlsKey = Annotated[Path | None, typer.Option(envvar="SLIPSTREAM_TLS_KEY", help="PEM of its key.")]
+
+
+def check_endpoints(endpoints: Iterable[str]) -> None:
+    """Raises InvalidArgument for a value of --endpoint that is not host:port."""
+    for endpoint in endpoints:
+        host, _, port = endpoint.strip().rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise InvalidArgument("--endpoint", f"must be host:port, not {endpoint!r}")
 
 
 def tls_from(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsFiles | None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, check_endpoints, tls_from
 from slipstream.errors import InvalidArgument
 from supervisor.commands import cluster_options as flags
 
@@ -101,6 +101,7 @@ def status(
     if endpoint:
         from slipstream.cli.status import show_endpoints
 
+        check_endpoints(endpoint)
         asyncio.run(show_endpoints(endpoint, as_json=as_json, tls=tls))
     else:
         from supervisor.commands.status import show_status

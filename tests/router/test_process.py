@@ -67,11 +67,11 @@ async def test_what_it_cannot_start_with_is_said_in_one_line(tmp_path: Path) -> 
     assert b"Traceback" not in said
 
 
-def test_tls_options_go_together() -> None:
-    base = ["--instance", "r", "--model", "m"]
+def test_tls_options_go_together(tmp_path: Path) -> None:
+    base = ["--instance", "r", "--model", str(tmp_path)]
     assert parse_options(base).tls() is None
-    with pytest.raises(SystemExit):
-        parse_options([*base, "--tls-ca", "ca.pem"]).tls()
+    with pytest.raises(SystemExit, match="go together"):
+        parse_options([*base, "--tls-ca", str(TLS.ca)]).tls()
 
 
 async def test_mtls_to_clients_and_workers(model: FakeModel, card: ModelCard) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from libs.common.runtime.settings import check_readable, setting
+from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.rpc.tls import TlsFiles
 
@@ -18,7 +18,9 @@ class ServiceSettings:
     """The settings of every service."""
 
     instance: str = setting("name of this process in the cluster, unique in its role")
-    listen: str = setting("address of the gRPC server; port 0 = any free one", default="127.0.0.1:0")
+    listen: str = setting(
+        "address of the gRPC server; port 0 = any free one", default="127.0.0.1:0", check=check_address
+    )
     etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="")
     run_dir: Path = setting("directory for files of this run", default=Path(".run"))
     tls_ca: Path | None = setting(

@@ -64,6 +64,13 @@ def check_readable(path: Path) -> None:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def check_address(text: str) -> None:
+    """A `check` of settings that hold one HOST:PORT. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"must be HOST:PORT, not {text!r}")
+
+
 def load_settings(
     kind: type[SettingsT],
     *,

@@ -161,12 +161,17 @@ def test_a_number_that_is_not_finite_or_too_low_names_its_setting(
         ("PROCESSES", "-2", "must be a whole number of at least 1, not -2"),
         ("PROCESSES", "1.5", "must be a whole number, not '1.5'"),
         ("MAX_REQUESTS", "0", "must be a whole number of at least 1, not 0"),
+        ("HTTP", "nowhere", "must be HOST:PORT, not 'nowhere'"),
+        ("LISTEN", "127.0.0.1:99999", "must be HOST:PORT, not '127.0.0.1:99999'"),
+        ("API_KEYS", "/none", "/none cannot be read: No such file or directory"),
+        ("MODEL", "/none", "/none cannot be read: No such file or directory"),
+        ("REGION_MS", "eu=soon", "'eu=soon' is not NAME=MS"),
     ],
 )
-def test_counts_and_durations_of_a_router(
+def test_values_that_a_router_cannot_use(
     capsys: pytest.CaptureFixture[str], name: str, text: str, words: str
 ) -> None:
-    given = ["--instance", "router-0", "--model", "m"]
+    given = ["--instance", "router-0"]
     with pytest.raises(SystemExit):
         load_settings(
             RouterSettings,

@@ -154,6 +154,28 @@ def test_flags_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (custom.etcd, custom.transport) == ("e:2379", "socket")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("status --endpoint nowhere", "--endpoint: must be host:port, not 'nowhere'"),
+        ("status --endpoint 127.0.0.1:99999", "--endpoint: must be host:port, not '127.0.0.1:99999'"),
+        ("chat --endpoint a:1,nowhere", "--endpoint: must be host:port, not 'nowhere'"),
+        ("chat --tools /none", "--tools: /none cannot be read: No such file or directory"),
+        ("chat --tls-ca /none", "--tls-ca, --tls-certificate, --tls-key: go together"),
+    ],
+)
+def test_a_value_that_cannot_be_used_names_its_flag(arguments: str, message: str) -> None:
+    failed = CliRunner().invoke(app, arguments.split()).exception
+    assert isinstance(failed, InvalidArgument) and failed.message == message
+
+
+def test_an_unknown_option_is_named() -> None:
+    for arguments in (["--config", "none"], ["up", "--config", "none"], ["status", "--confg", "none"]):
+        refused = CliRunner().invoke(app, arguments)
+        assert refused.exit_code == 2
+        assert f"No such option: {arguments[-2]}" in refused.output
+
+
 async def test_help_imports_neither_grpc_nor_torch() -> None:
     probe = (
         "import sys; sys.argv = ['slipstream', '--help']\n"
