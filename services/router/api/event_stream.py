@@ -70,7 +70,7 @@ class EventStream:
         data = self._encode(events)
         if len(data) > _NEVER_WAITS_BYTES:
             return False
-        _run_without_waiting(self._send(data))
+        _run_without_waiting(self.response.write(data) if self.has_begun else self._send(data))
         return True
 
     async def write(self, events: Sequence[Event]) -> None:
@@ -92,7 +92,7 @@ class EventStream:
         return data
 
     async def _send(self, data: bytes, *, is_last: bool = False) -> None:
-        if not self.response.prepared:
+        if not self.has_begun:
             await self.response.prepare(self._request)
         if is_last:
             await self.response.write_eof(data)
