@@ -198,7 +198,7 @@ class Client:
         return Stream(resumption, self._endpoints, call)
 
     def _unary(self, channel: grpc.Channel, method: str, request: Any, timeout_s: float) -> Any:
-        """Once more where nobody answered: a router may have been leaving. None of them does harm twice."""
+        """Call, and repeat once when no router received it. All unary calls are idempotent."""
         call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
         metadata = call_metadata(self._api_key, None, {})
         until_s = time.monotonic() + timeout_s

@@ -15,7 +15,7 @@ LOCK_FILE = "lock"
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """One process. `pid` is None while it is down; `start_ticks` tells a pid from a later use of it.
+    """One process. `pid` is None while it is down; `start_ticks` distinguishes reuses of a pid.
 
     `exit_code` is that of its last end, the negative signal where one ended it; None before the first.
     """

@@ -1,4 +1,4 @@
-"""The routers a client knows: one is used until it is lost, then the next."""
+"""The routers of a client: it uses one until the connection is lost, then the next."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Endpoints(Generic[ChannelT]):
             return self._open(self._names[self._at])
 
     def answered(self) -> None:
-        """A router answered: this client is set up right, so a silence later on is worth waiting out."""
+        """Record that a router answered: the endpoints are right, so a later outage is worth waiting for."""
         self._answered = True
 
     def hopeless(self, attempts: int) -> bool:
-        """Whether none of them ever answered and all were tried, one of them again, as it may just have
-        been leaving; or the client is closed."""
+        """Whether to give up: the client is closed, or no router ever answered and all were tried, one of
+        them twice, because a router may stop at that moment."""
         return self._closed or (not self._answered and attempts > len(self._names))
 
     @property
     def closed(self) -> bool:
-        """Whether there are to be no more calls."""
+        """Whether the client makes no more calls."""
         return self._closed
 
     def lost(self, name: str) -> None:
-        """That router does not answer: the next calls go to the next one. Late news changes nothing."""
+        """Switch to the next router, unless another call has switched already."""
         with self._lock:
             if self._names[self._at] == name:
                 self._at = (self._at + 1) % len(self._names)
@@ -56,7 +56,7 @@ class Endpoints(Generic[ChannelT]):
             return [self._open(name)[1] for name in self._names]
 
     def close(self) -> list[ChannelT]:
-        """No more calls; returns the channels that were opened, for the caller to close."""
+        """Refuse further calls, and return the opened channels for the caller to close."""
         with self._lock:
             self._closed = True
             return list(self._channels.values())

@@ -1,8 +1,8 @@
-"""How a stream goes on at another router when its own is lost. Pure.
+"""Continues a stream at another router when its connection is lost. Pure.
 
-The router's output is a function of the request: same id, same seed, same text. So a lost stream is
-asked for again under its id, from a token offset on, at any router; what the new answer repeats is
-compared with what had arrived, and dropped.
+The router's output is a function of the request: same id, same seed, same text. The SDK therefore requests
+a lost stream again by its id, from a token offset, at any router. It compares the repeated output with the
+output that had arrived, and drops it.
 
     resumption = Resumption(request, now_s=..., deadline_s=..., within_s=30)
     event = resumption.feed(event)                        # None: nothing new for the reader
@@ -28,9 +28,9 @@ ATTEMPT_HEADER = "x-slipstream-attempt"
 RESUME_WITHIN_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-# Before a call without a stream is made once more.
+# The pause before a unary call is repeated.
 UNARY_PAUSE_S = 0.1
-# What a broken connection looks like: these codes without a word of a router's.
+# Codes of a broken connection, which come without a router's status details.
 _CONNECTION_CODES = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -104,7 +104,7 @@ class Resumption:
         deadline_s: float,
         within_s: float = RESUME_WITHIN_S,
     ) -> None:
-        """`within_s`: how long without anything new it goes on trying; 0 = it does not."""
+        """`within_s`: the time without new output after which it gives up; 0 = no retries."""
         self.attempt = 1
         self._request = request
         if within_s and not request.request_id:
@@ -113,11 +113,11 @@ class Resumption:
         self._builder = ReplyBuilder()
         self._deadline_s = deadline_s
         self._within_s = within_s
-        # On the connection of now: all output up to `_offset` tokens has come, and `_arrived` after it, up
+        # On the current connection: all output up to `_offset` tokens has arrived, and then `_arrived`, up
         # to `_newest` tokens.
         self._offset = self._newest = request.resume_after_tokens
         self._arrived = _Overlap()
-        # What the reader has of the connections before, and this one has not repeated yet.
+        # Output that the reader has from earlier connections, and that this one has not repeated yet.
         self._repeated = _Overlap()
         self._shown_tokens = 0
         self._progress_s = now_s
@@ -171,10 +171,10 @@ class Resumption:
         if self._new_since_loss:
             self._new_since_loss, self._fruitless, self._progress_s = False, 0, now_s
         out_of_time = now_s - self._progress_s >= self._within_s or now_s >= self._deadline_s
-        # Another router may be full at the moment: what was under way waits for it.
+        # Another router may be full: a request that was running waits for room.
         full = isinstance(typed, Overloaded) and self.attempt > 1
         if give_up or out_of_time or not (full or _may_resume(error, typed)):
-            raise _told(typed, deadline=now_s >= self._deadline_s) from None
+            raise _final_error(typed, deadline=now_s >= self._deadline_s) from None
         pause_s: float = min(_FIRST_PAUSE_S * 2.0**self._fruitless, _LONGEST_PAUSE_S)
         if isinstance(typed, Overloaded):
             pause_s = max(pause_s, typed.retry_after_ms / 1e3)
@@ -202,11 +202,11 @@ def _may_resume(error: grpc.RpcError, typed: SlipstreamError) -> bool:
 
 
 def never_heard(error: grpc.RpcError) -> bool:
-    """Whether a call found no router, or one that was leaving: gRPC begins none anew by itself."""
+    """Whether no router received the call. gRPC's own retries are off."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and rpc_status.from_call(error) is None
 
 
-def _told(typed: SlipstreamError, *, deadline: bool) -> SlipstreamError:
+def _final_error(typed: SlipstreamError, *, deadline: bool) -> SlipstreamError:
     if deadline and not isinstance(typed, (Aborted, DeadlineExceeded)):
         return DeadlineExceeded("the request's deadline passed")
     return typed

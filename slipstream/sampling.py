@@ -2,7 +2,7 @@
 
 A field of `SamplingParams` that is annotated with a `Range` is plain: its name is the same in JSON bodies, in
 the messages `Sampling` and `SamplingParams` and in the engine, and the router and the workers read, check and
-copy all plain fields by `SAMPLING_RANGES`. The other fields have code of their own at each step.
+copy all plain fields by `SAMPLING_RANGES`. Each step has separate code for the other fields.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class ClusterSupervisor:
         self._processes: dict[str, SupervisedProcess] = {}
         self._lock: run_directory.RunDirLock | None = None
         self._logs: ProcessLogs | None = None
-        self._telling: set[asyncio.Task[None]] = set()
+        self._reports: set[asyncio.Task[None]] = set()
         self._record_is_old = False
         self.ready_s: float | None = None
 
@@ -185,18 +185,18 @@ class ClusterSupervisor:
             on_change=self._write_record,
             say=self._say,
             is_drained=lambda: run_directory.is_drained(self._config.run_dir, plan.instance),
-            on_death=lambda incarnation, broke: self._tell_death(plan, incarnation, broke=broke),
+            on_death=lambda incarnation, broke: self._report_exit(plan, incarnation, broke=broke),
         )
         self._processes[plan.instance] = process
         process.start()
         return process
 
-    def _tell_death(self, plan: ProcessPlan, incarnation: str, *, broke: bool) -> None:
-        """Routers want to know whether what ran on a worker is to blame for its death."""
+    def _report_exit(self, plan: ProcessPlan, incarnation: str, *, broke: bool) -> None:
+        """Write the exit report by which routers decide whether a request crashed the worker."""
         if plan.role not in REPORTED_ROLES:
             return
 
-        async def tell() -> None:
+        async def report() -> None:
             client = EtcdClient(self._etcd.split(","), timeout_s=_EXTERNAL_ETCD_S)
             try:
                 run = run_name(Role(plan.role), plan.instance, incarnation)
@@ -204,9 +204,9 @@ class ClusterSupervisor:
             finally:
                 await client.close()
 
-        task = asyncio.create_task(tell(), name=f"death of {plan.instance}")
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        task = asyncio.create_task(report(), name=f"death of {plan.instance}")
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
 
     async def _stop(self) -> None:
         """Stop in the reverse of the start order, then release the run directory."""
@@ -214,7 +214,7 @@ class ClusterSupervisor:
             wave_plans = (plan for plan in self._plans if plan.wave == wave)
             running = [self._processes[p.instance] for p in wave_plans if p.instance in self._processes]
             await asyncio.gather(*(process.stop(grace_s=self._config.grace_s) for process in running))
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await asyncio.gather(*self._reports, return_exceptions=True)
         if self._logs is not None:
             self._logs.close()
         run_directory.remove_record(self._config.run_dir)

@@ -20,8 +20,8 @@ _MOONCAKE_LIBRARIES = {
     "libnuma1": "libnuma.so.1",
     "libcurl4": "libcurl.so.4",
 }
-# etcd sets its log aside in two files of 64 MB before it takes a word; one that is refused them says so in a
-# trace of its own, or breaks later. The rest is for logs and what the supervisor notes.
+# etcd preallocates its log in two files of 64 MB. Without that space it fails with a stack trace, at once or
+# later. The rest is for logs and for the supervisor's records.
 _ETCD_BYTES = 128_000_000
 _NOTES_BYTES = 16_000_000
 
@@ -41,7 +41,7 @@ def check_config(config: ClusterConfig) -> None:
         if address is not None:
             require_free(address, flag=flag)
     if config.http is not None and config.http == config.grpc:
-        raise InvalidArgument("--grpc", f"is {config.http}, as --http: each needs a port of its own")
+        raise InvalidArgument("--grpc", f"is {config.http}, as --http: the two need different ports")
     _check_transport(config)
     _check_space(config)
 

@@ -95,10 +95,10 @@ def plan_masters(config: ClusterConfig, *, etcd: str, ports: Sequence[int]) -> l
 
 
 def with_masters(config: ClusterConfig, masters: Sequence[ProcessPlan]) -> ClusterConfig:
-    """The kvstores of the cluster know where each master lists what the pool holds."""
+    """The configuration whose kvstores know the admin endpoint of each pool master."""
     if not masters:
         return config
-    told = ["--pool-admin", ",".join(master.endpoint for master in masters)]
+    admin = ["--pool-admin", ",".join(master.endpoint for master in masters)]
     extra = dict(config.extra_arguments)
-    extra[Role.KVSTORE] = [*told, *extra.get(Role.KVSTORE, ())]
+    extra[Role.KVSTORE] = [*admin, *extra.get(Role.KVSTORE, ())]
     return replace(config, extra_arguments=extra)

@@ -17,18 +17,19 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 FIRST_PORT, LAST_PORT = 20_000, 29_999
 
 
-# Ports are claimed by blocks, each by a socket with a name that lasts as long as this process and is kept for
-# its last clusters: between the choice of a port and its use by a process that starts pass seconds, and one
-# that is killed leaves its port for as long. Names without a file (Linux): the kernel takes them back, and
-# like ports they are those of one network namespace.
+# A process claims ports by blocks, each by an abstract socket name (Linux), because seconds pass between the
+# choice of a port and its use, or its reuse after a kill. Claims of a process's last clusters stay open. The
+# kernel frees the names at the process's end; like ports, they belong to one network namespace.
 _BLOCK_PORTS = 32
 _MAX_CLAIMS = 64
 _claims: collections.deque[socket.socket] = collections.deque()
 
 
 def free_ports(count: int, *, rng: random.Random, taken: Collection[int] = ()) -> list[int]:
-    """`count` different loopback ports that nobody listens on, none of them in `taken`, and none that another
-    call of this user's processes was given lately."""
+    """`count` different unused loopback ports outside `taken`.
+
+    None is among the ports that processes of this user have claimed recently.
+    """
     ports = range(FIRST_PORT, LAST_PORT + 1)
     if count > len(ports):
         raise _none_left(count)
@@ -53,7 +54,7 @@ def _none_left(count: int) -> FailedPrecondition:
 
 
 def _claim(block: int) -> bool:
-    """Whether nobody else had the block; where there are no such names everybody has."""
+    """Claim the block for this process; True where the system has no abstract socket names."""
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0slipstream-ports-{os.getuid()}-{block}")

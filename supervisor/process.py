@@ -20,11 +20,11 @@ from supervisor.plan import ProcessPlan
 _GUARD = Path(__file__).with_name("exec_guard.py")
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
-# A process that was ready for so long has proved itself; its next failure starts at the first pause.
+# After this time of readiness the next failure starts at the first pause again.
 _PROVEN_S = 30.0
 _FAILED_STARTS = 3
 _DRAINED_POLL_S = 0.1
-# For the rest of the output after the end; longer only if somebody who left the session holds the pipe.
+# For the rest of the output after the end; a descendant outside the session may hold the pipe longer.
 _LAST_OUTPUT_S = 2.0
 
 
@@ -53,10 +53,10 @@ class SupervisedProcess:
         is_drained: Callable[[], bool] = lambda: False,
         on_death: Callable[[str, bool], None] = lambda incarnation, broke: None,
     ) -> None:
-        """`is_drained`: whether the process, once it has ended, is to stay away for the moment.
+        """`is_drained`: whether the process stays down after its end.
 
-        `on_death` is told of an end that was not ordered here: the name that this run was given, and
-        whether it broke by itself.
+        `on_death` is called at an end that this supervisor did not order, with the run's incarnation and
+        whether the process crashed.
         """
         self.plan = plan
         self.state = ProcessState.STOPPED
@@ -142,7 +142,7 @@ class SupervisedProcess:
             if self._is_drained():
                 await self._stay_drained(code)
             elif code == 0 and self._ready.is_set():
-                # An orderly end that somebody asked for: back at once.
+                # An orderly end from outside: restart without a pause.
                 failures = 0
                 self._say(f"{self.plan.instance} ended; starting it again")
             elif self._may_run.is_set():
@@ -237,10 +237,10 @@ async def _spawn(plan: ProcessPlan, incarnation: str, output: int) -> asyncio.su
             # A setting of the shell would reach every service; `plan.env` and the flags are the settings.
             **{name: text for name, text in os.environ.items() if not name.startswith("SLIPSTREAM_")},
             "PYTHONUNBUFFERED": "1",
-            INCARNATION_VARIABLE: incarnation,  # not one that we were given ourselves
+            INCARNATION_VARIABLE: incarnation,  # not the supervisor's own
             **plan.env,
         },
-        # In a session of its own: Ctrl-C in the terminal is for the supervisor, which stops in order.
+        # In a new session: Ctrl-C in the terminal is for the supervisor, which stops in order.
         start_new_session=True,
     )
 

@@ -55,13 +55,12 @@ def remove_record(run_dir: Path) -> None:
 
 
 def is_drained(run_dir: Path, instance: str) -> bool:
-    """Whether the process is to stay away."""
+    """Whether the process stays down after its end."""
     return (run_dir / _DRAINED / instance).exists()
 
 
 def set_drained(run_dir: Path, instance: str, drained: bool) -> None:
-    """Tell the supervisor to keep the process away once it has ended, or not to. Raises
-    `FailedPrecondition` where that cannot be written."""
+    """Set whether the supervisor keeps the process down after its end. Raises FailedPrecondition."""
     mark = run_dir / _DRAINED / instance
     try:
         if drained:

@@ -1,4 +1,4 @@
-"""How late the event loop is: the one figure that says whether a router process has enough CPU."""
+"""Measures the event loop's delay, which shows whether a router process has enough CPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Several router processes on one pair of ports: the kernel spreads connections over them (SO_REUSEPORT).
 
-A process of Python runs on one core; a router that needs more runs as several, each a whole router with its
-own name (`router-0`, `router-0.1`, ..). They share sessions through etcd, as routers on different machines
-do. `Abort` of a request must come over the connection that brought it, as every gRPC client's does.
+A Python process runs on one core; a router that needs more cores runs as several processes, each a complete
+router with a name (`router-0`, `router-0.1`, ..). They share sessions through etcd, as routers on different
+machines do. `Abort` must use the connection of its request, as every gRPC client does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def die_with(parent_pid: int) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
-        raise SystemExit("the process that started this one is gone")
+        raise SystemExit("the parent process has ended")
 
 
 async def run_processes(
@@ -48,7 +48,7 @@ async def run_processes(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     names = [instance if index == 0 else f"{instance}.{index}" for index in range(count)]
-    # Of an option given twice argparse takes the last.
+    # argparse takes the last of repeated options.
     common = [*arguments, "--listen", fixed[0], "--http", fixed[1], "--processes", "1"]
     common += ["--child-of", str(os.getpid())]
     try:
@@ -62,12 +62,12 @@ async def run_processes(
 
 
 async def _keep(arguments: Sequence[str], stopping: asyncio.Event, *, grace_s: float) -> None:
-    """One child, started again when it ends, until it is time to stop."""
+    """Run one child and restart it when it ends, until `stopping` is set."""
     while not stopping.is_set():
         child = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.router", *arguments)
-        ended, told = asyncio.create_task(child.wait()), asyncio.create_task(stopping.wait())
+        ended, stop = asyncio.create_task(child.wait()), asyncio.create_task(stopping.wait())
         try:
-            await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not stopping.is_set():
                 log.warning(
                     "router process %d ended with %s; another is started", child.pid, child.returncode
@@ -76,7 +76,7 @@ async def _keep(arguments: Sequence[str], stopping: asyncio.Event, *, grace_s: f
                     async with asyncio.timeout(_RESTART_S):
                         await stopping.wait()
         finally:
-            told.cancel()
+            stop.cancel()
             if not ended.done():
                 child.terminate()
                 try:

@@ -1,4 +1,4 @@
-"""The router as a process: what it is made of, in the order it starts and stops."""
+"""Builds the parts of a router process, and starts and stops them in order."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class RouterServer:
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
 
     async def stop(self, *, grace_s: float) -> None:
-        """Take no more requests, let those that run end for `grace_s`, end the others, release all."""
+        """Refuse new requests, give running ones `grace_s` to end, abort the others, release everything."""
         await self.host.set_ready(False)
         await self._worker_service.drain()
         deadline_s = time.monotonic() + grace_s
@@ -226,7 +226,7 @@ class RouterServer:
     async def _drain(self) -> None:
         self.runs.drain()
         await self._discovery.withdraw(self._record)
-        # Streams whose clients can go on at another router do so; they may be over before.
+        # Streams of the SDK continue at another router; many end before.
         asyncio.get_running_loop().call_later(HAND_OVER_AFTER_S, self.runs.hand_over)
 
     async def _follow_readiness(self) -> None:
@@ -246,7 +246,7 @@ def listen_tcp(endpoint: str, *, share_port: bool = False, accept: bool = True) 
     """A listening socket. `share_port`: other processes may listen there too; without `accept` it only
     keeps the port for them. Raises Unavailable."""
     host, _, port = endpoint.rpartition(":")
-    # asyncio sends small writes at once only on sockets that say they are TCP; create_server's do not.
+    # asyncio sets TCP_NODELAY only on sockets with the protocol TCP; those of create_server have none.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

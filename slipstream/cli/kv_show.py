@@ -1,4 +1,4 @@
-"""`slipstream kv ls` and `stat`: they change nothing."""
+"""`slipstream kv ls` and `stat`, which only read."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ async def show_blocks(nodes: Nodes, *, prefix: str, limit: int, as_json: bool) -
 async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
     """Print what each tier holds and has served, and what went wrong."""
     answers = await ask_all(nodes, _status)
-    told = [_node(answer) for answer in answers]
+    shown = [_node(answer) for answer in answers]
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(shown, indent=2))
         return
     tiers = figures_table(("node", "tier"), ("blocks", "MB", "hits", "hit MB", "pins", "pin ms"))
     wrong = figures_table(
         ("node", "tier"), ("rewanted", "gap s", "corrupt", "quarantined bytes", "unreachable", "dropped")
     )
     totals = figures_table(("node",), (*_TOTALS, "pins", "reserved", "quarantined bytes", "orphaned"))
-    for node in told:
+    for node in shown:
         if node["error"]:
             continue
         for name, tier in node["tiers"].items():
@@ -96,7 +96,7 @@ async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
             print_table(table)
             print()
         print_table(totals)
-    for node in told:
+    for node in shown:
         if node["error"]:
             print(f"{node['node']}: {node['error']}")
 

@@ -11,9 +11,9 @@ import grpc
 from slipstream.rpc.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
 from slipstream.rpc.tls import TlsFiles
 
-# gRPC begins a call anew by itself when the peer did not look at it. On a connection whose first word is
-# that it ends, as of a worker that stops at that moment, it does so without a pause until the call's
-# deadline, at 200 MB/s and more. Whoever calls tries again by its own rules, elsewhere where it can.
+# gRPC's transparent retries repeat a call that the peer did not process. On a connection whose first frame
+# is GOAWAY, as of a worker that stops, they repeat it without a pause until the call's deadline, at 200 MB/s
+# and more. Callers retry by their own policies.
 NO_RETRIES = ("grpc.enable_retries", 0)
 # Prompts travel as packed bytes: 256k tokens are 1 MiB. KV never travels in protobuf.
 MAX_MESSAGE_BYTES = 32 << 20
@@ -21,7 +21,7 @@ MAX_MESSAGE_BYTES = 32 << 20
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", int(PING_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(PING_ANSWER_S * 1000)),
-    # What counts for a ping that nobody answers; without it a forgotten connection is closed after a minute.
+    # The limit for an unanswered ping; without it a dead connection is closed after a minute.
     ("grpc.http2.ping_timeout_ms", int(PING_ANSWER_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

@@ -67,7 +67,7 @@ def to_status(error: errors.SlipstreamError) -> grpc.Status:
     return converted
 
 
-# Of a call that a servicer leaves out, as gRPC answers it of a service that nobody serves.
+# The status of a call that a servicer does not implement, as gRPC sends it for an unknown service.
 UNIMPLEMENTED: grpc.Status = rpc_status.to_status(
     status_pb2.Status(code=grpc.StatusCode.UNIMPLEMENTED.value[0], message="not a call of this service")
 )

@@ -42,7 +42,7 @@ async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = No
     answers, (sessions, trouble) = await asyncio.gather(
         asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record.etcd)
     )
-    workers = [row for told in zip(record.processes, answers, strict=True) for row in _rows(*told)]
+    workers = [row for pair in zip(record.processes, answers, strict=True) for row in _rows(*pair)]
     if as_json:
         cluster = {key: value for key, value in asdict(record).items() if key != "processes"}
         document = {"cluster": cluster, "workers": workers, "sessions": sessions, "etcd_error": trouble}

@@ -80,8 +80,8 @@ async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: Fak
     assert not any(alive(pid) for pid in [*first.values(), *last.values()])
     # The router had stopped before any other was told to.
     stopped = {event["instance"]: event["at"] for event in fake.events("stopped")}
-    told = {event["instance"]: event["at"] for event in fake.events("stopping")}
-    assert stopped["router-0"] < min(at for name, at in told.items() if name != "router-0")
+    stopping = {event["instance"]: event["at"] for event in fake.events("stopping")}
+    assert stopped["router-0"] < min(at for name, at in stopping.items() if name != "router-0")
     assert not is_running(run_dir)
     with pytest.raises(NotFound):
         read_record(run_dir)
@@ -198,7 +198,7 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
         await wrong_flag(fake, f"--http: '{wrong}' is not host:port", http=wrong)
     await wrong_flag(fake, "--grpc: cannot listen on 192.0.2.1:80", grpc="192.0.2.1:80")
     both = f"127.0.0.1:{free_port()}"
-    await wrong_flag(fake, "a port of its own", http=both, grpc=both)
+    await wrong_flag(fake, "need different ports", http=both, grpc=both)
     await wrong_flag(fake, "--drafts: must be one of auto, on, off", drafts="maybe")
     await wrong_flag(fake, "--log-level: must be", log_level="loud")
     await wrong_flag(fake, "--transport: must be", transport="pigeon")

@@ -1,4 +1,4 @@
-"""RouterService over gRPC: messages in, the pipeline's own messages out."""
+"""RouterService over gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request answers with -> OpenAI's response shapes: whole bodies and stream chunks. Pure."""
+"""Events of a request -> OpenAI's response shapes: whole bodies and stream chunks. Pure."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class ResponseWriter:
         return choice | {**piece, "logprobs": _completion_logprobs(logprobs)}
 
     def _event(self, piece: Json, logprobs: Any, finish: str | None) -> bytes:
-        """A chunk with one choice: what is around it is the same in all of them."""
+        """A chunk with one choice between the text that all chunks share."""
         return self._before + _dumps(self._choice(piece, logprobs, finish)) + self._after
 
 
