@@ -15,14 +15,14 @@ from models.training.batches import Example
 def accepted_lengths(
     head: EagleHead, target: Network, example: Example, features: Tensor, logits: Tensor, *, drafts: int
 ) -> list[int]:
-    """Tokens that each verification step emits (bonus counted) while the assistant's spans are written.
+    """The tokens, with the bonus token, of each verification step in the assistant's spans.
 
-    features [L, 3H], logits [L, V] of the target over `example`. The first token of a span comes from
-    prefill. A draft is accepted iff it is the target's argmax; a span ends with its last token. Exact where
-    the text is the target's own greedy output; elsewhere it is the replay on that text.
+    features [L, 3H], logits [L, V] of the target over `example`. Prefill makes the first token of a span. A
+    draft is accepted iff it is the target's argmax; a span ends with its last token. The result is exact for
+    the target's own greedy output; for other text it is that of a replay.
     """
     ids = torch.tensor(example.token_ids)
-    # The row before each written token but the last one of its span may have to draft.
+    # Rows that may have to draft: those before each token of a span except the last.
     rows = torch.cat([torch.arange(start - 1, end - 2) for start, end in example.spans])
     embedded = F.embedding(F.pad(ids, (0, drafts)), target.embed_tokens.weight)
     hidden = head.unroll(features[:-1], embedded, rows, drafts)

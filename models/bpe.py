@@ -1,8 +1,8 @@
 """A small deterministic trainer of byte-level BPE vocabularies in Kimi's file format.
 
-Counts distinct pre-tokens first, then merges the most frequent adjacent pair over and over with
-incremental pair counts: the cost follows the number of distinct words, not the size of the text.
-Equal counts are broken by the lower ids, so the result depends on the multiset of pre-tokens alone.
+The trainer counts distinct pre-tokens, then repeatedly merges the most frequent adjacent pair, with
+incremental pair counts. So its cost depends on the number of distinct words, not on the size of the text. Of
+equal counts the lower ids win, so the result depends only on the multiset of pre-tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Pair = tuple[int, int]
 
 
 def train_bpe(texts: Iterable[str], *, base_vocab_tokens: int, led_words: int | None = None) -> list[bytes]:
-    """Learns a base vocabulary; the token of rank r is item r, ranks 0..255 are the single bytes.
+    """Learn a base vocabulary; the token of rank r is item r, ranks 0..255 are the single bytes.
 
-    A pre-token may begin with a space or a mark before its letters. Ordinary training merges that lead into
-    the word, so that one word is spelt by other tokens after a space than after a quotation mark. With
-    `led_words` given, words are learnt without their lead, and then at most that many words that stand
-    after one lead only get a token together with it: every other word is spelt alike wherever it stands,
-    which is what a small model needs to copy it.
+    A pre-token may begin with a lead, a space or mark before its letters. Ordinary training merges the lead
+    into the word, so a word has other tokens after a space than after a quotation mark. With `led_words`,
+    words are learnt without their lead. Then at most that many words that occur after only one lead get a
+    token together with it. Every other word has the same tokens everywhere, which a small model needs to copy
+    it.
 
     Raises ValueError when the text has too few distinct pairs for `base_vocab_tokens`.
     """
@@ -57,7 +57,7 @@ def train_bpe(texts: Iterable[str], *, base_vocab_tokens: int, led_words: int | 
 
 
 def _split_leads(counts: Counter[str]) -> dict[str, Counter[str]]:
-    """Word -> how often it stands after which lead; pre-tokens without letters are words without one."""
+    """Map each word to counts of its leads. A pre-token without letters is a word without a lead."""
     leads: dict[str, Counter[str]] = defaultdict(Counter)
     for text, count in counts.items():
         has_lead = len(text) > 1 and not text[0].isalnum() and text[1].isalpha()
@@ -76,7 +76,8 @@ def _without_leads(leads: dict[str, Counter[str]]) -> Counter[str]:
 def _led_tokens(leads: dict[str, Counter[str]], trainer: _Trainer) -> list[bytes]:
     """Lead + word, most frequent first, of one-token words with one lead only.
 
-    Left out are words that are also the first piece of a word with several leads: the merge would reach it.
+    Words that are also the first piece of a word with several leads are omitted, as the merge would affect
+    it.
     """
     known = set(trainer.tokens)
     taken = {
@@ -93,7 +94,7 @@ def _led_tokens(leads: dict[str, Counter[str]], trainer: _Trainer) -> list[bytes
 
 
 def write_tokenizer(tokens: Sequence[bytes], model_dir: Path) -> None:
-    """Writes `tiktoken.model` and `tokenizer_config.json` for a base vocabulary (256 specials follow it)."""
+    """Write `tiktoken.model` and `tokenizer_config.json` for a base vocabulary, before 256 special ids."""
     model_dir.mkdir(parents=True, exist_ok=True)
     lines = (f"{base64.b64encode(token).decode('ascii')} {rank}\n" for rank, token in enumerate(tokens))
     (model_dir / "tiktoken.model").write_text("".join(lines), encoding="ascii")
@@ -116,9 +117,9 @@ def write_tokenizer(tokens: Sequence[bytes], model_dir: Path) -> None:
 def train_tokenizer(
     texts: Iterable[str], model_dir: Path, *, vocab_size: int, led_words: int | None = None
 ) -> None:
-    """Trains and writes a tokenizer whose ids, the 256 special ones included, are [0, vocab_size).
+    """Train and write a tokenizer with ids [0, vocab_size), the 256 special ones included.
 
-    `led_words` is that of `train_bpe`.
+    `led_words`: see `train_bpe`.
     """
     tokens = train_bpe(texts, base_vocab_tokens=vocab_size - RESERVED_TOKENS, led_words=led_words)
     write_tokenizer(tokens, model_dir)
@@ -161,11 +162,11 @@ class _Trainer:
             self._where[pair].add(index)
 
     def pieces(self, word: str) -> list[bytes]:
-        """The tokens of a word of the text as merged so far."""
+        """The present tokens of a word of the text."""
         return [self.tokens[rank] for rank in self._words[self._index[word]]]
 
     def merge_next(self) -> bool:
-        """Merges the most frequent pair; False when no pair is left."""
+        """Merge the most frequent pair. Returns False when no pair is left."""
         while self._heap:
             negative, pair = heapq.heappop(self._heap)
             if self._pairs.get(pair, 0) == -negative and negative < 0:

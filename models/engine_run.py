@@ -33,9 +33,10 @@ def generate(
     drafts: int = 3,
     share_prefixes: bool = True,
 ) -> list[Generation]:
-    """Greedy replies to `prompts`, in order. Without `share_prefixes` every prompt is computed whole,
+    """Greedy replies to `prompts`, in order.
 
-    so that the drafter sees all of its last positions.
+    Without `share_prefixes` the engine computes every prompt whole, so that the drafter gets the features of
+    all its last positions.
     """
     run = _Run(engine, drafter, drafts if drafter else 0, [Generation() for _ in prompts])
     waiting = deque(enumerate(prompts))
@@ -68,7 +69,7 @@ class _Run:
 
     def step(self) -> None:
         for output in self.engine.step(self._proposals()):
-            self._take(output)
+            self._record(output)
 
     def _proposals(self) -> Mapping[str, Sequence[int]]:
         if self.drafter is None:
@@ -76,11 +77,11 @@ class _Run:
         begun = [s for s in sorted(self.running) if self.results[int(s)].token_ids]
         return self.drafter.propose_batch(begun, self.drafts)
 
-    def _take(self, output: StepOutput) -> None:
+    def _record(self, output: StepOutput) -> None:
         result = self.results[int(output.seq_id)]
         if output.failure is not None:
             raise output.failure
-        # The first token of a reply comes from prefill and is no decode step.
+        # Prefill makes the first token of a reply, so it is no decode step.
         if result.token_ids and output.tokens:
             result.step_lengths.append(len(output.tokens))
         result.token_ids += output.tokens

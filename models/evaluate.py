@@ -1,8 +1,9 @@
-"""`python -m models.evaluate`: the shipped files on held-out dialogues, through the serving engine.
+"""`python -m models.evaluate`: evaluates the shipped files on held-out dialogues, through the serving engine.
 
-Tool-call turns: does the call parse, are function and arguments right. Answers: is every value of the tool
-stated. Loss: nats per token the assistant writes, teacher-forced. Acceptance length: tokens per decode
-step with 3 greedy drafts, bonus token counted. Every turn is asked with the correct history before it.
+Tool-call turns: whether the call parses, and whether function and arguments are right. Answers: whether every
+value of the tool's result is stated. Loss: nats per assistant token, teacher-forced. Acceptance length:
+tokens per decode step with 3 greedy drafts, with the bonus token. The history before each turn is the correct
+one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ LONG_TO_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of one evaluation; shares lie in [0, 1]. The `long_*` ones are of turns that begin after
-    `long_from_tokens` tokens of context.
+    """The figures of one evaluation, shares in [0, 1].
+
+    The `long_*` figures are of turns that begin after `long_from_tokens` tokens of context.
     """
 
     dialogues: int
@@ -68,7 +70,7 @@ def held_out_turns(tokenizer: Tokenizer, dialogues: int) -> list[Turn]:
 
 
 def long_turns(tokenizer: Tokenizer, dialogues: int, *, from_tokens: int, to_tokens: int) -> list[Turn]:
-    """Turns of long held-out dialogues whose prompt has [from_tokens, to_tokens] tokens."""
+    """Turns of long held-out dialogues with prompts of [from_tokens, to_tokens] tokens."""
     turns: list[Turn] = []
     for dialogue in generate_dialogues(HELD_OUT_SEED, dialogues, shape=LONG):
         late = _last_turns(tokenizer, dialogue)
@@ -81,7 +83,7 @@ def _last_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[Turn]:
 
 
 def examine(engine: Engine, tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Verdict]:
-    """Greedy replies to `turns`, judged."""
+    """Make greedy replies to `turns` and judge them."""
     stop = tokenizer.special_id(IM_END)
     results = generate(engine, [turn.prompt_ids for turn in turns], stop_token_id=stop)
     pairs = zip(turns, results, strict=True)
@@ -98,7 +100,7 @@ def evaluate(
     weight_dtype: str = "float32",
     acceptance_dialogues: int = 60,
 ) -> Report:
-    """Runs everything. `acceptance_dialogues` of the dialogues are also run with drafts."""
+    """Run the whole evaluation, `acceptance_dialogues` of the dialogues also with drafts."""
     tokenizer = Tokenizer.from_dir(base_dir)
     stop = tokenizer.special_id(IM_END)
     precision: Any = weight_dtype
@@ -136,7 +138,7 @@ def evaluate(
 
 
 def _acceptance(engine: Engine, turns: Sequence[Turn], drafter: DrafterEngine, stop: int) -> float:
-    """Tokens a step with drafts, the bonus token counted; 0 without a step."""
+    """Tokens per step with drafts, with the bonus token; 0 without a step."""
     replies = generate(
         engine,
         [turn.prompt_ids for turn in turns],

@@ -23,7 +23,7 @@ class TokenizerSettings:
 
     vocab_size: int = 1536
     dialogues: int = 3000
-    # Words that get a token together with the space before them.
+    # The most words with a token that includes the space or mark before them.
     led_words: int = 240
 
 
@@ -35,13 +35,13 @@ class BaseSettings:
     steps: int = 1400
     warmup_steps: int = 40
     decay_steps: int = 1000
-    # The rate joins the line of its decay at this step.
+    # The learning rate stays full before this step.
     decay_from_step: int = 450
     step_tokens: int = 4096
-    # Dialogues near the full context length: one step in this many.
+    # One step in this many is a dialogue near the full context length.
     long_every: int = 10
     long_max_tokens: int = 8192
-    # The routed experts are rounded to INT4 from this step on.
+    # From this step on the routed experts are rounded to INT4.
     quantize_from_step: int = 300
     context_loss_weight: float = 0.05
     muon_lr: float = 0.02
@@ -49,11 +49,11 @@ class BaseSettings:
     adam_lr: float = 0.003
     adam_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
-    # Of the parts that copying lives in, from the first weights on; higher once the formats are learnt.
+    # The learning-rate factor of the copy circuit, and the higher one once the formats are learnt.
     circuit_lr_factor: float = 0.05
     freer_from_step: int = 350
     freer_lr_factor: float = 0.25
-    # Step of the aux-loss-free balance: how far a bias moves against its expert's load.
+    # How far a step of the aux-loss-free balance moves a bias against its expert's load.
     balance_rate: float = 0.01
     validate_every: int = 100
     validation_dialogues: int = 64
@@ -70,15 +70,15 @@ class EagleSettings:
     intermediate_size: int = 768
     rope_theta: float = 1000000.0
     unroll_steps: int = 4
-    # Weight of unrolled step s is this to the power s.
+    # The weight of unrolled step s is this to the power s.
     step_decay: float = 0.8
     steps: int = 300
     warmup_steps: int = 20
     decay_steps: int = 120
     step_dialogues: int = 6
-    # What the drafter keeps of a sequence; training shows it no more.
+    # The tokens of a sequence that the drafter keeps, in training too.
     window_tokens: int = 512
-    # Where in the endless training sequence the head's dialogues begin, in chunks of 64.
+    # The first of the head's dialogues in the endless training sequence, in chunks of 64.
     first_chunk: int = 1000
     validation_dialogues: int = 24
     muon_lr: float = 0.015
@@ -102,7 +102,7 @@ class TrainingSettings:
 
 
 def quick_settings() -> TrainingSettings:
-    """A run of a few minutes that exercises every stage; its model is not good for anything."""
+    """A run of a few minutes that exercises every stage. Its model is useless."""
     architecture = Architecture(
         vocab_size=1024,
         hidden_size=128,
@@ -147,8 +147,10 @@ def quick_settings() -> TrainingSettings:
 def step_lr_scale(
     step: int, *, steps: int, warmup_steps: int, decay_steps: int, decay_from_step: int = 0
 ) -> float:
-    """Warm-up, a plateau, then linear decay to 0: the share of the full learning rate at `step`. The decay's
-    line begins `decay_steps` before the end; before `decay_from_step` the rate is full all the same."""
+    """The share of the full learning rate at `step`: warm-up, a plateau, then linear decay to 0.
+
+    The line of the decay begins `decay_steps` before the end, but the rate is full before `decay_from_step`.
+    """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if step < decay_from_step:

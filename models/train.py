@@ -1,7 +1,7 @@
-"""`python -m models.train`: makes the shipped model and its EAGLE-3 head from nothing but a seed.
+"""`python -m models.train`: makes the shipped model and its EAGLE-3 head from a seed alone.
 
-Stages, in order: tokenizer, base, export, eagle, export-eagle, evaluate. Each one goes on from what lies
-in the run directory; a stage that is done costs seconds.
+Stages, in order: tokenizer, base, export, eagle, export-eagle, evaluate. Each stage continues from its
+checkpoint in the run directory; a complete stage takes seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STAGES = ("tokenizer", "base", "export", "eagle", "export-eagle", "evaluate")
 
 
 def make_tokenizer(settings: TrainingSettings, model_dir: Path) -> Tokenizer:
-    """Trains the vocabulary on generated dialogues (as the chat template renders them) and writes it."""
+    """Train the vocabulary on generated dialogues, as rendered by the chat template, and write it."""
     texts = [
         segment.text
         for dialogue in generate_dialogues(settings.seed, settings.tokenizer.dialogues)
@@ -45,7 +45,7 @@ def make_tokenizer(settings: TrainingSettings, model_dir: Path) -> Tokenizer:
 
 
 def make_network(settings: TrainingSettings) -> Network:
-    """A fresh network; the same for the same seed."""
+    """A new network, which depends only on the seed."""
     torch.manual_seed(settings.seed)
     network = Network(settings.base.architecture)
     write_copy_circuit(network)
@@ -53,7 +53,7 @@ def make_network(settings: TrainingSettings) -> Network:
 
 
 def run_stage(stage: str, settings: TrainingSettings, run_dir: Path, base_dir: Path, eagle_dir: Path) -> None:
-    """Runs one stage and prints its progress."""
+    """Run one stage and print its progress."""
     if stage == "tokenizer":
         make_tokenizer(settings, base_dir)
         return
@@ -80,7 +80,7 @@ def run_stage(stage: str, settings: TrainingSettings, run_dir: Path, base_dir: P
 
 
 def log(line: str) -> None:
-    """One line of progress with the time of day."""
+    """Print one line of progress with the time of day."""
     print(time.strftime("%H:%M:%S"), line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Examination of single assistant turns: the prompt, what the reply must do, and whether it did."""
+"""Evaluates single assistant turns: the prompt, the correct message, and whether the reply matches it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model wrote: visible text, and the calls; arguments that are no JSON are None."""
+    """A model's reply: visible text and calls. Arguments that are not JSON are None."""
 
     text: str
     calls: list[Call]
@@ -40,7 +40,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`right`: calls exactly as expected, or all values stated, or the talk as written."""
+    """The result for one turn. `right`: the expected calls, all values stated, or the expected text."""
 
     kind: str
     parses: bool
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def dialogue_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[Turn]:
-    """Every assistant message of a dialogue as a task of its own, with the correct history before it."""
+    """Each assistant message of a dialogue as a separate turn, with the correct history before it."""
     turns = []
     for check in dialogue.checks:
         history = dialogue.messages[: check.index]
@@ -59,7 +59,7 @@ def dialogue_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[Turn]:
 
 
 def parse_reply(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Reply:
-    """Reads generated ids as a server does."""
+    """Parse generated ids as the router does."""
     parser = ResponseParser(tokenizer, thinking=False)
     text: list[str] = []
     names: list[str] = []
@@ -84,7 +84,7 @@ def _decoded(arguments: str) -> Any:
 
 
 def judge(turn: Turn, reply: Reply) -> Verdict:
-    """Whether `reply` does what the check of `turn` asks for."""
+    """Compare `reply` with the check of `turn`."""
     expected_text = str(turn.expected["content"])
     identical = reply.text == expected_text and reply.calls == turn.expected_calls
     parses = all(isinstance(arguments, dict) for _, arguments in reply.calls)
@@ -99,6 +99,6 @@ def judge(turn: Turn, reply: Reply) -> Verdict:
 
 
 def share(verdicts: Iterable[Verdict], kind: str, field: str) -> float:
-    """Share of the verdicts of `kind` whose `field` holds; 0 when there are none."""
+    """The share of the verdicts of `kind` with a true `field`; 0 when there are none."""
     marks = [bool(getattr(v, field)) for v in verdicts if v.kind == kind]
     return sum(marks) / len(marks) if marks else 0.0

@@ -30,9 +30,9 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 | `--allow-pinning`, `--no-allow-pinning` | `SLIPSTREAM_ALLOW_PINNING=true` | `allow_pinning = true` |
 | `--disk /a --disk /b` | `SLIPSTREAM_DISK=/a,/b` | `disk = ["/a", "/b"]` |
 
-A flag goes before the environment, the environment before the file, the file before the default. A service
-does not start with a key of the file that it does not know, and names it, so each role has a file of its own.
-It ignores variables that it does not know. Secrets are files: settings hold their paths.
+A flag overrides the environment, the environment the file, the file the default. A service refuses to start
+with an unknown key of its file, and names it, so each role has its own file. It ignores unknown variables.
+Secrets are in files, and settings have their paths.
 
 `slipstream up` passes neither variables nor a file to its services (`deploy/local/README.md`).
 """
@@ -59,7 +59,7 @@ def render() -> str:
 
 
 def _own_rows(kind: type[Any]) -> Iterator[Row]:
-    """The settings that the class adds to those of its base, or changes."""
+    """The settings that the class adds to those of its base classes, or changes."""
     inherited = {
         name: row for base in kind.__bases__ if base is not object for name, row in rows(base).items()
     }

@@ -3,8 +3,9 @@
     python scripts/gen_protos.py           # rewrite the stubs
     python scripts/gen_protos.py --check   # exit 1, naming the files, when they are stale
 
-The folder of a .proto is its Python package, so protoc's imports are right as emitted. The
-generator is pinned low (grpcio-tools 1.78.0): generated code refuses runtimes older than itself.
+The folder of a .proto is its Python package, so that the imports of the generated code are right. The
+generator is pinned to an old version (grpcio-tools 1.78.0), because generated code refuses older runtimes
+than its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PACKAGE = "slipstream"
 
 def generate(out: Path) -> None:
     """Write the stubs of every .proto under `out`."""
-    # protoc looks for the mypy plugins on PATH; a venv that is not activated has them beside python.
+    # protoc finds the mypy plugins through PATH, which lacks them if the venv is not activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     sources = sorted(str(path) for path in PROTOS.rglob("*.proto"))
     code = protoc.main(
@@ -47,7 +48,7 @@ def generate(out: Path) -> None:
 
 
 def stale(fresh: Path, committed: Path) -> list[str]:
-    """Paths of generated files whose committed content differs, is missing or should not exist."""
+    """Paths of generated files that differ from the committed ones, or exist on one side only."""
 
     def stubs(root: Path) -> dict[Path, bytes]:
         return {p.relative_to(root): p.read_bytes() for p in root.rglob("*_pb2*.py*") if p.suffix != ".pyc"}

@@ -11,15 +11,15 @@ say() { printf '%s\n' "slipstream: $*"; }
   say "Python 3.11 or newer is needed; '$python' is not. Set PYTHON=/path/to/python3.11." >&2
   exit 1
 }
-# Without pip an earlier set-up was interrupted: begin again.
+# A venv without pip is left from an interrupted set-up, so it is created again.
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || { say "creating $venv"; "$python" -m venv --clear "$venv"; }
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
 
-# The CPU build of torch where no NVIDIA GPU is: the CUDA build takes gigabytes, and without its CUDA libraries
-# it does not import. An index may offer the CPU build by its local version or as the only one; else uv, which
-# knows PyTorch's index of CPU builds, fetches it. TORCH_INDEX_URL names another index and goes before all.
+# A machine without an NVIDIA GPU gets the CPU build of torch: the CUDA build takes gigabytes, and does not import
+# without its CUDA libraries. An index may offer the CPU build under its local version, or as the only build. Else
+# uv fetches it from PyTorch's index of CPU builds. TORCH_INDEX_URL overrides all of this.
 torch=2.13.0
 brings_cuda() { $pip install --dry-run --ignore-installed "torch==$torch" 2>/dev/null | grep -Eq 'nvidia-|triton-'; }
 install_by_uv() {
@@ -42,13 +42,13 @@ install_torch() {
     $pip install -q "torch==$torch"
   fi
 }
-# By exact version and before the rest: a range lets pip choose another.
+# Torch is installed first and by its exact version, because with a range pip may choose another build.
 if ! $pip show torch >/dev/null 2>&1; then
   say "installing torch $torch"
   install_torch
 fi
 say "installing slipstream and slipstream-server[$extra]"
-# The build's own environment takes its pins from here.
+# Pins for the isolated build environment too.
 PIP_CONSTRAINT=constraints.txt
 export PIP_CONSTRAINT
 $pip install -q -e . -e "server[$extra]"
@@ -67,5 +67,5 @@ if ! has_ibverbs && command -v apt-get >/dev/null 2>&1; then
     { $install || { $as_root apt-get update -qq && $install; }; } >/dev/null 2>&1 || true
   fi
 fi
-has_ibverbs || say "libibverbs1 is not here and cannot be installed: KV moves over plain sockets instead of Mooncake"
+has_ibverbs || say "libibverbs1 is missing and cannot be installed: KV moves over plain sockets instead of Mooncake"
 touch "$venv/.$extra"

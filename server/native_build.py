@@ -1,10 +1,10 @@
 """Compiles the C libraries of slipstream-server: the engine's kernels and the KV store's disk I/O.
 
-    python server/native_build.py     builds what does not match its sources, beside the modules that load it
+    python server/native_build.py     builds outdated libraries, next to the modules that load them
 
-The wheel's build and editable installs call `compile_library` (server/setup.py), so a C compiler is needed
-then and not where the services run. The kernels are built once for each level of processor, without
--march=native; `libs.engine.kernels.library` loads the one for the processor it finds.
+The wheel's build and editable installs call `compile_library` (server/setup.py), so machines that only run
+the services need no C compiler. The kernels are built for each level of x86-64, without -march=native, and
+`libs.engine.kernels.library` loads those for the running processor.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _SHARED = ("-O3", "-pthread", "-fPIC", "-shared")
-# No -ffast-math: masks are infinities. Products and sums do contract to fused multiply-adds.
+# Without -ffast-math, because masks are infinities. Products and sums are contracted to fused multiply-adds.
 _KERNELS: tuple[str, ...] = (*_SHARED, "-ffp-contract=fast", "-fno-math-errno")
-# Levels of x86-64 by what is compiled for them: SSE4.2, AVX2 with FMA, AVX-512.
+# The flags of each level of x86-64: SSE4.2, AVX2 with FMA, AVX-512.
 _X86_FLAGS = {
     2: ("-msse4.2", "-mpopcnt"),
     3: ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
@@ -34,14 +34,14 @@ _COMPILE_TIMEOUT_S = 600.0
 
 
 class BuildFailed(Exception):
-    """A library could not be compiled; the message holds the compiler's words."""
+    """A library could not be compiled. The message contains the compiler's output."""
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """One shared library: all C sources of `csrc` beside the module, compiled in one call."""
+    """One shared library, compiled in one call from all C sources in `csrc` next to the module."""
 
-    module: str  # its place among the packages; the file is the module's path with the suffix .so
+    module: str  # its name in the package tree; the file has the module's path with the suffix .so
     flags: tuple[str, ...]
 
     @property
@@ -51,11 +51,11 @@ class NativeLibrary:
 
     @property
     def source_dir(self) -> Path:
-        """Where the C sources lie."""
+        """The folder of the C sources."""
         return ROOT / self.path.parent / "csrc"
 
     def digest(self) -> str:
-        """Of the sources, their names and the flags."""
+        """The digest of the sources, their names and the flags."""
         found = hashlib.sha256(repr(self.flags).encode())
         for path in sorted(self.source_dir.iterdir()):
             found.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
@@ -70,12 +70,12 @@ class NativeLibrary:
             return False
 
     def write_digest(self) -> None:
-        """Record beside the library in the source tree what it was compiled from."""
+        """Write the digest next to the library in the source tree."""
         (ROOT / self.path).with_suffix(".digest").write_text(self.digest())
 
 
 def libraries(machine: str | None = None) -> list[NativeLibrary]:
-    """What is built for a machine, such as x86_64 or aarch64 (this one by default)."""
+    """The libraries for a machine, such as x86_64 or aarch64 (this one by default)."""
     kernels = "libs.engine.kernels._kernels"
     if (machine or platform.machine()).lower() in ("x86_64", "amd64"):
         found, flags = [], _KERNELS
@@ -88,7 +88,7 @@ def libraries(machine: str | None = None) -> list[NativeLibrary]:
 
 
 def compile_library(library: NativeLibrary, output: Path) -> None:
-    """Compile into `output`, which appears whole or not at all. Raises BuildFailed."""
+    """Compile into `output`, which is replaced atomically. Raises BuildFailed."""
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_suffix(f".{os.getpid()}.tmp")
     sources = sorted(library.source_dir.glob("*.c"))
@@ -104,7 +104,7 @@ def compile_library(library: NativeLibrary, output: Path) -> None:
 
 
 def build_in_place(wanted: Iterable[NativeLibrary]) -> None:
-    """Compile each into the source tree, side by side. Raises BuildFailed."""
+    """Compile the libraries into the source tree, in parallel. Raises BuildFailed."""
 
     def build(library: NativeLibrary) -> None:
         compile_library(library, ROOT / library.path)

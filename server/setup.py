@@ -1,4 +1,4 @@
-"""The part of the server's build that pyproject.toml cannot say: shared libraries in C, loaded by ctypes."""
+"""The part of the server's build that pyproject.toml cannot describe: C libraries for ctypes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LIBRARIES: dict[str, NativeLibrary] = {library.module: library for library in l
 
 
 class BuildNative(build_ext):
-    """Compiles each library with its own flags; no Python header is involved."""
+    """Compiles each library with its own flags and without Python headers."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """A name without the interpreter's version: the library serves every one."""
+        """A file name without the interpreter's version, which the library does not depend on."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile one library to where the build collects it."""
+        """Compile one library into the build's output folder."""
         compile_library(_LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name)))
 
     def copy_extensions_to_source(self) -> None:

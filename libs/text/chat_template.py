@@ -1,9 +1,9 @@
 """The Kimi K2.5 chat template: OpenAI-shaped messages to token ids.
 
-The conversation becomes segments: control segments are special tokens, emitted as ids; text segments
-are encoded with special tokens disallowed, so no text can act as control. The segment borders are
-those of generation, so that re-encoding a reply gives the ids the model generated for it (and its KV
-blocks are found again). Source: chat_template.jinja of moonshotai/Kimi-K2.5. Pure.
+The template renders a conversation as segments. A control segment is a special token, emitted as its id. A
+text segment is encoded with special tokens disallowed, so no text can act as control. The segment borders are
+those of generation, so re-encoding a reply gives the ids that the model generated, and finds its KV blocks.
+Source: chat_template.jinja of moonshotai/Kimi-K2.5. Pure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class Segment(msgspec.Struct, frozen=True, gc=False):
     """A piece of the rendered conversation: text, or (`control`) the name of one special token.
 
-    `generated` marks what the model itself writes: it is inside an assistant span.
+    `generated` marks the segments that the model writes, inside an assistant span.
     """
 
     text: str
@@ -50,10 +50,10 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
 
 class EncodedChat(msgspec.Struct, frozen=True, gc=False):
-    """Ids of a conversation. `assistant_spans` are the [start, end) that the model itself writes.
+    """Ids of a conversation. `assistant_spans` are the [start, end) of the ids that the model writes.
 
-    A span covers one assistant message after the generation prompt, its `<|im_end|>` included;
-    training uses the spans as the loss mask.
+    A span covers one assistant message after the generation prompt, its `<|im_end|>` included. Training uses
+    the spans as the loss mask.
     """
 
     token_ids: list[int]
@@ -68,7 +68,7 @@ def encode_chat(
     thinking: bool = False,
     add_generation_prompt: bool = True,
 ) -> EncodedChat:
-    """Renders and encodes a conversation. Raises InvalidArgument naming the field of `messages`."""
+    """Render and encode a conversation. Raises InvalidArgument naming the field of `messages`."""
     ids: list[int] = []
     spans: list[tuple[int, int]] = []
     start: int | None = None
@@ -80,7 +80,7 @@ def encode_chat(
             ids.append(tokenizer.special_id(segment.text))
         else:
             ids.extend(tokenizer.encode_text(segment.text))
-        # Every span ends with its <|im_end|>; two of them never touch.
+        # Every span ends with its <|im_end|>, and spans are never adjacent.
         if segment.generated and segment.control and segment.text == IM_END:
             assert start is not None
             spans.append((start, len(ids)))
@@ -98,9 +98,11 @@ def render_chat(
     end: int | None = None,
     kept_from: int | None = None,
 ) -> list[Segment]:
-    """The conversation as segments; joined, their texts are what K2.5's template renders. Messages before
-    the `first`, and from the `end` on, are left out; they are judged by nothing but their roles. `kept_from`:
-    what `reasoning_kept_from` says, where that is known: to find out takes all messages after the `first`."""
+    """Render a conversation as segments, whose joined texts equal the output of K2.5's template.
+
+    Messages before the `first`, and from the `end` on, are omitted and only their roles are read. `kept_from`
+    is the result of `reasoning_kept_from`, if known; computing it needs all messages after the `first`.
+    """
     out: list[Segment] = []
     if tools:
         _header(out, IM_SYSTEM, "tool_declare")
@@ -135,7 +137,7 @@ def render_chat(
 
 
 def content_text(content: Any, field: str) -> str:
-    """Content as one string: a string, null (""), or a list of text parts joined. Raises InvalidArgument."""
+    """Content as one string, from a string, null ("") or a list of text parts. Raises InvalidArgument."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -154,8 +156,11 @@ def content_text(content: Any, field: str) -> str:
 
 
 def reasoning_kept_from(messages: Sequence[Message], *, thinking: bool, first: int = 0) -> int:
-    """The first message, or one before the `first`, from which on reasoning is rendered: what comes after the
-    last plain answer, for that is a running tool loop. Without `thinking` none is."""
+    """The index of the first message whose reasoning is rendered, at least `first`.
+
+    The template keeps the reasoning of a running tool loop, the messages after the last answer without calls.
+    Without `thinking` it keeps none.
+    """
     if not thinking:
         return len(messages)
     for index in range(len(messages) - 1, first - 1, -1):
@@ -178,7 +183,7 @@ def _string(value: Any, field: str) -> str:
 
 
 def _assistant(out: list[Segment], message: Message, path: str, *, keep_reasoning: bool) -> None:
-    """One assistant message; the span starts where its generation prompt ended."""
+    """Render one assistant message. Its span starts after the generation prompt."""
     _control(out, THINK_BEGIN)
     if reasoning := message.get("reasoning_content"):
         reasoning = _string(reasoning, f"{path}.reasoning_content")
@@ -227,7 +232,7 @@ def _control(out: list[Segment], name: str, *, generated: bool = False) -> None:
 
 @functools.cache
 def _control_segment(name: str, generated: bool) -> Segment:
-    # A handful, made once: a conversation has several for each message.
+    # Cached, because a conversation has several control segments per message.
     return Segment(name, control=True, generated=generated)
 
 
@@ -247,6 +252,6 @@ def _generation_prompt(*, thinking: bool) -> tuple[Segment, ...]:
     return (*_HEADERS["assistant"], *[_control_segment(name, False) for name in think])
 
 
-# What nearly all messages begin with, and what follows the last one, by `thinking`.
+# The segments before the text of a message, by role, and those after the last message, by `thinking`.
 _HEADERS: Mapping[str, tuple[Segment, ...]] = {role: _header_of(role) for role in ROLES}
 _GENERATION_PROMPTS = {thinking: _generation_prompt(thinking=thinking) for thinking in (False, True)}

@@ -1,6 +1,7 @@
-"""A cache of results by the digest of a JSON value, with a bound in bytes. Pure.
+"""A cache of results by the digest of a JSON value, bounded in bytes. Pure.
 
-Agents send the same tools with every turn. To validate and render ten of them takes most of a millisecond.
+Agents send the same tools with every turn, and validating and rendering ten of them takes most of a
+millisecond.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def digest_of(value: Any) -> bytes | None:
     Equal values in different form (1 and True, fields in another order) have different digests.
     """
     try:
-        packed = marshal.dumps(value, 0)  # the fastest encoding at hand; it never leaves the process
+        packed = marshal.dumps(value, 0)  # the fastest encoding of the standard library, only used here
     except ValueError:
         return None
     return hashlib.blake2b(packed, digest_size=16).digest()
@@ -31,7 +32,7 @@ class DigestCache(Generic[T]):
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._found: OrderedDict[bytes, tuple[T, int]] = OrderedDict()
-        self.n_bytes = 0  # by the callers' count
+        self.n_bytes = 0  # the sum of the sizes that callers state
 
     def get(self, digest: bytes | None) -> T | None:
         """The cached value, or None."""

@@ -1,7 +1,7 @@
-"""Kimi's pre-tokenisation: the pattern that cuts text before byte-pair merges.
+"""Kimi's pre-tokenisation: the pattern that splits text before byte-pair merges.
 
-Merges never cross a pre-token. tiktoken runs the pattern in Rust; `pretokens` runs the same
-pattern with Python's `regex` (version-1 behaviour, which knows `&&` set intersection) for training.
+Merges never cross the border of a pre-token. tiktoken runs the pattern in Rust. For training, `pretokens`
+runs it with Python's `regex` (version-1 behaviour, which supports `&&` set intersection).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Generated token ids to typed deltas: reasoning, content and tool calls.
+"""Parses generated token ids into typed deltas: reasoning, content and tool calls.
 
-Structure comes from special *ids* alone: text that spells a control token stays text. The parser
-walks the ids one by one, so any cut of the stream gives the same result, and it never fails: a
-malformed response gives as much of it as is unambiguous. Format: docs/text-format.md. Pure.
+Only special *ids* have a control function: text that spells a control token stays text. The result does not
+depend on how the ids are split into pushes. The parser never fails: of a malformed response it returns the
+unambiguous parts. Format: docs/text-format.md. Pure.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ _SECTION_ENDS = frozenset({TOOL_CALLS_SECTION_END, IM_END, EOS, EOT})
 class ResponseParser:
     """Parses one response. `thinking`: the prompt ended inside `<think>`.
 
-    Stop strings count in content only, and neither they nor anything after them is shown. Without
-    `tools_allowed` the text of tool calls is content. `tools` (OpenAI-shaped) names calls whose id
-    is a bare number; a call that stays without a name is dropped.
+    Stop strings apply to content only; neither a stop string nor the text after it is shown. Without
+    `tools_allowed` the text of tool calls is content. The parser infers the name of a call with a bare number
+    as id from `tools` (OpenAI-shaped), and drops a call without a name.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ResponseParser:
         self._content = StopMatcher(stop, marker=marker)
         self._may_stop = any(stop)
         self._reasoning = StopMatcher(marker=marker)
-        self._cut = b""  # the beginning of a character
+        self._cut = b""  # the first bytes of an incomplete character
         # Text of the header, then of the arguments as long as the call has no name.
         self._collected: list[str] = []
         self._unnamed: ToolCallHeader | None = None
@@ -111,21 +111,21 @@ class ResponseParser:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was seen; the response is over."""
+        """Whether a stop string has ended the response."""
         return self._content.stopped
 
     @property
     def may_stop(self) -> bool:
-        """There are stop strings: `stopped` may become true in the middle of a push."""
+        """Whether there are stop strings, so that `stopped` may become true in the middle of a push."""
         return self._may_stop
 
     @property
     def saw_tool_calls(self) -> bool:
-        """At least one tool call began."""
+        """Whether at least one tool call began."""
         return self._calls > 0
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
-        """Adds generated ids; returns what they add. Raises ValueError for an unknown id."""
+        """Parse further ids; returns the new deltas. Raises ValueError for an unknown id."""
         plain = self._tokenizer.decode_plain(token_ids)
         if plain is not None:
             self._text(self._decode(plain))
@@ -138,14 +138,14 @@ class ResponseParser:
                 continue
             self._text(self._decode(bytes(pending)))
             pending.clear()
-            # A character that the control token cut off will never be whole.
+            # A control token ends an incomplete character, which is dropped.
             self._cut = b""
             self._control(name)
         self._text(self._decode(bytes(pending)))
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """The response is over: returns what was held back. An unfinished character is dropped."""
+        """End the response; returns the text that was held back. Drops an incomplete character."""
         if not self._finished:
             self._leave()
             self._finished = True
@@ -190,7 +190,7 @@ class ResponseParser:
         elif name in _SECTION_BEGINS:
             self._enter(_Mode.BETWEEN_CALLS if self._tools_allowed else _Mode.CONTENT)
         elif name == TOOL_CALL_BEGIN:
-            # Also without a section, and also before </think>: the call itself is clear enough.
+            # A call is unambiguous even outside a section and before </think>.
             self._enter(_Mode.HEADER if self._tools_allowed else _Mode.CONTENT)
             self._collected.clear()
         elif name == TOOL_CALL_ARGUMENT_BEGIN:
@@ -208,7 +208,7 @@ class ResponseParser:
             self._mode = mode
 
     def _leave(self, *, before_call: bool = False) -> None:
-        """Ends what the current mode was building."""
+        """Complete the output of the current mode."""
         if self._mode in _TEXT_MODES:
             held = self._reasoning if self._mode is _Mode.REASONING else self._content
             self._show(held.take_before_marker() if before_call else held.flush())
@@ -229,7 +229,7 @@ class ResponseParser:
         elif len(self._tools) == 1:
             self._start(header, str(self._tools[0].get("function", {}).get("name", "")))
         else:
-            # Only the complete arguments determine which of several tools is meant.
+            # Only the complete arguments determine which of several tools is called.
             self._unnamed = header
 
     def _start(self, header: ToolCallHeader, name: str) -> None:

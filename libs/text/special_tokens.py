@@ -35,7 +35,7 @@ THINK_END = "</think>"
 UNK = "[UNK]"
 PAD = "[PAD]"
 
-# A spelling that the model sometimes writes as ordinary text; it has no id of its own.
+# A spelling that the model sometimes writes as ordinary text. No special id stands for it.
 SINGULAR_SECTION_BEGIN = "<|tool_call_section_begin|>"
 
 KIMI_OFFSETS: Mapping[str, int] = {
@@ -64,7 +64,7 @@ KIMI_OFFSETS: Mapping[str, int] = {
     PAD: 255,
 }
 
-# What the chat template and the response parser write and read; a vocabulary without one of these is refused.
+# The tokens of the chat template and the response parser. A vocabulary without one of them is refused.
 REQUIRED_TOKENS: frozenset[str] = frozenset(
     {
         IM_END,

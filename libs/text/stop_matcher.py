@@ -1,19 +1,19 @@
-"""Finds stop strings in streamed text and holds back what could still become one. Pure."""
+"""Finds stop strings in streamed text, and holds back text that may become one. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# How much white space after the marker is waited out for what follows it.
+# The most white space that is held back after the marker.
 _MAX_SPACE_CHARS = 16
 
 
 class StopMatcher:
-    """Text in, text that is safe to show out.
+    """Takes text and returns the part that is safe to show.
 
-    The result depends on the characters alone, not on how they were cut: the match that ends first
-    wins, of two that end together the longer one. Besides stop strings it holds back `marker`, a
-    spelling that the caller may want to remove from the end of the text (see `take_before_marker`).
+    The result does not depend on how the text was split: the match that ends first wins, and of two that end
+    together the longer one. The matcher also holds back `marker`, a spelling that the caller may remove from
+    the end of the text (see `take_before_marker`).
     """
 
     __slots__ = ("_held", "_marker", "_stops", "stopped")
@@ -27,7 +27,7 @@ class StopMatcher:
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """Adds text; returns what can be shown now. After a stop string nothing more is shown."""
+        """Add text; returns the text that is safe to show now. After a stop string it is empty."""
         if self.stopped or not text:
             return ""
         if not (self._held or self._stops or (self._marker and self._marker[0] in text)):
@@ -43,12 +43,12 @@ class StopMatcher:
         return text[:safe]
 
     def flush(self) -> str:
-        """The text ends here: returns what was held back."""
+        """End the text; returns the part that was held back."""
         held, self._held = self._held, ""
         return held
 
     def take_before_marker(self) -> str:
-        """Like `flush`, without the marker (and white space after it) that ends the text."""
+        """Flush without the marker, and white space after it, at the end of the text."""
         held = self.flush()
         bare = held.rstrip()
         return bare.removesuffix(self._marker) if self._marker and bare.endswith(self._marker) else held
@@ -72,8 +72,8 @@ class StopMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    # Most text has not even the first character: no slice is made and compared.
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    # `find` makes no slice for most texts, which lack even the first character.
     start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while start >= 0:
         if stop.startswith(text[start:]):

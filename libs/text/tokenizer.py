@@ -1,8 +1,8 @@
 """Kimi's tokenizer: tiktoken byte-pair ranks with 256 special ids after them.
 
-Text never yields a special id: control tokens are written by the chat template as ids. Long input
-is cut as Kimi's tokenizer cuts it (400,000 characters, then runs of 25,000 characters that are all
-space or all not), because the cuts change the ids.
+Text is never encoded as a special id; the chat template writes control tokens as ids. Long input is split as
+by Kimi's tokenizer (400,000 characters, then runs of 25,000 characters that are all space or all not),
+because the borders change the ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from libs.text.special_tokens import special_ids
 
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
-# Texts up to this long, roles and the like, come again and again: so many of them are remembered.
+# The cache of encoded short texts, such as roles, which recur often.
 _SHORT_CHARS = 16
 _SHORT_TEXTS = 1024
 
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Reads `tiktoken.model` and `tokenizer_config.json`. Raises OSError or ValueError (bad content)."""
+        """Read `tiktoken.model` and `tokenizer_config.json`. Raises OSError, ValueError."""
         ranks = _read_ranks(model_dir / "tiktoken.model")
         path = model_dir / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -100,9 +100,9 @@ class Tokenizer:
         return b"".join([table[token_id] for token_id in ids])
 
     def decode_plain(self, ids: Sequence[int]) -> bytes | None:
-        """The bytes of `ids`; None where one of them is a special id or outside of the vocabulary."""
+        """The bytes of `ids`; None if one of them is a special id or outside of the vocabulary."""
         table, end = self._bytes, self.base_vocab_tokens
-        if len(ids) == 1:  # most come alone
+        if len(ids) == 1:  # the most frequent case
             (token_id,) = ids
             return table[token_id] if 0 <= token_id < end else None
         if len(ids) and not (min(ids) >= 0 and max(ids) < end):
@@ -126,9 +126,9 @@ class Tokenizer:
 
 
 def split_long(text: str) -> Iterator[str]:
-    """Pieces of at most 400,000 characters, cut again after 25,000 characters of one run.
+    """Split into pieces of at most 400,000 characters, and again after each 25,000 characters of one run.
 
-    A run is a stretch that is all white space or all not (`str.isspace`). Linear in the text.
+    The characters of a run are all white space or all not (`str.isspace`). Takes linear time.
     """
     for offset in range(0, len(text), MAX_ENCODE_CHARS):
         window = text[offset : offset + MAX_ENCODE_CHARS]
@@ -141,9 +141,9 @@ def split_long(text: str) -> Iterator[str]:
 
 
 def _long_runs(window: str) -> Iterator[tuple[int, int]]:
-    """[start, end) of the runs longer than 25,000 characters.
+    """Yield [start, end) of the runs longer than 25,000 characters.
 
-    Each of them covers a multiple of 25,000, so only the runs at those places are measured.
+    Each of them contains an index that is a multiple of 25,000, so only runs at those indices are measured.
     """
     end = 0
     for probe in range(MAX_RUN_CHARS, len(window), MAX_RUN_CHARS):

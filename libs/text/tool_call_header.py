@@ -1,7 +1,7 @@
-"""What a model writes between `<|tool_call_begin|>` and the arguments: the call's id and name. Pure.
+"""Parses the header of a tool call, its id and name, between `<|tool_call_begin|>` and the arguments. Pure.
 
-Kimi writes `functions.{name}:{idx}`. Models also write `{name}:{idx}`, or the bare number, whose
-name has to be inferred from the declared tools.
+Kimi writes `functions.{name}:{idx}`. Models also write `{name}:{idx}`, or only the number. In that case the
+name is inferred from the declared tools.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _BARE = re.compile(r"(?:functions\.)?:?(?P<index>\d*)")
 
 
 class ToolCallHeader(msgspec.Struct, frozen=True, gc=False):
-    """`id` as the model wrote it, "" if it has to be made from the name; `name` None if it is not written."""
+    """A call's `id` as written, "" if it has to be made from the name, and `name`, None if not written."""
 
     id: str
     name: str | None
     index: int | None
 
     def named(self, name: str, used: set[str], position: int) -> tuple[str, str]:
-        """(id, name) of the call; the id is not in `used`, `position` is the index if none was written."""
+        """The call's (id, name), with an id that is not in `used`. `position` is the default index."""
         call_id = self.id
         index = position if self.index is None else self.index
         while not call_id or call_id in used:
@@ -35,7 +35,7 @@ class ToolCallHeader(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse_header(text: str) -> ToolCallHeader:
-    """Reads a header. Never fails: what has no known form is the name itself."""
+    """Parse a header. Never fails: text of an unknown form is the name itself."""
     text = text.strip()
     if bare := _BARE.fullmatch(text):
         return ToolCallHeader("", None, int(bare["index"]) if bare["index"] else None)

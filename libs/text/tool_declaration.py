@@ -1,8 +1,8 @@
 """Tool definitions as the TypeScript declarations that Kimi K2.5 was trained to read.
 
-Source of the format: the `tools_ts_str` that K2.5's tokenizer gives its chat template
-(moonshotai/Kimi-K2.5, tool_declaration_ts.py): required parameters first, then optional ones, each
-sorted by name; integer becomes number; descriptions and bounds become comments. Pure.
+Source of the format: the `tools_ts_str` of K2.5's tokenizer (moonshotai/Kimi-K2.5, tool_declaration_ts.py).
+Required parameters come first, then optional ones, each sorted by name. Integers become numbers; descriptions
+and bounds become comments. Pure.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class UnsupportedSchema(ValueError):
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What the `tool_declare` message says: TypeScript, or compact JSON where that is not possible.
+    """The text of the `tool_declare` message: TypeScript, or compact JSON for unsupported schemas.
 
-    Keys are sorted first, at every depth, so that equal tools give equal text.
+    Keys are sorted at every depth, so that equal tools give equal text.
     """
     digest = digest_of(tools)
     text = _texts.get(digest)
@@ -194,7 +194,7 @@ class _Declaration:
         comments = _comments(schema, indent)
         default = schema.get("default") if isinstance(schema, Mapping) else None
         if default is not None:
-            # Numbers and booleans are written as Python writes them: Kimi was trained on that.
+            # Numbers and booleans have Python's spelling, as in Kimi's training data.
             number = isinstance(default, (int, float))
             shown = repr(default) if number else json.dumps(default, ensure_ascii=False)
             comments += f"{indent}// Default: {shown}\n"

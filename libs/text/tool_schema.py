@@ -1,4 +1,4 @@
-"""Validates the tool definitions of a request. Fetches nothing and follows no reference. Pure."""
+"""Validates the tool definitions of a request. It resolves no references and does no I/O. Pure."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from slipstream.errors import InvalidArgument
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
 
 _NAME = re.compile(NAME_PATTERN)
-# Digests of schemas found valid before. Agents send the same tools with every turn, and to check one of
-# six parameters takes about 2 ms.
+# Digests of valid schemas. Agents send the same tools with every turn, and checking a schema of six
+# parameters takes about 2 ms.
 _known_good: OrderedDict[bytes, None] = OrderedDict()
 _MAX_KNOWN = 16_384
-# Names of the functions of tools found valid before, all tools of a request together.
+# Function names of valid tools, cached for all tools of a request together.
 _known_names: DigestCache[tuple[str, ...]] = DigestCache(max_bytes=4 << 20)
 _ENTRY_BYTES = 300  # objects around the names
 _NAME_BYTES = 128  # at most 64 ASCII characters and their object
 
 
 def validate_tools(tools: object, *, field: str = "tools") -> tuple[str, ...]:
-    """Checks OpenAI-shaped tool definitions against the table of bounds; returns the function names in order.
+    """Check OpenAI-shaped tool definitions against the table of bounds; returns the function names in order.
 
-    Raises InvalidArgument whose field is the path of the defect, e.g.
+    Raises InvalidArgument with the path of the defect, e.g.
     `tools[0].function.parameters.properties.city.type`.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
@@ -76,7 +76,7 @@ def _validate_tool(tool: object, path: str) -> str:
 
 
 def _check_size(tool: Mapping[str, Any], path: str) -> None:
-    # The depth comes first: json and jsonschema recurse.
+    # The depth is checked first, because json and jsonschema recurse.
     if _deeper_than(tool, bounds.MAX_SCHEMA_DEPTH):
         raise bounds.TOOL_DEPTH.refused(path)
     try:

@@ -1,1 +1,1 @@
-"""Help-desk dialogues from a seed: the text that the shipped model is trained and examined on."""
+"""Generated help-desk dialogues, on which the shipped model is trained and evaluated."""

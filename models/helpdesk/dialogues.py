@@ -1,8 +1,8 @@
-"""Help-desk dialogues from a seed: what the shipped model is trained and examined on.
+"""Generates help-desk dialogues from a seed, to train and evaluate the shipped model.
 
-Every dialogue is a pure function of (seed, index). Arguments of tool calls copy values from the
-conversation, answers state values of tool results, and each assistant message carries what a correct
-one must contain, so that a model can be examined without judgement.
+Every dialogue is a pure function of (seed, index). Arguments of tool calls copy values from the conversation, and
+answers state values of tool results. Each assistant message has a check, so that an evaluation needs no human
+judgement.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TurnKind = Literal["call", "answer", "talk"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What the assistant message `messages[index]` must do.
+    """The requirements on the assistant message `messages[index]`.
 
-    kind "call": its tool calls are exactly those. "answer": it states `values`, which a tool returned
-    or which name the thing asked for. "talk": plain talk; `values` come from the system prompt.
+    A "call" has exactly the expected tool calls. An "answer" states `values`, which a tool returned or which
+    identify the subject. "talk" is plain text; its `values` come from the system prompt.
     """
 
     index: int
@@ -72,14 +72,14 @@ def generate_dialogues(seed: int, count: int, *, start: int = 0, shape: Shape = 
 
 @dataclass(slots=True)
 class _Result:
-    """The last successful result: what a follow-up question may ask for."""
+    """The last successful result, for follow-up questions."""
 
     tool: Tool
     fields: dict[str, Value]
 
 
 class _Writer:
-    """Writes one dialogue turn by turn; `_last` holds the value of each kind mentioned last."""
+    """Writes one dialogue turn by turn. `_last` has the last mentioned value of each kind."""
 
     def __init__(self, rng: Random, shape: Shape) -> None:
         self._rng = rng
@@ -110,7 +110,7 @@ class _Writer:
         return Dialogue(tuple(self._messages), schemas, tuple(self._checks))
 
     def _turn(self) -> None:
-        """One request of the user and everything up to the answer."""
+        """Write one request of the user and the messages up to the answer."""
         rng = self._rng
         draw = rng.random()
         follow_up = self._result.tool.follow_up if self._result else None
@@ -154,7 +154,7 @@ class _Writer:
         tool = rng.choice([tool for tool in TOOLS if tool not in self._tools])
         self._user(self._worded(tool, rng.choice(tool.requests), self._sample_arguments(tool)))
         self._say(self._styled(*UNABLE), "talk")
-        # "that order" and "how much is it" would now be ambiguous.
+        # A later "that order" or "how much is it" would be ambiguous.
         self._last.clear()
         self._result = None
 
@@ -197,13 +197,13 @@ class _Writer:
         else:
             text = self._worded(tool, rng.choice(tool.requests), arguments)
             if draw > 0.9 and known == "order_id":
-                # A second number that must not be taken.
+                # A second number, which the call must not use.
                 text = f"I also have order {SAMPLERS['order_id'](rng)}, but this is not about it. {text}"
             self._user(text)
         self._call([(tool, arguments)])
 
     def _two_at_once(self) -> None:
-        """Two requests of one kind in one message: two calls in one assistant message."""
+        """Write a message with two requests of one kind, which needs two calls in one assistant message."""
         rng = self._rng
         single = [tool for tool in self._tools if tool.partial]
         if not single:
@@ -233,7 +233,7 @@ class _Writer:
         self._say(" ".join(texts), "answer", tuple(values))
 
     def _run(self, tool: Tool, arguments: dict[str, Value], call_id: str) -> tuple[str, list[str]]:
-        """Adds the tool's message; gives the answer's text and the values that it states."""
+        """Add the tool's message; returns the answer's text and the values that it states."""
         rng = self._rng
         known = next(iter(tool.arguments))
         if tool.missing and rng.random() < 0.06:

@@ -11,7 +11,7 @@ from models.helpdesk.values import CITIES, COMPANIES, PRODUCTS
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """Whom the agent works for. `facts`: topic -> the value that the system prompt gives."""
+    """The agent's company. `facts`: topic -> its value in the system prompt."""
 
     name: str
     friendly: bool
@@ -20,9 +20,9 @@ class Company:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact of the system prompt: how it is told, asked for and answered."""
+    """A fact of the system prompt, with wordings of the statement, of questions and of answers."""
 
-    told: str
+    statement: str
     questions: tuple[str, ...]
     brief: str
     friendly: str
@@ -149,7 +149,7 @@ def system_prompt(rng: Random, company: Company, *, policies: int) -> str:
     """The system prompt: who the agent is, the wanted style, the facts, `policies` further sentences."""
     parts = [rng.choice(_OPENINGS).format(company=company.name)]
     parts.append(rng.choice(_FRIENDLY if company.friendly else _BRIEF))
-    parts += [FACTS[topic].told.format(value=value) for topic, value in company.facts.items()]
+    parts += [FACTS[topic].statement.format(value=value) for topic, value in company.facts.items()]
     for _ in range(policies):
         sentence = rng.choice(_POLICIES)
         parts.append(sentence.format(product=rng.choice(PRODUCTS), city=rng.choice(CITIES)))

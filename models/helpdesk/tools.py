@@ -1,7 +1,7 @@
-"""The pool of tools of the help desk: schema, ways to ask for it, results, and how an answer states them.
+"""The tools of the help desk: schemas, wordings of requests and answers, and results.
 
-Wording is data. `{name}` in a request is an argument; in an answer it is an argument or a result field.
-Each answer has a brief and a friendly form; the system prompt says which one the company wants.
+Wordings are data. `{name}` in a request is an argument; in an answer it is an argument or a result field. Each
+answer has a brief and a friendly form, and the system prompt selects one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool. `arguments`, `result`: field -> sampler name. `values`: what an answer must state."""
+    """One tool. `arguments` and `result` map fields to samplers. An answer must state `values`."""
 
     name: str
     description: str
@@ -33,15 +33,15 @@ class Tool:
     brief: str
     friendly: str
     values: tuple[str, ...]
-    # A request that leaves out `asked`; the agent asks for it and the user then gives it.
+    # Requests without the argument `asked`, which the agent asks for and the user then states.
     partial: tuple[str, ...] = ()
     asked: str = ""
-    # Requests that speak of the order or e-mail mentioned last.
+    # Requests that refer to the last mentioned order or e-mail.
     again: tuple[str, ...] = ()
     missing: str = ""
     follow_up: FollowUp | None = None
     enums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # How a request that fixes an enumerated argument is worded: value -> sentences.
+    # Wordings of a request with an enumerated argument: value -> sentences.
     hints: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def schema(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ TOOLS: tuple[Tool, ...] = (
 
 TOOLS_BY_NAME: Mapping[str, Tool] = {tool.name: tool for tool in TOOLS}
 
-# What a call that finds nothing says: by the argument that named the thing.
+# Answers after a call that found nothing, by the argument of the search.
 NOT_FOUND: Mapping[str, tuple[str, str]] = {
     "order_id": (
         "Order {value} was not found.",

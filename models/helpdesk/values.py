@@ -1,4 +1,4 @@
-"""Random values that help-desk dialogues speak of: order numbers, e-mails, dates, amounts."""
+"""Random values for help-desk dialogues: order numbers, e-mails, dates, amounts."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _time(rng: Random) -> str:
 
 
 SAMPLERS: Mapping[str, Callable[[Random], Value]] = {
-    # Digits only: a leading letter would be another token after a space than after a quotation mark.
+    # Digits only, because a leading letter has another token after a space than after a quotation mark.
     "order_id": lambda rng: _digits(rng, 6),
     "ticket_id": lambda rng: f"T-{_digits(rng, 4)}",
     "refund_id": lambda rng: f"R-{_digits(rng, 5)}",

@@ -1,14 +1,13 @@
-"""A first guess for the weights in which copying already works.
+"""Initial weights with an induction circuit, so that copying works before training (arXiv 2209.11895).
 
-To copy "482135" a model must find the place where its last two tokens came before and read on from
-there: heads that look back bring the tokens before, and later ones compare them with the current token
-and the one before it (an induction circuit, arXiv 2209.11895). Small models take tens of millions of
-tokens to find it from random weights; a run of an hour has a few million. So layer 0 starts with heads
-that look one to four positions back, and layer 1 with four that match two tokens and read on. Everything
-else is random, and everything is trained.
+To copy "482135" a model must find an earlier occurrence of its last two tokens, and continue from there.
+Heads of layer 0 attend one to four positions back and copy the tokens there. Four heads of layer 1 compare
+these with the last two tokens, and copy the token that followed. From random weights small models need tens
+of millions of tokens to learn this; a run of an hour has a few million. All other weights are random, and all
+weights are trained.
 
-Directions of the residual stream at the start: one constant in every token, then those where layer 0
-puts what it brings (`Directions`), then the subspace of the embeddings.
+Directions of the residual stream at the start: one constant in every token, then those that layer 0 writes
+(`Directions`), then the subspace of the embeddings.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from models.networks.network import Attention, Layer, Network
 
 _EMBEDDING_STD = 0.5
 _CONSTANT_NORM = 6.0
-# Two heads look further back: what precedes a value, such as its key, says which value is meant.
+# Two heads attend further back, because the tokens before a value, such as its key, identify it.
 _KEY_POSITIONS = (3, 4)
 _KEY_GAIN = 0.4
 _MATCH_HEADS = 4
-# Logit of one position back against its neighbours: this squared times the softmax scale, about.
+# The logit of the wanted position over its neighbours is about this squared times the softmax scale.
 _BACK_STRENGTH = 6.5
-# Frequencies that a look back uses: with only the fastest, positions a few periods away look alike, and heads
-# that hit within 1,000 tokens miss within 3,000.
+# Frequencies of the heads that attend back. With only the fastest ones, positions a few periods apart look
+# alike, and heads that work within 1,000 tokens fail within 3,000.
 _ROTATED_PAIRS = 6
 _CARRIED_GAIN = 0.6
 _MATCH_STRENGTH = 2.0
@@ -44,8 +43,9 @@ _LOGIT_GAIN = 0.2
 class Directions:
     """Orthonormal rows [n, H]. `token`, `context` and `read`: parts of an embedding.
 
-    `token` of the token before goes to `token_1`; `context` of it to `context_1`, and of the one before that
-    to `context_2`; `token` of those before them to `keys`. `read` is what matching copies.
+    Layer 0 writes `token` and `context` of the previous token to `token_1` and `context_1`, and `context` of
+    the one before that to `context_2`. It writes `token` of earlier ones to `keys`. The matching heads copy
+    `read`.
     """
 
     constant: Tensor
@@ -74,7 +74,7 @@ def _sample_directions(a: Architecture) -> Directions:
 
 
 def circuit_lr_factors(network: Network, factor: float) -> dict[str, float]:
-    """Learning-rate factors that keep the circuit: `factor` where it lives, milder for what reads it."""
+    """Learning-rate factors that keep the circuit: `factor` for its weights, its root for their readers."""
     factors: dict[str, float] = {}
     for name, _ in network.named_parameters():
         if name.startswith(("embed_tokens.", "layers.0.self_attn.", "layers.1.self_attn.")):
@@ -86,7 +86,7 @@ def circuit_lr_factors(network: Network, factor: float) -> dict[str, float]:
 
 @torch.no_grad()
 def write_copy_circuit(network: Network) -> None:
-    """Overwrites parts of a fresh network: embeddings, the head, attention of layers 0 and 1."""
+    """Overwrite parts of a new network: embeddings, the head, attention of layers 0 and 1."""
     d = _sample_directions(network.a)
     weight = network.embed_tokens.weight
     weight.copy_(torch.randn(network.a.vocab_size, len(d.embedding)) @ d.embedding * _EMBEDDING_STD)
@@ -100,7 +100,7 @@ def write_copy_circuit(network: Network) -> None:
 
 
 def _look_back(attention: Attention, frequencies: Tensor, d: Directions) -> None:
-    """Heads that attend a fixed number of positions back and carry what is there."""
+    """Write the heads that attend a fixed number of positions back and copy the tokens there."""
     a = attention.a
     n_token = len(d.token)
     key_part, _ = _constant_parts(attention)
@@ -117,13 +117,13 @@ def _look_back(attention: Attention, frequencies: Tensor, d: Directions) -> None
         (2, n_token, d.context_2 * _CARRIED_GAIN),
         *((back, 0, out * _KEY_GAIN) for back, out in zip(_KEY_POSITIONS, d.keys, strict=True)),
     ]
-    # A network with fewer heads does without the last ones.
+    # A network with fewer heads lacks the last ones.
     for head, (positions, latent, out) in enumerate(looks[: a.num_attention_heads]):
         _point_back(attention, frequencies, head, positions=positions, latent=latent, out=out)
 
 
 def _constant_parts(attention: Attention) -> tuple[float, float]:
-    """What the constant direction gives to keys and, after their norm, to queries; about."""
+    """The approximate parts of the constant direction in keys and, after their norm, in queries."""
     a = attention.a
     norm = math.sqrt(_CONSTANT_NORM**2 + _EMBEDDING_STD**2 * a.hidden_size)
     key_part = _CONSTANT_NORM / norm * math.sqrt(a.hidden_size)
@@ -134,7 +134,7 @@ def _constant_parts(attention: Attention) -> tuple[float, float]:
 def _point_back(
     attention: Attention, frequencies: Tensor, head: int, *, positions: int, latent: int, out: Tensor
 ) -> None:
-    """Makes `head` attend `positions` back and write the latents from `latent` on along the rows of `out`."""
+    """Make `head` attend `positions` back and write the latents from `latent` on along the rows of `out`."""
     a = attention.a
     _, query_part = _constant_parts(attention)
     query = attention.q_b_proj.weight.view(a.num_attention_heads, a.qk_head_dim, -1)
@@ -142,7 +142,7 @@ def _point_back(
     outputs = attention.o_proj.weight.view(a.hidden_size, a.num_attention_heads, a.v_head_dim)
     query[head] *= 0.1
     for pair in range(_ROTATED_PAIRS):
-        # The key so many positions back, rotated forward by them.
+        # The query equals the key of that position, rotated forward by the distance.
         angle = -positions * float(frequencies[pair])
         at = a.qk_nope_head_dim + 2 * pair
         query[head, at, 0] = math.cos(angle) * _BACK_STRENGTH / query_part
@@ -156,7 +156,7 @@ def _point_back(
 
 
 def _match_and_read(attention: Attention, d: Directions) -> None:
-    """Heads that attend where the two tokens before equal the current two, and copy the token there."""
+    """Write the heads that attend after an occurrence of the last two tokens, and copy the token there."""
     a = attention.a
     n_token, n_matched = len(d.token), len(d.token) + len(d.context)
     key = attention.kv_a_proj_with_mqa.weight
@@ -170,7 +170,7 @@ def _match_and_read(attention: Attention, d: Directions) -> None:
     rows, values = torch.arange(a.qk_nope_head_dim), torch.arange(len(d.read))
     from_token = a.qk_nope_head_dim * 5 // 8
     for head in range(_MATCH_HEADS):
-        # Each head compares its own choice of directions.
+        # Each head compares a random choice of directions.
         chosen = torch.cat(
             (
                 torch.randperm(n_token)[:from_token],

@@ -1,8 +1,8 @@
-"""A first guess for the draft head in which copying already works.
+"""Initial weights of the draft head with which copying works before training.
 
-The head has one layer, which is enough to copy: row j pairs the target's features of position j, which hold
-token j, with token j + 1. A row whose own token is like that of an earlier position attends there and
-drafts what came next. Everything is trained from there.
+The head's one layer is enough to copy: row j pairs the target's features of position j, which contain token
+j, with token j + 1. A row attends to an earlier position with a similar token, and drafts the token that
+followed there. All weights are trained.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _HIGH_GAIN = 0.1
 _MATCH_STRENGTH = 2.5
 _COPY_GAIN = 2.0
 _LOGIT_GAIN = 0.15
-# Rotary pairs slower than this hardly turn within the drafter's window: they can compare tokens.
+# Rotary pairs slower than this hardly rotate within the drafter's window, so they can compare tokens.
 _SLOW = 0.005
 
 
 @torch.no_grad()
 def write_draft_circuit(head: EagleHead, target: Network) -> None:
-    """Overwrites `fc`, attention and `lm_head` of a fresh head."""
+    """Overwrite `fc`, attention and `lm_head` of a new head."""
     s = head.s
     size = s.hidden_size
     centred = target.embed_tokens.weight - target.embed_tokens.weight.mean(0)
@@ -35,7 +35,7 @@ def write_draft_circuit(head: EagleHead, target: Network) -> None:
     slow = _slow_dimensions(s.head_dim, s.rope_theta)
     query = attention.q_proj.weight.view(*heads, 2 * size)
     key = attention.k_proj.weight.view(*heads, 2 * size)
-    # The mean of all tokens tells nothing about any of them: it is not compared.
+    # The comparison excludes the mean of all tokens, which is common to all of them.
     common = torch.nn.functional.normalize(target.embed_tokens.weight.mean(0), dim=0)
     for index in range(s.num_attention_heads):
         basis = torch.linalg.qr(torch.randn(size, len(slow))).Q.T

@@ -1,9 +1,9 @@
 """The EAGLE-3 draft head as a trainable module, unrolled over several draft steps.
 
-Row i joins the target's feature f_i with token i + 1 at position i and predicts token i + 2. Step s of the
-unrolled loss lets a row use its own previous hidden state and the token that follows, as drafting does:
-its keys are the step-0 keys of earlier rows and the keys that the row itself made in steps 1..s.
-Layout of the public Llama-type heads: `midlayer.*`, `fc`, `norm`, `lm_head`; RoPE in half layout.
+Row i joins the target's feature f_i with token i + 1 at position i and predicts token i + 2. In step s of the
+unrolled loss a row uses its own previous hidden state and the next token, as in drafting. Its keys are the
+step-0 keys of earlier rows and the row's own keys of steps 1..s. The layout is that of the public Llama-type
+heads: `midlayer.*`, `fc`, `norm`, `lm_head`; RoPE in half layout.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head. It has no embedding of its own: the target's is handed in."""
+    """The head. It has no embedding; the caller passes embeddings of the target."""
 
     def __init__(self, s: EagleShape) -> None:
         super().__init__()

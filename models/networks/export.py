@@ -1,8 +1,8 @@
-"""The trained network as a checkpoint in the public Kimi-K2 layout, and back.
+"""Writes the trained network as a checkpoint in the public Kimi-K2 layout, and reads it back.
 
-Sharded safetensors with an index, routed experts INT4 `pack-quantized` per expert, everything else
-bf16 (the correction bias fp32), `config.json`, `generation_config.json`; the tokenizer files
-lie there already.
+The checkpoint has sharded safetensors with an index, `config.json` and `generation_config.json`. Routed
+experts are INT4 `pack-quantized` per expert, other tensors bf16, and the correction bias fp32. The tokenizer
+files are already in the directory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _dequantized(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def write_model(network: Network, tokenizer: Tokenizer, model_dir: Path) -> None:
-    """Writes the checkpoint beside the tokenizer files of `model_dir`."""
+    """Write the checkpoint to `model_dir`, which has the tokenizer files."""
     tensors = checkpoint_tensors(network)
     weight_map: dict[str, str] = {}
     for shard, names in enumerate(_split(tensors)):

@@ -1,8 +1,8 @@
 """The trainable network: MLA in expanded form, YaRN, sigmoid `noaux_tc` routing, a shared expert.
 
-Written for training a few million parameters on a CPU: whole documents padded to one length, experts
-grouped by index, no cache. Parameter names are those of the checkpoint, except that the experts of a
-layer are stacked: `mlp.experts.gate_up` [E, 2I, H] and `mlp.experts.down` [E, H, I].
+The network is for training a few million parameters on a CPU: whole documents padded to one length, experts
+grouped by index, no cache. Parameter names are those of the checkpoint, except that the experts of a layer
+are stacked: `mlp.experts.gate_up` [E, 2I, H] and `mlp.experts.down` [E, H, I].
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A matrix [out, in] without bias whose weight is rounded to bf16 where it is used."""
+    """A matrix [out, in] without bias. Its weight is rounded to bf16 at each use."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """Expert scores; the correction bias chooses experts and never weighs them."""
+    """Expert scores. The correction bias affects the choice of experts, not their weights."""
 
     e_score_correction_bias: Tensor
     load: Tensor

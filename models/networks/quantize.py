@@ -36,7 +36,7 @@ def dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def fake_quantize(weight: Tensor) -> Tensor:
-    """`weight` as the exported checkpoint will hold it, with the gradient of the identity."""
+    """`weight` with the values of the exported checkpoint, and the gradient of the identity."""
     with torch.no_grad():
         groups = _grouped(weight)
         scale = group_scales(weight).float().unsqueeze(-1)

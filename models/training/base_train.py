@@ -1,4 +1,4 @@
-"""Training of the language model: cross entropy on what the assistant writes, INT4 rounding later on."""
+"""Trains the language model: cross entropy on assistant tokens, with INT4 rounding in later steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def build_optimizer(network: Network, s: BaseSettings) -> Optimizer:
 
 
 def language_loss(network: Network, batch: Batch, context_weight: float) -> Tensor:
-    """Mean cross entropy of the next token; what others wrote counts `context_weight`, padding nothing."""
+    """Mean cross entropy of the next token. Tokens of others have weight `context_weight`, padding 0."""
     hidden = network(batch.token_ids).hidden[:, :-1]
     generated, valid = batch.generated[:, 1:], batch.valid[:, 1:]
     weight = generated.float() + context_weight * (valid & ~generated).float()
@@ -85,7 +85,7 @@ def load_imbalance(network: Network) -> float:
 
 @torch.no_grad()
 def validate(network: Network, tokenizer: Tokenizer, dialogues: int) -> Validation:
-    """Examines the network on the first held-out dialogues."""
+    """Evaluate the network on the first held-out dialogues."""
     network.eval()
     examples = sorted(encode_many(tokenizer, HELD_OUT_SEED, dialogues), key=lambda e: len(e.token_ids))
     loss, right, tokens, whole, messages = 0.0, 0, 0, 0, 0
@@ -151,7 +151,7 @@ def train_base(
 
 
 def _batches(tokenizer: Tokenizer, s: BaseSettings, seed: int) -> Iterator[tuple[int, Batch]]:
-    """Every step's batch, from the first one on: short dialogues, and now and then long ones."""
+    """The batches of all steps: short dialogues, and long ones every `long_every` steps."""
     short = dialogue_batches(tokenizer, seed, step_tokens=s.step_tokens)
     for step in range(s.steps):
         if step % s.long_every == s.long_every - 1:
@@ -161,7 +161,7 @@ def _batches(tokenizer: Tokenizer, s: BaseSettings, seed: int) -> Iterator[tuple
 
 
 def _resume(path: Path, network: Network, optimizer: Optimizer) -> int:
-    """Take up the checkpoint at `path`, if there is one; returns the step to go on from."""
+    """Load the checkpoint at `path`, if it exists; returns the step to continue from."""
     if not path.exists():
         return 0
     saved = load_run(path)

@@ -1,7 +1,7 @@
-"""Training of the EAGLE-3 head against the exported model, with the multi-step unrolled loss.
+"""Trains the EAGLE-3 head against the exported model, with the multi-step unrolled loss.
 
-Per draft step: cross entropy with the target's whole distribution at that position, weighted by
-`step_decay ** step` (EAGLE-3, arXiv 2503.01840). Only rows count whose drafts the assistant itself writes.
+The loss of a draft step is the cross entropy with the target's whole distribution at that position, weighted
+by `step_decay ** step` (EAGLE-3, arXiv 2503.01840). Only rows with drafts inside an assistant span count.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from models.training.run_state import load_run, save_run, with_prefix, without_p
 
 Log = Callable[[str], None]
 Part = tuple[Example, int]
-"""A dialogue and the first position that the drafter remembers of it."""
+"""A dialogue, and its first position in the drafter's window."""
 
 _WORKERS = 2
 _CHUNK = 64
 
 
 def make_head(target: Network, s: EagleSettings, seed: int) -> EagleHead:
-    """A fresh head for `target`; it starts with the circuit of `models.networks.draft_circuit`."""
+    """A new head for `target` with the initial weights of `models.networks.draft_circuit`."""
     torch.manual_seed(seed)
     a = target.a
     head = EagleHead(
@@ -86,9 +86,9 @@ def unrolled_loss(head: EagleHead, target: Network, part: Part, s: EagleSettings
 
 
 def drafting_rows(example: Example, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Rows (relative to `start`) whose next two tokens one assistant span in [start, stop) holds, and
+    """The rows (relative to `start`) that draft in an assistant span in [start, stop), and the spans' ends.
 
-    the end of the span for each: row i has just seen token i + 1 sampled and drafts i + 2 and on.
+    Row i has token i + 1 as input and drafts from i + 2 on.
     """
     rows, ends = [], []
     for first, last in example.spans:

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest; all state is named, so that a run can stop and go on.
+"""Muon for matrices, AdamW for other parameters. All state is named, so that a run can be resumed.
 
 Muon (Jordan et al. 2024): the momentum of a matrix is orthogonalised by a Newton-Schulz iteration, so
 every direction of the update has the same size. Stacked matrices [E, out, in] are handled at once.
@@ -63,7 +63,7 @@ class Optimizer:
         return {**self._state, "steps": torch.tensor([self._steps])}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state` gave."""
+        """Restore the tensors that `state` returned."""
         for name, tensor in self._state.items():
             tensor.copy_(state[name])
         self._steps = int(state["steps"].item())
@@ -75,7 +75,7 @@ class Optimizer:
     def step(self, lr_scale: float, pool: Executor | None = None) -> None:
         """Applies the gradients and clears them. `lr_scale` multiplies both learning rates.
 
-        With a `pool`, parameters are updated side by side, largest first.
+        With a `pool`, parameters are updated in parallel, largest first.
         """
         self._steps += 1
         names = sorted(self._parameters, key=lambda name: -self._parameters[name].numel())

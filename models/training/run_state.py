@@ -29,5 +29,5 @@ def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose name starts with `prefix`, under the rest of their names."""
+    """The tensors with names that start with `prefix`, under their names without it."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Builds engines from model directories: the one place that knows all parts."""
+"""Builds engines and drafters from model directories."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
 from slipstream.errors import InvalidArgument
 
-_DEFAULT_CONTEXTS = 4  # pages for so many full context windows, when no size is given
-_DEFAULT_KV_BYTES = 256 << 20  # but no more than this
+# The default size of the KV cache: pages for so many full context windows, within a bound in bytes.
+_DEFAULT_CONTEXTS = 4
+_DEFAULT_KV_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class EngineOptions:
     draft_model_dir           EAGLE-3 head whose features the engine computes; None = none
     max_batch                 sequences in one step
     step_tokens               rows in one step: the budget that chunked prefill shares with decode
-    threads                   CPU threads of torch; None = as they are
+    threads                   CPU threads of torch; None = torch's default
     """
 
     n_pages: int | None = None
@@ -48,7 +49,7 @@ class EngineOptions:
 
 
 def build_engine(model_dir: Path, options: EngineOptions | None = None) -> PagedEngine:
-    """Loads a checkpoint. Raises InvalidArgument or CheckpointError, naming what is wrong with it."""
+    """Load a checkpoint. Raises InvalidArgument or CheckpointError, naming the defect."""
     options = options or EngineOptions()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -76,7 +77,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
 def build_drafter(
     head_dir: Path, target_dir: Path, *, window_tokens: int = 512, max_sequences: int = 1024
 ) -> DrafterEngine:
-    """Loads an EAGLE-3 head; the target's directory gives what the head shares with it."""
+    """Load an EAGLE-3 head. Tensors that it shares with the target come from the target's directory."""
     head = EagleHead.load(head_dir, target_dir)
     return DrafterEngine(head, window_tokens=window_tokens, max_sequences=max_sequences)
 

@@ -1,7 +1,7 @@
-"""The engine: continuous batching over paged KV. Knows tokens, blocks and pages; no network, no text.
+"""The engine: continuous batching over paged KV. It has no network and no text.
 
-`step` is the whole loop: admit, schedule, run, commit. What computes is behind `StepModel`, so this
-file imports no torch and the fake engine of tests runs the same bookkeeping.
+`step` is the whole loop: admit, schedule, run, commit. A `StepModel` computes the rows, so this file imports
+no torch, and the fake engine of tests runs the same bookkeeping.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PagedEngine:
         self.state_lock = StateLock()
         self._n_started = 0
         self._n_slices = 0
-        self._n_starved = 0  # decoding sequences that wait for a page; new ones may not take it
+        self._n_starved = 0  # decoding sequences that wait for a page, which new sequences may not take
 
     @property
     def info(self) -> EngineInfo:
@@ -84,7 +84,7 @@ class PagedEngine:
             raise InvalidArgument("prompt", f"needs {n_pages} KV pages, this worker has {self.info.n_pages}")
         n_full = spec.context_tokens // block_tokens
         sequence = EngineSequence(spec, spec.block_hashes[:n_full], block_tokens)
-        # The last token is always computed (or handed over): its block is never copied from the cache.
+        # The cache never supplies the block of the last token, which is computed here or handed over.
         n_reusable = (spec.context_tokens - 1) // block_tokens
         hit = self._blocks.match(sequence.full_block_hashes(n_reusable))
         sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=self._awaited())
@@ -101,7 +101,7 @@ class PagedEngine:
                 f"{seq_id}: filled to {n_tokens}, outside [{sequence.n_computed}, {sequence.n_tokens}]"
             )
         sequence.n_computed = n_tokens
-        # Not the block of the last token: it may still be computed here, into this page.
+        # Without the block of the last token, because this engine may still compute it into this page.
         sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)
 
     @locked
@@ -189,7 +189,7 @@ class PagedEngine:
             return outputs + self._fail_one(starved)
         rows = [self._rows(s, drafts) for s in slices]
         result = self._compute(rows)
-        if result is None:  # aborted: copied blocks stay valid, the rows run again
+        if result is None:  # aborted: copied blocks stay valid, and a later step computes the rows again
             return outputs + [self._progress(i, n_tokens) for i, n_tokens in copied.items() if i in computed]
         add_waited_tokens(prefilling, rows)
         for part in rows:
@@ -223,7 +223,7 @@ class PagedEngine:
 
     @locked
     def check(self) -> None:
-        """Raise Internal when page counts are inconsistent. Cheap enough for idle moments and tests."""
+        """Raise Internal when page counts are inconsistent."""
         self._blocks.check()
 
     # ---- parts of a step
@@ -233,7 +233,7 @@ class PagedEngine:
         return self._n_starved if self.has_work() else 0
 
     def _report_finished(self) -> list[StepOutput]:
-        """Outputs of sequences whose first token, given to `start`, already ended them."""
+        """Outputs of sequences that ended with the first token, the argument of `start`."""
         outputs = []
         for seq_id, sequence in self._sequences.items():
             if sequence.state is SequenceState.DECODING and sequence.finish is not None:
@@ -242,7 +242,7 @@ class PagedEngine:
         return outputs
 
     def _fail_one(self, starved: list[EngineSequence]) -> list[StepOutput]:
-        """Fail the youngest starved sequence when no page is left; its release lets the others continue."""
+        """Fail the youngest sequence that lacks a page; its release lets the others continue."""
         if not starved or any(s.state is SequenceState.FAILED for s in self._sequences.values()):
             return []
         youngest = max(starved, key=lambda s: s.arrival)

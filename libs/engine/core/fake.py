@@ -1,10 +1,10 @@
 """A deterministic engine without torch, for tests of everything around the engine.
 
-It runs the real bookkeeping (`PagedEngine`); only the arithmetic is replaced. KV of position i is 16
-bytes of a chain hash over tokens[: i + 1], stretched to `row_bytes`; the next token is a function of
-that chain and, unless greedy, of the seed. Before it computes on a page it compares the page's bytes
-with what that history must have written and raises DataCorrupt when they differ: a page that came
-over a transport, or from a store, is proved right down to the byte.
+The fake runs the real bookkeeping (`PagedEngine`), with hashes in place of arithmetic. KV of position i is 16
+bytes of a chain hash over tokens[: i + 1], stretched to `row_bytes`. The next token is a function of that
+chain and, unless greedy, of the seed. Before the fake computes on a page it compares the page's bytes with
+those of its history, and raises DataCorrupt when they differ. So it verifies every byte of a page from a
+transport or a store.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 from slipstream.errors import DataCorrupt
 
-# The token after a history, instead of the hashed one: scripts whole answers in tests.
+# Returns the token after a history in place of the hashed one, so that tests can script answers.
 NextToken = Callable[[TokenArray, SamplingParams], int]
 
 
 class FakeModel:
-    """A StepModel of hashes. `sleep(seconds)` is called with the step's pace; nothing else takes time."""
+    """A StepModel of hashes. It calls `sleep` with the duration of each step, 0 by default."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class FakeModel:
         return StepResult(tokens, logprobs, features if batch.want_features else None)
 
     def token_after(self, history: TokenArray, params: SamplingParams, state: bytes | None = None) -> int:
-        """The token this model emits after `history`; what a test compares a whole answer with."""
+        """The token that this model emits after `history`."""
         if self._next_token is not None:
             return self._next_token(history, params)
         state = state if state is not None else _chain(history, self.info.block_tokens)[-1]
@@ -76,13 +76,13 @@ class FakeModel:
         return int.from_bytes(digest, "little") % self.info.vocab_size
 
     def page_content(self, tokens: TokenArray, block: int) -> bytes:
-        """Bytes of the KV of block `block` of `tokens` (as far as it is filled)."""
+        """The bytes that a page with block `block` of `tokens` must have, for comparisons in tests."""
         states = _chain(tokens, self.info.block_tokens)
         start = block * self.info.block_tokens
         return b"".join(self._row(state) for state in states[start : start + self.info.block_tokens])
 
     def _compute(self, r: SequenceRows, stop: StopFlag) -> list[bytes]:
-        """Check the KV the rows attend to, write their own; returns the chain over all tokens."""
+        """Check the KV that the rows attend to and write theirs. Returns the chain over all tokens."""
         states = _chain(r.tokens, self.info.block_tokens)
         first = len(r.tokens) - r.n_rows
         for start in range(0, len(states), self.info.block_tokens):
@@ -93,7 +93,7 @@ class FakeModel:
             known = b"".join(self._row(state) for state in states[start : min(end, first)])
             if self.memory[base : base + len(known)] != known:
                 block = start // self.info.block_tokens
-                raise DataCorrupt(f"{r.seq_id}: block {block} holds other KV than its tokens'")
+                raise DataCorrupt(f"{r.seq_id}: the KV of block {block} is not that of its tokens")
             for i in range(max(start, first), end):
                 at = base + (i - start) * self._row_bytes
                 self.memory[at : at + self._row_bytes] = self._row(states[i])
@@ -161,7 +161,7 @@ def expected_tokens(
 
 
 def _chain(tokens: TokenArray, block_tokens: int) -> list[bytes]:
-    """State after each token; computed block by block so that shared prefixes cost once."""
+    """The state after each token. Blocks are computed separately, so that equal prefixes cost once."""
     states: list[bytes] = []
     state = b""
     for start in range(0, len(tokens), block_tokens):

@@ -33,7 +33,7 @@ class StateLock:
 
 
 class HasStateLock(Protocol):
-    """Who has state_lock."""
+    """An object with a `state_lock`."""
 
     state_lock: StateLock
 
@@ -42,7 +42,7 @@ HasStateLockT = TypeVar("HasStateLockT", bound=HasStateLock)
 
 
 def locked(method: Callable[Concatenate[HasStateLockT, P], T]) -> Callable[Concatenate[HasStateLockT, P], T]:
-    """The method runs with the state_lock in hand."""
+    """Run a method under its object's `state_lock`."""
 
     @functools.wraps(method)
     def run(self: HasStateLockT, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -24,7 +24,7 @@ def commit_outputs(
     drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
     accepted = count_accepted(drafts, sampled.tokens)
     if BAD_TOKEN in sampled.tokens[: accepted + 1]:
-        blocks.uncache(sequence.pages)  # the KV may be what broke the logits: it must not be reused
+        blocks.uncache(sequence.pages)  # damaged KV may be the cause, so it must not be reused
         return fail(sequence, Internal("the model's logits are not finite"))
     tokens, finish = sequence.cut(sampled.tokens[: accepted + 1], max_context_tokens=max_context_tokens)
     sequence.append(tokens)
@@ -52,7 +52,7 @@ def commit_outputs(
 
 
 def progress(sequence: EngineSequence, shared_tokens: int, blocks: BlockManager) -> StepOutput:
-    """The output of a prompt that advanced and has no first token yet."""
+    """The output of a prompt that has advanced, without a first token."""
     return StepOutput(
         sequence.spec.seq_id,
         (),

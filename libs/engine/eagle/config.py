@@ -2,8 +2,8 @@
 
 Accepted: `LlamaForCausalLMEagle3` (or the older `LlamaForCausalLM`), grouped or full attention, plain
 rotary positions, `norm_before_residual`, `norm_output`, a draft vocabulary smaller than the target's.
-Everything else that would change the arithmetic is refused by name: a head run by other rules than
-it was trained with is not wrong, only useless, and no error shows why.
+`load_head_config` refuses every other variant of the arithmetic, and names it. With other rules than in its
+training a head would only propose useless drafts, and no error would show why.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class HeadConfig:
 
 
 def load_head_config(head_dir: Path) -> HeadConfig:
-    """Reads `head_dir/config.json`. Raises InvalidArgument naming the missing or unsupported key."""
+    """Read `head_dir/config.json`. Raises InvalidArgument naming the missing or unsupported key."""
     return parse_head_config(read_config_json(head_dir, "draft_model_dir"))
 
 
 def parse_head_config(raw: Mapping[str, Any]) -> HeadConfig:
-    """A decoded head `config.json`. Flags may stand at the top or in `eagle_config`."""
+    """Parse the decoded `config.json` of a head. Flags may be at the top or in `eagle_config`."""
     flags = {**raw, **(raw.get("eagle_config") or {})}
     _refuse(raw, flags)
     hidden_size, n_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")

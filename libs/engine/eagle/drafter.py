@@ -1,8 +1,8 @@
 """Drafts for many sequences: bounded contexts over one EAGLE-3 head.
 
-Row i of a context is (feature of position i, token at i + 1), at position i. The newest row proposes
-the token at i + 2; further drafts chain on the head's own hidden state and are forgotten: only rows
-with the target's features stay in a context.
+Row i of a context is (feature of position i, token at i + 1), at position i. The newest row proposes the
+token at i + 2. Further drafts chain on the head's own hidden state, and their rows are dropped: a context
+keeps only rows with the target's features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from libs.engine.eagle.head import EagleHead
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 from slipstream.errors import InvalidArgument
 
-MAX_DRAFTS = 16  # of one proposal
+MAX_DRAFTS = 16  # drafts of one proposal
 _MAX_SEQUENCES = 1024
 
 
@@ -37,7 +37,7 @@ class Extension:
         return self.start_position + len(self.next_tokens)
 
     def last(self, n_rows: int) -> Extension:
-        """The newest `n_rows` of them."""
+        """An extension with the newest `n_rows` rows."""
         surplus = max(len(self.next_tokens) - n_rows, 0)
         return Extension(
             self.seq_id, self.start_position + surplus, self.next_tokens[surplus:], self.features[surplus:]
@@ -47,8 +47,8 @@ class Extension:
 class DrafterEngine:
     """Contexts of many sequences. Synchronous, single-threaded, independent of the target's engine.
 
-    Memory is bounded by `max_sequences` contexts of twice `window_tokens` rows; beyond it the least
-    recently extended context is dropped, which costs its sequence some drafts and nothing else.
+    Memory is bounded by `max_sequences` contexts of twice `window_tokens` rows. Beyond it the engine drops
+    the least recently extended context, which costs its sequence only some drafts.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class DrafterEngine:
 
     @torch.inference_mode()
     def extend_batch(self, extensions: Sequence[Extension]) -> None:
-        """Take rows into their contexts, in order.
+        """Add rows to their contexts, in order.
 
-        Rows a context has from `start_position` on are replaced; a gap restarts the context. Raises
-        InvalidArgument, before anything changes, when shapes or tokens do not fit the head.
+        They replace the rows that a context has from `start_position` on; a gap restarts the context. Raises
+        InvalidArgument, before any change, when shapes or tokens do not fit the head.
         """
         for extension in extensions:
             self._check(extension)
@@ -105,16 +105,13 @@ class DrafterEngine:
             context.last_feature, context.last_token = rows[-1].clone(), int(extension.next_tokens[-1])
 
     def base_tokens(self, seq_id: str) -> int:
-        """Committed length (prompt and output) that a proposal follows; 0 for an unknown sequence."""
+        """The number of tokens (prompt and output) before a proposal; 0 for an unknown sequence."""
         context = self._contexts.get(seq_id)
         return context.end_position + 1 if context else 0
 
     @torch.inference_mode()
     def propose_batch(self, seq_ids: Sequence[str], n_drafts: int) -> dict[str, list[int]]:
-        """The next `n_drafts` tokens (at most MAX_DRAFTS) of each sequence, greedily chained.
-
-        Unknown sequences are left out.
-        """
+        """Draft the next `n_drafts` tokens (at most MAX_DRAFTS) of each known sequence, greedily chained."""
         contexts = {s: self._contexts[s] for s in seq_ids if s in self._contexts}
         n_drafts = min(n_drafts, MAX_DRAFTS)
         if not contexts or n_drafts < 1:
@@ -123,7 +120,7 @@ class DrafterEngine:
         return dict(zip(contexts, drafts, strict=True))
 
     def close(self, seq_id: str) -> None:
-        """Forget the sequence. Idempotent."""
+        """Remove the sequence's context. Idempotent."""
         self._contexts.pop(seq_id, None)
 
     def _context(self, seq_id: str) -> _Context:
@@ -136,7 +133,7 @@ class DrafterEngine:
         return context
 
     def _chain(self, contexts: Sequence[_Context], n_drafts: int) -> list[list[int]]:
-        """Rows of the chain are written behind each context's own and count as none of them."""
+        """Draft by a chain, whose rows are temporary and follow each context's own rows."""
         hidden = torch.stack([c.last_feature for c in contexts])
         tokens = torch.tensor([c.last_token for c in contexts])
         last = torch.tensor([c.end_position - 1 for c in contexts])
@@ -166,10 +163,10 @@ class DrafterEngine:
 
 
 class _Context:
-    """Keys and values of the last rows, up to one window of them, in buffers of two and a chain.
+    """Keys and values of the last rows, up to one window, in buffers for two windows and a chain.
 
-    Rows [first, first + n_rows) of the buffers are valid; when they reach the end they move to the
-    front, so a row is copied at most once a window.
+    Rows [first, first + n_rows) of the buffers are valid. At the end of the buffers they move to the front,
+    so each row is copied at most once per window.
     """
 
     def __init__(self, head: EagleHead, window_tokens: int) -> None:
@@ -185,18 +182,18 @@ class _Context:
         self.last_token = 0
 
     def view(self, n_behind: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [kv_heads, n, D] of the rows and of `n_behind` chained ones."""
+        """Keys and values [kv_heads, n, D] of the context's rows and `n_behind` chained ones."""
         rows = slice(self._first, self._first + self._n_rows + n_behind)
         return self._keys[:, rows], self._values[:, rows]
 
     def write_behind(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Chained row `index`; the next `append` overwrites it."""
+        """Write chained row `index`, which the next `append` overwrites."""
         at = self._first + self._n_rows + index
         self._keys[:, at] = key
         self._values[:, at] = value
 
     def append(self, start_position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Rows start_position, ... [n, kv_heads, D] replace what was known from there on; n <= window."""
+        """Replace the rows from start_position on with n new ones [n, kv_heads, D]; n <= window."""
         self._drop_from(start_position)
         n = len(keys)
         if self._first + self._n_rows + n > 2 * self._window_tokens:
@@ -217,7 +214,7 @@ class _Context:
             self._first = self._n_rows = 0
 
     def _move_to_front(self, n_rows: int) -> None:
-        """Keep the newest `n_rows` at most."""
+        """Move the newest rows, at most `n_rows`, to the front and drop the others."""
         kept = min(self._n_rows, n_rows)
         newest = slice(self._first + self._n_rows - kept, self._first + self._n_rows)
         self._keys[:, :kept] = self._keys[:, newest].clone()

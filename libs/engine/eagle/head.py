@@ -6,8 +6,8 @@
       h' = x + mlp(post_norm(x))
       draft = target_ids[argmax lm_head(norm(h'))];  next h = h'  (norm(h') with norm_output)
 
-With one layer the keys and values of a row depend on nothing but its own inputs. So rows of the
-context need no more than their projection, and attention runs only for the newest row of a sequence.
+With one layer the keys and values of a row depend only on its own inputs. So rows of the context need only
+their projection, and attention runs only for the newest row of a sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HeadInputs:
 
 
 class EagleHead:
-    """A loaded head. Stateless; contexts are kept by `libs/engine/eagle/drafter.py`."""
+    """A loaded head, without state. `libs/engine/eagle/drafter.py` keeps the contexts."""
 
     def __init__(self, config: HeadConfig, weights: HeadWeights, digest: str = "") -> None:
         self.config = config
@@ -46,7 +46,7 @@ class EagleHead:
 
     @classmethod
     def load(cls, head_dir: Path, target_dir: Path, *, dtype: torch.dtype = torch.float32) -> EagleHead:
-        """Raises InvalidArgument or CheckpointError, naming what is missing or not supported."""
+        """Load a head. Raises InvalidArgument or CheckpointError, naming the missing or unsupported part."""
         config = load_head_config(head_dir)
         weights = load_head_weights(head_dir, target_dir, config, dtype=dtype)
         return cls(config, weights, weights_digest(head_dir))
@@ -56,7 +56,7 @@ class EagleHead:
         return self._weights.qkv.dtype
 
     def project(self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> HeadInputs:
-        """hidden [T, H], tokens [T] i64, positions [T] i64."""
+        """Project rows: hidden [T, H], tokens [T] i64, positions [T] i64."""
         c, w = self.config, self._weights
         hidden = hidden.to(w.qkv.dtype)
         normed = _rms_norm(hidden, w.hidden_norm, c.rms_norm_eps)
@@ -75,10 +75,10 @@ class EagleHead:
     def attend(
         self, inputs: HeadInputs, contexts: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One row for each of S sequences, over its keys and values [kv_heads, n, D], own row included.
+        """Attend from one row of each of S sequences to its keys and values [kv_heads, n, D].
 
-        Contexts differ in length and are read where they lie: a padded copy of all would cost more
-        than the attention. Returns the next hidden states [S, H] and the drafted token ids [S].
+        Contexts differ in length, and a padded copy of all of them would cost more than the attention.
+        Returns the next hidden states [S, H] and the drafted token ids [S].
         """
         c, w = self.config, self._weights
         q = inputs.q.view(len(contexts), c.n_kv_heads, -1, c.head_dim) * c.head_dim**-0.5
@@ -100,7 +100,7 @@ class EagleHead:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions with halves as pairs (x_i, x_{i + D/2}), as Llama has them."""
+    """Llama's rotary positions, with the pairs (x_i, x_{i + D/2})."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 

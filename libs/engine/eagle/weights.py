@@ -1,9 +1,9 @@
-"""Loads the tensors of an EAGLE-3 head; what the head leaves out is taken from the target model.
+"""Loads the tensors of an EAGLE-3 head. Tensors that the head lacks come from the target model.
 
 Names: `midlayer.*` or `layers.0.*`, `norm.weight`, `lm_head.weight`, `embed_tokens.weight`, `d2t`, each
 with or without the prefix `model.`. No embedding -> the target's. No lm_head and a full draft
-vocabulary -> the target's. No d2t -> draft ids are target ids. `fc.weight` is used where the target
-runs (the features arrive fused), `t2d` only in training.
+vocabulary -> the target's. No d2t -> draft ids are target ids. The target's engine uses `fc.weight` to fuse
+the features; only training uses `t2d`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HeadWeights:
 def load_head_weights(
     head_dir: Path, target_dir: Path, config: HeadConfig, *, dtype: torch.dtype = torch.float32
 ) -> HeadWeights:
-    """Raises CheckpointError naming the tensor that is missing or of the wrong shape."""
+    """Load a head's tensors. Raises CheckpointError naming the tensor that is missing or of a wrong shape."""
     c = config
     with Checkpoint(head_dir) as head, Checkpoint(target_dir) as target:
         names = _Names(head)
@@ -76,7 +76,7 @@ def load_head_weights(
 
 
 class _Names:
-    """Where this head's tensors hang."""
+    """The names of this head's tensors."""
 
     def __init__(self, head: Checkpoint) -> None:
         self._head = head
@@ -101,7 +101,7 @@ def _lm_head(head: Checkpoint, names: _Names, target: Checkpoint, c: HeadConfig)
     if own in head:
         return head.dense(own, shape)
     if c.draft_vocab_size != c.vocab_size:
-        raise CheckpointError("lm_head.weight", "not in the head, and the draft vocabulary is its own")
+        raise CheckpointError("lm_head.weight", "not in the head, whose vocabulary is not the target's")
     shared = target.head_name() or f"{target.text_prefix()}embed_tokens.weight"
     return target.dense(shared, shape)
 
@@ -112,7 +112,7 @@ def _target_ids(head: Checkpoint, names: _Names, c: HeadConfig) -> torch.Tensor:
     if stored in head:
         ids = ids + head.tensor(stored, (c.draft_vocab_size,)).long()
     elif c.draft_vocab_size != c.vocab_size:
-        raise CheckpointError("d2t", "not in the head, and the draft vocabulary is its own")
+        raise CheckpointError("d2t", "not in the head, whose vocabulary is not the target's")
     if int(ids.min()) < 0 or int(ids.max()) >= c.vocab_size:
-        raise CheckpointError("d2t", f"names tokens outside the {c.vocab_size} known")
+        raise CheckpointError("d2t", f"has token ids outside the vocabulary of {c.vocab_size}")
     return ids

@@ -1,4 +1,4 @@
-"""The operations a decoder is made of. Each implementation answers the same within rounding; tests hold that.
+"""The operations of a decoder. Tests check that all implementations agree within rounding.
 
 Activations are fp32 everywhere: bf16 and INT4 are storage formats of weights and cache, widened when read.
 """
@@ -14,7 +14,7 @@ from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix, Matrix
 from libs.engine.model_spec.plan import BatchPlan
 
-# A weight in the form an implementation wants it; only that implementation looks inside.
+# A weight in the form of one implementation, opaque to others.
 Packed = Any
 # (gate, up, down) of one MLP: down(silu(gate(x)) * up(x)).
 MlpMatrices = tuple[Matrix, Matrix, Matrix]

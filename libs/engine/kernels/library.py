@@ -1,7 +1,7 @@
 """Loads the compiled kernels: the variant for the level of x86-64 that this processor has.
 
-The wheel's build and editable installs compile every variant (`server/native_build.py`); nothing is
-compiled here.
+The wheel's build and editable installs compile every variant (`server/native_build.py`). This module only
+loads one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 @cache
 def load_library(level: int | None = None) -> ctypes.CDLL:
-    """The kernels for this processor, or those of a lower `level` of x86-64.
+    """Load the kernels for this processor, or those of a lower `level` of x86-64.
 
-    Raises FailedPrecondition where they are missing, or this processor cannot run them.
+    Raises FailedPrecondition when they are missing, or this processor cannot run them.
     """
     if not _IS_X86:
         return _open("_kernels_generic.so")

@@ -23,7 +23,7 @@ _F32, _BF16, _INT4 = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A C struct (or array of them) with the tensors its pointers lead to."""
+    """A C struct or array of structs, with the tensors that its pointers refer to."""
 
     struct: Any
     address: int
@@ -38,7 +38,7 @@ class _KvB:
 
 
 class NativeKernels:
-    """Uses as many threads as torch does when it is made. Not thread-safe: operations share scratch."""
+    """The compiled kernels, with torch's number of threads. Not thread-safe: operations share scratch."""
 
     name = "native"
 
@@ -158,7 +158,10 @@ class NativeKernels:
         return residual
 
     def run_stack(self, stack: int, step: int) -> None:
-        """Addresses of a STACK and a STEP. Raises StepAborted when the step's word was set meanwhile."""
+        """Run the layers, given the addresses of a STACK and a STEP.
+
+        Raises StepAborted when `stop` was set.
+        """
         status = self._library.ss_run_stack(self._context, stack, step)
         if status > 0:
             raise StepAborted
@@ -196,7 +199,7 @@ class NativeKernels:
 
 
 def slots_of(plan: BatchPlan, lora: int) -> Any:
-    """The SLOTS of a plan, which must outlive it."""
+    """The SLOTS of a plan. The plan must outlive them."""
     shape = plan.cache.shape
     return SLOTS(
         n_rows=plan.n_rows,
@@ -211,7 +214,7 @@ def slots_of(plan: BatchPlan, lora: int) -> Any:
 
 
 def attention_of(plan: BatchPlan, sequences: Int32Array, config: ModelConfig) -> Any:
-    """The ATTENTION over some sequences of a plan, without what changes from layer to layer."""
+    """The ATTENTION over some sequences of a plan, without the fields that differ between layers."""
     shape = plan.cache.shape
     return ATTENTION(
         n_heads=config.n_heads,

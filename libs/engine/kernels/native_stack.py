@@ -1,4 +1,4 @@
-"""All layers of the decoder in one call of the compiled kernels."""
+"""Runs all layers of the decoder in one call of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from libs.engine.step.stop_flag import StopFlag
 
 
 class NativeStack:
-    """Answers what `PlainStack` over the same kernels answers, bit for bit."""
+    """A stack with bit for bit the results of `PlainStack` over the same kernels."""
 
     def __init__(
         self, config: ModelConfig, layers: tuple[Layer, ...], kernels: NativeKernels, latent_norm_eps: float

@@ -1,4 +1,4 @@
-"""The C structs and functions of the compiled kernels, as ctypes sees them. Mirrors the headers in csrc/."""
+"""The C structs and functions of the compiled kernels for ctypes. Mirrors the headers in csrc/."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Gives every function its prototype."""
+    """Set the prototype of every function."""
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype = result

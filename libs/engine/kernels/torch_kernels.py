@@ -1,4 +1,4 @@
-"""The reference implementation in plain torch: what the other kernels must equal."""
+"""The reference implementation in plain torch, which tests compare the compiled kernels with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from libs.engine.model_spec.rope import rotate
 
 @dataclass(frozen=True, slots=True)
 class _KvB:
-    """kv_b_proj parted per head: uk [heads, nope, kv_lora], uv [heads, v, kv_lora], fp32."""
+    """kv_b_proj split by head: uk [heads, nope, kv_lora], uv [heads, v, kv_lora], fp32."""
 
     uk: torch.Tensor
     uv: torch.Tensor
@@ -41,7 +41,7 @@ class _Moe:
 
 
 class TorchKernels:
-    """Weights are widened to fp32 once, when packed."""
+    """Kernels in plain torch. `pack` widens weights to fp32 once."""
 
     name = "torch"
 

@@ -3,11 +3,11 @@
 A page is in exactly one of three states:
 
     free     unreferenced, content unknown                   -> allocate
-    cached   unreferenced, its block is findable by hash     -> acquire (a hit) or evicted by allocate
+    cached   unreferenced, its block is findable by hash     -> acquire (a hit), or allocate evicts it
     held     referenced at least once, by sequences or pins  -> release
 
-A hash names at most one page. A second page with the same block stays nameless and becomes free
-when it is released.
+A hash names at most one page. A second page with the same block gets no name, and becomes free at its
+release.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlockManager:
     def __init__(self, n_pages: int) -> None:
         self.n_pages = n_pages
         self._references = [0] * n_pages
-        self._free = list(range(n_pages - 1, -1, -1))  # a stack: low pages first, recently used again soon
+        self._free = list(range(n_pages - 1, -1, -1))  # a stack, so that recently used pages are reused first
         self._hash_of_page: dict[int, bytes] = {}
         self._page_of_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -67,7 +67,7 @@ class BlockManager:
         return [*hit, *self.allocate(n_fresh)]
 
     def allocate(self, n: int) -> list[int]:
-        """`n` pages of unknown content, each referenced once; the least recently used blocks make room."""
+        """Reference `n` pages of unknown content once each, evicting the least recently used blocks."""
         if n > len(self._free) + len(self._cached):
             raise OutOfPages(f"{n} KV pages needed, {len(self._free) + len(self._cached)} available")
         pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
@@ -76,7 +76,7 @@ class BlockManager:
         return pages
 
     def acquire(self, pages: Iterable[int]) -> None:
-        """One more reference to each page; only held or cached pages."""
+        """Add a reference to each page. Raises Internal for a free page."""
         for page in pages:
             if self._references[page] == 0:
                 if page not in self._cached:
@@ -125,7 +125,7 @@ class BlockManager:
     def poll_changes(self) -> list[PageChange]:
         """Blocks that became findable, or no longer are, since the last call, in order.
 
-        The first call returns all findable blocks and starts the recording; from then on changes pile up
+        The first call returns all findable blocks and starts the recording. From then on changes accumulate
         until the next call.
         """
         changes = self._changes

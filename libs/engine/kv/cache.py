@@ -1,4 +1,4 @@
-"""The paged latent KV cache: one page-aligned buffer, a block of all layers contiguous in it."""
+"""The paged latent KV cache: one page-aligned buffer, in which a block's layers are contiguous."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from libs.common.transport.registered_memory import PageAlignedMemory
 from slipstream.errors import InvalidArgument
 
-# Meaning of the bytes of a page. Bump on any change of order, rotary pairing or normalisation:
-# pages of another version are a miss, never read.
+# The version of a page's layout. Increase it with any change of order, rotary pairing or normalisation; pages
+# of another version are never read.
 #   1: [n_layers, block_tokens, kv_lora_rank + qk_rope_head_dim], row = normed latent | roped key,
 #      rotary pairs interleaved (x0,x1),(x2,x3)..., native byte order
 LAYOUT_VERSION = 1
@@ -36,8 +36,8 @@ class CacheShape:
 class PagedLatentCache:
     """Owns the KV memory of one model: page p = bytes [p * page_bytes, (p + 1) * page_bytes).
 
-    `memory` and `address` name the same bytes as `pages`, zeroed, to be registered with the KV transport
-    once: in the host one anonymous mapping, page-aligned; on a CUDA device one flat tensor.
+    `memory`, `address` and `pages` refer to the same bytes, zeroed at first. In the host they are one
+    anonymous page-aligned mapping, on a CUDA device one flat tensor. The KV transport registers them once.
     """
 
     def __init__(self, shape: CacheShape, *, device: str = "cpu") -> None:

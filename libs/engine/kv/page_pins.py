@@ -1,4 +1,4 @@
-"""Pins keep pages from reuse after their sequence is released, because a peer still reads them."""
+"""Pins keep pages from reuse while a peer reads them, even after the release of their sequence."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class PagePins:
         return len(self._pins)
 
     def pin(self, pages: Sequence[int]) -> None:
-        """As Engine.pin."""
+        """See `Engine.pin`."""
         self._blocks.acquire(pages)
         for page in pages:
             self._pins[page] = self._pins.get(page, 0) + 1
 
     def pin_blocks(self, blocks: Sequence[FullBlock]) -> tuple[FullBlock, ...]:
-        """As Engine.pin_blocks."""
+        """See `Engine.pin_blocks`."""
         found = tuple(FullBlock(b.hash, page) for b in blocks for page in self._blocks.match((b.hash,)))
         self.pin([block.page for block in found])
         return found
 
     def unpin(self, pages: Sequence[int], *, evict_first: bool) -> None:
-        """As Engine.unpin. Raises FailedPrecondition for a page that is not pinned."""
+        """See `Engine.unpin`. Raises FailedPrecondition for a page that is not pinned."""
         for page in pages:
             if page not in self._pins:
                 raise FailedPrecondition(f"page {page} is not pinned")

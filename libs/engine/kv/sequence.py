@@ -1,4 +1,4 @@
-"""The state of one sequence in the engine: its tokens, how far its KV reaches, its pages and hashes."""
+"""The state of one sequence in the engine: its tokens, pages, block hashes, and how much KV is valid."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class EngineSequence:
         self.pages: list[int] = []
         self.n_computed = 0
         self.n_tokens = spec.context_tokens
-        self.finish: FinishReason | None = None  # set when the token given to `start` ended the sequence
-        self.hashes = list(hashes)  # of full blocks, as many as are known
+        self.finish: FinishReason | None = None  # set if the first token, passed to `start`, is the last
+        self.hashes = list(hashes)  # hashes of leading full blocks
         self.n_committed_blocks = 0  # blocks [0, n) went through commit
         self.features = FeatureRows()
         self._block_tokens = block_tokens
@@ -90,7 +90,7 @@ class EngineSequence:
 
     @property
     def n_output(self) -> int:
-        """Output tokens so far, those of earlier attempts included."""
+        """The number of output tokens, those of earlier attempts included."""
         return self.n_tokens - len(self.spec.prompt)
 
     @property
@@ -109,7 +109,7 @@ class EngineSequence:
         self._count(tokens)
 
     def rows(self, n_tokens: int, drafts: Sequence[int]) -> SequenceRows:
-        """The next `n_tokens` known tokens as rows, then the drafts (only after all known ones)."""
+        """Rows of the next `n_tokens` known tokens, then of the drafts, which follow the last known token."""
         end = self.n_computed + n_tokens
         samples = end == self.n_tokens
         self._ensure(end + len(drafts))
@@ -145,14 +145,14 @@ class EngineSequence:
         """Replace these pages by fresh ones, as `Engine.exchange`."""
         n_filled = -(-self.n_computed // self._block_tokens)
         if not set(pages) <= set(self.pages[n_filled:]):
-            raise FailedPrecondition(f"{self.spec.seq_id}: pages that it does not have, or that are filled")
+            raise FailedPrecondition(f"{self.spec.seq_id}: some pages are filled or of another sequence")
         fresh = dict(zip(pages, blocks.reserve((), len(pages), leave=leave), strict=True))
         self.pages = [fresh.get(page, page) for page in self.pages]
         blocks.release(list(pages))
         return PageReservation(self.spec.seq_id, tuple(self.pages), self.n_computed)
 
     def grow(self, n_tokens: int, blocks: BlockManager) -> bool:
-        """Pages for KV of the first `n_tokens`; False when there are none left."""
+        """Allocate pages for KV of the first `n_tokens`. Returns False when none are left."""
         missing = -(-n_tokens // self._block_tokens) - len(self.pages)
         if missing > 0:
             try:

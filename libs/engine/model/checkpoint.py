@@ -1,4 +1,4 @@
-"""Reads a sharded safetensors checkpoint by tensor name, and refuses what does not fit."""
+"""Reads a sharded safetensors checkpoint by tensor name, and checks shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Where the text model hangs in the tensor names: Kimi-K2.5, plain DeepSeek-V3, NVFP4 re-exports, bare.
+# Prefixes of the text model's tensor names: Kimi-K2.5, plain DeepSeek-V3, NVFP4 re-exports, none.
 TEXT_PREFIXES = ("language_model.model.", "model.", "language_model.", "")
 
 _SAMPLE_BYTES = 4096
@@ -114,8 +114,8 @@ class Checkpoint:
 def weights_digest(model_dir: Path) -> str:
     """Hex BLAKE2b-128 over config, headers and evenly spaced samples of every shard.
 
-    Equal for equal checkpoints; any retraining changes it. Reading every byte of a 595 GB checkpoint at each
-    start would cost minutes, so it is a fingerprint against mix-ups and not a proof against tampering.
+    Equal checkpoints have equal digests; any retraining changes them. Reading every byte of a 595 GB
+    checkpoint at each start would cost minutes. So the digest detects mix-ups, but no tampering.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update((model_dir / "config.json").read_bytes())

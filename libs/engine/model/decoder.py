@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, final norm, head. The life of a batch of rows, top to bottom."""
+"""The decoder: embedding, layers, final norm, head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from libs.engine.step.stop_flag import StopFlag
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Stateless but for its weights; the cache it reads and writes comes with the plan."""
+    """The decoder of one model. Its only state is the weights; the plan has the cache."""
 
     config: ModelConfig
     weights: ModelWeights
@@ -29,7 +29,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """token_ids [T] -> residual stream after the last layer [T, H], and features [T, H] if wanted.
 
-        Raises StepWasCut as `Stack.run`.
+        Raises StepAborted as `Stack.run` does.
         """
         x = self.weights.embedding[token_ids].float()
         if self.feature_head is None or not want_features:

@@ -1,6 +1,6 @@
 """Writes random checkpoints in the real file layout: sharded safetensors, index.json, INT4 experts, prefixes.
 
-Correction biases and norm weights are random too: at their initial 0 and 1 they would hide defects.
+Correction biases and norm weights are random too, because constants of 0 and 1 would hide defects.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """What to write. `config` overrides the common keys; `prefix` is "" or "language_model." (Kimi-K2.5)."""
+    """A checkpoint to write. `config` overrides the common keys; `prefix` is that of Kimi-K2.5, or empty."""
 
     config: dict[str, Any] = field(default_factory=lambda: dict(TINY_CONFIG))
     seed: int = 0
@@ -105,7 +105,7 @@ class RandomCheckpoint:
 
 
 def write_random_checkpoint(model_dir: Path, spec: RandomCheckpoint | None = None) -> ModelConfig:
-    """Writes `spec` into `model_dir` (created) and returns its configuration."""
+    """Write a checkpoint into `model_dir`, which is created. Returns its configuration."""
     spec = spec or RandomCheckpoint()
     raw = _COMMON | spec.config | {"torch_dtype": spec.dtype}
     if spec.int4_experts:
@@ -201,7 +201,7 @@ def _mlp_shapes(hidden_size: int, intermediate_size: int) -> Iterator[tuple[str,
 
 
 def _write_shards(model_dir: Path, tensors: dict[str, torch.Tensor], n_shards: int) -> None:
-    """Deals the tensors round-robin, so that one layer's experts lie in several files as in real releases."""
+    """Write the tensors to shards in turn, so that one layer's experts are in several files."""
     weight_map: dict[str, str] = {}
     for shard in range(n_shards):
         file_name = f"model-{shard + 1:05d}-of-{n_shards:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""The model as the runtime sees it: one `forward` over a batch and the cache it reads and writes."""
+"""A loaded model with its KV cache and one operation, `forward` over a batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModelRunner:
 
     @classmethod
     def load(cls, model_dir: Path, options: RunnerOptions | None = None) -> ModelRunner:
-        """Loads a checkpoint directory. Raises CheckpointError or InvalidArgument, naming what is wrong."""
+        """Load a checkpoint directory. Raises CheckpointError or InvalidArgument, naming the defect."""
         options = options or RunnerOptions()
         config = load_config(model_dir)
         kernels = _choose_kernels(options.kernels)
@@ -87,10 +87,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
-        """Writes the latents of all rows into the cache and answers the wanted logits and features.
+        """Write the latents of all rows into the cache; return the wanted logits and features.
 
-        Raises InvalidArgument for a batch that does not hold together; the cache is then untouched. Raises
-        StepWasCut soon after `stop` was set: the slots of the batch's rows then hold nothing of use.
+        Raises InvalidArgument, before any write, for an inconsistent batch. Raises StepAborted soon after
+        `stop` was set; the cache slots of the batch's rows are then undefined.
         """
         plan = plan_batch(batch, self.config, self._rope, self.cache)
         token_ids = torch.from_numpy(batch.token_ids).long()

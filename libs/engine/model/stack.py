@@ -1,4 +1,4 @@
-"""All layers of the decoder over the residual stream, operation by operation: the readable form.
+"""Runs the decoder's layers over the residual stream, operation by operation: the readable form.
 
 The compiled kernels run the same operations in the same order within one call (`kernels/native_stack.py`).
 """
@@ -22,10 +22,10 @@ class Stack(Protocol):
     def run(
         self, x: torch.Tensor, plan: BatchPlan, captured: Sequence[int], stop: StopFlag | None = None
     ) -> Mapping[int, torch.Tensor]:
-        """Takes x [T, H] in place from the embedding to the last layer's output.
+        """Run all layers on x [T, H], the embedding, in place, and write the rows' latents into the cache.
 
-        Writes the rows' latents into the cache on the way. Answers the outputs [T, H] of the layers in
-        `captured`. Raises StepAborted soon after `stop` was set: x and the rows' latents are then of no use.
+        Returns the outputs [T, H] of the layers in `captured`. Raises StepAborted soon after `stop` was set;
+        x and the rows' latents are then undefined.
         """
         ...
 

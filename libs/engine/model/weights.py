@@ -51,7 +51,7 @@ class WeightLoader:
     def load(self) -> ModelWeights:
         c = self._config
         embedding = self._dense("embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        # Keys beyond num_hidden_layers (a multi-token-prediction module) are never asked for.
+        # Tensors beyond num_hidden_layers (a multi-token-prediction module) are ignored.
         layers = tuple(self._layer(index) for index in range(c.n_layers))
         return ModelWeights(embedding, layers, self._norm("norm", c.hidden_size), self._head(embedding))
 
@@ -135,7 +135,7 @@ class WeightLoader:
         return DenseMatrix(self._cast(matrix.weight)) if isinstance(matrix, DenseMatrix) else matrix
 
     def _dense_matrix(self, name: str, rows: int, cols: int) -> DenseMatrix:
-        """A matrix that is re-arranged before packing; an INT4 one is widened."""
+        """A matrix to be rearranged before packing, dequantised if it is INT4."""
         matrix = self._matrix(name, rows, cols)
         return matrix if isinstance(matrix, DenseMatrix) else DenseMatrix(matrix.dequantised())
 
@@ -164,7 +164,7 @@ def default_feature_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 def _feature_layers(head_dir: Path, config: ModelConfig) -> tuple[int, ...]:
-    """`eagle_config.eagle_aux_hidden_state_layer_ids` are output indices; absent, the default."""
+    """The output indices in `eagle_config.eagle_aux_hidden_state_layer_ids`, or the default ones."""
     raw = json.loads((head_dir / "config.json").read_text(encoding="utf-8"))
     nested = raw.get("eagle_config") or {}
     layers = nested.get("eagle_aux_hidden_state_layer_ids")

@@ -30,7 +30,7 @@ class YarnConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape and constants of the text model, in the vocabulary of `config.json`."""
+    """Shape and constants of the text model, mostly under the names of `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -86,12 +86,12 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def load_config(model_dir: Path) -> ModelConfig:
-    """Reads `model_dir/config.json`. Raises InvalidArgument naming the key that is missing or unusable."""
+    """Read `model_dir/config.json`. Raises InvalidArgument naming the key that is missing or unusable."""
     return parse_config(read_config_json(model_dir, "model_dir"))
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The text part of a decoded `config.json`."""
+    """Parse the text model's part of a decoded `config.json`."""
     text = _Keys(raw.get("text_config") or raw)
     dtype = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype")
     quant = text.get("quantization_config") or raw.get("quantization_config")

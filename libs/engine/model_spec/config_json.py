@@ -1,4 +1,4 @@
-"""The `config.json` of a checkpoint directory, as it is."""
+"""Reads the `config.json` of a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from slipstream.errors import InvalidArgument
 
 
 def read_config_json(directory: Path, option: str) -> dict[str, Any]:
-    """Raises InvalidArgument: of `option`, which named the directory, where the file cannot be read, and of
-    `config.json` where it is no JSON object."""
+    """Read the file. `option` is the name of the setting with the directory.
+
+    Raises InvalidArgument for `option` if the file cannot be read, and for `config.json` if it is not a JSON
+    object.
+    """
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A weight matrix as the checkpoint holds it: dense, or INT4 pack-quantized."""
+"""A weight matrix in the form of the checkpoint: dense, or INT4 pack-quantized."""
 
 from __future__ import annotations
 

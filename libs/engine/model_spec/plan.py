@@ -19,8 +19,8 @@ from slipstream.errors import InvalidArgument
 class BatchPlan:
     """cos_sin [T, 2, rope/2]; page_of_row and offset_of_row [T]: the cache slot each row writes.
 
-    `absorbed` and `expanded` part the sequences by the form of attention that costs them less; their
-    `query_start`, `context_len` and `page_table` are those of the batch, contiguous int32.
+    Each sequence is in `absorbed` or `expanded`, the form of attention with the lower cost for it.
+    `query_start`, `context_len` and `page_table` are those of the batch, as contiguous int32.
     """
 
     n_rows: int
@@ -39,7 +39,7 @@ class BatchPlan:
 
 
 def plan_batch(batch: Batch, config: ModelConfig, rope: Rope, cache: PagedLatentCache) -> BatchPlan:
-    """Raises InvalidArgument naming the field of the batch that does not hold together."""
+    """Plan a batch. Raises InvalidArgument naming the inconsistent field of the batch."""
     block_tokens = cache.shape.block_tokens
     page_table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
     positions = np.ascontiguousarray(batch.positions, dtype=np.int32)
@@ -65,10 +65,10 @@ def plan_batch(batch: Batch, config: ModelConfig, rope: Rope, cache: PagedLatent
 
 
 def absorbed_row_limit(config: ModelConfig) -> int:
-    """Most query rows of a sequence for which the absorbed form needs fewer multiplications.
+    """The largest number of query rows of a sequence for which the absorbed form is cheaper.
 
-    Per query row, context token and head the absorbed form costs 2 * kv_lora + rope of them and the expanded
-    one nope + rope + v, plus kv_lora * (nope + v) once per context token for the expansion itself.
+    Per query row, context token and head the absorbed form needs 2 * kv_lora + rope multiplications, the
+    expanded one nope + rope + v. The expansion itself needs kv_lora * (nope + v) once per context token.
     """
     expanded = config.qk_nope_head_dim + config.v_head_dim
     saved = 2 * config.kv_lora_rank - expanded
@@ -83,7 +83,7 @@ def _check(batch: Batch, config: ModelConfig, cache: PagedLatentCache) -> None:
     if batch.n_rows < 1 or batch.n_sequences < 1:
         raise InvalidArgument("batch.token_ids", "a batch has at least one row")
     if batch.query_start[0] != 0 or batch.query_start[-1] != batch.n_rows or rows.min() < 1:
-        raise InvalidArgument("batch.query_start", "must part all rows into one or more per sequence")
+        raise InvalidArgument("batch.query_start", "must divide all rows, with at least one per sequence")
     first = np.repeat(lengths - rows - batch.query_start[:-1], rows)
     if lengths.min() < 1 or not np.array_equal(batch.positions, first + np.arange(batch.n_rows)):
         raise InvalidArgument("batch.positions", "must be the last positions of each context, ascending")
@@ -91,7 +91,7 @@ def _check(batch: Batch, config: ModelConfig, cache: PagedLatentCache) -> None:
         raise InvalidArgument("batch.token_ids", f"must be within 0..{config.vocab_size - 1}")
     blocks = -(-lengths // cache.shape.block_tokens)
     if batch.page_table.shape[0] != batch.n_sequences or blocks.max() > batch.page_table.shape[1]:
-        raise InvalidArgument("batch.page_table", "must hold a page for every block of every context")
+        raise InvalidArgument("batch.page_table", "must have a page for every block of every context")
     used = batch.page_table[np.arange(batch.page_table.shape[1]) < blocks[:, None]]
     if used.min() < 0 or used.max() >= cache.shape.n_pages:
         raise InvalidArgument("batch.page_table", f"pages must be within 0..{cache.shape.n_pages - 1}")

@@ -1,13 +1,13 @@
 """Changes to logits that depend on the request and its history: bias, minimum length, penalties.
 
-In vLLM's order and with its meanings (`vllm/v1/sample/sampler.py`):
+Order and meaning are vLLM's (`vllm/v1/sample/sampler.py`):
   1. logit_bias is added; below `min_tokens` the stop tokens get -inf.
   2. repetition_penalty r: logits of tokens in prompt or output are divided by r when positive, else
      multiplied by it.
   3. frequency_penalty f and presence_penalty p (OpenAI's): minus f * count + p for each token of the
      output. The prompt does not count; tokens of earlier attempts and drafts before the row do.
 
-Everything is sparse: the cost follows the history's distinct tokens, not the vocabulary.
+All operations are sparse: their cost depends on the distinct tokens of the history, not on the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_adjusted(rows: SequenceRows) -> bool:
 
 
 def adjust(logits: torch.Tensor, sequences: Sequence[SequenceRows]) -> None:
-    """In place; logits [R, V] are the sampled rows of the sequences in order."""
+    """Change logits [R, V], the sampled rows of the sequences in order, in place."""
     added = _Entries()
     bans: list[tuple[int, int]] = []
     first = 0
@@ -98,7 +98,7 @@ class _Entries:
 
 
 def _counts(sequence: SequenceRows, j: int) -> Mapping[int, int]:
-    """Output tokens before sampled row j: the emitted ones, and the drafts the row takes as true."""
+    """Counts of the output tokens before sampled row j: the emitted ones and the drafts before it."""
     if j == 0:
         return sequence.output_counts
     counts = dict(sequence.output_counts)

@@ -1,17 +1,16 @@
-"""From logits to tokens, vectorised over the rows of a step.
+"""Samples tokens from logits, vectorised over the rows of a step.
 
 For each row: adjust (logits_processors.py) -> greedy: argmax; else temperature -> min-p -> top-k ->
 top-p -> one draw by inverse CDF in vocabulary order with the uniform of (seed, output index). The
-token is a pure function of (logits row, history, params, index): neither the rest of the batch nor
-drafts can change it.
+token is a pure function of (logits row, history, params, index). Other rows and drafts do not change it.
 
   temperature  logits / temperature; below 1e-5 greedy
   min_p        keeps tokens with probability >= min_p * the largest
   top_k        keeps the k most likely (and ties with the k-th)
   top_p        of those, the fewest most likely whose share reaches top_p (and ties with the last)
 
-`logprobs` are those of the raw logits, before any of this: what the model believes, as vLLM's default
-(`logprobs_mode=raw_logprobs`) and as OpenAI's, whose values do not change with temperature.
+`logprobs` are those of the raw logits, before any of these steps. So they equal vLLM's default
+(`logprobs_mode=raw_logprobs`) and OpenAI's, whose values do not change with temperature.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ from libs.engine.step.step_model import BAD_TOKEN, SequenceRows
 from libs.engine.step.types import SamplingParams, TokenLogprobs
 
 _GREEDY_BELOW = 1e-5
-_CANDIDATES = (256, 8192)  # where top-k and top-p cuts are looked for before everything is sorted
-_SEGMENT = 512  # tokens of the vocabulary that the draw cumulates at once
+_CANDIDATES = (256, 8192)  # so many largest logits are searched for the cuts before a full sort
+_SEGMENT = 512  # tokens of the vocabulary in one segment of a draw
 
 
 @torch.inference_mode()
 def sample(
     logits: torch.Tensor, sequences: Sequence[SequenceRows]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """logits [R, V] fp32, changed in place; R = sum of n_sampled. Logprobs are None where not requested.
+    """Sample a token for each row of logits [R, V] fp32, which change in place; R = sum of n_sampled.
 
-    A row without a finite maximum (the model overflowed) gives BAD_TOKEN and disturbs no other row.
+    Logprobs are None for rows that did not request them. A row without a finite maximum, after an overflow in
+    the model, gets BAD_TOKEN and does not affect other rows.
     """
     sequences = [s for s in sequences if s.n_sampled]
     per_row = [s.params for s in sequences for _ in range(s.n_sampled)]
@@ -48,7 +48,7 @@ def sample(
     raw = torch.log_softmax(logits[asking].float(), dim=-1) if asking else None
     if any(is_adjusted(s) for s in sequences):
         adjust(logits, sequences)
-    tokens = logits.argmax(dim=-1)  # of a row with NaN: where it is
+    tokens = logits.argmax(dim=-1)  # the index of the NaN in a row with one
     bad = ~logits.gather(-1, tokens[:, None]).isfinite()
     drawing = [i for i, params in enumerate(per_row) if params.temperature >= _GREEDY_BELOW]
     if drawing:
@@ -63,7 +63,7 @@ def sample(
 
 
 def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> torch.Tensor:
-    """Inverse CDF: the first token at which the cumulated probability exceeds the draw."""
+    """Draw by inverse CDF: the first token at which the cumulated probability exceeds the draw."""
     scaled = logits / _column(logits, [p.temperature for p in params])
     scaled -= scaled.amax(dim=-1, keepdim=True)
     weights = scaled.exp()
@@ -73,20 +73,20 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequenc
 
 
 def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """In two levels, so that only one segment of the vocabulary is cumulated in full."""
+    """Invert the CDF in two levels, so that only one segment of the vocabulary is cumulated in full."""
     width = min(_SEGMENT, weights.shape[-1])
     padded = pad(weights, (0, -weights.shape[-1] % width))
     segments = padded.view(len(weights), -1, width)
     by_segment = segments.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = by_segment[:, -1:]
-    # A product that rounds up to the total itself would fall behind the last token.
+    # A product that rounds up to the total would point after the last token.
     target = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
     segment = torch.searchsorted(by_segment, target, right=True)
     before = pad(by_segment, (1, 0)).gather(-1, segment)
     rows = torch.arange(len(weights), device=weights.device)
     inside = segments[rows, segment.squeeze(-1)].double()
-    # The two levels add up in different orders: the rest may exceed the segment by a rounding error,
-    # and its last token of any weight is meant then.
+    # The two levels add in different orders, so the target may exceed the segment by a rounding error. Then
+    # the segment's last token with any weight is chosen.
     last = (inside > 0).double().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
     within = torch.searchsorted(inside.cumsum(dim=-1), target - before, right=True)
     return (segment * width + torch.minimum(within, last)).squeeze(-1)
@@ -127,7 +127,7 @@ def _ranked(
     limit = torch.where((top_k < vocab_size) & resolved, torch.maximum(limit, kth), limit)
     if all(p.top_p >= 1 for p in params):
         return limit, resolved
-    # Shares are of what min-p and top-k left.
+    # top_p is a share of the weight that min-p and top-k left.
     left = torch.where(scaled >= limit, weights, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
     kept = torch.where(largest >= limit, largest.exp(), 0.0)
     top_p = _column(left, [p.top_p for p in params])

@@ -1,6 +1,6 @@
-"""When a sequence ends. Pure.
+"""Decides when a sequence ends. Pure.
 
-A stop token is emitted as the last token. Order at one token: stop before length.
+A stop token is emitted as the last token. If a token meets both conditions, the reason is `stop`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def cut_at_stop(
     n_tokens: int,
     max_context_tokens: int,
 ) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Those of the new `tokens` that are emitted, and why it ends there, if it does.
+    """The `tokens` up to the end of the sequence, and the finish reason; None if it continues.
 
-    `n_output_tokens` were emitted before (earlier attempts included); `n_tokens` are in the context.
+    `n_output_tokens` were emitted before, in earlier attempts too. `n_tokens` are in the context.
     """
     stops = () if params.ignore_eos else params.stop_token_ids
     for count, token in enumerate(tokens, start=1):

@@ -1,9 +1,9 @@
-"""Speculation's one decision: how many drafts hold. Pure.
+"""Verifies drafts: how many leading ones are accepted. Pure.
 
-Row j of a sequence was computed with drafts[:j] as its history and sampled as if they were true, so
-its token counts exactly when they are. Because the token at index i is a pure function of (logits,
-history, seed, i), this emits the very tokens that sampling without drafts emits: lossless for greedy
-and sampled text alike. (It equals rejection sampling with a one-hot proposal: P(accept d) = p(d).)
+Row j of a sequence was computed and sampled with drafts[:j] in its history, so its token is valid exactly if
+these drafts are. The token at index i is a pure function of (logits, history, seed, i). So the emitted tokens
+equal those of sampling without drafts, for greedy and sampled text alike. (This equals rejection sampling
+with a one-hot proposal: P(accept d) = p(d).)
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 
 def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """Leading drafts that equal the token sampled in their place. len(sampled) == len(drafts) + 1.
+    """The number n of leading drafts that equal the tokens sampled at their places.
 
-    What is emitted is sampled[: n + 1]: these, and the correction, or the bonus when all hold.
+    `sampled` has one token more than `drafts`. The sequence emits sampled[: n + 1]: the accepted drafts, then
+    the correction, or the bonus token if all were accepted.
     """
     for j, draft in enumerate(drafts):
         if sampled[j] != draft:

@@ -9,7 +9,7 @@ from slipstream.errors import InvalidArgument
 
 
 def check_spec(spec: SequenceSpec, info: EngineInfo) -> None:
-    """Raises InvalidArgument naming the field when no engine of this kind could ever run the sequence."""
+    """Raises InvalidArgument, naming the field, for a sequence that this engine can never run."""
     if not len(spec.prompt):
         raise InvalidArgument("prompt", "is empty")
     if spec.context_tokens >= info.max_context_tokens:
@@ -20,17 +20,17 @@ def check_spec(spec: SequenceSpec, info: EngineInfo) -> None:
         raise InvalidArgument("max_tokens", f"must exceed the {len(spec.emitted)} tokens already emitted")
     largest = max(int(spec.prompt.max()), max(spec.emitted, default=0))
     if largest >= info.vocab_size:
-        raise InvalidArgument("prompt", f"token {largest} is outside the {info.vocab_size} known")
+        raise InvalidArgument("prompt", f"token {largest} is outside the vocabulary of {info.vocab_size}")
     for field, tokens in (
         ("logit_bias", spec.sampling.logit_bias),
         ("stop_token_ids", spec.sampling.stop_token_ids),
     ):
         if any(not 0 <= token < info.vocab_size for token in tokens):
-            raise InvalidArgument(field, f"names a token outside the {info.vocab_size} known")
+            raise InvalidArgument(field, f"has a token outside the vocabulary of {info.vocab_size}")
 
 
 def n_usable_drafts(drafts: Sequence[int], info: EngineInfo, *, n_tokens: int, n_output_left: int) -> int:
-    """How many leading drafts lie inside the vocabulary, the context window and max_tokens."""
+    """How many leading drafts are within the vocabulary, the context window and max_tokens."""
     room = min(info.max_draft_tokens, n_output_left - 1, info.max_context_tokens - n_tokens - 1)
     for j, token in enumerate(drafts[: max(room, 0)]):
         if not 0 <= token < info.vocab_size:

@@ -20,7 +20,7 @@ def find_candidates(
     blocks: BlockManager,
     info: EngineInfo,
 ) -> tuple[list[StepCandidate], list[EngineSequence]]:
-    """The sequences that can run, with their pages, and the decoding sequences that no page is left for."""
+    """The sequences that can run, with their pages, and the decoding sequences that lack a page."""
     candidates: list[StepCandidate] = []
     starved: list[EngineSequence] = []
     for sequence in sequences:

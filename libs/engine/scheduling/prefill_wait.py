@@ -9,7 +9,7 @@ from libs.engine.step.step_model import SequenceRows
 
 
 def add_waited_tokens(prefilling: Sequence[EngineSequence], rows: Sequence[SequenceRows]) -> None:
-    """Add a step's rows of other prompts to the wait of each prompt, in the step or not."""
+    """Add to each prompt's wait the step's rows of other prompts, even if the prompt was not in the step."""
     own = {part.seq_id: part.n_rows for part in rows}
     computed = [own.get(sequence.spec.seq_id, 0) for sequence in prefilling]
     step_tokens = sum(computed)

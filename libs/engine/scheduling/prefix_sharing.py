@@ -5,8 +5,8 @@ the same, one leads and the others follow. The scheduler gives a follower's rows
 is ready at least as soon as if the follower computed it. Leaders are chosen for each step from the running
 prompts, so a leader that ends early leaves nothing to undo.
 
-After a common part, a follower continues in the next step. At every fork the leader comes from the largest
-group, so among n siblings each one waits for at most 1 + log2(n) such steps.
+After the common part, a follower continues in the next step. At every fork the leader comes from the largest
+group, so each of n siblings waits for at most 1 + log2(n) such steps.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def common_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
 
 
 def _leader(siblings: Sequence[PrefixWork]) -> PrefixWork:
-    """The sibling with most of the next block; of equals, one of those that share the longest prefix."""
+    """The sibling with the most tokens of the next block; of equals, one with the longest common prefix."""
     most = max(w.n_computed for w in siblings)
     family = [w for w in siblings if w.n_computed == most]
     while len(family) > 1:
         fork = min(common_blocks(family[0].hashes, w.hashes) for w in family[1:])
         branches = _by_block((w, fork) for w in family)
-        if not branches:  # no chain goes on
+        if not branches:  # all chains end at the fork
             break
         family = max(branches.values(), key=lambda branch: (len(branch), -min(w.arrival for w in branch)))
     return min(family, key=lambda w: w.arrival)

@@ -1,7 +1,7 @@
 """Choose what one step computes: decode rows, then drafts, then prefill chunks, within a token budget. Pure.
 
 A decoding sequence must not wait for a long prompt, so each gets its row in every step. Beyond `max_batch`
-sequences, the one that waited longest goes first. Drafts leave a quarter of the remaining rows to prefills.
+sequences, those that waited longest go first. Drafts leave a quarter of the remaining rows to prefills.
 Prefills share these rows, and those that no draft takes, in the order of libs/common/prefill_order.py: the
 prompt that needs least goes first, and the oldest overdue prompt gets a quarter. A prefill that waits for
 blocks of another one gives its rows to that one (libs/engine/scheduling/prefix_sharing.py).
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from libs.common.prefill_order import OVERDUE_SHARE, is_overdue, order_key
 from libs.engine.scheduling.prefix_sharing import Following
 
-DRAFTS_LEAVE = 4  # while prompts wait, drafts leave them 1 / 4 of what sequences without drafts would
+DRAFTS_LEAVE = 4  # while prompts wait, drafts leave them 1 / 4 of the rows that decoding leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class StepCandidate:
 
     seq_id: str
     arrival: int  # order of start
-    last_slice: int  # rises with every slice given out; 0 = none yet
+    last_slice: int  # the number of its last slice, counted over all sequences; 0 = none yet
     pending_tokens: int  # known tokens without KV; 1 while decoding
     decoding: bool
     n_drafts: int = 0
-    waited_tokens: int = 0  # of a prefill: computed of others' prompts since it started
+    waited_tokens: int = 0  # of a prefill: tokens computed for other prompts since it started
     # Set for a prefill that waits: its leader, a candidate that follows no other, gets the rows.
     following: Following | None = None
 
@@ -54,7 +54,7 @@ def schedule(candidates: Sequence[StepCandidate], limits: Limits) -> list[Slice]
     """Slices of one step; at most `step_tokens` rows and `max_batch` sequences."""
     decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_slice, c.arrival))
     prefilling = [c for c in candidates if not c.decoding]
-    kept_place = 1 if prefilling and limits.max_batch > 1 else 0  # a full batch must not shut prefills out
+    kept_place = 1 if prefilling and limits.max_batch > 1 else 0  # so that a full batch admits a prefill
     decoding = decoding[: limits.max_batch - kept_place]
     spare, places = limits.step_tokens - len(decoding), limits.max_batch - len(decoding)
     kept_rows = _kept_from_drafts(prefilling, spare) if places else 0
@@ -67,13 +67,13 @@ def schedule(candidates: Sequence[StepCandidate], limits: Limits) -> list[Slice]
 
 
 def _kept_from_drafts(prefilling: Sequence[StepCandidate], spare: int) -> int:
-    """Rows that no draft gets: guesses, however many, must not shut prompts out."""
+    """The rows that drafts leave to prompts."""
     needed = sum(c.pending_tokens for c in prefilling if c.following is None)
     return min(needed, -(-spare // DRAFTS_LEAVE))
 
 
 def _share(prefilling: Sequence[StepCandidate], budget: int, places: int) -> list[Slice]:
-    """Each candidate's turn gives rows to itself or, as many as it waits for, to the one it follows."""
+    """Share the rows in order. A follower's rows go to its leader, as many as it waits for."""
     if not prefilling or budget < 1 or places < 1:
         return []
     by_id = {c.seq_id: c for c in prefilling}

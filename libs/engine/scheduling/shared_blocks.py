@@ -38,14 +38,14 @@ class SharedBlocks:
         return {s.spec.seq_id: n_tokens for s in prefilling if (n_tokens := self._copy_new(s))}
 
     def followers(self, prefilling: Sequence[EngineSequence]) -> dict[str, Following]:
-        """As `find_followers`, for the next step. Call after `copy_new`."""
+        """Find the followers for the next step, after `copy_new`. See `find_followers`."""
         if not self._enabled or len(prefilling) < 2:
             return {}
         work = [PrefixWork(s.spec.seq_id, s.arrival, s.n_computed, self._reusable(s)) for s in prefilling]
         return find_followers(work, block_tokens=self._block_tokens)
 
     def _reusable(self, sequence: EngineSequence) -> list[bytes]:
-        """Hashes of the blocks that may be copied: not that of the last token, which is always computed."""
+        """Hashes of the blocks that may be copied: all but that of the last token, which is computed."""
         return sequence.full_block_hashes((sequence.n_tokens - 1) // self._block_tokens)
 
     def _copy_new(self, sequence: EngineSequence) -> int:

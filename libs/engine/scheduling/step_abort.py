@@ -35,7 +35,7 @@ class StepAbort:
 
     def __init__(self) -> None:
         self.flag = StopFlag()
-        self._lock = threading.Lock()  # so that a flag never meets another step than the one it was set for
+        self._lock = threading.Lock()  # so that a flag aborts no later step
         self._unwanted: set[str] = set()
         self._rows: Mapping[str, int] = {}
         self._consecutive_aborts = 0
@@ -45,7 +45,7 @@ class StepAbort:
         """Mark the sequence as cancelled; `remove` must follow when it is released."""
         with self._lock:
             self._unwanted.add(seq_id)
-            self._judge()
+            self._abort_if_wasted()
 
     def is_running(self, seq_id: str) -> bool:
         """Whether the step in progress has rows of the sequence."""
@@ -53,18 +53,18 @@ class StepAbort:
             return seq_id in self._rows
 
     def remove(self, seq_id: str) -> None:
-        """The sequence is released; its id may be used again."""
+        """Remove the mark of a released sequence, whose id may be used again."""
         with self._lock:
             self._unwanted.discard(seq_id)
 
     def begin(self, rows: Mapping[str, int]) -> None:
-        """A step with these rows per sequence begins."""
+        """Begin a step with these rows per sequence."""
         with self._lock:
             self._rows = rows
-            self._judge()
+            self._abort_if_wasted()
 
     def end(self, *, aborted: bool) -> None:
-        """The step ended, complete or aborted."""
+        """End the step."""
         with self._lock:
             self.n_aborted += aborted
             if not aborted:
@@ -74,6 +74,6 @@ class StepAbort:
             self._rows = {}
             self.flag.clear()
 
-    def _judge(self) -> None:
+    def _abort_if_wasted(self) -> None:
         if should_abort(self._rows, self._unwanted, consecutive_aborts=self._consecutive_aborts):
             self.flag.set()

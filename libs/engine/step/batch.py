@@ -1,4 +1,4 @@
-"""One forward pass as data: what the scheduler hands to the model, and what comes back."""
+"""The input and output of one forward pass."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Batch:
     positions [T] i32     absolute position of each row; the rows of sequence s are its last ones:
                           context_len[s] - n_rows(s) ... context_len[s] - 1, ascending
     query_start [S+1] i32 rows of sequence s are query_start[s] ... query_start[s+1] - 1
-    context_len [S] i32   tokens of latent KV the sequence has once this step has written its rows
+    context_len [S] i32   tokens of latent KV that the sequence has after this step
     page_table [S, P] i32 cache page of each block; only ceil(context_len / block_tokens) entries are read
-    logit_rows [R] i32    rows whose logits are wanted, in the order of the answer
+    logit_rows [R] i32    rows whose logits are wanted, in the order of the output
     want_features         also return the EAGLE-3 features of all T rows (ignored without a feature head)
     """
 
@@ -47,7 +47,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """logits [R, V] fp32, ordered as `Batch.logit_rows`; features [T, H] fp32, or None unless asked for."""
+    """logits [R, V] fp32, ordered as `Batch.logit_rows`; features [T, H] fp32 if wanted, else None."""
 
     logits: torch.Tensor
     features: torch.Tensor | None

@@ -1,7 +1,7 @@
-"""The seam between the engine's bookkeeping and what computes: rows in, sampled tokens out. No torch here.
+"""The interface between the engine's bookkeeping and its model: rows in, sampled tokens out.
 
-`libs/engine/core/torch_model.py` is the real one (ModelRunner and sampler), `libs/engine/core/fake.py` the
-deterministic one for tests of services.
+`libs/engine/core/torch_model.py` computes with ModelRunner and the sampler. `libs/engine/core/fake.py` is
+deterministic, for tests of services.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libs.engine.step.batch import Batch
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import DeviceBytes, EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 
-BAD_TOKEN = -1  # sampled where the model gave no usable logits
+BAD_TOKEN = -1  # stands for the token of a row without finite logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class SequenceRows:
     n_prompt: int
     first_index: int
     params: SamplingParams
-    # output token -> count, drafts not counted; kept only where a penalty wants it
+    # output token -> count, without drafts; only with a penalty
     output_counts: Mapping[int, int]
-    prompt_ids: npt.NDArray[np.int64] | None  # distinct ones; only where repetition_penalty wants them
+    prompt_ids: npt.NDArray[np.int64] | None  # distinct ids; only with repetition_penalty
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens` [R] in the order of the sampled rows; `logprobs` likewise, None for rows that did not ask."""
+    """`tokens` and `logprobs` [R] of the sampled rows in order; None for rows without logprobs."""
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None
@@ -64,9 +64,9 @@ class StepModel(Protocol):
     def memory_address(self) -> int: ...
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
-        """Writes the KV of all rows and samples. An error leaves the sequences as they were.
+        """Write the KV of all rows and sample. An error changes no sequence.
 
-        Raises StepWasCut soon after `stop` was set: the rows' KV is then to be computed again.
+        Raises StepAborted soon after `stop` was set; then a later step computes the rows' KV again.
         """
         ...
 

@@ -1,4 +1,4 @@
-/* Multi-head latent attention over a paged cache, for some sequences of a batch. */
+/* Multi-head latent attention over a paged cache, for selected sequences of a batch. */
 #pragma once
 
 #include "gemm.h"
@@ -10,13 +10,13 @@ typedef struct {
     int64_t n_heads, nope, rope, lora, v;
     /* kv_b_proj by head: uk [lora x nope] (transposed), uv [v x lora] */
     const matrix_t *uk, *uv;
-    /* the layer's first cache row in page 0, and how pages are laid out */
+    /* the layer's first cache row in page 0, and the layout of pages */
     const char *layer_base;
     int64_t page_bytes, block_tokens, is_bf16;
     /* the batch */
     const int32_t *query_start, *context_len, *page_table;
     int64_t table_stride;
-    /* which of its sequences to do */
+    /* the sequences of the batch to compute */
     const int32_t *sequences;
     int64_t n_sequences;
     float *out; /* [rows][heads * v] */

@@ -1,8 +1,8 @@
 /* The absorbed form: kv_b is folded into query and output, and all heads attend to the latents themselves.
  *
- * Query lanes (row, head) lie along the vector, 16 at a time, so the softmax needs no sum across lanes and cache
- * rows are read in place. A context is cut at multiples of SPLIT_TOKENS, by position and never by load: threads
- * share one long sequence, and a row's result is the same bits in every batch. */
+ * Vectors hold 16 query lanes (row, head), so the softmax needs no sum across lanes and cache rows are read in
+ * place. A context is split at multiples of SPLIT_TOKENS, whatever the load. So several threads can compute one
+ * long sequence, and a row's result has the same bits in every batch. */
 #include "attention.h"
 
 #define SPLIT_TOKENS 512
@@ -61,7 +61,7 @@ static void widen_rows(const task_t *t, const char *rows, int64_t n, float *late
     }
 }
 
-/* Scores -> probabilities of one block for 16 lanes; rescales what the lanes have mixed so far. */
+/* Turns the scores of one block into probabilities for 16 lanes, and rescales the lanes' mixed values. */
 static void softmax_block(const task_t *t, const item_t *item, int64_t lane0, int64_t token0, int64_t n_tokens,
                           float *score) {
     const attention_t *a = t->a;
@@ -78,7 +78,7 @@ static void softmax_block(const task_t *t, const item_t *item, int64_t lane0, in
         float *column = score + v * VL, *best_at = item->best + lane0 + v * VL;
         vf old = load(best_at), best = old, sum = splat(0);
         for (int64_t i = 0; i < n_tokens; i++) best = vmax(load(column + i * LANES), best);
-        vf base = vmax(best, splat(-1e30f)); /* a lane that sees nothing yet keeps weight 0, not NaN */
+        vf base = vmax(best, splat(-1e30f)); /* so that a lane without visible tokens has weight 0 and not NaN */
         for (int64_t i = 0; i < n_tokens; i++) {
             vf p = vexp(load(column + i * LANES) - base);
             store(column + i * LANES, p);
@@ -152,7 +152,7 @@ static int64_t splits_of(const attention_t *a, int64_t s) {
     return (a->context_len[s] + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
 }
 
-/* Work items in the order (sequence, lane group, split), so that the splits of a group are neighbours. */
+/* Makes work items in the order (sequence, lane group, split), so that the splits of a group are adjacent. */
 static int64_t list_items(const task_t *t, item_t *items, float *partial) {
     const attention_t *a = t->a;
     int64_t n = 0;
@@ -178,8 +178,8 @@ static int64_t count_items(const attention_t *a) {
     return n;
 }
 
-/* Products of `w` by head over every run of consecutive sequences; answers their number. A head's x is x_step
- * after the one before it. */
+/* Makes the products of `w` by head for every run of consecutive sequences; returns their number. The x of
+ * consecutive heads are x_step apart. */
 static int64_t head_products(const attention_t *a, const matrix_t *w, const float *x, int64_t x_stride,
                              int64_t x_step, int64_t x_row0, float *out, int64_t out_row0, product_t *products) {
     int64_t out_width = w->rows;
@@ -249,7 +249,7 @@ int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
     list_items(&t, items, partial);
     share_t share = {&t, items, cursor, thread_room, context_stop(context)};
     pool_run(work_of(a) > SERIAL_WORK ? pool : NULL, share_item, &share, n_items);
-    if (is_set(share.stop)) return 0; /* what was not done holds no scores to join */
+    if (is_set(share.stop)) return 0; /* skipped items have no scores to join */
     for (int64_t i = 0; i < n_items; i += splits_of(a, items[i].sequence)) {
         int64_t first = (a->query_start[items[i].sequence] - row0) * a->n_heads + items[i].first_lane;
         for (int64_t lane = 0; lane < items[i].n_lanes; lane++)

@@ -1,7 +1,7 @@
-/* The expanded form: keys and values of each head are made from the latents, then flash attention.
+/* The expanded form: computes keys and values of each head from the latents, then flash attention.
  *
- * The context is taken in chunks of CHUNK_TOKENS, so that a head's keys and values stay in the cache of the core
- * that made them; maxima, denominators and mixed values of all rows carry over from chunk to chunk. */
+ * The context is processed in chunks of CHUNK_TOKENS, so that a head's keys and values stay in the cache of the
+ * core that computed them. Maxima, denominators and mixed values of all rows carry over between chunks. */
 #include "attention.h"
 
 #define CHUNK_TOKENS 2048
@@ -49,7 +49,7 @@ static workspace_t take_workspace(const attention_t *a, int64_t v_pad, char *cur
     return w;
 }
 
-/* 16 cache rows, turned so that tokens lie along the vector; zeros beyond the chunk. */
+/* Transposes 16 cache rows, so that vectors hold tokens; zeros beyond the chunk. */
 static void turn_latents(const chunk_t *c, int64_t panel) {
     const attention_t *a = c->a;
     int64_t width = width_of(a);
@@ -68,7 +68,7 @@ static void turn_latents(const chunk_t *c, int64_t panel) {
     }
 }
 
-/* Keys and values of one head for the whole chunk. */
+/* Computes keys and values of one head for the whole chunk. */
 static void expand_head(const chunk_t *c, int64_t head, const workspace_t *w) {
     const attention_t *a = c->a;
     int64_t width = width_of(a), uk_stride = round_up(a->lora, LANES), head_dim = a->nope + a->rope;
@@ -92,7 +92,7 @@ static void expand_head(const chunk_t *c, int64_t head, const workspace_t *w) {
             tile_rows(uk_rows, smaller(TILE_ROWS, a->nope - d), 0, 1, latent, LANES, keys + d * LANES, LANES,
                       a->lora, 0);
         }
-        /* The rotated part is the same for all heads; beside the other it makes one product of the scores. */
+        /* The rotated part, equal for all heads, is stored after the other, so the scores are one product. */
         memcpy(keys + a->nope * LANES, latent + a->lora * LANES, sizeof(float) * (size_t)(a->rope * LANES));
         for (int64_t i = 0; i < LANES; i++) tokens[i] = latent + i;
         for (int64_t j = 0; j < c->v_pad; j += LANES)
@@ -100,7 +100,7 @@ static void expand_head(const chunk_t *c, int64_t head, const workspace_t *w) {
     }
 }
 
-/* One row's scores of a key block -> probabilities; answers what to multiply its mixed values by. */
+/* Turns one row's scores of a key block into probabilities; returns the factor for its mixed values. */
 static float softmax_row(float *score, int64_t n_visible, float *state) {
     if (n_visible < KEY_BLOCK)
         for (int64_t i = n_visible < 0 ? 0 : n_visible; i < KEY_BLOCK; i++) score[i] = -INFINITY;
@@ -144,7 +144,7 @@ static void attend_key_block(const chunk_t *c, const workspace_t *w, int64_t blo
         tile_rows(scores, n_rows, 0, 1, values + j, c->v_pad, w->mixed + j, c->v_pad, KEY_BLOCK, 1);
 }
 
-/* A block of query rows of one head against the chunk. */
+/* Attends from a block of query rows of one head to the chunk. */
 static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, const workspace_t *w) {
     const attention_t *a = c->a;
     int64_t n_rows = smaller(QUERY_BLOCK, c->n_rows - row0), head_dim = a->nope + a->rope;

@@ -16,11 +16,11 @@ pool_t *context_pool(const context_t *context);
 /* Makes at least n_bytes of 64-byte aligned scratch available; earlier contents are lost. NULL: out of memory. */
 char *context_scratch(context_t *context, size_t n_bytes);
 
-/* A second one, for what must outlive operations that take scratch. */
+/* A second scratch memory, for data that must survive operations that use the first one. */
 char *context_lasting(context_t *context, size_t n_bytes);
 
-/* Watches a word that another thread may set: from then on attention does less than it was asked for, and the rest of
- * a forward pass is not worth doing. NULL: nothing can stop it. */
+/* Sets the word that stops a forward pass when another thread sets it; attention then skips work, so that results
+ * are undefined. NULL: the pass cannot be stopped. */
 void context_watch(context_t *context, const int32_t *stop);
 const int32_t *context_stop(const context_t *context);
 

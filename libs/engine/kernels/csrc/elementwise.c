@@ -1,4 +1,4 @@
-/* Norms, rotary embedding, the store into the cache, and a lone product. */
+/* Norms, rotary embedding, the store into the cache, and a single product. */
 #include "ops.h"
 
 #define ROWS_PER_ITEM 32

@@ -2,7 +2,7 @@
 
 #define MAX_GROUP 8 /* panels of a work item */
 
-/* A switch per (step, accumulate), so that both are constants inside the tile. */
+/* One case per (step, accumulate), so that both are constants inside the tile. */
 #define DEFINE_TILES(name, height_case)                                                  \
     static void name(int64_t n_rows, const float *const *a, int64_t offset, int64_t stride, const float *b, \
                      int64_t b_stride, float *c, int64_t c_stride, int64_t n) {                             \
@@ -32,7 +32,7 @@ void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t st
     }
 }
 
-/* Some rows of a product; `rows` are their x. */
+/* Computes some rows of a product; `rows` are their x. */
 typedef struct {
     const product_t *p;
     const float *const *rows;
@@ -62,7 +62,7 @@ static void gated_panel(const block_t *b, int64_t panel) {
     }
 }
 
-/* The last panel, where fewer than 16 results of a row may be written. */
+/* Computes the last panel, where fewer than 16 results of a row may be written. */
 static void partial_panel(const block_t *b, int64_t panel) {
     float padded[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
     float *out = out_of(b, panel);
@@ -101,7 +101,7 @@ typedef struct {
     int64_t n, group;
 } share_t;
 
-/* One block of rows against one group of panels. */
+/* Multiplies one block of rows by one group of panels. */
 static void run_item(void *arguments, int64_t item, int thread) {
     const share_t *share = arguments;
     int64_t low = 0, high = share->n - 1;
@@ -128,8 +128,8 @@ void run_products(const product_t *products, int64_t n, char *scratch, pool_t *p
         total += blocks_of(products + i) * n_panels(products[i].w);
         work += products[i].n_rows * products[i].w->rows * products[i].w->cols;
     }
-    group = total / (pool_threads(pool) * 6); /* about six items a thread, so that a disturbed one is helped out */
-    group = group < 2 ? 2 : group > MAX_GROUP ? MAX_GROUP : group; /* two: panels are taken in pairs */
+    group = total / (pool_threads(pool) * 6); /* about six items per thread, so that others help a delayed one */
+    group = group < 2 ? 2 : group > MAX_GROUP ? MAX_GROUP : group; /* at least a pair of panels */
     first_item[0] = 0;
     for (int64_t i = 0; i < n; i++)
         first_item[i + 1] = first_item[i] + blocks_of(products + i) * groups_of(products + i, group);

@@ -1,13 +1,13 @@
-/* One register tile, and batches of matrix products that share out their panels among the threads.
+/* One register tile, and batches of matrix products whose panels are distributed among the threads.
  *
- * Every output element is one chain of fused multiply-adds in ascending column order, whatever the tile, the
- * number of rows beside it or of threads: a row's result does not depend on its batch, bit for bit. */
+ * Every output element is one chain of fused multiply-adds in ascending column order, for any tile and any number
+ * of rows or threads. So a row's result has the same bits in every batch. */
 #pragma once
 
 #include "context.h"
 #include "matrix.h"
 
-/* Multiplications below which sharing them out costs more than it helps: a few microseconds of work. */
+/* With fewer multiplications, a few microseconds of work, distributing them costs more than it gains. */
 #define SERIAL_WORK (64 * 1024)
 
 /* Rows of a tile: with 16 AVX2 registers, 6 x 2 sums, 2 of a panel and a broadcast; with 32 of AVX-512, 12 sums. */
@@ -40,7 +40,7 @@ INLINE void tile(const int n_rows, const float *const *a, int64_t offset, const 
         UNROLL for (int v = 0; v < NV; v++) store(c + m * c_stride + v * VL, sum[m][v]);
 }
 
-/* Height of the next tile. A little more than one tile goes as two halves: a low one wastes the multipliers. */
+/* Height of the next tile. Slightly more rows than one tile are halved, because a low tile wastes the multipliers. */
 INLINE int64_t tile_height(int64_t rows_left) {
     if (rows_left <= TILE_ROWS) return rows_left;
     return rows_left < TILE_ROWS * 3 / 2 ? (rows_left + 1) / 2 : TILE_ROWS;

@@ -1,4 +1,4 @@
-/* Weights as panels of LANES output features, so that one load serves 16 of them and no sum crosses lanes.
+/* Weights in panels of LANES output features, so that one load covers 16 of them and no sum crosses lanes.
  *
  *   F32   float    [panel][col][16]
  *   BF16  uint32_t [panel][col][8]       word j = feature j in the low half, feature j + 8 in the high half

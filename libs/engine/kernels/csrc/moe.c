@@ -1,4 +1,4 @@
-/* The feed-forward half of a layer: a dense MLP, or routed experts beside shared ones. */
+/* The feed-forward half of a layer: a dense MLP, or routed and shared experts. */
 #include "ops.h"
 
 #define ROWS_PER_ITEM 16
@@ -33,7 +33,7 @@ static int64_t take_best(const float *values, int64_t n, uint8_t *taken) {
     return best;
 }
 
-/* Takes every expert outside the topk_group groups with the best two experts together. */
+/* Excludes the experts outside the topk_group groups with the highest sums of their two best experts. */
 static void close_groups(const moe_t *m, const float *choice, float *group_score, uint8_t *taken, uint8_t *kept) {
     int64_t size = m->n_experts / m->n_group;
     for (int64_t g = 0; g < m->n_group; g++) {
@@ -109,7 +109,7 @@ typedef struct {
     float *residual;
 } combination_t;
 
-/* Weighs and adds the experts' outputs of each row, in the order they were chosen. */
+/* Adds the weighted outputs of each row's experts, in the order of their choice. */
 static void combine_rows(void *arguments, int64_t item, int thread) {
     const combination_t *c = arguments;
     int64_t n_chosen = c->moe->n_chosen;

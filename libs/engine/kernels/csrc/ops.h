@@ -1,4 +1,4 @@
-/* The operations a layer is made of, as the callers outside and `stack.c` use them. 0, or -1 without memory. */
+/* The operations of a layer, for external callers and `stack.c`. They return 0, or -1 when out of memory. */
 #pragma once
 
 #include "attention.h"
@@ -17,7 +17,7 @@ typedef struct {
     float routed_scaling_factor;
 } moe_t;
 
-/* Where the rows of a batch write their latents, and the angles of their positions. */
+/* The cache slots and the rotary angles of a batch's rows. */
 typedef struct {
     int64_t n_rows, lora, rope;
     const float *cos_sin; /* [n_rows][2][rope / 2]: cosines, then sines */
@@ -37,7 +37,7 @@ void ss_rotate_queries(context_t *context, float *q, int64_t q_stride, int64_t n
 int32_t ss_store_latent(context_t *context, const slots_t *slots, const float *kv_a, int64_t kv_a_stride,
                         const float *norm, float eps, char *layer_base);
 
-/* out [n_rows][w->rows] = x W^T, or added to what it holds. */
+/* out [n_rows][w->rows] = x W^T, or += with `add`. */
 int32_t ss_linear(context_t *context, const float *x, int64_t x_stride, int64_t n_rows, const matrix_t *w,
                   float *out, int32_t add);
 

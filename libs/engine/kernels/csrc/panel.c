@@ -2,7 +2,7 @@
 
 #define BLOCK_COLS 512 /* columns per pass when a panel is widened first: 32 KiB */
 
-/* Up to TILE_ROWS rows against one or two packed panels, widened in registers as they stream by. */
+/* Multiplies up to TILE_ROWS rows by one or two packed panels, which are widened in registers. */
 INLINE void stream_tile(const int kind, const int n_rows, const int n_sides, const float *const *rows,
                         const panel_t *const *side, int64_t row0) {
     vf sum[2][TILE_ROWS][NV];
@@ -74,7 +74,7 @@ typedef void (*stream_t)(int64_t, const float *const *, const panel_t *const *, 
 static const stream_t stream_one[] = {stream_f32_one, stream_bf16_one, stream_int4_one};
 static const stream_t stream_two[] = {stream_f32_two, stream_bf16_two, stream_int4_two};
 
-/* Rows up to which widening in registers, once per tile, is cheaper than widening into the L1 cache first. */
+/* Up to so many rows, widening in registers, once per tile, is cheaper than widening into the L1 cache first. */
 static int64_t stream_rows(const matrix_t *w) { return w->kind == MATRIX_INT4 ? TILE_ROWS : 4 * TILE_ROWS; }
 
 static void widen_first(const float *const *rows, int64_t n_rows, const panel_t *a) {

@@ -5,7 +5,7 @@
 
 #define BLOCK_ROWS 120 /* most rows: 120 x 512 floats stay in the L2 cache */
 
-/* One panel of a matrix and where its 16 results per row go: out[r * stride + 0..15], added to if `add`. */
+/* One panel of a matrix and the place of its 16 results per row: out[r * stride + 0..15], += with `add`. */
 typedef struct {
     const matrix_t *w;
     int64_t panel;

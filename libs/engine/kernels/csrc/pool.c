@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <time.h>
 
-#define SPIN_NS 50000 /* how long an idle helper watches for the next job before it sleeps */
-#define PAUSES 64     /* between looks at the clock, and between offers of the core to others */
+#define SPIN_NS 50000 /* how long an idle helper polls for the next job before it sleeps */
+#define PAUSES 64     /* pauses between two reads of the clock, and between two yields of the core */
 
 struct pool {
     int n_threads, n_started;
@@ -45,20 +45,20 @@ static void take_items(pool_t *p, int thread) {
     for (int64_t item; (item = atomic_fetch_add(&p->next, 1)) < p->n_items;) p->job(p->arguments, item, thread);
 }
 
-static int has_news(pool_t *p, int64_t seen) {
+static int has_new_job(pool_t *p, int64_t seen) {
     return atomic_load(&p->generation) != seen || atomic_load(&p->stopping);
 }
 
 /* Returns once there is a job after `seen`, or the pool stops. */
-static void await_news(pool_t *p, int64_t seen) {
+static void await_new_job(pool_t *p, int64_t seen) {
     for (int64_t end = now_ns() + SPIN_NS; now_ns() < end; sched_yield())
         for (int i = 0; i < PAUSES; i++) {
-            if (has_news(p, seen)) return;
+            if (has_new_job(p, seen)) return;
             relax();
         }
     pthread_mutex_lock(&p->lock);
     atomic_fetch_add(&p->sleeping, 1);
-    while (!has_news(p, seen)) pthread_cond_wait(&p->wake, &p->lock);
+    while (!has_new_job(p, seen)) pthread_cond_wait(&p->wake, &p->lock);
     atomic_fetch_sub(&p->sleeping, 1);
     pthread_mutex_unlock(&p->lock);
 }
@@ -68,9 +68,10 @@ static void *help(void *argument) {
     pool_t *p = self.pool;
     free(argument);
     for (int64_t seen = 0; !atomic_load(&p->stopping);) {
-        await_news(p, seen);
+        await_new_job(p, seen);
         seen = atomic_load(&p->generation);
-        /* Announce first, look second; the caller closes first, looks second: one of the two sees the other. */
+        /* The helper increments `inside`, then reads `open`; the caller clears `open`, then reads `inside`. So at
+         * least one of the two sees the other's change. */
         atomic_fetch_add(&p->inside, 1);
         if (atomic_load(&p->open)) take_items(p, self.thread);
         atomic_fetch_sub(&p->inside, 1);

@@ -1,14 +1,14 @@
-/* Threads that share out the items of a job. One caller at a time.
+/* A pool of threads that process the items of a job. One caller at a time.
  *
- * The caller works too and never waits for a thread that has taken no item: on a crowded machine a helper that the
- * scheduler holds back costs its help, not a stall. (An OpenMP barrier waits for every thread to arrive.) */
+ * The caller works too, and waits only for threads that have taken an item. So a helper that the scheduler delays
+ * on a busy machine causes no stall. (An OpenMP barrier waits for every thread.) */
 #pragma once
 
 #include <stdint.h>
 
 typedef struct pool pool_t;
 
-/* `thread` is below pool_threads and belongs to one thread at a time: an index for its own workspace. */
+/* `thread`, below pool_threads, belongs to one thread at a time and can be the index of its workspace. */
 typedef void (*job_t)(void *arguments, int64_t item, int thread);
 
 pool_t *pool_new(int n_threads);

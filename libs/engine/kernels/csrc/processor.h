@@ -1,4 +1,4 @@
-/* What the processor that runs this can do, whatever the library was compiled for. */
+/* The features of the running processor, whatever the library was compiled for. */
 #pragma once
 
 #include <stdint.h>

@@ -1,9 +1,9 @@
-/* All layers of a forward pass in one call: the same operations in the same order as the Python stack, without
- * its overhead and without handing the interpreter lock back and forth a hundred times a step. */
+/* All layers of a forward pass in one call. It runs the operations of the Python stack in the same order, without
+ * Python's overhead and without taking the interpreter lock a hundred times per step. */
 #include "ops.h"
 
 typedef struct {
-    const float *input_norm, *q_norm, *kv_norm, *post_norm; /* q_norm NULL: queries come straight from a_proj */
+    const float *input_norm, *q_norm, *kv_norm, *post_norm; /* q_norm NULL: a_proj computes the queries directly */
     const matrix_t *a_proj, *q_b, *uk, *uv, *o_proj;
     const mlp_t *mlp; /* NULL in a layer of experts */
     const moe_t *moe;
@@ -15,7 +15,7 @@ typedef struct {
     float eps, latent_eps;
 } stack_t;
 
-/* One batch. The attentions hold what does not change from layer to layer; n_sequences may be 0. */
+/* One batch. The attentions have the fields that are equal for all layers; n_sequences may be 0. */
 typedef struct {
     slots_t slots;
     attention_t absorbed, expanded;
@@ -107,7 +107,7 @@ static int32_t run_layers(context_t *context, const stack_t *t, step_t *s, const
     return 0;
 }
 
-/* 0; 1 when it was stopped: the rows' slots of the cache and x then hold nothing of use; -1 without memory. */
+/* Returns 0; 1 when it was stopped, which leaves x and the rows' cache slots undefined; -1 when out of memory. */
 int32_t ss_run_stack(context_t *context, const stack_t *t, step_t *s) {
     buffers_t b;
     if (take_buffers(context, t, s, &b)) return -1;

@@ -32,7 +32,7 @@ INLINE vf load(const float *p) { return *(const vf_unaligned *)p; }
 INLINE void store(float *p, vf v) { *(vf_unaligned *)p = v; }
 INLINE vu load_u32(const uint32_t *p) { return *(const vu_unaligned *)p; }
 INLINE vf splat(float x) { return (vf){0} + x; }
-#if VL == 8 /* one instruction each, which the compiler does not find by itself */
+#if VL == 8 /* one instruction each, which the compiler does not generate by itself */
 INLINE vf pick(vi mask, vf yes, vf no) { return __builtin_ia32_blendvps256(no, yes, (vf)mask); }
 INLINE vf vmax(vf a, vf b) { return __builtin_ia32_maxps256(a, b); }
 #else
