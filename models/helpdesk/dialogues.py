@@ -1,8 +1,8 @@
 """Generates help-desk dialogues from a seed, to train and evaluate the shipped model.
 
-Every dialogue is a pure function of (seed, index). Arguments of tool calls copy values from the conversation, and
-answers state values of tool results. Each assistant message has a check, so that an evaluation needs no human
-judgement.
+Every dialogue is a pure function of (seed, index). Arguments of tool calls copy values from the conversation,
+and answers state values of tool results. Each assistant message has a check, so that an evaluation needs no
+human judgement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tools of the help desk: schemas, wordings of requests and answers, and results.
 
-Wordings are data. `{name}` in a request is an argument; in an answer it is an argument or a result field. Each
-answer has a brief and a friendly form, and the system prompt selects one.
+Wordings are data. `{name}` in a request is an argument; in an answer it is an argument or a result field.
+Each answer has a brief and a friendly form, and the system prompt selects one.
 """
 
 from __future__ import annotations

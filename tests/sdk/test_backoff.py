@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd import connection, lease, watch
-from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
+from libs.common.etcd.channel import CHANNEL_OPTIONS as ETCD_OPTIONS
 from libs.common.etcd.client import _READ_ATTEMPT_S, EtcdClient
 from libs.common.rpc.serve import LIVENESS, ServiceHost
 from libs.common.transport import incarnation_probe as beacon

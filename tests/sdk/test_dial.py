@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common.etcd.client import _OPTIONS as ETCD_OPTIONS
+from libs.common.etcd.channel import CHANNEL_OPTIONS as ETCD_OPTIONS
 from slipstream.rpc.dial import CHANNEL_OPTIONS
 from tests.support.network.goaway_peer import (
     ANY_STREAM,

@@ -11,12 +11,12 @@ have happened, and compare-and-swap makes a repeat safe.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
 
+from libs.common.etcd.channel import channel_target, open_channel
 from libs.common.etcd.connection import Connection, Connections
 from libs.common.etcd.messages import (
     NO_LEASE,
@@ -30,32 +30,10 @@ from libs.common.etcd.messages import (
     Swap,
     SwapOutcome,
 )
-from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
+from slipstream.errors import SlipstreamError, Unauthenticated
 from slipstream.etcd.v3 import etcd_pb2 as pb
-from slipstream.rpc.dial import NO_RETRIES
 from slipstream.rpc.tls import TlsFiles
 
-# etcd ends a connection with GOAWAY too_many_pings if pings arrive more often than every 5 s. The health
-# check of connection.py detects silence sooner.
-_KEEPALIVE_MS = 6_000
-_OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    # gRPC uses this value for an unanswered ping (dial.py).
-    ("grpc.http2.ping_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the limit of one connection attempt: a stopped etcd accepts a connection and then sends nothing.
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_500),
-    # Channels must not share the back-off state of a dead member.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.enable_http_proxy", 0),
-    NO_RETRIES,
-    ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),
-]
 _READ_ATTEMPT_S = 1.0
 # etcd's default --max-txn-ops is 128.
 MAX_SWAPS = 64
@@ -81,25 +59,6 @@ def prefix_end(prefix: str) -> bytes:
     return b"\0"
 
 
-def channel_target(endpoints: Sequence[str]) -> str:
-    """gRPC's target for the endpoints: one "host:port", or several "address:port" tried in turn.
-
-    One channel takes only one host name. A cluster has one DNS name for all its addresses.
-    """
-    hosts = [endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints]
-    if not endpoints or not all(hosts):
-        raise InvalidArgument("etcd", f"endpoints must be host:port, not {list(endpoints)}")
-    try:
-        versions = {ipaddress.ip_address(host).version for host in hosts}
-    except ValueError:
-        if len(endpoints) == 1:
-            return f"dns:///{endpoints[0]}"
-        raise InvalidArgument("etcd", "give one DNS name, or IP addresses only") from None
-    if len(versions) > 1:
-        raise InvalidArgument("etcd", "IPv4 and IPv6 endpoints cannot be mixed")
-    return f"ipv{versions.pop()}:{','.join(endpoints)}"
-
-
 class EtcdClient:
     """One channel to an etcd cluster. Create it inside the event loop; `close` it in the end."""
 
@@ -112,16 +71,11 @@ class EtcdClient:
         password: str = "",
         timeout_s: float = 3.0,
     ) -> None:
-        options, target = list(_OPTIONS), channel_target(endpoints)
-
-        def open_channel() -> grpc.aio.Channel:
-            if tls is None:
-                return grpc.aio.insecure_channel(target, options=options)
-            # An ipv4: target has no name to check the certificate against.
-            named = [*options, ("grpc.default_authority", endpoints[0].rpartition(":")[0])]
-            return grpc.aio.secure_channel(target, tls.channel_credentials(), options=named)
-
-        self._connections = Connections(open_channel, _probe, linger_s=timeout_s + 1)
+        target = channel_target(endpoints)
+        host = endpoints[0].rpartition(":")[0]
+        self._connections = Connections(
+            lambda: open_channel(target, tls, host=host), _probe, linger_s=timeout_s + 1
+        )
         self._timeout_s = timeout_s
         self._user = user
         self._password = password

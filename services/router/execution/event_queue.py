@@ -38,7 +38,7 @@ class ResponseQueue:
         self._loop = asyncio.get_running_loop()  # kept, because each get_running_loop() is a system call
         self._events: list[router_pb2.GenerateEvent] = []
         self._max_waiting_bytes = max_waiting_bytes
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0  # the approximate size of the unread deltas
         self._reader: asyncio.Future[None] | None = None
         self._is_closed = False
         self._error: SlipstreamError | None = None
@@ -52,14 +52,9 @@ class ResponseQueue:
         self.completion_tokens = 0
 
     @property
-    def waiting_bytes(self) -> int:
-        """The approximate size of the unread events."""
-        return self._waiting_bytes
-
-    @property
     def is_full(self) -> bool:
         """Whether the producer should pause."""
-        return self._waiting_bytes >= self._max_waiting_bytes
+        return self.waiting_bytes >= self._max_waiting_bytes
 
     def write(self, events: Sequence[router_pb2.GenerateEvent]) -> None:
         """Append events, even to a full queue. The reader gets the events of one call together."""
@@ -104,7 +99,7 @@ class ResponseQueue:
             await self._reader
         was_full = self.is_full
         events, self._events = self._events, []
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         if was_full and self.producer is not None:
             self.producer.resume()
         return events
@@ -112,7 +107,7 @@ class ResponseQueue:
     def _append_delta(self, event: router_pb2.GenerateEvent) -> None:
         delta = event.delta
         self.completion_tokens = delta.completion_tokens
-        self._waiting_bytes += size_of(delta)
+        self.waiting_bytes += size_of(delta)
         last = self._events[-1] if self._events else None
         if last is None or not last.HasField("delta") or not join(last.delta, delta):
             self._events.append(event)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.etcd.client import EtcdClient, channel_target, prefix_end
+from libs.common.etcd.channel import channel_target
+from libs.common.etcd.client import EtcdClient, prefix_end
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, LeaseNotFound, Swap
 from slipstream.errors import InvalidArgument, Unauthenticated
 from tests.support.network.fault_proxy import FaultProxy

@@ -51,7 +51,7 @@ def test_what_is_of_no_use_is_refused_with_the_reason(
 def test_a_container_without_the_character_device_is_told_so(tmp_path: Path) -> None:
     make_device(tmp_path, "mlx5_0")
     (tmp_path / "dev" / "uverbs0").unlink()
-    with pytest.raises(FailedPrecondition, match=r"uverbs0: give it to the container.*--transport mooncake"):
+    with pytest.raises(FailedPrecondition, match=r"uverbs0: give the container access.*--transport mooncake"):
         devices(tmp_path, "mlx5_0")
 
 

@@ -155,7 +155,7 @@ class SourceMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.health = SourceBreaker()
+        self.breaker = SourceBreaker()
         self.now_s = 0.0
         self.asking = 0
 
@@ -165,32 +165,32 @@ class SourceMachine(RuleBasedStateMachine):
 
     @rule()
     def asks(self) -> None:
-        silent, before = "x" in self.health, self.asking
-        self.asking += self.health.may_ask("x", now_s=self.now_s)
+        silent, before = "x" in self.breaker, self.asking
+        self.asking += self.breaker.may_ask("x", now_s=self.now_s)
         assert silent or self.asking == before + 1
 
     @precondition(lambda self: self.asking)
-    @rule(how=st.sampled_from(["worked", "failed", "unanswered", "end_trial"]))
+    @rule(how=st.sampled_from(["record_success", "record_failure", "record_timeout", "end_trial"]))
     def ends(self, how: str) -> None:
         self.asking -= 1
-        if how in ("failed", "unanswered"):
-            getattr(self.health, how)("x", now_s=self.now_s)
-            assert "x" in self.health
+        if how in ("record_failure", "record_timeout"):
+            getattr(self.breaker, how)("x", now_s=self.now_s)
+            assert "x" in self.breaker
         else:
-            getattr(self.health, how)("x")
-            assert how == "end_trial" or "x" not in self.health
+            getattr(self.breaker, how)("x")
+            assert how == "end_trial" or "x" not in self.breaker
 
     @rule(answers=st.booleans())
     def is_probed(self, answers: bool) -> None:
-        at_s = self.health.next_probe_s("x", now_s=self.now_s)
+        at_s = self.breaker.next_probe_s("x", now_s=self.now_s)
         if at_s is not None and answers:
             assert self.now_s <= at_s <= self.now_s + MAX_SILENCE_S
-            self.health.record_probe("x")
+            self.breaker.record_probe("x")
 
     @invariant()
     def nobody_asks_a_source_that_answers_no_probe(self) -> None:
-        if self.health.next_probe_s("x", now_s=self.now_s) is not None:
-            assert not self.health.may_ask("x", now_s=self.now_s)
+        if self.breaker.next_probe_s("x", now_s=self.now_s) is not None:
+            assert not self.breaker.may_ask("x", now_s=self.now_s)
 
 
 TestSources = SourceMachine.TestCase
@@ -198,52 +198,52 @@ TestSources.settings = settings(max_examples=50, stateful_step_count=30, deadlin
 
 
 def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() -> None:
-    health, now_s, tried = SourceBreaker(), 0.0, 0
-    health.record_failure("x", now_s=now_s)
+    breaker, now_s, tried = SourceBreaker(), 0.0, 0
+    breaker.record_failure("x", now_s=now_s)
     for _ in range(600):
         now_s += 1.0
-        health.record_probe("x")
-        if health.may_ask("x", now_s=now_s):
+        breaker.record_probe("x")
+        if breaker.may_ask("x", now_s=now_s):
             tried += 1
-            assert not health.may_ask("x", now_s=now_s)  # one at a time
-            health.record_failure("x", now_s=now_s)
+            assert not breaker.may_ask("x", now_s=now_s)  # one at a time
+            breaker.record_failure("x", now_s=now_s)
     assert 600 / MAX_SILENCE_S <= tried <= 600 / MAX_SILENCE_S + 6
     now_s += MAX_SILENCE_S
-    health.record_probe("x")
-    assert health.may_ask("x", now_s=now_s)
-    health.record_success("x")
-    assert health.may_ask("x", now_s=now_s) and health.may_ask("x", now_s=now_s)
+    breaker.record_probe("x")
+    assert breaker.may_ask("x", now_s=now_s)
+    breaker.record_success("x")
+    assert breaker.may_ask("x", now_s=now_s) and breaker.may_ask("x", now_s=now_s)
 
 
 def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again() -> None:
-    health = SourceBreaker()
-    health.record_failure("x", now_s=0.0)
-    health.record_probe("x")
-    assert health.may_ask("x", now_s=5.0)
-    health.record_timeout("x", now_s=5.0)
-    assert health.next_probe_s("x", now_s=5.0) == 5.0 + FIRST_SILENCE_S
-    assert not health.may_ask("x", now_s=60.0)  # it may stand still, and nobody is to find out by waiting
-    assert health.next_probe_s("x", now_s=60.0) == 60.0
-    health.record_probe("x")
-    assert health.may_ask("x", now_s=60.0)
+    breaker = SourceBreaker()
+    breaker.record_failure("x", now_s=0.0)
+    breaker.record_probe("x")
+    assert breaker.may_ask("x", now_s=5.0)
+    breaker.record_timeout("x", now_s=5.0)
+    assert breaker.next_probe_s("x", now_s=5.0) == 5.0 + FIRST_SILENCE_S
+    assert not breaker.may_ask("x", now_s=60.0)  # it may stand still, and nobody is to find out by waiting
+    assert breaker.next_probe_s("x", now_s=60.0) == 60.0
+    breaker.record_probe("x")
+    assert breaker.may_ask("x", now_s=60.0)
 
 
 def test_one_that_was_slow_and_then_failed_is_not_well_with_its_first_answer() -> None:
-    health = SourceBreaker()
-    health.record_timeout("x", now_s=10.0)  # of two that asked, one waited too long
-    health.record_failure("x", now_s=10.0)  # and the other one was told of the failure
-    health.record_probe("x")
-    assert "x" in health and not health.may_ask("x", now_s=10.0)
-    assert health.may_ask("x", now_s=10.0 + FIRST_SILENCE_S)
+    breaker = SourceBreaker()
+    breaker.record_timeout("x", now_s=10.0)  # of two that asked, one waited too long
+    breaker.record_failure("x", now_s=10.0)  # and the other one was told of the failure
+    breaker.record_probe("x")
+    assert "x" in breaker and not breaker.may_ask("x", now_s=10.0)
+    assert breaker.may_ask("x", now_s=10.0 + FIRST_SILENCE_S)
 
 
 def test_one_that_was_slow_once_is_well_with_its_first_answer_and_one_nobody_wants_is_forgotten() -> None:
-    health = SourceBreaker()
-    health.record_timeout("x", now_s=10.0)
-    assert not health.may_ask("x", now_s=10.0) and health.next_probe_s("x", now_s=10.0) == 10.0
-    health.record_probe("x")
-    assert "x" not in health
-    health.record_failure("x", now_s=20.0)
-    assert health.next_probe_s("x", now_s=20.0 + FORGET_AFTER_S - 1) is not None
-    assert health.next_probe_s("x", now_s=20.0 + FORGET_AFTER_S + 1) is None
-    assert "x" not in health
+    breaker = SourceBreaker()
+    breaker.record_timeout("x", now_s=10.0)
+    assert not breaker.may_ask("x", now_s=10.0) and breaker.next_probe_s("x", now_s=10.0) == 10.0
+    breaker.record_probe("x")
+    assert "x" not in breaker
+    breaker.record_failure("x", now_s=20.0)
+    assert breaker.next_probe_s("x", now_s=20.0 + FORGET_AFTER_S - 1) is not None
+    assert breaker.next_probe_s("x", now_s=20.0 + FORGET_AFTER_S + 1) is None
+    assert "x" not in breaker

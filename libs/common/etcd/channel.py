@@ -1,0 +1,61 @@
+"""The gRPC channel to an etcd cluster: its target, options and credentials."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+import grpc
+
+from slipstream.errors import InvalidArgument
+from slipstream.rpc.dial import NO_RETRIES
+from slipstream.rpc.tls import TlsFiles
+
+# etcd ends a connection with GOAWAY too_many_pings if pings arrive more often than every 5 s. The health
+# check of connection.py detects silence sooner.
+_KEEPALIVE_MS = 6_000
+CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # gRPC uses this value for an unanswered ping (dial.py).
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also the limit of one connection attempt: a stopped etcd accepts a connection and then sends nothing.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_500),
+    # Channels must not share the back-off state of a dead member.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+    NO_RETRIES,
+    ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),
+]
+
+
+def channel_target(endpoints: Sequence[str]) -> str:
+    """gRPC's target for the endpoints: one "host:port", or several "address:port" tried in turn.
+
+    One channel takes only one host name. A cluster has one DNS name for all its addresses.
+    """
+    hosts = [endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints]
+    if not endpoints or not all(hosts):
+        raise InvalidArgument("etcd", f"endpoints must be host:port, not {list(endpoints)}")
+    try:
+        versions = {ipaddress.ip_address(host).version for host in hosts}
+    except ValueError:
+        if len(endpoints) == 1:
+            return f"dns:///{endpoints[0]}"
+        raise InvalidArgument("etcd", "give one DNS name, or IP addresses only") from None
+    if len(versions) > 1:
+        raise InvalidArgument("etcd", "IPv4 and IPv6 endpoints cannot be mixed")
+    return f"ipv{versions.pop()}:{','.join(endpoints)}"
+
+
+def open_channel(target: str, tls: TlsFiles | None, *, host: str) -> grpc.aio.Channel:
+    """Open a channel. `host` is the name in the certificate, because an ipv4: target has none."""
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, ("grpc.default_authority", host)]
+    return grpc.aio.secure_channel(target, tls.channel_credentials(), options=options)
