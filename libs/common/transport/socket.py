@@ -35,7 +35,7 @@ class SocketTransport(PeerTransport[SocketPeer]):
     def _register(self, region: Region) -> None:
         if region.location != HOST:
             raise TransferRefused(
-                f"sockets move memory of the host only, because the kernel cannot read {region.location}: use "
+                f"sockets move memory of the host only, as the kernel cannot read {region.location}: use "
                 "--transport rdma or mooncake, with a Mooncake built with CUDA"
             )
 

@@ -1,4 +1,4 @@
-"""Where the KV of each prompt prefix is, by what workers report and what was just sent to them. Pure.
+"""Which holders have the KV of a prompt prefix, from their reports and from recent placements. Pure.
 
 Must not import other packages of the router, nor anything that does I/O.
 """

@@ -1,7 +1,7 @@
 """A node of block keys, and which holders have which of its blocks. Pure.
 
-Confirmed blocks, which a holder reported, are bits of an int. Predicted blocks, which a holder will have once
-it has processed a prompt that it was sent, are a number of leading blocks and an expiry time.
+Confirmed blocks, which a holder reported, are bits of an int. Predicted blocks, which a holder will have
+after it has processed its prompts, are a number of leading blocks and an expiry time.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class BlockNode(RadixNode):
                 self.set_predicted(claims, tuple([each for each in predictions if each[1] > now_s]))
 
     def drop_claims(self) -> None:
-        """Remove this node, which is about to go, from what its holders have."""
+        """Remove this node from its holders' claims, before its removal from the tree."""
         for confirmed, bits in self.confirmed.items():
             confirmed.n_blocks -= bits.bit_count()
             confirmed.nodes.discard(self)

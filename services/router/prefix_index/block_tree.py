@@ -24,7 +24,7 @@ from slipstream.errors import Internal
 # A block's number in the table: the number of its node, then its position in its chain or detached node.
 _POSITION_BITS = 24
 _POSITION = (1 << _POSITION_BITS) - 1
-# Checking a node, or removing a departed holder from it, takes as long as removing so many blocks.
+# Checking a node, or removing a departed holder from it, costs as much as removing this many blocks.
 NODE_COST_BLOCKS = 8
 
 
@@ -153,7 +153,7 @@ class BlockTree(RadixTree[BlockNode]):
         return n_removed
 
     def _swap_numbers(self, a: BlockNode, b: BlockNode) -> None:
-        """So that the blocks of the longer of two nodes keep their numbers in the table."""
+        """Swap the numbers of two nodes, so that the blocks of the longer one keep theirs in the table."""
         a.number, b.number = b.number, a.number
         self._nodes[a.number], self._nodes[b.number] = a, b
 

@@ -1,7 +1,7 @@
-"""When to check nodes of the index again, to the second. Pure.
+"""A queue of index nodes to check again, by the second. Pure.
 
-A node stands only in the list of its second and is removed by one deletion. So no stale entries pile up,
-however many nodes there are and however often their times change.
+A node is only in the list of its second, and one deletion removes it. So stale entries never accumulate, for
+any number of nodes and of changes of their times.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ExpiryQueue:
         return node
 
     def contains(self, node: BlockNode) -> bool:
-        """Whether the node stands where its `due_s` says."""
+        """Whether the node is in the list of its `due_s`."""
         return node.due_s is None or node in self._nodes.get(node.due_s, ())
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ _RECORD_BYTES = 16  # the key, and the number as little-endian u64
 # Records in a bucket, on average: more take longer to search, fewer waste memory on objects.
 _BUCKET_RECORDS = 32
 _GROWN_TOGETHER = 16  # buckets split in one step, because each call of numpy has a fixed cost
-_FEW = 4  # keys: up to so many a loop is faster than numpy
+_FEW = 4  # for at most this many keys a loop is faster than numpy
 _SHRINK_BELOW = _BUCKET_RECORDS * 3 // 4
 
 _number = int.from_bytes
@@ -87,7 +87,7 @@ class HashTable:
         return _number(bucket[at + KEY_BYTES : at + _RECORD_BYTES], "little")
 
     def put_all(self, keys: bytes, first: int) -> list[tuple[int, int]]:
-        """Give consecutive numbers, from `first` on, to packed keys.
+        """Map packed keys to consecutive numbers from `first` on.
 
         Returns the index and the previous number of each key that had one.
         """

@@ -1,12 +1,12 @@
-"""Where the KV of a prompt's prefix is: blocks that workers reported, and blocks just sent to them. Pure.
+"""The index of KV blocks: which holders have how much of a prompt, confirmed or predicted. Pure.
 
-Both are a holder's claims on blocks of chains (radix_forest.py); a block that several holders have is one
-entry with a bit for each. Routing predicts entries, which are valid until the worker's events confirm them
-or they expire, so that requests of one burst with a common prefix go to the same worker.
+Both kinds are a holder's claims on blocks of chains (radix_forest.py). A block that several holders have is
+one entry with a bit for each. A placement predicts entries, so that requests of one burst with a common
+prefix go to the same worker. Predictions are valid until the worker's events confirm them or they expire.
 
-A holder may have a block without the blocks before it, as stores do: its prefix ends before the first
-missing block. Blocks that the index evicts for lack of memory count as held by no worker. A wrong entry costs
-time and never correctness.
+A holder, such as a kvstore, may have a block without the blocks before it. Its prefix match ends before the
+first missing block. Blocks that the index evicts for lack of memory count as missing everywhere. A wrong
+entry costs time and never correctness.
 """
 
 from __future__ import annotations

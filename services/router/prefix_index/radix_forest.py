@@ -1,4 +1,4 @@
-"""Blocks of chains that holders have or are about to have, in a radix tree for each tenant. Pure.
+"""The blocks of chains that holders have or will have, in a radix tree for each tenant. Pure.
 
 A block's hash identifies all blocks before it (docs/block-hash.md), so a chain is found by its last known
 block. Holders report blocks by their hashes alone: blocks that no prompt has contained yet lie in detached
@@ -26,7 +26,7 @@ from services.router.prefix_index.hash_table import (
 )
 
 _MAX_DETACHED_BLOCKS = 256  # of one detached node
-# A detached node with fewer than one block in so many left gives them to a node shared with others.
+# A detached node with less than 1 / _MIN_FILL of its blocks left passes them to a shared node.
 _MIN_FILL = 8
 # Blocks that a prediction cleans up, beyond twice those that it adds.
 _CLEANED_BLOCKS = 64
@@ -62,7 +62,7 @@ class RadixForest:
         self.lru = self.tree.lru
         # Claims of departed holders that nodes still refer to.
         self._departed: deque[ConfirmedBlocks | PredictedBlocks] = deque()
-        self._gathered: BlockNode | None = None  # the detached node that takes the rest of others
+        self._gathered: BlockNode | None = None  # the detached node for the remaining blocks of others
         # The last lookup: the hashes, their number then, the tree's version, the path.
         self._last: tuple[Sequence[bytes], int, int, ChainPath] = ((), 0, 0, ChainPath())
 
@@ -102,7 +102,7 @@ class RadixForest:
         self._make_room(path.nodes, tenant)
 
     def _known(self, hashes: Sequence[bytes]) -> ChainPath:
-        """The path of a chain; a request looks one chain up and then predicts it once or twice."""
+        """The path of a chain. The last one is cached, as a request looks a chain up and then predicts it."""
         same, length, version, path = self._last
         if hashes is same and length == len(hashes) and version == self.tree.version:
             return path
@@ -162,7 +162,7 @@ class RadixForest:
         self.lru.resize(node)
 
     def _gather(self, source: BlockNode) -> None:
-        """Move the few blocks that are left of a detached node to one that takes the rest of several."""
+        """Move the few blocks that are left of a detached node to a shared detached node."""
         left = 0
         for bits in source.confirmed.values():
             left |= bits

@@ -1,4 +1,4 @@
-"""What a client asks for: request types, validation, and the way from text to token ids. Pure.
+"""A client's request: its types, its validation, and its encoding from text to token ids. Pure.
 
 Must not import other packages of the router, nor anything that does I/O.
 """

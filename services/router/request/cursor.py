@@ -16,9 +16,9 @@ class PromptCursor(RadixCursor[MessageNode]):
     __slots__ = ()
 
     def follow(self, messages: Sequence[Any], first: int, *, kept_from: int) -> int:
-        """Advance by the known raw messages of a request from its `first` on.
+        """Advance along the known raw messages of a request from its `first` on.
 
-        Returns the index of the first unknown one. Reasoning is rendered from message `kept_from` on.
+        Returns the index of the first unknown message. Reasoning is rendered from message `kept_from` on.
         """
         while first < len(messages):
             node = self.path[-1]

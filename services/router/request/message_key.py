@@ -1,8 +1,8 @@
-"""How messages of conversations are compared: by their rendered form, and as requests have them. Pure.
+"""Compares messages of conversations, in their rendered and in their raw form. Pure.
 
-A message's key is its rendered form, which alone determines its token ids. Its raw form is the message as a
-request had it. Equal raw messages have equal keys at any position, except for the reasoning: whether that was
-rendered is recorded separately. Raw messages are compared without rendering anything.
+A message's key is its rendered form, which alone determines its token ids. Its raw form is the message of the
+request. Equal raw messages have equal keys at any position, except for the reasoning; whether it was rendered
+is recorded separately. Comparing raw messages needs no rendering.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pieces_of(key: MessageKey) -> Iterable[tuple[bool, str]]:
 def raw_of(message: Mapping[str, Any]) -> RawMessage | None:
     """A copy of a valid message for comparisons.
 
-    None for a message that takes long to compare, or whose equals may be rendered differently (1 == True).
+    None for a message that takes long to compare, or that equals messages of another form (1 == True).
     """
     for field, value in message.items():
         if type(value) is not str and not _is_plain(field, value):

@@ -20,7 +20,7 @@ from services.router.request.message_key import (
 
 ID_BYTES = 4  # a token id, as little-endian u32
 NODE_BYTES = 1000  # objects around the messages
-# Messages compared by one comparison of lists; if they differ, they are compared again one by one.
+# So many messages are compared as lists; if these differ, they are compared again one by one.
 _COMPARED_TOGETHER = 32
 
 

@@ -14,7 +14,7 @@ from libs.text.tokenizer import Tokenizer
 from slipstream.sampling import SAMPLING_DEFAULTS
 from slipstream.v1 import common_pb2
 
-# The plain sampling fields whose defaults generation_config.json may state.
+# The plain sampling fields for which generation_config.json may state defaults.
 _STATED = ("temperature", "top_p", "top_k")
 
 

@@ -1,4 +1,4 @@
-"""Token ids and block hashes of conversations: a turn pays only for its new messages, and for a copy. Pure.
+"""Caches token ids and block hashes of conversations, so that a turn encodes only its new messages. Pure.
 
 The chat template's text segments are encoded one by one, so the ids of a conversation are those of its
 messages, concatenated (libs/text/chat_template.py). Each tenant has a radix tree of messages: a common prefix
@@ -38,7 +38,7 @@ from services.router.request.message_node import ID_BYTES, MessageNode, NodeHash
 
 MAX_BYTES = 512 << 20
 MAX_TENANT_BYTES = 256 << 20
-TENANT_BYTES = 1400  # of a tenant's name, root and LRU list
+TENANT_BYTES = 1400  # the size of a tenant's name, root and LRU list
 
 Render = Callable[[int, int | None], list[Segment]]
 
@@ -93,7 +93,7 @@ class CachedChat:
     def hashes(
         self, *, root: bytes, salt: bytes, block_tokens: int, more: Sequence[int] = ()
     ) -> tuple[list[bytes], ChainState, int]:
-        """Hashes of all full blocks of `ids` and `more`, the chain after them, and how many tokens it hashed.
+        """Hashes of all full blocks of `ids` and `more`, the chain after them, and the number of hashed tokens.
 
         Caches the hashes that were missing.
         """
@@ -121,7 +121,7 @@ class CachedChat:
 
 
 class _MessageTree(RadixTree[MessageNode]):
-    """The trees of all tenants that have messages. `roots`: by tenant."""
+    """The trees of all tenants with messages. `roots` are by tenant."""
 
     def __init__(self, lru: TenantLru[MessageNode]) -> None:
         super().__init__(MessageNode, lru)
@@ -235,7 +235,7 @@ class TokenCache:
         return cursor
 
     def _append(self, conversation: Conversation, encoded: Sequence[bytes]) -> None:
-        """Insert the missing messages at the conversation's cursor, and move that to their end."""
+        """Insert the missing messages at the conversation's cursor, and move the cursor to their end."""
         query, cursor = conversation.query, conversation.cursor
         end = self._tree.open_end(cursor.path, cursor.at, query.tenant)
         n_before = len(query.messages) - len(conversation.missing)

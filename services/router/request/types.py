@@ -1,4 +1,4 @@
-"""The request of a client, independent of the API: the HTTP and the gRPC parser make these records.
+"""The records of a client's request, which the HTTP and the gRPC parser make.
 
 Messages and tools stay OpenAI-shaped mappings, the form that `libs.text` renders. A field that the client
 left out is None; validation.py checks the others, prompt.py fills the defaults.

@@ -24,7 +24,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TALKING_ROLES = ROLES - {"tool"}
 _TOOL_NAME = re.compile(NAME_PATTERN)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-# No control characters, nothing that UTF-8 cannot hold.
+# Without control characters and lone surrogates, which UTF-8 cannot encode.
 _SESSION = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 _SESSION_BYTES = 256
 
@@ -54,7 +54,7 @@ def validate(
 
 
 def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
-    """Check the headers. Raises InvalidArgument naming the first that is out of bounds."""
+    """Check the headers. Raises InvalidArgument naming the first one out of bounds."""
     session = caller.session
     if session is not None and not (_SESSION.fullmatch(session) and len(session.encode()) <= _SESSION_BYTES):
         raise bounds.SESSION.refused()

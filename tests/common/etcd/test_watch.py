@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.etcd import client as etcd_client
+from libs.common.etcd import channel as etcd_channel
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import (
@@ -211,8 +211,8 @@ async def test_a_connection_that_the_network_forgot_is_replaced_by_reads_and_a_c
     etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without gRPC's pings, which etcd bears too seldom."""
-    pinged = [option for option in etcd_client._OPTIONS if option[0] != "grpc.keepalive_time_ms"]
-    monkeypatch.setattr(etcd_client, "_OPTIONS", pinged)
+    pinged = [option for option in etcd_channel.CHANNEL_OPTIONS if option[0] != "grpc.keepalive_time_ms"]
+    monkeypatch.setattr(etcd_channel, "CHANNEL_OPTIONS", pinged)
     async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
         client = EtcdClient([proxy.endpoint])
         session = LeaseSession(client, ttl_s=5)
