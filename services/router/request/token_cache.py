@@ -93,7 +93,7 @@ class CachedChat:
     def hashes(
         self, *, root: bytes, salt: bytes, block_tokens: int, more: Sequence[int] = ()
     ) -> tuple[list[bytes], ChainState, int]:
-        """Hashes of all full blocks of `ids` and `more`, the chain after them, and the number of tokens hashed.
+        """Hashes of all full blocks of `ids` and `more`, the chain's end, and how many tokens were hashed.
 
         Caches the hashes that were missing.
         """
