@@ -1,7 +1,7 @@
-"""Gradients of several micro-batches side by side: one thread of torch per worker.
+"""Computes gradients of several micro-batches in parallel: one thread of torch per worker.
 
-Two workers with a micro-batch each wait for one another once a step; two threads inside of every
-operation wait thousands of times, which costs most of the speed on a machine that others use too.
+Two workers with a micro-batch each synchronise once per step. Two threads inside every operation would
+synchronise thousands of times, which is slow on a shared machine.
 """
 
 from __future__ import annotations

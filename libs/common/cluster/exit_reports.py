@@ -3,9 +3,9 @@
     await report_exit(client, run, crashed=crashed)         # the supervisor, at once
     await EtcdExitReports(client).has_crashed(run)          # a router, before it quarantines a request
 
-A crash is a non-zero exit code or a signal such as SIGSEGV or SIGABRT. Exit code 0 is an orderly end, and
-SIGKILL, SIGTERM, SIGINT and SIGHUP are sent from outside; only the kernel's SIGKILL for lack of memory counts
-as a crash. Reports are on a lease, so they expire.
+A crash is a non-zero exit code or a signal such as SIGSEGV or SIGABRT. Exit code 0 is an orderly end.
+SIGKILL, SIGTERM, SIGINT and SIGHUP are sent from outside; of these only the kernel's SIGKILL for lack of
+memory is a crash. Reports are on a lease, so they expire.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     log.stored(tier, hashes), log.removed(tier, hashes)     by the node
     log.after(sequence)                                     by each watcher, for the next change
 
-Changes are numbered from 1. A change joins the newest one, if that is of the same kind and tier and no
-watcher has seen it, so a burst is one change. The log keeps the last `max_hashes` hashes of changes; a
-watcher that is further behind starts again with a snapshot.
+Changes are numbered from 1. A change joins the newest one if both have the same kind and tier and no watcher
+has seen that one. So a burst is one change. The log keeps the last `max_hashes` hashes of changes; a watcher
+that is further behind starts again with a snapshot.
 """
 
 from __future__ import annotations

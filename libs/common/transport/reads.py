@@ -1,7 +1,7 @@
 """Time-outs, cancels and quarantine of reads, for both transports.
 
 The transfer runs as a task that owns the destination until it ends. When the caller times out or cancels,
-the supervisor stops the task and waits for it, so that no late byte lands in memory that has another owner.
+the supervisor stops the task and waits for it. So no late byte lands in memory that has another owner.
 A task that does not end within `stop_timeout_s` keeps its destination quarantined while it runs.
 """
 

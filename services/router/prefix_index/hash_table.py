@@ -1,11 +1,11 @@
 """A hash table from eight bytes of a block's hash to a number. Pure.
 
-A dict of hashes takes about 110 bytes an entry; this table takes 20. It has many small buckets of records,
-each searched by one call of `bytearray.find`, and grows and shrinks by a few buckets at a time (linear
-hashing: Litwin, "Linear hashing: a new tool for file and table addressing", VLDB 1980). So no call moves
-millions of entries.
+A dict of hashes takes about 110 bytes per entry; this table takes 20. It has many small buckets of records,
+and one call of `bytearray.find` searches a bucket. The table grows and shrinks by a few buckets at a time, so
+no call moves millions of entries (Litwin, "Linear hashing: a new tool for file and table addressing", VLDB
+1980).
 
-Two hashes with the same first eight bytes are one entry. That does not happen by chance; a client that
+Two hashes with the same first eight bytes are one entry. That does not happen by chance. A client that
 computes such hashes makes only its own lookups wrong.
 """
 

@@ -1,8 +1,8 @@
 """Turns a valid request into token ids and complete sampling parameters. Pure; long text costs CPU.
 
 Forced tool calls: with tool_choice `required` or a function, the prompt ends with the beginning of the
-answer, in Kimi's format up to the call's id or up to its arguments. The response parser reads these ids
-first; they count as prompt tokens.
+answer. In Kimi's format that is the part up to the call's id or its arguments. The response parser reads
+these ids first; they count as prompt tokens.
 """
 
 from __future__ import annotations
