@@ -18,7 +18,7 @@ ROOT = bytes(range(16))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def test_the_vectors_in_the_specification_hold() -> None:
+def test_the_vectors_of_the_specification() -> None:
     page = (Path(__file__).parents[2] / "docs" / "block-hash.md").read_text()
     rows = re.findall(r"^\| `(\w*)` \| (\d+) \| `([\d ]*)` \| `([0-9a-f ]*)` \|$", page, re.MULTILINE)
     assert len(rows) >= 5
@@ -33,7 +33,7 @@ def test_the_vectors_in_the_specification_hold() -> None:
 
 
 @given(tokens, st.integers(1, 8), st.lists(st.integers(0, 40), max_size=5))
-def test_extending_in_any_pieces_equals_hashing_at_once(
+def test_extending_a_chain_in_any_pieces_equals_hashing_at_once(
     ids: list[int], block_tokens: int, cuts: list[int]
 ) -> None:
     chain = HashChain(root=ROOT, salt=b"s", block_tokens=block_tokens)
@@ -44,7 +44,7 @@ def test_extending_in_any_pieces_equals_hashing_at_once(
     assert len(chain.hashes) == len(ids) // block_tokens
 
 
-def test_a_chain_does_not_refer_to_the_arrays_it_was_given() -> None:
+def test_a_chain_keeps_no_reference_to_its_input_arrays() -> None:
     chain = HashChain(root=ROOT, salt=b"s", block_tokens=4)
     buffer = np.arange(6, dtype="<u4")
     chain.extend(buffer)

@@ -1,4 +1,4 @@
-"""Checksums and memory by address."""
+"""Checksums, page-aligned memory, and memory views by address."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_checksum_is_xxh3_128_in_its_canonical_form() -> None:
 
 
 @given(st.binary(min_size=1, max_size=PAGE_BYTES), st.integers(0, 64))
-def test_memory_by_address_is_the_memory(data: bytes, offset: int) -> None:
+def test_memory_at_an_address_is_the_memory_itself(data: bytes, offset: int) -> None:
     memory = PageAlignedMemory(2 * PAGE_BYTES)
     memory.view(offset, len(data))[:] = data
     assert checksum_at(memory.address + offset, len(data)) == checksum(data)
@@ -31,7 +31,7 @@ def test_memory_by_address_is_the_memory(data: bytes, offset: int) -> None:
 
 
 @given(st.integers(1, 1 << 40))
-def test_page_rounding_is_the_least_multiple_that_holds(n_bytes: int) -> None:
+def test_page_rounding_gives_the_least_sufficient_multiple(n_bytes: int) -> None:
     rounded = page_rounded(n_bytes)
     assert rounded % PAGE_BYTES == 0
     assert n_bytes <= rounded < n_bytes + PAGE_BYTES
@@ -49,7 +49,7 @@ def test_memory_is_aligned_zeroed_and_bounded() -> None:
         PageAlignedMemory(0)
 
 
-def test_large_memory_begins_with_a_huge_page_and_outlives_its_maker() -> None:
+def test_large_memory_starts_at_a_huge_page_and_outlives_its_owner() -> None:
     memory = PageAlignedMemory(3 * HUGE_PAGE_BYTES + 1)
     assert memory.address % HUGE_PAGE_BYTES == 0
     assert len(memory.buffer) == memory.n_bytes == 3 * HUGE_PAGE_BYTES + PAGE_BYTES

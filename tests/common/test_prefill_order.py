@@ -1,4 +1,4 @@
-"""The order of prompts is one rule: what routers count by is what the engine's scheduler does."""
+"""Routers and the engine's scheduler order prompts by the same rule."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _STEP = 64
 
 
 @given(needs, needs, st.integers(0, 2 * PATIENCE * 10**6))
-def test_the_scheduler_serves_whom_the_router_counts_on(theirs: int, ours: int, waited: int) -> None:
-    """And, a quarter of the time, who has waited for too long."""
+def test_the_scheduler_runs_the_prompt_that_the_router_expects_first(
+    theirs: int, ours: int, waited: int
+) -> None:
+    """An overdue prompt gets a quarter of each step."""
     prompts = [("young", 10**6, 0), ("old", 10**6, waited), ("theirs", theirs, 0), ("ours", ours, 0)]
     candidates = [
         StepCandidate(name, arrival, last_slice=0, pending_tokens=tokens, decoding=False, waited_tokens=waits)
@@ -29,14 +31,14 @@ def test_the_scheduler_serves_whom_the_router_counts_on(theirs: int, ours: int, 
 
 
 @given(needs, st.integers(0, 10**6), st.integers(0, 10**6))
-def test_patience_is_a_matter_of_what_one_needs(need: int, waited: int, more: int) -> None:
+def test_a_prompt_is_overdue_after_a_multiple_of_its_need(need: int, waited: int, more: int) -> None:
     assert is_overdue(PATIENCE * need, need) and not is_overdue(PATIENCE * need - 1, need)
     if is_overdue(waited, need):
         assert is_overdue(waited + more, need) and is_overdue(waited, max(need - more, 0))
 
 
 @given(st.lists(needs, min_size=1))
-def test_a_prompt_that_comes_last_waits_for_those_that_need_no_more(queue: list[int]) -> None:
+def test_a_new_prompt_waits_for_prompts_that_need_as_much_or_less(queue: list[int]) -> None:
     ours = queue[-1]
     order = sorted(range(len(queue)), key=lambda i: order_key(queue[i], i))
     before = {i for i in order[: order.index(len(queue) - 1)]}

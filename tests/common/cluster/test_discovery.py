@@ -43,27 +43,27 @@ def decode(number: int, *, start: int = 1) -> Worker:
 
 
 @given(WORKERS, st.booleans())
-def test_records_round_trip(worker: Worker, leaving: bool) -> None:
+def test_worker_records_round_trip(worker: Worker, leaving: bool) -> None:
     record = decode_worker(worker.key, encode_worker(worker, leaving=leaving))
     assert (record.worker, record.leaving) == (worker, leaving)
 
 
 @given(st.binary(max_size=40) | st.sampled_from([b"[]", b"{}", b"1", b'{"capacity":1}', b"[" * 9999]))
-def test_garbage_is_refused_with_a_value_error(value: bytes) -> None:
+def test_a_malformed_worker_record_raises_value_error(value: bytes) -> None:
     with pytest.raises(ValueError):
         decode_worker("/slipstream/v1/workers/decode/d", value)
     assert may_replace(value, encode_worker(decode(0)))
 
 
 @given(st.integers(0, 2**60), st.integers(0, 2**60))
-def test_an_earlier_run_does_not_overwrite_a_later_runs_record(first: int, second: int) -> None:
-    """Whatever the incarnations are, as the time in them is of a wall clock."""
+def test_an_earlier_incarnation_does_not_overwrite_the_record_of_a_later_one(first: int, second: int) -> None:
+    """The order of registration decides; incarnations hold wall-clock times, which can go back."""
     existing, mine = encode_worker(decode(0, start=first)), encode_worker(decode(0, start=second))
     assert may_replace(existing, mine) == (second == first)
     assert may_replace(encode_worker(decode(0, start=first), leaving=True), mine)
 
 
-def test_a_vanished_worker_is_suspect_for_a_while_then_removed() -> None:
+def test_a_lost_worker_is_suspect_before_its_removal() -> None:
     state = FleetState(hold_s=10)
     for worker in (decode(0), decode(1)):
         state.put(worker.key, encode_worker(worker))
@@ -85,8 +85,8 @@ def test_a_vanished_worker_is_suspect_for_a_while_then_removed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With time for the goodbye of a slow machine."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give slow machines enough time to deregister on close."""
     monkeypatch.setattr("libs.common.cluster.discovery._LEAVE_TIMEOUT_S", WAIT_S)
 
 
@@ -99,7 +99,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 @asynccontextmanager
 async def etcd_member(endpoint: str, *, ttl_s: int = 1) -> AsyncIterator[EtcdDiscovery]:
     client = EtcdClient([endpoint], timeout_s=2)
-    # The hold time exceeds the test, so that only a goodbye removes a worker.
+    # The hold time exceeds the test's duration, so only deregistration removes a worker.
     discovery = EtcdDiscovery(client, ttl_s=ttl_s, hold_s=1000)
     try:
         yield discovery
@@ -161,7 +161,7 @@ async def test_the_fleet_is_unchanged_while_etcd_is_unavailable(etcd: EtcdProces
         assert fleet.current.workers == (decode(0),)
         proxy.restore()
         await fleet.wait_until(lambda f: not f.suspects, timeout_s=60)
-        # etcd dies with all its data and comes back: at no moment is the fleet empty.
+        # etcd loses all its data and restarts: the fleet is never empty.
         seen: list[FleetSnapshot] = []
         collector = asyncio.create_task(collect(fleet, seen))
         etcd.kill()
@@ -179,7 +179,7 @@ async def collect(fleet: Fleet, seen: list[FleetSnapshot]) -> None:
         seen.append(await fleet.wait_changed(fleet.current))
 
 
-async def test_a_run_that_was_replaced_does_not_come_back(etcd: EtcdProcess) -> None:
+async def test_a_replaced_incarnation_does_not_register_again(etcd: EtcdProcess) -> None:
     async with (
         FaultProxy(etcd.endpoint) as proxy,
         etcd_member(proxy.endpoint) as old,

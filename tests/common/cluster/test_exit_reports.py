@@ -1,4 +1,4 @@
-"""The way a process ended shows whether it crashed."""
+"""Exit reports: which exit codes count as crashes, and how reports reach etcd."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
         (1, 0, True),
         (-signal.SIGKILL, 0, False),
         (-signal.SIGTERM, 0, False),
-        (-signal.SIGKILL, 1, True),  # by the kernel, for lack of memory
+        (-signal.SIGKILL, 1, True),  # the kernel's OOM killer
         (-signal.SIGTERM, 1, False),
-        (0, 0, False),  # an orderly end
+        (0, 0, False),  # a clean exit
         (0, 1, False),
     ],
 )
-def test_exit_codes_that_mean_a_crash(code: int, oom_kills: int, crashed: bool) -> None:
+def test_exit_codes_that_count_as_crashes(code: int, oom_kills: int, crashed: bool) -> None:
     assert is_crash(code, oom_kills=oom_kills) is crashed
     assert count_oom_kills() >= 0
 
 
-async def test_a_report_is_found_by_its_run_alone(etcd: EtcdProcess) -> None:
+async def test_an_exit_report_belongs_to_one_incarnation(etcd: EtcdProcess) -> None:
     run, next_run = (run_name(Role.DECODE, "decode-0", name) for name in ("run-1", "run-2"))
     client = EtcdClient([etcd.endpoint])
     deaths = EtcdExitReports(client, wait_s=30.0)
@@ -67,8 +67,8 @@ async def test_a_report_is_found_by_its_run_alone(etcd: EtcdProcess) -> None:
         await client.close()
 
 
-class OneLost(EtcdClient):
-    """A client whose first change fails, before it is made or after, as with a member that stops."""
+class ClientWithOneFailingSwap(EtcdClient):
+    """A client whose first swap fails before or after etcd applies it, as when a member stops."""
 
     made_first: bool
     lost = 0
@@ -83,9 +83,9 @@ class OneLost(EtcdClient):
 
 
 @pytest.mark.parametrize("made_first", [True, False])
-async def test_a_report_survives_the_failure_of_an_etcd_member(etcd: EtcdProcess, made_first: bool) -> None:
+async def test_an_exit_report_is_written_despite_one_failed_swap(etcd: EtcdProcess, made_first: bool) -> None:
     run = run_name(Role.DECODE, "decode-0", "run-1")
-    client = OneLost([etcd.endpoint], timeout_s=60.0)
+    client = ClientWithOneFailingSwap([etcd.endpoint], timeout_s=60.0)
     client.made_first = made_first
     try:
         await report_exit(client, run, crashed=True)

@@ -28,7 +28,7 @@ SESSION = SessionId("tenant", "session/1 ü")
 
 
 @given(st.text(), st.text())
-def test_any_text_makes_a_session_key(tenant: str, session: str) -> None:
+def test_session_keys_round_trip_any_text(tenant: str, session: str) -> None:
     identity = SessionId(tenant, session)
     assert SessionId.from_key(identity.key) == identity
     assert identity.key.count("/") == 5
@@ -45,12 +45,12 @@ def test_any_text_makes_a_session_key(tenant: str, session: str) -> None:
         epoch=st.integers(0, 2**62),
     )
 )
-def test_records_round_trip(placement: Placement) -> None:
+def test_placement_records_round_trip(placement: Placement) -> None:
     assert decode_placement(encode_placement(placement), epoch=placement.epoch) == placement
 
 
 @given(st.binary(max_size=40) | st.sampled_from([b"[]", b"{}", b"null", b"[" * 4000]))
-def test_garbage_is_refused_with_a_value_error(value: bytes) -> None:
+def test_a_malformed_placement_record_raises_value_error(value: bytes) -> None:
     with pytest.raises(ValueError):
         decode_placement(value, epoch=1)
 
@@ -81,8 +81,10 @@ async def router(
         await client.close()
 
 
-async def known(placements: Placements, session: SessionId, expected: Placement | None) -> Placement | None:
-    """Wait until `placements` has `expected` with any epoch; returns it."""
+async def wait_for_placement(
+    placements: Placements, session: SessionId, expected: Placement | None
+) -> Placement | None:
+    """Wait until `placements` has `expected` with any epoch, and return it."""
     async with asyncio.timeout(60):
         while True:
             found = placements.get(session)
@@ -115,7 +117,7 @@ async def test_routers_share_placements_and_one_claim_wins(kind: str, tmp_path: 
         assert mine is not None
         assert mine.same_place(first)
         await a.flush(timeout_s=WAIT_S)
-        seen = await known(b, SESSION, first)
+        seen = await wait_for_placement(b, SESSION, first)
         assert seen is not None
         assert seen.epoch > 0
         claims = [
@@ -129,7 +131,7 @@ async def test_routers_share_placements_and_one_claim_wins(kind: str, tmp_path: 
         assert won[0].epoch > seen.epoch
         assert lost[0].current == won[0]
         for each in (a, b):
-            assert await known(each, SESSION, won[0]) == won[0]
+            assert await wait_for_placement(each, SESSION, won[0]) == won[0]
         assert a.all() == {SESSION: won[0]}
 
 
@@ -147,7 +149,7 @@ async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -
     assert sessions[1] not in placements.all() and len(placements.all()) == 3
 
 
-async def test_many_changes_become_few_writes(etcd: EtcdProcess) -> None:
+async def test_many_placement_changes_are_written_in_few_transactions(etcd: EtcdProcess) -> None:
     client = EtcdClient([etcd.endpoint])
     before = (await client.get_prefix("/")).revision
     async with router(etcd.endpoint) as placements:
@@ -164,7 +166,7 @@ async def test_many_changes_become_few_writes(etcd: EtcdProcess) -> None:
     await client.close()
 
 
-async def test_without_etcd_reads_and_changes_continue_and_are_recorded_later(etcd: EtcdProcess) -> None:
+async def test_reads_and_changes_continue_without_etcd_and_are_written_later(etcd: EtcdProcess) -> None:
     async with (
         FaultProxy(etcd.endpoint) as proxy,
         router(proxy.endpoint, timeout_s=1) as cut,
@@ -181,38 +183,38 @@ async def test_without_etcd_reads_and_changes_continue_and_are_recorded_later(et
             await cut.flush(timeout_s=0.5)
         proxy.restore()
         await cut.flush(timeout_s=WAIT_S)
-        await known(peer, SESSION, Placement(decode="d-1"))
+        await wait_for_placement(peer, SESSION, Placement(decode="d-1"))
         assert cut.conflicts == 0
 
 
-async def test_a_change_made_while_cut_off_yields_to_another_routers(etcd: EtcdProcess) -> None:
+async def test_a_change_made_during_a_partition_yields_to_the_other_routers_change(etcd: EtcdProcess) -> None:
     async with (
         FaultProxy(etcd.endpoint) as proxy,
         router(proxy.endpoint, timeout_s=1) as cut,
         router(etcd.endpoint) as peer,
     ):
         cut.put(SESSION, Placement(decode="d-0"))
-        await known(peer, SESSION, Placement(decode="d-0"))
+        await wait_for_placement(peer, SESSION, Placement(decode="d-0"))
         await cut.flush(timeout_s=WAIT_S)
         proxy.cut()
         cut.put(SESSION, Placement(decode="mine"))
         peer.put(SESSION, Placement(decode="theirs"))
         await peer.flush(timeout_s=WAIT_S)
         proxy.restore()
-        await known(cut, SESSION, Placement(decode="theirs"))
+        await wait_for_placement(cut, SESSION, Placement(decode="theirs"))
         await cut.flush(timeout_s=WAIT_S)
         assert cut.conflicts == 1
 
 
-async def test_records_expire_and_a_restarted_router_knows_the_rest(etcd: EtcdProcess) -> None:
+async def test_placements_expire_and_a_restarted_router_loads_the_others(etcd: EtcdProcess) -> None:
     for ttl_s in (1, 3, 9, 27):  # until a router has started before a record expires
         async with router(etcd.endpoint, session_ttl_s=ttl_s, lease_window_s=1) as placements:
             placements.put(SESSION, Placement(decode="d-0"))
             await placements.flush(timeout_s=WAIT_S)
             async with router(etcd.endpoint) as restarted:
                 knew = restarted.get(SESSION) is not None
-                await known(restarted, SESSION, None)
-            await known(placements, SESSION, None)
+                await wait_for_placement(restarted, SESSION, None)
+            await wait_for_placement(placements, SESSION, None)
             # The window's lease has expired too; the next change gets a new one.
             placements.put(SESSION, Placement(decode="d-1"))
             await placements.flush(timeout_s=WAIT_S)
@@ -221,7 +223,7 @@ async def test_records_expire_and_a_restarted_router_knows_the_rest(etcd: EtcdPr
     assert knew
 
 
-async def test_a_lost_lease_delays_a_write_and_nothing_else(etcd: EtcdProcess) -> None:
+async def test_a_lost_lease_only_delays_a_write(etcd: EtcdProcess) -> None:
     async with router(etcd.endpoint) as placements:
         placements.put(SESSION, Placement(decode="d-0"))
         await placements.flush(timeout_s=WAIT_S)
@@ -230,7 +232,7 @@ async def test_a_lost_lease_delays_a_write_and_nothing_else(etcd: EtcdProcess) -
         etcd.start()
         placements.put(SESSION, Placement(decode="d-1"))
         await placements.flush(timeout_s=WAIT_S)
-        found = await known(placements, SESSION, Placement(decode="d-1"))
+        found = await wait_for_placement(placements, SESSION, Placement(decode="d-1"))
         assert found is not None
         claimed = await placements.claim(SESSION, Placement(decode="d-2"), expected_epoch=found.epoch)
         assert claimed.epoch > found.epoch
@@ -244,5 +246,5 @@ async def test_malformed_placements_are_ignored(etcd: EtcdProcess) -> None:
         await client.put("/slipstream/v1/sessions/one", b"{}")
         placements.put(SESSION, Placement(decode="d-0"))
         await placements.flush(timeout_s=WAIT_S)
-        await known(placements, SESSION, Placement(decode="d-0"))
+        await wait_for_placement(placements, SESSION, Placement(decode="d-0"))
     await client.close()

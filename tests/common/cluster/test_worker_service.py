@@ -1,4 +1,4 @@
-"""A cancel of Drain or WatchLoad ends the call, even together with a change of the load."""
+"""Cancelling Drain or WatchLoad ends the call, even when the load changes at the same time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def busy_worker() -> WorkerService:
     )
 
 
-async def let_run() -> None:
+async def run_ready_tasks() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -39,16 +39,16 @@ async def ends_cancelled(task: asyncio.Task[Any]) -> bool:
     return bool(done) and task.cancelled()
 
 
-async def test_a_drain_is_cancelled_also_when_the_load_changes_at_that_moment() -> None:
+async def test_a_drain_call_is_cancelled_even_if_the_load_changes_at_the_same_time() -> None:
     worker, context = busy_worker(), Call()
     draining = asyncio.create_task(worker.Drain(worker_pb2.DrainRequest(), context))  # type: ignore[arg-type]
-    await let_run()
+    await run_ready_tasks()
     worker.load_changed()
     draining.cancel()
     assert await ends_cancelled(draining)
 
 
-async def test_a_watch_is_cancelled_also_when_the_load_changes_at_that_moment(
+async def test_a_load_watch_is_cancelled_even_if_the_load_changes_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("libs.common.cluster.worker_service.MAX_SILENCE_S", 60.0)
@@ -62,7 +62,7 @@ async def test_a_watch_is_cancelled_also_when_the_load_changes_at_that_moment(
 
     watching = asyncio.create_task(watch())
     async with asyncio.timeout(WAIT_S):
-        while seen < 2:  # past the pause, waiting for a change
+        while seen < 2:  # the watch is past its pause and waits for a change
             worker.load_changed()
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
@@ -71,17 +71,17 @@ async def test_a_watch_is_cancelled_also_when_the_load_changes_at_that_moment(
     assert await ends_cancelled(watching)
 
 
-async def test_a_drain_ends_when_something_is_released_without_a_notification(
+async def test_a_drain_polls_for_work_that_ends_without_a_notification(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when a stream of a drafter ends or a lease expires: the drain does not wait for a heartbeat."""
+    """Drafter streams and expired leases send no notification; the drain does not wait for a heartbeat."""
     monkeypatch.setattr("libs.common.cluster.worker_service.MAX_SILENCE_S", 3600.0)
     ledger = worker_pb2.Ledger(streams=1)
     worker = WorkerService(
         WorkerIdentity("drafter", "drafter-0"), load=worker_pb2.LoadReport, ledger=lambda: ledger
     )
     waiting = asyncio.create_task(worker.wait_idle(timeout_s=3600.0))
-    await let_run()
+    await run_ready_tasks()
     assert not waiting.done()
     ledger.streams = 0
     async with asyncio.timeout(WAIT_S):

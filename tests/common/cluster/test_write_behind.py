@@ -15,7 +15,7 @@ ROUTERS = st.integers(0, 1)
 
 
 class TwoRouters(RuleBasedStateMachine):
-    """`records` is etcd; each router has its state, its writes in flight, and unseen events."""
+    """`records` stands for etcd; each router has a state, writes in flight and undelivered events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,14 +25,16 @@ class TwoRouters(RuleBasedStateMachine):
         self.taken: list[list[tuple[SessionId, Placement]]] = [[], []]
         self.events: list[list[tuple[SessionId, Placement | None]]] = [[], []]
         self.counter = 0
-        self.epoch_seen: dict[int, int] = {}  # by change: the newest record its router knew when making it
+        self.epoch_seen: dict[int, int] = {}  # change -> epoch of the newest record that its router knew
 
     def _swap(self, session: SessionId, placement: Placement) -> bool:
         current = self.records.get(session)
         if (current.epoch if current else 0) != placement.epoch:
             return False
         if current is not None and current.decode != placement.decode:
-            assert self.epoch_seen[placement.block_count] >= current.epoch, "overwrote what it had not seen"
+            assert self.epoch_seen[placement.block_count] >= current.epoch, (
+                "overwrote a record it had not seen"
+            )
         self.revision += 1
         self._change(session, replace(placement, epoch=self.revision))
         return True
@@ -48,7 +50,7 @@ class TwoRouters(RuleBasedStateMachine):
     @rule(router=ROUTERS, session=st.sampled_from(SESSIONS))
     def put(self, router: int, session: SessionId) -> None:
         self.counter += 1
-        # The instance shows whose change won.
+        # The instance identifies the router whose change won.
         placement = Placement(decode=f"r{router}", block_count=self.counter)
         self.write_behinds[router].put(session, placement)
         known = self.write_behinds[router].get(session)
@@ -121,7 +123,7 @@ TestTwoRouters.settings = settings(max_examples=150, stateful_step_count=30, dea
 
 @given(st.lists(st.sampled_from(["put", "answered", "lost", "expired"]), max_size=40))
 def test_a_single_router_never_conflicts_with_itself(steps: list[str]) -> None:
-    """Whatever responses were lost, etcd ends up with the last change, and no change was dropped."""
+    """With any responses lost, etcd ends with the last change and the router drops no change."""
     session, write_behind = SESSIONS[0], PlacementWriteBehind(max_dirty=10)
     record: Placement | None = None
     revision, last = 0, None
@@ -157,7 +159,7 @@ def test_a_single_router_never_conflicts_with_itself(steps: list[str]) -> None:
         assert record.same_place(last)
 
 
-def test_beyond_the_bound_the_longest_waiting_change_is_dropped() -> None:
+def test_the_oldest_change_is_dropped_when_too_many_are_pending() -> None:
     write_behind = PlacementWriteBehind(max_dirty=2)
     for number in range(4):
         write_behind.put(SessionId("t", str(number)), Placement(block_count=number))

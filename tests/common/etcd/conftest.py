@@ -8,18 +8,18 @@ from libs.common.etcd.client import EtcdClient
 from tests.support.fixture_dirs import lasting_dir
 from tests.support.processes.etcd_process import EtcdProcess
 
-WAIT_S = 60.0  # for what happens at once unless the machine is slow
+WAIT_S = 60.0  # a bound for waits that are short unless the machine is slow
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine's last words to etcd are heard too."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give slow machines enough time for their last calls to etcd."""
     monkeypatch.setattr("libs.common.etcd.lease._REVOKE_S", WAIT_S)
 
 
 @pytest.fixture(scope="package")
 def shared_etcd(request: pytest.FixtureRequest) -> Iterator[EtcdProcess]:
-    """One etcd for the tests that do not harm it; each uses keys of its own."""
+    """One etcd for all tests that do not disturb it; each test uses separate keys."""
     with lasting_dir(request, "etcd") as directory, EtcdProcess(directory / "data") as etcd:
         yield etcd
 

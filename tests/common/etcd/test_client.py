@@ -16,7 +16,7 @@ from tests.support.processes.etcd_process import EtcdProcess, free_port
 
 
 @given(st.text(min_size=1), st.text())
-def test_prefix_range_holds_exactly_the_keys_with_the_prefix(prefix: str, other: str) -> None:
+def test_a_prefix_range_covers_exactly_the_keys_with_the_prefix(prefix: str, other: str) -> None:
     start, end = prefix.encode(), prefix_end(prefix)
 
     def inside(key: bytes) -> bool:
@@ -26,7 +26,7 @@ def test_prefix_range_holds_exactly_the_keys_with_the_prefix(prefix: str, other:
     assert inside(other.encode()) == other.encode().startswith(start)
 
 
-def test_channel_targets() -> None:
+def test_endpoints_become_channel_targets() -> None:
     assert channel_target(["127.0.0.1:2379"]) == "ipv4:127.0.0.1:2379"
     assert channel_target(["10.0.0.1:1", "10.0.0.2:2"]) == "ipv4:10.0.0.1:1,10.0.0.2:2"
     assert channel_target(["[::1]:2379"]) == "ipv6:[::1]:2379"
@@ -51,7 +51,7 @@ async def test_put_get_delete_and_prefix_at_one_revision(client: EtcdClient) -> 
     assert await client.get("/t1/a") is None
 
 
-async def test_swap_happens_wholly_or_not_at_all(client: EtcdClient) -> None:
+async def test_a_swap_is_atomic(client: EtcdClient) -> None:
     made = await client.swap([Swap("/t2/a", b"1", ABSENT), Swap("/t2/b", b"1", ABSENT)])
     assert made.succeeded
     changed = await client.put("/t2/b", b"2")
@@ -75,7 +75,7 @@ async def test_concurrent_swaps_have_one_winner(client: EtcdClient) -> None:
     assert entry.value == str(winners[0]).encode()
 
 
-async def test_lease_holds_its_keys_until_revoked(client: EtcdClient) -> None:
+async def test_keys_of_a_lease_exist_until_it_is_revoked(client: EtcdClient) -> None:
     lease = await client.grant_lease(60)
     await client.put("/t4/a", b"1", lease_id=lease.lease_id)
     assert await client.renew_lease(lease.lease_id) == lease.ttl_s
@@ -88,7 +88,7 @@ async def test_lease_holds_its_keys_until_revoked(client: EtcdClient) -> None:
         await client.put("/t4/a", b"1", lease_id=lease.lease_id)
 
 
-async def test_without_etcd_every_call_fails_typed_and_in_time() -> None:
+async def test_every_call_fails_with_a_typed_error_in_time_without_etcd() -> None:
     client = EtcdClient([f"127.0.0.1:{free_port()}"], timeout_s=0.3)
     try:
         async with asyncio.timeout(60):
@@ -99,7 +99,7 @@ async def test_without_etcd_every_call_fails_typed_and_in_time() -> None:
         await client.close()
 
 
-async def test_a_read_rides_over_a_short_cut(shared_etcd: EtcdProcess) -> None:
+async def test_a_read_is_retried_over_a_short_partition(shared_etcd: EtcdProcess) -> None:
     async with FaultProxy(shared_etcd.endpoint) as proxy:
         client = EtcdClient([proxy.endpoint], timeout_s=60)
         try:
@@ -128,7 +128,7 @@ async def test_an_expired_token_is_renewed(tmp_path: Path) -> None:
         try:
             await client.put("/a", b"1")
             first_token = await client.metadata()
-            # etcd forgets unused tokens after their TTL; ask until it has refused the old one.
+            # etcd drops unused tokens after their TTL; call until it refuses the old one.
             async with asyncio.timeout(60):
                 while await client.metadata() == first_token:
                     await asyncio.sleep(2.2)

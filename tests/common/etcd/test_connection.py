@@ -1,4 +1,4 @@
-"""Signs of life of a connection to etcd, and when it is given up."""
+"""Liveness checks of a connection to etcd, and when the client replaces it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from libs.common.etcd.messages import EtcdUnavailable
 
 
 class Channel:
-    """Nothing goes over it."""
+    """A channel that carries no calls."""
 
     closed = False
 
@@ -24,17 +24,17 @@ class Channel:
         self.closed = True
 
 
-def late() -> grpc.aio.AioRpcError:
+def deadline_exceeded() -> grpc.aio.AioRpcError:
     metadata = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, metadata, metadata)
 
 
 @asynccontextmanager
-async def opened(
-    ask: Callable[[Any, float], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
+async def open_connections(
+    pulse: Callable[[Any, float], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Connections]:
     monkeypatch.setattr(connection, "PROBE_AFTER_S", 0.001)
-    connections = Connections(lambda: _channel(), ask, linger_s=0.001)
+    connections = Connections(lambda: _channel(), pulse, linger_s=0.001)
     yield connections
     await connections.close()
 
@@ -48,46 +48,46 @@ async def answer() -> int:
 
 
 @pytest.mark.timeout(120)
-async def test_a_slow_member_is_given_more_time_and_not_new_connections_for_ever(
+async def test_a_slow_member_gets_longer_time_outs_instead_of_ever_new_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each of them costs logins and watches, which would make it slower yet."""
+    """Each new connection costs logins and watches, which would slow the member further."""
     answered = [0]
     slow_s = 5 * connection.PROBE_TIMEOUT_S
 
-    async def ask(channel: Any, timeout_s: float) -> None:
+    async def pulse(channel: Any, timeout_s: float) -> None:
         if timeout_s < slow_s:
-            raise late()
+            raise deadline_exceeded()
         answered[0] += 1
-        monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", slow_s)  # as its answer took so long
+        monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", slow_s)  # the answer took that long
 
-    async with opened(ask, monkeypatch) as connections, asyncio.timeout(60):
+    async with open_connections(pulse, monkeypatch) as connections, asyncio.timeout(60):
         while answered[0] < 20:
-            if not connections.current.has_answered:  # somebody uses each connection
+            if not connections.current.has_answered:  # some call uses each connection
                 await connections.current.answer_of(answer())
             await asyncio.sleep(0.001)
-        assert connections.n_replaced == 3  # after 1, 2 and 4 times the first patience
+        assert connections.n_replaced == 3  # after 1, 2 and 4 times the first time-out
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("refuses", [False, True])
-async def test_after_one_connection_was_given_up_the_next_has_as_little_time(
+async def test_the_time_out_returns_to_its_minimum_after_an_answer(
     refuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where etcd knows users: what it refuses it answers."""
+    """With authentication on, a refused call counts as an answer."""
     asked: list[float] = []
-    monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", 60.0)  # half of which no answer takes here
+    monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", 60.0)  # no answer takes half as long in this test
     monkeypatch.setattr(connection, "MAX_PROBE_TIMEOUT_S", 480.0)
 
-    async def ask(channel: Any, timeout_s: float) -> None:
+    async def pulse(channel: Any, timeout_s: float) -> None:
         asked.append(timeout_s)
         if len(asked) in (1, 3):
-            raise late()
+            raise deadline_exceeded()
         if refuses:
             metadata = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, metadata, metadata)
 
-    async with opened(ask, monkeypatch) as connections, asyncio.timeout(60):
+    async with open_connections(pulse, monkeypatch) as connections, asyncio.timeout(60):
         while len(asked) < 4:
             if not connections.current.has_answered:
                 await connections.current.answer_of(answer())
@@ -97,19 +97,19 @@ async def test_after_one_connection_was_given_up_the_next_has_as_little_time(
 
 
 @pytest.mark.timeout(120)
-async def test_while_others_are_answered_a_pulse_that_is_not_means_nothing(
+async def test_an_unanswered_pulse_is_ignored_while_other_calls_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[float] = []
 
-    async def ask(channel: Any, timeout_s: float) -> None:
+    async def pulse(channel: Any, timeout_s: float) -> None:
         asked.append(timeout_s)
         await asyncio.sleep(0.002)
         if len(asked) < 8:
             await connections.current.answer_of(answer())
-        raise late()
+        raise deadline_exceeded()
 
-    async with opened(ask, monkeypatch) as connections, asyncio.timeout(60):
+    async with open_connections(pulse, monkeypatch) as connections, asyncio.timeout(60):
         first = connections.current
         await first.answer_of(answer())
         while not connections.n_replaced:
@@ -119,12 +119,12 @@ async def test_while_others_are_answered_a_pulse_that_is_not_means_nothing(
             await first.answer_of(asyncio.get_running_loop().create_future())
 
 
-async def test_whose_channel_is_closed_under_an_answer_is_told_so_and_not_cancelled() -> None:
+async def test_a_call_on_a_closed_channel_raises_unavailable_instead_of_being_cancelled() -> None:
     one = Connection(_channel())
     asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(one.answer_of(asked))
     await asyncio.sleep(0)
     one.fail_reads()
-    asked.cancel()  # what a channel that is closed does to its calls
+    asked.cancel()  # a closed channel cancels its calls
     with pytest.raises(EtcdUnavailable):
         await waiting

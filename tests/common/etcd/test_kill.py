@@ -1,4 +1,4 @@
-"""What a killed etcd had acknowledged is there when it comes back (ADR 0035)."""
+"""Writes that a killed etcd acknowledged exist after its restart (ADR 0035)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from libs.common.etcd.client import EtcdClient
 from tests.support.processes.etcd_process import EtcdProcess
 
-MEMBERS = 8  # at once: on an idle machine the defect does not show
+MEMBERS = 8  # run concurrently: an idle machine does not show the defect
 ROUNDS = 400
 
 
-async def killed_rounds(data_dir: Path, rounds: int, rng: random.Random) -> int:
-    """Kills after which the last acknowledged write was lost: the next one then has its revision."""
+async def lost_writes_after_kills(data_dir: Path, rounds: int, rng: random.Random) -> int:
+    """Count kills that lost the last acknowledged write: the next write then repeats its revision."""
     lost = 0
     with EtcdProcess(data_dir) as etcd:
         client = EtcdClient([etcd.endpoint], timeout_s=100)
@@ -32,11 +32,13 @@ async def killed_rounds(data_dir: Path, rounds: int, rng: random.Random) -> int:
     return lost
 
 
-async def test_a_kill_takes_nothing_acknowledged(tmp_path: Path) -> None:
-    assert await killed_rounds(tmp_path / "etcd", 3, random.Random(0)) == 0
+async def test_a_killed_etcd_keeps_acknowledged_writes(tmp_path: Path) -> None:
+    assert await lost_writes_after_kills(tmp_path / "etcd", 3, random.Random(0)) == 0
 
 
 @pytest.mark.soak
-async def test_many_kills_of_busy_members_take_nothing_acknowledged(tmp_path: Path) -> None:
-    rounds = (killed_rounds(tmp_path / f"etcd-{i}", ROUNDS, random.Random(i)) for i in range(MEMBERS))
+async def test_busy_members_keep_acknowledged_writes_over_many_kills(tmp_path: Path) -> None:
+    rounds = (
+        lost_writes_after_kills(tmp_path / f"etcd-{i}", ROUNDS, random.Random(i)) for i in range(MEMBERS)
+    )
     assert await asyncio.gather(*rounds) == [0] * MEMBERS

@@ -1,4 +1,4 @@
-"""Lease sessions against a real etcd: whatever happened to it, our keys are there again afterwards."""
+"""Lease sessions against a real etcd: after every fault the session's keys exist again."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ async def value_becomes(
             await asyncio.sleep(0.05)
 
 
-async def lease_of(session: LeaseSession) -> int:
-    """Its lease; where the machine was too slow to renew one, the next."""
+async def wait_for_lease(session: LeaseSession) -> int:
+    """Wait for the session's lease. A slow machine may have lost one and got the next."""
     await eventually(lambda: session.lease_id is not None)
     assert session.lease_id is not None
     return session.lease_id
@@ -50,13 +50,14 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
         yield process
 
 
-async def test_keys_outlive_the_ttl_and_go_with_the_session(client: EtcdClient) -> None:
-    for ttl_s in (1, 3, 9, 27):  # a machine that stands still for longer than the TTL has lost the lease
+async def test_keys_outlive_the_ttl_and_are_removed_when_the_session_closes(client: EtcdClient) -> None:
+    # A machine that stalls longer than the TTL loses the lease: retry with a longer one.
+    for ttl_s in (1, 3, 9, 27):
         session = LeaseSession(client, ttl_s=ttl_s)
         session.set("/l1/a", b"1")
         await session.wait_synced(timeout_s=WAIT_S)
         lease_id = session.lease_id
-        await asyncio.sleep(2.5 * ttl_s)  # longer than the TTL: that nothing happens is what is tested
+        await asyncio.sleep(2.5 * ttl_s)  # longer than the TTL: the test checks that nothing happens
         session.set("/l1/b", b"2")
         await session.wait_synced(timeout_s=WAIT_S)
         if session.lease_id == lease_id:
@@ -76,10 +77,10 @@ async def test_a_revoked_lease_is_replaced_with_its_keys(client: EtcdClient) -> 
     session = LeaseSession(client, ttl_s=1)
     session.set("/l2/a", b"1")
     await session.wait_synced(timeout_s=WAIT_S)
-    lease_id = await lease_of(session)
+    lease_id = await wait_for_lease(session)
     before = await client.get("/l2/a")
     assert before is not None and before.lease_id == lease_id
-    await client.revoke_lease(lease_id)  # and the key with it
+    await client.revoke_lease(lease_id)  # revoking also deletes the key
     async with asyncio.timeout(WAIT_S):
         while (entry := await client.get("/l2/a")) is None or entry.lease_id == lease_id:
             await asyncio.sleep(0.05)
@@ -101,7 +102,7 @@ async def test_a_blackhole_longer_than_the_ttl_loses_and_restores_the_keys(etcd:
         term = session.term
         proxy.blackhole()
         await value_becomes(direct, "/a", None)
-        assert session.term is None  # known without asking anybody
+        assert session.term is None  # known without a call to etcd
         session.set("/b", b"2")
         with pytest.raises(DeadlineExceeded):
             await session.wait_synced(timeout_s=0.2)
@@ -114,7 +115,7 @@ async def test_a_blackhole_longer_than_the_ttl_loses_and_restores_the_keys(etcd:
         assert not (await direct.get_prefix("/")).entries
 
 
-async def test_keys_are_there_after_kill_and_after_loss_of_all_data(etcd: EtcdProcess) -> None:
+async def test_keys_are_restored_after_a_kill_and_after_loss_of_all_data(etcd: EtcdProcess) -> None:
     async with connected(etcd.endpoint) as client:
         session = LeaseSession(client, ttl_s=2)
         session.set("/a", b"1")
@@ -130,13 +131,13 @@ async def test_keys_are_there_after_kill_and_after_loss_of_all_data(etcd: EtcdPr
         await session.close()
 
 
-async def test_keys_are_there_after_etcd_was_stopped_for_longer_than_the_ttl(etcd: EtcdProcess) -> None:
+async def test_keys_are_restored_after_etcd_was_stopped_for_longer_than_the_ttl(etcd: EtcdProcess) -> None:
     async with connected(etcd.endpoint) as client:
         session = LeaseSession(client, ttl_s=1)
         session.set("/a", b"1")
         await session.wait_synced(timeout_s=WAIT_S)
         etcd.suspend()
-        await asyncio.sleep(2.5)  # the length of the fault is what is tested
+        await asyncio.sleep(2.5)  # the fault lasts longer than the TTL
         etcd.resume()
         session.set("/b", b"2")
         await session.wait_synced(timeout_s=WAIT_S)
@@ -145,7 +146,7 @@ async def test_keys_are_there_after_etcd_was_stopped_for_longer_than_the_ttl(etc
         await session.close()
 
 
-async def test_a_session_started_without_etcd_registers_when_it_comes(tmp_path: Path) -> None:
+async def test_a_session_started_without_etcd_registers_when_etcd_starts(tmp_path: Path) -> None:
     etcd = EtcdProcess(tmp_path / "etcd")
     async with connected(etcd.endpoint) as client:
         session = LeaseSession(client, ttl_s=2)
@@ -158,7 +159,7 @@ async def test_a_session_started_without_etcd_registers_when_it_comes(tmp_path: 
             await session.close()
 
 
-async def test_a_newer_owner_is_not_displaced(client: EtcdClient) -> None:
+async def test_a_key_of_a_newer_owner_is_not_overwritten(client: EtcdClient) -> None:
     def newer(existing: bytes, mine: bytes) -> bool:
         return mine >= existing
 
@@ -168,7 +169,7 @@ async def test_a_newer_owner_is_not_displaced(client: EtcdClient) -> None:
     new = LeaseSession(client, ttl_s=60, may_replace=newer)
     new.set("/l3/a", b"2")
     await new.wait_synced(timeout_s=WAIT_S)
-    await client.revoke_lease(await lease_of(old))
+    await client.revoke_lease(await wait_for_lease(old))
     await eventually(lambda: old.displaced_keys)
     await value_becomes(client, "/l3/a", b"2")
     await old.close()
@@ -176,8 +177,8 @@ async def test_a_newer_owner_is_not_displaced(client: EtcdClient) -> None:
     await new.close()
 
 
-async def test_who_announces_last_owns_the_key_whatever_a_clock_says(client: EtcdClient) -> None:
-    """The new run's clock was set back: its value is the lower one, and it takes the key all the same."""
+async def test_the_last_session_to_register_owns_the_key_even_with_an_older_clock(client: EtcdClient) -> None:
+    """The new session's clock was set back: its value is lower, and it still acquires the key."""
     old = LeaseSession(client, ttl_s=1, may_replace=lambda existing, mine: existing == mine)
     old.set("/l5/a", b"later")
     await old.wait_synced(timeout_s=WAIT_S)
@@ -185,14 +186,14 @@ async def test_who_announces_last_owns_the_key_whatever_a_clock_says(client: Etc
     new.set("/l5/a", b"earlier")
     await new.wait_synced(timeout_s=WAIT_S)
     assert not new.displaced_keys
-    await client.revoke_lease(await lease_of(old))
+    await client.revoke_lease(await wait_for_lease(old))
     await eventually(lambda: old.displaced_keys)
     await value_becomes(client, "/l5/a", b"earlier")
     await new.close()
     await old.close()
 
 
-async def test_closing_without_etcd_is_bounded() -> None:
+async def test_closing_a_session_without_etcd_ends_in_bounded_time() -> None:
     async with connected(f"127.0.0.1:{free_port()}") as client:
         session = LeaseSession(client, ttl_s=1)
         session.set("/a", b"1")

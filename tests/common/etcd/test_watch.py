@@ -1,8 +1,8 @@
-"""The watch against a real etcd that is killed, compacted, cut off, silenced, stopped and wiped.
+"""The watch against a real etcd that is killed, compacted, partitioned, stalled, stopped and wiped.
 
-Each test runs a reader that folds all updates, changes keys while the reader cannot see, and asserts
-that the reader ends with exactly what etcd holds; where nothing was compacted, also that it saw every
-single change once and in order.
+Each test runs a reader that folds all updates, and changes keys while the reader is disconnected.
+The reader must end with exactly the keys of etcd. Without compaction it must also see every change
+once and in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREFIX = "/watched/"
 
 
 class Reader:
-    """Folds a watch and remembers what it was told."""
+    """Folds a watch into a dict and records the changes and snapshots."""
 
     def __init__(self, client: EtcdClient) -> None:
         self.entries: dict[str, KeyValue] = {}
@@ -108,7 +108,7 @@ async def test_changes_arrive_once_and_in_order(etcd: EtcdProcess) -> None:
         assert reader.changes == [("a", str(i).encode()) for i in range(20)] + [("a", None), ("b", b"last")]
 
 
-async def test_killed_and_restarted_etcd_loses_no_change(etcd: EtcdProcess) -> None:
+async def test_a_watch_loses_no_change_over_a_kill_and_restart_of_etcd(etcd: EtcdProcess) -> None:
     async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
         await writer.put(f"{PREFIX}a", b"before")
         etcd.kill()
@@ -120,7 +120,7 @@ async def test_killed_and_restarted_etcd_loses_no_change(etcd: EtcdProcess) -> N
         assert reader.snapshots == 1
 
 
-async def test_changes_made_while_cut_off_arrive_afterwards(etcd: EtcdProcess) -> None:
+async def test_changes_made_during_a_partition_arrive_afterwards(etcd: EtcdProcess) -> None:
     async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
         await writer.put(f"{PREFIX}a", b"1")
         await reader.until(lambda r: "a" in r.values())
@@ -132,7 +132,7 @@ async def test_changes_made_while_cut_off_arrive_afterwards(etcd: EtcdProcess) -
         assert reader.changes == [("a", b"1"), ("b", b"2"), ("a", None)]
 
 
-async def test_compaction_while_cut_off_gives_a_new_snapshot(etcd: EtcdProcess) -> None:
+async def test_compaction_during_a_partition_gives_a_new_snapshot(etcd: EtcdProcess) -> None:
     async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
         await writer.put(f"{PREFIX}gone", b"1")
         await reader.until(lambda r: "gone" in r.values())
@@ -152,7 +152,7 @@ async def test_a_blackhole_of_12_s_loses_no_change(etcd: EtcdProcess) -> None:
     async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
         proxy.blackhole()
         await writer.put(f"{PREFIX}a", b"1")
-        await asyncio.sleep(12)  # the length of the fault is what is tested
+        await asyncio.sleep(12)  # longer than the client's time-outs
         await writer.put(f"{PREFIX}b", b"2")
         assert reader.changes == []
         proxy.restore()
@@ -160,7 +160,7 @@ async def test_a_blackhole_of_12_s_loses_no_change(etcd: EtcdProcess) -> None:
         assert reader.changes == [("a", b"1"), ("b", b"2")]
 
 
-async def test_a_stopped_etcd_is_waited_for(etcd: EtcdProcess) -> None:
+async def test_a_watch_continues_after_etcd_was_stopped(etcd: EtcdProcess) -> None:
     async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
         etcd.suspend()
         late = asyncio.create_task(writer.put(f"{PREFIX}a", b"1"))
@@ -172,7 +172,7 @@ async def test_a_stopped_etcd_is_waited_for(etcd: EtcdProcess) -> None:
         assert reader.changes == [("a", b"1")]
 
 
-async def test_wiped_etcd_gives_a_new_snapshot(etcd: EtcdProcess) -> None:
+async def test_a_wiped_etcd_gives_a_new_snapshot(etcd: EtcdProcess) -> None:
     async with writing(etcd) as writer, reading(etcd.endpoint) as reader:
         for i in range(5):
             await writer.put(f"{PREFIX}old{i}", b"1")
@@ -210,7 +210,7 @@ def test_folding_changes_equals_applying_them_to_a_dict(
 async def test_a_connection_that_the_network_forgot_is_replaced_by_reads_and_a_change_is_made_anew(
     etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without gRPC's pings, which etcd bears too seldom."""
+    """Runs without gRPC's pings: etcd allows too few of them to rely on."""
     pinged = [option for option in etcd_channel.CHANNEL_OPTIONS if option[0] != "grpc.keepalive_time_ms"]
     monkeypatch.setattr(etcd_channel, "CHANNEL_OPTIONS", pinged)
     async with FaultProxy(etcd.endpoint) as proxy, writing(etcd) as writer, reading(proxy.endpoint) as reader:
@@ -235,7 +235,7 @@ async def test_a_connection_that_the_network_forgot_is_replaced_by_reads_and_a_c
             await client.close()
 
 
-async def test_while_etcd_is_away_or_silent_connections_are_not_made_again_and_again(
+async def test_one_connection_is_replaced_while_etcd_is_unreachable_or_silent(
     etcd: EtcdProcess,
 ) -> None:
     async with FaultProxy(etcd.endpoint) as proxy:

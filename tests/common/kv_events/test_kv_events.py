@@ -1,4 +1,4 @@
-"""A watcher that applies the stream ends up with the node's blocks, wherever calls are cut."""
+"""A watcher that applies the stream has the node's blocks, wherever its calls break off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key(number: int) -> bytes:
 
 
 class Watcher:
-    """A reader of the log, like a call of WatchBlocks, that can be cut anywhere."""
+    """A reader of the log, like a WatchBlocks call, that can break off anywhere."""
 
     def __init__(self) -> None:
         self.view = BlockView()
@@ -85,7 +85,7 @@ STEPS = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(steps=STEPS, max_hashes=st.integers(1, 12), max_change_blocks=st.integers(1, 4))
-def test_every_watcher_ends_up_with_the_nodes_blocks(
+def test_every_watcher_ends_with_the_blocks_of_the_node(
     steps: list[tuple[str, int, list[int]]], max_hashes: int, max_change_blocks: int
 ) -> None:
     def new_log(number: int) -> BlockEventLog:
@@ -106,7 +106,7 @@ def test_every_watcher_ends_up_with_the_nodes_blocks(
             watchers[which].read(log, steps=len(numbers))
         elif what == "cut":
             watchers[which].cut()
-        else:  # the node restarts with the blocks on its disk
+        else:  # the node restarts with the blocks of its disk
             lives += 1
             log = new_log(lives)
             truth[DRAM].clear()
@@ -121,7 +121,7 @@ def test_every_watcher_ends_up_with_the_nodes_blocks(
             assert log.held(tier) == held
 
 
-def test_an_unseen_burst_is_one_change_and_a_seen_change_never_grows() -> None:
+def test_a_burst_before_a_read_is_one_change_and_a_read_change_stays_as_it_is() -> None:
     log = BlockEventLog("life")
     for number in range(100):
         log.stored(DRAM, [key(number)])
@@ -133,11 +133,11 @@ def test_an_unseen_burst_is_one_change_and_a_seen_change_never_grows() -> None:
     assert log.after(0) == first
 
 
-def test_a_view_refuses_a_change_that_does_not_follow() -> None:
+def test_a_view_refuses_a_change_after_a_gap() -> None:
     view = BlockView()
     stray = kv_events_pb2.WatchBlocksResponse(incarnation="life", sequence=1)
     stray.stored.block_hashes = key(1)
-    with pytest.raises(EventMissed):  # of an unknown incarnation
+    with pytest.raises(EventMissed):  # an unknown incarnation
         view.apply(stray)
     for piece in snapshot_responses("life", BlockEventLog("life").snapshot()):
         view.apply(piece)
@@ -149,15 +149,15 @@ def test_a_view_refuses_a_change_that_does_not_follow() -> None:
     assert view.held == {0: {key(1)}}
 
 
-class Served:
-    """The servicer on a real port."""
+class ServedEventLog:
+    """A KV event servicer on a real port."""
 
     def __init__(self, log: BlockEventLog) -> None:
         self.log = log
         self.events = KvEventServicer(log)
         self.host = ServiceHost("127.0.0.1:0")
 
-    async def __aenter__(self) -> Served:
+    async def __aenter__(self) -> ServedEventLog:
         kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(self.events, self.host.server)
         await self.host.start(["slipstream.v1.KvEventService"])
         self.channel = dial(self.host.endpoint)
@@ -175,8 +175,8 @@ class Served:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    async with Served(BlockEventLog("life", max_hashes=1000)) as opened:
+async def served() -> AsyncIterator[ServedEventLog]:
+    async with ServedEventLog(BlockEventLog("life", max_hashes=1000)) as opened:
         yield opened
 
 
@@ -185,7 +185,7 @@ async def drain(call: AsyncIterable[kv_events_pb2.WatchBlocksResponse], view: Bl
         view.apply(response)
 
 
-async def follow(served: Served, view: BlockView, *, until: int) -> None:
+async def follow(served: ServedEventLog, view: BlockView, *, until: int) -> None:
     """One call, from the view's position to `until`."""
     call = served.stub.WatchBlocks(view.resume(), timeout=60)
     async for response in call:
@@ -195,7 +195,9 @@ async def follow(served: Served, view: BlockView, *, until: int) -> None:
     call.cancel()
 
 
-async def test_a_watch_begins_with_a_snapshot_and_resumes_where_it_was_cut(served: Served) -> None:
+async def test_a_watch_starts_with_a_snapshot_and_resumes_at_its_last_position(
+    served: ServedEventLog,
+) -> None:
     view = BlockView()
     await follow(served, view, until=0)  # an empty node sends an empty snapshot at once
     assert (view.incarnation, view.held) == ("life", {})
@@ -211,7 +213,7 @@ async def test_a_watch_begins_with_a_snapshot_and_resumes_where_it_was_cut(serve
     await served.no_watcher_is_left()
 
 
-async def test_a_slow_watcher_is_aborted_and_recovers(served: Served) -> None:
+async def test_a_slow_watcher_is_aborted_and_recovers(served: ServedEventLog) -> None:
     view = BlockView()
     call = served.stub.WatchBlocks(view.resume(), timeout=60)
     view.apply(await anext(aiter(call)))
@@ -228,7 +230,7 @@ async def test_a_slow_watcher_is_aborted_and_recovers(served: Served) -> None:
     assert view.held[DRAM] == served.log.held(DRAM)
 
 
-async def test_a_large_node_is_sent_in_pieces(served: Served) -> None:
+async def test_a_large_snapshot_is_sent_in_several_messages(served: ServedEventLog) -> None:
     served.events.stored(NVME, [key(i) for i in range(40_000)])
     view, pieces = BlockView(), 0
     async for response in served.stub.WatchBlocks(view.resume(), timeout=60):

@@ -20,7 +20,7 @@ TENANTS = ("t", "u")
 
 
 class LetterNode(RadixNode):
-    """Letters, each with a number as payload."""
+    """A run of letters, each with a number as payload."""
 
     __slots__ = ("numbers",)
 
@@ -79,10 +79,10 @@ class Tree(RuleBasedStateMachine):
             self.tree.grew(end)
         self.lru.touch(cursor.path[1:], tenant)
         self.tree.make_room([tenant])
-        self.drop_evicted()
+        self.remove_evicted_from_model()
 
-    def drop_evicted(self) -> None:
-        """An evicted prefix leaves with all its continuations; the model follows the tree."""
+    def remove_evicted_from_model(self) -> None:
+        """Remove each evicted prefix and all its continuations from the model."""
         for tenant, prefixes in self.model.items():
             for prefix in list(prefixes):
                 if self.find(tenant, list(prefix))[1] < len(prefix):
@@ -107,7 +107,7 @@ class Tree(RuleBasedStateMachine):
     @precondition(lambda self: any(self.model.values()))
     @rule(data=st.data())
     def remove_end(self, data: st.DataObject) -> None:
-        """The last keys of a chain that nothing continues."""
+        """Remove the last keys of a chain without continuation."""
         ends = [
             (tenant, prefix)
             for tenant, prefixes in self.model.items()
@@ -123,7 +123,7 @@ class Tree(RuleBasedStateMachine):
         self.tree.evict(node, n_kept)
 
     @invariant()
-    def holds_what_the_model_holds(self) -> None:
+    def tree_equals_the_model(self) -> None:
         in_all = 0
         for tenant, root in self.roots.items():
             found: dict[str, int] = {}
@@ -134,7 +134,7 @@ class Tree(RuleBasedStateMachine):
             n_bytes = sum(node.n_bytes for node in nodes) + TENANT_BYTES * bool(nodes)
             assert n_bytes == self.lru.tenant_bytes(tenant) <= self.max_tenant_bytes
             for node in nodes:
-                assert node.keys and len(node.children) != 1  # as long as can be
+                assert node.keys and len(node.children) != 1  # nodes are merged as far as possible
                 assert node.n_bytes == node.size_bytes()
                 assert node.parent is root or order[id(node)] < order[id(node.parent)]
             in_all += n_bytes
@@ -142,13 +142,13 @@ class Tree(RuleBasedStateMachine):
 
 
 class CrowdedTree(Tree):
-    """The same, with budgets that evict."""
+    """The same tests with budgets so small that the tree evicts."""
 
     max_bytes, max_tenant_bytes = 150, 110
 
 
 def _collect(node: LetterNode, prefix: str, found: dict[str, int]) -> list[LetterNode]:
-    """All nodes below; adds to `found` each prefix that ends in them."""
+    """Return all nodes below `node`, and add each prefix that ends in them to `found`."""
     below: list[LetterNode] = []
     for child in node.children.values():
         assert child.parent is node
@@ -184,7 +184,7 @@ def test_the_least_recently_used_end_is_evicted_first() -> None:
     assert (first.n_keys, third.n_keys, second in lru.nodes("t")) == (10, 10, False)
 
 
-def test_a_tenants_few_nodes_outlive_anothers_many() -> None:
+def test_a_tenant_over_its_share_is_evicted_before_a_smaller_one() -> None:
     lru = TenantLru[LetterNode](max_bytes=200, max_tenant_bytes=A_LOT)
     tree = RadixTree(LetterNode, lru)
     few = _insert(tree, "few", "a" * 10)
@@ -216,6 +216,6 @@ def test_a_chain_may_continue_below_another_tenants_node() -> None:
     lru.touch([above, below], "u")
     _insert(tree, "t", "c" * 16)
     tree.make_room(["t"])
-    # The victim is an end even where it is another tenant's; then its parent can follow.
+    # Eviction starts at an end, even at another tenant's node; then its parent is evictable.
     assert lru.tenant_bytes("t") <= 60
     assert (lru.tenant_bytes("u"), above.children) == (0, {})

@@ -1,4 +1,4 @@
-"""gRPC's wake-ups that come together are one turn of the loop, and none is lost."""
+"""GrpcLoop handles simultaneous wake-ups of gRPC in one loop iteration and loses none."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from libs.common.runtime.grpc_loop import GrpcLoop
 
 
 class PollerCompletionQueue:
-    """As much of gRPC's as the loop sees: it reads one byte a turn and takes all events. `then`: what comes
-    when they were taken and the turn is not over."""
+    """The part of gRPC's queue that the loop sees: each iteration reads one byte and takes all events.
+
+    `then`: events that are pushed after the others were taken, in the same iteration.
+    """
 
     def __init__(self, then: Sequence[int] = ()) -> None:
         self.then = then
@@ -25,17 +27,17 @@ class PollerCompletionQueue:
         self.wakes.setblocking(False)
         self.events: list[int] = []
         self.taken: list[int] = []
-        self.turns = 0
+        self.iterations = 0
 
     def push(self, event: int) -> None:
-        """From its thread."""
+        """Called from gRPC's thread."""
         self.events.append(event)
         self.writes.send(b"1")
 
     def handle(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From the loop."""
+        """Called from the event loop."""
         assert self.wakes.recv(1) == b"1"
-        self.turns += 1
+        self.iterations += 1
         events, self.events = self.events, []
         self.taken += events
         for event in self.then:
@@ -44,8 +46,8 @@ class PollerCompletionQueue:
 
 
 @asynccontextmanager
-async def watched(queue: PollerCompletionQueue) -> AsyncIterator[PollerCompletionQueue]:
-    """The running loop handles it as gRPC has loops do."""
+async def handling_events(queue: PollerCompletionQueue) -> AsyncIterator[PollerCompletionQueue]:
+    """Register `queue` with the running loop as gRPC does."""
     loop = asyncio.get_running_loop()
     loop.add_reader(queue.wakes, functools.partial(queue.handle, loop))
     try:
@@ -56,39 +58,39 @@ async def watched(queue: PollerCompletionQueue) -> AsyncIterator[PollerCompletio
         queue.writes.close()
 
 
-def test_wake_ups_that_come_together_are_one_turn() -> None:
+def test_simultaneous_wake_ups_are_handled_in_one_loop_iteration() -> None:
     async def run() -> None:
-        async with watched(PollerCompletionQueue()) as queue, asyncio.timeout(60):
+        async with handling_events(PollerCompletionQueue()) as queue, asyncio.timeout(60):
             for event in range(100):
                 queue.push(event)
             while len(queue.taken) < 100:
                 await asyncio.sleep(0)
-            assert queue.turns == 1
+            assert queue.iterations == 1
             queue.push(100)
             while len(queue.taken) < 101:
                 await asyncio.sleep(0)
-        assert queue.turns == 2
+        assert queue.iterations == 2
         assert queue.taken == list(range(101))
 
     with asyncio.Runner(loop_factory=GrpcLoop) as runner:
         runner.run(run())
 
 
-def test_an_event_that_comes_when_the_others_were_taken_has_a_turn() -> None:
+def test_an_event_pushed_while_others_are_handled_gets_an_iteration() -> None:
     async def run() -> None:
-        async with watched(PollerCompletionQueue(then=[2, 3])) as queue, asyncio.timeout(60):
+        async with handling_events(PollerCompletionQueue(then=[2, 3])) as queue, asyncio.timeout(60):
             for event in range(2):
                 queue.push(event)
             while len(queue.taken) < 4:
                 await asyncio.sleep(0)
-        assert queue.taken == [0, 1, 2, 3] and queue.turns == 2
+        assert queue.taken == [0, 1, 2, 3] and queue.iterations == 2
 
     with asyncio.Runner(loop_factory=GrpcLoop) as runner:
         runner.run(run())
 
 
-def test_grpcs_own_reader_is_known_and_calls_are_served() -> None:
-    """Whoever changes the name that the loop goes by in gRPC is found out here."""
+def test_the_loop_recognises_the_completion_queue_of_grpc() -> None:
+    """GrpcLoop finds the queue by its class name: this test fails when gRPC renames the class."""
     seen: list[bool] = []
 
     class Watched(GrpcLoop):

@@ -1,4 +1,4 @@
-"""What a process was made of before it served is looked at by no collection; what requests leave is."""
+"""Garbage collection skips the objects from before serving and finds later reference cycles."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from libs.common.runtime.malloc import use_large_pages
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 
-# Blocks of a size that glibc would give back each time; what the kernel counts are fresh pages.
+# glibc returns blocks of this size to the kernel by default; page faults count the fresh pages.
 _PROGRAM = """
 import resource, sys
 from libs.common.runtime.malloc import keep_freed_memory
@@ -24,7 +24,7 @@ churn()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
-# Threads that take memory side by side, as gRPC's do. glibc tells of its arenas on standard output.
+# Threads that allocate concurrently, as those of gRPC. glibc prints its arenas on standard output.
 _THREADS = """
 import ctypes, sys, threading
 from libs.common.runtime.malloc import keep_freed_memory
@@ -50,7 +50,7 @@ libc.fflush(out)
 together.wait()
 """
 
-# Small objects, as an interpreter is made of, before and after they are moved.
+# Small objects, like most of an interpreter's heap, before and after they move.
 _LARGE = """
 from pathlib import Path
 from libs.common.runtime.malloc import use_large_pages
@@ -61,23 +61,24 @@ print(moved, large_kib, all(text == bytes([n % 251]) * 400 for n, text in enumer
 """
 
 
-def faults(mode: str) -> str:
+def count_page_faults(mode: str) -> str:
     command = [sys.executable, "-c", _PROGRAM, mode]
-    environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # no adapting: what a block of 1 MiB costs at first
+    # A fixed threshold shows the cost of a 1 MiB block before glibc adapts.
+    environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}
     if mode == "keep":
         environment = {}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
     return ran.stdout.strip()
 
 
-def test_freed_blocks_are_used_again() -> None:
-    kept = faults("keep")
+def test_freed_memory_is_kept_and_reused() -> None:
+    kept = count_page_faults("keep")
     assert (kept != "no glibc") is GLIBC
     if GLIBC:
-        assert int(kept) < 100 < int(faults("default"))
+        assert int(kept) < 100 < int(count_page_faults("default"))
 
 
-def arenas(mode: str) -> int:
+def count_arenas(mode: str) -> int:
     command = [sys.executable, "-c", _THREADS, mode]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=True, env={"MALLOC_ARENA_MAX": "16"}
@@ -85,14 +86,14 @@ def arenas(mode: str) -> int:
     return ran.stdout.count("<heap nr=")
 
 
-def test_what_is_kept_does_not_grow_with_the_threads() -> None:
+def test_the_number_of_arenas_is_bounded_over_many_threads() -> None:
     if GLIBC:
-        assert 1 <= arenas("keep") <= 8 < arenas("default")
+        assert 1 <= count_arenas("keep") <= 8 < count_arenas("default")
     else:
-        assert faults("keep") == "no glibc"  # nothing is kept
+        assert count_page_faults("keep") == "no glibc"  # only glibc has this setting
 
 
-def test_what_there_is_moves_into_large_pages_unchanged() -> None:
+def test_existing_memory_moves_into_huge_pages_unchanged() -> None:
     command = [sys.executable, "-c", _LARGE]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     moved, large_kib, unchanged = ran.stdout.split()
@@ -103,11 +104,11 @@ def test_what_there_is_moves_into_large_pages_unchanged() -> None:
         assert int(moved) >= 1
 
 
-def test_without_a_list_of_its_memory_a_process_moves_nothing(tmp_path: Path) -> None:
+def test_nothing_moves_without_a_maps_file(tmp_path: Path) -> None:
     assert use_large_pages(maps=tmp_path / "none") == 0
 
 
-def test_a_process_may_have_mapped_a_file_of_any_name(tmp_path: Path) -> None:
+def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     maps.write_bytes(b"7f0000000000-7f0000001000 rw-p 00000000 00:00 7 /tmp/\xff\x85 name\n")
     assert use_large_pages(maps=maps) == 0

@@ -1,4 +1,4 @@
-"""Where a setting's value comes from, in which order, and which values are refused in which words."""
+"""The sources of a setting's value, their precedence, and the errors of refused values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sample:
     parent: int = setting("a pid", default=0, is_hidden=True)
 
 
-def load(
+def load_sample(
     *arguments: str, file: str | None = None, tmp_path: Path | None = None, **environment: str
 ) -> Sample:
     given = ["--name", "n", *arguments]
@@ -48,50 +48,54 @@ def load(
     return load_settings(Sample, program="p", description="d", arguments=given, environment=environment)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str, **how: Any) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, **how: Any) -> str:
     with pytest.raises(SystemExit) as ended:
-        load(*arguments, **how)
+        load_sample(*arguments, **how)
     assert ended.value.code == 2
     return capsys.readouterr().err.splitlines()[-1].removeprefix("p: error: ")
 
 
-def test_defaults() -> None:
-    assert load() == Sample(name="n")
+def test_settings_have_defaults() -> None:
+    assert load_sample() == Sample(name="n")
     assert Sample(name="n").disk == ()
 
 
-def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(tmp_path: Path) -> None:
+def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
     file = 'size = 2\nshare = 0.2\nmode = "on"'
-    found = load(*("--size", "6"), file=file, tmp_path=tmp_path, SLIPSTREAM_SIZE="4", SLIPSTREAM_SHARE="0.4")
+    found = load_sample(
+        *("--size", "6"), file=file, tmp_path=tmp_path, SLIPSTREAM_SIZE="4", SLIPSTREAM_SHARE="0.4"
+    )
     assert (found.size, found.share, found.mode, found.pins) == (6, 0.4, "on", False)
 
 
-def test_every_type_from_every_source(tmp_path: Path) -> None:
+def test_every_source_gives_every_type(tmp_path: Path) -> None:
     wanted = Sample(
         name="n", size=4, share=1.0, mode="on", keys=Path("k"), disk=(Path("/a"), Path("/b")), pins=True
     )
     flags = "--size 4 --share 1 --mode on --keys k --disk /a --disk /b --pins"
-    assert load(*flags.split()) == wanted
+    assert load_sample(*flags.split()) == wanted
     environment = {"SIZE": "4", "SHARE": "1", "MODE": "on", "KEYS": "k", "DISK": "/a,/b", "PINS": "true"}
     variables: dict[str, Any] = {f"SLIPSTREAM_{name}": text for name, text in environment.items()}
-    assert load(**variables) == wanted
+    assert load_sample(**variables) == wanted
     file = 'size = 4\nshare = 1\nmode = "on"\nkeys = "k"\ndisk = ["/a", "/b"]\npins = true'
-    assert load(file=file, tmp_path=tmp_path) == wanted
+    assert load_sample(file=file, tmp_path=tmp_path) == wanted
 
 
-def test_a_switch_that_is_on_elsewhere_can_be_turned_off() -> None:
-    assert load(SLIPSTREAM_PINS="1").pins
-    assert not load("--no-pins", SLIPSTREAM_PINS="1").pins
+def test_a_flag_turns_off_a_switch_of_the_environment_or_file() -> None:
+    assert load_sample(SLIPSTREAM_PINS="1").pins
+    assert not load_sample("--no-pins", SLIPSTREAM_PINS="1").pins
 
 
-def test_the_environment_may_name_the_file_and_give_what_is_required(tmp_path: Path) -> None:
+def test_the_environment_may_name_the_config_file_and_give_required_settings(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("size = 2")
     environment = {"SLIPSTREAM_CONFIG": str(tmp_path / "c.toml"), "SLIPSTREAM_NAME": "n"}
     found = load_settings(Sample, program="p", description="", arguments=[], environment=environment)
     assert found == Sample(name="n", size=2)
 
 
-def test_what_is_required_is_asked_for_by_its_three_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_required_setting_is_named_as_flag_variable_and_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         load_settings(Sample, program="p", description="", arguments=[], environment={})
     assert (
@@ -115,10 +119,10 @@ def test_what_is_required_is_asked_for_by_its_three_names(capsys: pytest.Capture
         ("size =", "is not TOML"),
     ],
 )
-def test_a_file_that_cannot_be_used(
+def test_an_unusable_config_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, words: str
 ) -> None:
-    line = refused(capsys, file=file, tmp_path=tmp_path)
+    line = error_of(capsys, file=file, tmp_path=tmp_path)
     assert words in line
     assert "config.toml" in line
 
@@ -133,10 +137,10 @@ def test_a_file_that_cannot_be_used(
         ({"SLIPSTREAM_CONFIG": "/none"}, "SLIPSTREAM_CONFIG: /none cannot be read: No such file"),
     ],
 )
-def test_an_environment_that_cannot_be_used(
+def test_an_unusable_environment_variable_is_refused(
     capsys: pytest.CaptureFixture[str], environment: dict[str, str], words: str
 ) -> None:
-    assert words in refused(capsys, **environment)
+    assert words in error_of(capsys, **environment)
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "-0.5", "1e999"])
@@ -184,13 +188,13 @@ def test_values_that_a_router_cannot_use(
 
 
 @pytest.mark.parametrize("flags", [("--size", "x"), ("--siz", "2"), ("--mode", "off"), ("--size", "3")])
-def test_flags_that_cannot_be_used(capsys: pytest.CaptureFixture[str], flags: tuple[str, str]) -> None:
-    assert refused(capsys, *flags)
+def test_unusable_flags_are_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, str]) -> None:
+    assert error_of(capsys, *flags)
 
 
 def test_help_shows_defaults_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load("--help")
+        load_sample("--help")
     shown = " ".join(capsys.readouterr().out.split())
     assert "a size (default: 8; env SLIPSTREAM_SIZE)" in shown
     assert "a disk (default: none of its own; env SLIPSTREAM_DISK)" in shown
@@ -203,6 +207,6 @@ def test_every_service_has_the_shared_settings(kind: type[Any]) -> None:
     assert all(row.described.help for row in rows(kind).values())
 
 
-def test_the_page_in_docs_is_made_from_the_classes() -> None:
+def test_the_configuration_page_is_generated_from_the_settings_classes() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "gen_configuration.py"))["render"]()
     assert (ROOT / "docs" / "configuration.md").read_text() == page, "python scripts/gen_configuration.py"

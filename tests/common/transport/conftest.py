@@ -1,4 +1,4 @@
-"""One transport and one calm peer for each kind and module; peers that a test may harm."""
+"""One transport and one undisturbed peer for each kind and module; extra peers that tests may kill."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer on a slow machine may take its time to greet."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give peers on slow machines enough time to greet."""
     set_default(monkeypatch, probe.greet, "timeout_s", WAIT_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def transport(kind: str) -> AsyncIterator[KvTransport]:
-    """One for all tests of a kind, which it must survive."""
+    """One transport for all tests of a kind; it must survive each of them."""
     opened = open_transport(kind)
     stop_slowly(opened)
     yield opened
@@ -48,7 +48,7 @@ async def transport(kind: str) -> AsyncIterator[KvTransport]:
 
 @pytest.fixture
 def spawn_peer(kind: str) -> Iterator[SpawnPeer]:
-    """Makes peers that a test may harm."""
+    """Start peers that the test may stop or kill."""
     peers: list[Peer] = []
 
     def spawn(n_bytes: int = 4 * MIB, seed: int = 1) -> Peer:
@@ -61,8 +61,8 @@ def spawn_peer(kind: str) -> Iterator[SpawnPeer]:
 
 
 @pytest.fixture(scope="module")
-def calm_peer(kind: str) -> Iterator[Peer]:
-    """A peer of BIG_BYTES with seed 1 that nobody harms."""
+def shared_peer(kind: str) -> Iterator[Peer]:
+    """A peer of BIG_BYTES with seed 1 that no test disturbs."""
     peer = start_peer(kind, BIG_BYTES, 1)
     yield peer
     assert peer.process.poll() is None
@@ -71,5 +71,5 @@ def calm_peer(kind: str) -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def big_memory(transport: KvTransport) -> PageAlignedMemory:
-    """Room for a read that takes long enough to be disturbed. Zeroed by those who use it."""
+    """A destination for a read long enough to be disturbed. Each test zeroes it."""
     return registered(transport, BIG_BYTES)

@@ -1,7 +1,7 @@
-"""A man in the middle of Mooncake's TCP protocol: makes an honest peer slow, short, or a liar.
+"""A proxy for Mooncake's TCP protocol that delays, cuts or forges the answers of a correct peer.
 
-The engine's handshake is JSON that names the peer's data port; the proxy puts its own there, with the
-same number of digits, so that nothing else moves.
+The engine's handshake is JSON that names the peer's data port. The proxy replaces it by its own port,
+with the same number of digits, so that no length changes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from collections.abc import Awaitable, Callable
 
 from tests.common.transport.peers import Peer
 
-Pump = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Forwarder = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 _DATA_PORT = re.compile(rb'"tcp_data_port":(\d+)')
 
 
-async def honest(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while piece := await reader.read(1 << 18):
         writer.write(piece)
         await writer.drain()
 
 
 class MooncakeProxy:
-    """`session` reaches the peer through here. `to_reader` moves the bytes of the peer's answers."""
+    """`session` reaches the peer through the proxy. `to_reader` forwards the bytes of the peer's answers."""
 
-    def __init__(self, peer: Peer, to_reader: Pump = honest, *, claimed: tuple[bytes, bytes] = (b"", b"")):
-        """`claimed`: a text of the peer's handshake and what to say in its place, as long."""
+    def __init__(
+        self, peer: Peer, to_reader: Forwarder = forward, *, claimed: tuple[bytes, bytes] = (b"", b"")
+    ):
+        """`claimed`: a text of the peer's handshake and its replacement of the same length."""
         self._peer = peer
         self._to_reader = to_reader
         self._claimed = claimed
@@ -49,15 +51,17 @@ class MooncakeProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
-        """End every connection now."""
+        """Close all connections now."""
         for task in self._tasks:
             task.cancel()
 
-    async def _listen(self, pump: Pump) -> int:
-        """A listener whose port has five digits, as Mooncake's have."""
+    async def _listen(self, forwarder: Forwarder) -> int:
+        """Listen on a port of five digits, like those of Mooncake."""
         for port in range(20_000, 30_000):
             with contextlib.suppress(OSError):
-                server = await asyncio.start_server(lambda r, w: self._track(pump(r, w)), "127.0.0.1", port)
+                server = await asyncio.start_server(
+                    lambda r, w: self._track(forwarder(r, w)), "127.0.0.1", port
+                )
                 self._servers.append(server)
                 return port
         raise AssertionError("no free port")
@@ -84,11 +88,11 @@ class MooncakeProxy:
         await self._both(reader, writer, self._data_port, self._to_reader)
 
     async def _both(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int, answers: Pump
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int, answers: Forwarder
     ) -> None:
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
         ways = [
-            asyncio.ensure_future(honest(reader, up_writer)),
+            asyncio.ensure_future(forward(reader, up_writer)),
             asyncio.ensure_future(answers(up_reader, writer)),
         ]
         try:

@@ -1,5 +1,7 @@
-"""A real peer process: registers memory filled with a pattern, prints its session id and address as
-JSON, and serves until its standard input ends."""
+"""A peer process: registers memory with a pattern, prints session id and address as JSON, and serves.
+
+It ends when its standard input ends.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from libs.common.transport.registered_memory import PageAlignedMemory
 
 
 def pattern(n_bytes: int, seed: int) -> bytes:
-    """Bytes that differ by position and by seed, with a prime period."""
+    """Return bytes that differ by position and by seed, with a prime period."""
     period = bytes((seed + i * 31) % 251 for i in range(65521))
     return (period * (n_bytes // len(period) + 1))[:n_bytes]
 
 
 def fill(memory: PageAlignedMemory, seed: int) -> None:
-    """`pattern` over the whole memory, without a second copy of it."""
+    """Write `pattern` over the whole memory without a second copy."""
     piece = pattern(65521 * 16, seed)
     for start in range(0, memory.n_bytes, len(piece)):
         view = memory.view(start, min(len(piece), memory.n_bytes - start))

@@ -1,4 +1,4 @@
-"""Starting, stopping and ending real peers; memory registered for reading into."""
+"""Starts, stops and ends peer processes; registers memory as read destinations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def registered(transport: KvTransport, n_bytes: int) -> PageAlignedMemory:
 
 
 def stop(peer: Peer) -> None:
-    """SIGSTOP, and wait until the whole process has stopped."""
+    """Send SIGSTOP, and wait until all threads of the process have stopped."""
     peer.process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{peer.process.pid}/task")
     deadline = time.monotonic() + WAIT_S
@@ -70,12 +70,14 @@ def stop(peer: Peer) -> None:
 
 
 def stop_slowly(transport: Any) -> None:
-    """On a slow machine it takes a while until a transfer that was told to stop has stopped."""
+    """Give cancelled transfers on slow machines enough time to stop."""
     transport._reads._stop_timeout_s = WAIT_S
 
 
-async def surely(transport: KvTransport, session: str, reads: Sequence[ReadOp], **landed: Any) -> None:
-    """A read whose peer is well. Only a slow machine makes it wait: then it is asked again."""
+async def read_with_retries(
+    transport: KvTransport, session: str, reads: Sequence[ReadOp], **landed: Any
+) -> None:
+    """Read from a working peer, and retry time-outs, which only a slow machine causes."""
     for tries_left in (4, 3, 2, 1, 0):
         try:
             await transport.read(session, reads, timeout_s=WAIT_S, **landed)
@@ -85,13 +87,13 @@ async def surely(transport: KvTransport, session: str, reads: Sequence[ReadOp], 
                 raise
 
 
-async def begun_read(
+async def start_large_read(
     transport: KvTransport, memory: PageAlignedMemory, peer: Peer, *, timeout_s: float = WAIT_S
 ) -> asyncio.Task[None]:
-    """A read of BIG_BYTES whose first byte has landed, and that is not over."""
+    """Start a read of BIG_BYTES, and return it after its first bytes and before its end."""
     first, op = memory.view(0, 64), ReadOp(memory.address, peer.address, BIG_BYTES)
     for _ in range(20):
-        await surely(transport, peer.session, [ReadOp(memory.address, peer.address, 64)])
+        await read_with_retries(transport, peer.session, [ReadOp(memory.address, peer.address, 64)])
         memory.view(0, BIG_BYTES)[:] = bytes(BIG_BYTES)
         read = asyncio.create_task(transport.read(peer.session, [op], timeout_s=timeout_s))
         while first[1:] == bytes(63) and not read.done():
@@ -99,10 +101,10 @@ async def begun_read(
         if not read.done():
             return read
         await asyncio.wait({read})
-    raise AssertionError("each read was over when its first byte was seen")
+    raise AssertionError("each read ended before its first byte was seen")
 
 
-async def disturbed_read(
+async def disturb_large_read(
     transport: KvTransport,
     memory: PageAlignedMemory,
     peers: Iterable[Peer],
@@ -110,16 +112,16 @@ async def disturbed_read(
     *,
     timeout_s: float = WAIT_S,
 ) -> tuple[asyncio.Task[None], Peer]:
-    """A read that has failed because it was disturbed after its first byte, and its peer.
+    """Disturb a large read after its first byte; return the failed read and its peer.
 
-    Where its last byte was on the way by then, it is begun again, with the next of `peers`.
+    A read whose last byte was already sent succeeds: then the next of `peers` is used.
     """
     for peer in peers:
-        read = await begun_read(transport, memory, peer, timeout_s=timeout_s)
+        read = await start_large_read(transport, memory, peer, timeout_s=timeout_s)
         disturb(peer, read)
         await asyncio.wait({read}, timeout=timeout_s + 2 * WAIT_S)
-        assert read.done(), "it does not end"
+        assert read.done(), "the read does not end"
         if read.cancelled() or read.exception() is not None:
             return read, peer
         peer.process.send_signal(signal.SIGCONT)
-    raise AssertionError("each read was over before it could be disturbed")
+    raise AssertionError("each read ended before it could be disturbed")

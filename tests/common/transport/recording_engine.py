@@ -1,4 +1,4 @@
-"""A Mooncake engine that records what it is told and moves bytes within this process."""
+"""A Mooncake engine that records its calls and copies bytes within this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ asyncio.run(transport.close())
 
 
 def make_device(root: Path, name: str, *, state: str = "4: ACTIVE", verbs: str = "uverbs0") -> None:
-    """What the kernel shows of one RDMA device, under `root`/sys and `root`/dev."""
+    """Create the kernel's files of one RDMA device under `root`/sys and `root`/dev."""
     port = root / "sys" / name / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text(f"{state}\n")
@@ -58,11 +58,13 @@ def make_device(root: Path, name: str, *, state: str = "4: ACTIVE", verbs: str =
         (root / "dev" / verbs).touch()
 
 
-def opened_with(
+def run_with_recording_engine(
     tmp_path: Path, spec: str, *, then: str = "", environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A process that opens the transport with the recording engine and the devices under `tmp_path`, and does
-    `then` with `transport`."""
+    """Open the transport in a process with the recording engine and the devices under `tmp_path`.
+
+    The process then runs the code `then` with `transport`.
+    """
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").touch()
     (tmp_path / "mooncake" / "engine.py").write_text(ENGINE)
@@ -75,7 +77,7 @@ def opened_with(
     )
 
 
-def said(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
-    """What the engine was told, in order."""
+def recorded_calls(done: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
+    """Return the engine's recorded calls in order."""
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

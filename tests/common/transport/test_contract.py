@@ -1,4 +1,4 @@
-"""What every KV transport promises, proved on both kinds between real processes."""
+"""The contract of KV transports, tested on both kinds between real processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.common.transport.peers import (
     MIB,
     ROOT,
     Peer,
+    read_with_retries,
     registered,
-    surely,
 )
 from tests.support.processes.process_checks import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_scattered_reads_of_any_size_land_exactly_where_they_belong(
-    transport: KvTransport, calm_peer: Peer
+async def test_scattered_reads_of_any_size_land_at_their_destinations_only(
+    transport: KvTransport, shared_peer: Peer
 ) -> None:
     n_bytes = 4 * MIB
-    peer = calm_peer
+    peer = shared_peer
     source = pattern(n_bytes, 1)
     memory = registered(transport, n_bytes)
     expected = bytearray(n_bytes)
@@ -49,12 +49,12 @@ async def test_scattered_reads_of_any_size_land_exactly_where_they_belong(
         expected[at : at + size] = source[remote : remote + size]
         at += size + rng.randrange(3)
     assert at < n_bytes
-    await surely(transport, peer.session, reads)
-    assert memory.view(0, n_bytes) == expected  # and nothing beside the destinations was touched
+    await read_with_retries(transport, peer.session, reads)
+    assert memory.view(0, n_bytes) == expected  # bytes outside of the destinations are unchanged
     assert transport.reads_in_flight == 0
 
 
-async def test_two_transports_read_each_other_at_once(kind: str, transport: KvTransport) -> None:
+async def test_two_transports_read_from_each_other_at_once(kind: str, transport: KvTransport) -> None:
     other = open_transport(kind)
     try:
         mine, theirs = registered(transport, 2 * MIB), registered(other, 2 * MIB)
@@ -62,38 +62,42 @@ async def test_two_transports_read_each_other_at_once(kind: str, transport: KvTr
         theirs.view(0, MIB)[:] = pattern(MIB, 4)
         await asyncio.gather(
             *(
-                surely(transport, other.session_id, [ReadOp(mine.address + MIB, theirs.address, MIB)])
+                read_with_retries(
+                    transport, other.session_id, [ReadOp(mine.address + MIB, theirs.address, MIB)]
+                )
                 for _ in range(6)
             ),
-            surely(other, transport.session_id, [ReadOp(theirs.address + MIB, mine.address, MIB)]),
+            read_with_retries(other, transport.session_id, [ReadOp(theirs.address + MIB, mine.address, MIB)]),
         )
         assert mine.view(MIB, MIB) == pattern(MIB, 4)
         assert theirs.view(MIB, MIB) == pattern(MIB, 3)
-        late = registered(other, 4096)  # registered after the first contact
+        late = registered(other, 4096)  # registered after the first connection
         late.view(0, 4096)[:] = pattern(4096, 9)
-        await surely(transport, other.session_id, [ReadOp(mine.address, late.address, 4096)])
+        await read_with_retries(transport, other.session_id, [ReadOp(mine.address, late.address, 4096)])
         assert mine.view(0, 4096) == pattern(4096, 9)
     finally:
         await other.close()
 
 
 @pytest.mark.parametrize("offset", [-4096, BIG_BYTES - 100, 1 << 40])
-async def test_addresses_outside_the_peers_registered_memory_are_refused(
-    transport: KvTransport, calm_peer: Peer, offset: int
+async def test_source_addresses_outside_registered_memory_are_refused(
+    transport: KvTransport, shared_peer: Peer, offset: int
 ) -> None:
-    peer = calm_peer
+    peer = shared_peer
     memory = registered(transport, MIB)
     with pytest.raises(TransferRefused):
-        await surely(transport, peer.session, [ReadOp(memory.address, peer.address + offset, 4096)])
-    # The peer is unharmed and goes on serving.
-    await surely(transport, peer.session, [ReadOp(memory.address, peer.address, 4096)])
+        await read_with_retries(
+            transport, peer.session, [ReadOp(memory.address, peer.address + offset, 4096)]
+        )
+    # The peer still serves.
+    await read_with_retries(transport, peer.session, [ReadOp(memory.address, peer.address, 4096)])
     assert memory.view(0, 4096) == pattern(4096, 1)
 
 
-async def test_destinations_outside_own_registered_memory_are_refused(
-    transport: KvTransport, calm_peer: Peer
+async def test_destinations_outside_registered_memory_are_refused(
+    transport: KvTransport, shared_peer: Peer
 ) -> None:
-    peer = calm_peer
+    peer = shared_peer
     unregistered = PageAlignedMemory(MIB)
     memory = registered(transport, MIB)
     for address, n_bytes in [
@@ -102,11 +106,11 @@ async def test_destinations_outside_own_registered_memory_are_refused(
         (memory.address, 0),
     ]:
         with pytest.raises(TransferRefused):
-            await surely(transport, peer.session, [ReadOp(address, peer.address, n_bytes)])
+            await read_with_retries(transport, peer.session, [ReadOp(address, peer.address, n_bytes)])
     assert unregistered.view(0, 4096) == bytes(4096)
 
 
-async def test_what_cannot_be_registered_is_refused(transport: KvTransport) -> None:
+async def test_unsuitable_memory_is_not_registered(transport: KvTransport) -> None:
     for bad in (bytes(10), bytearray(), Region(0, 10), Region(4096, 0)):
         with pytest.raises(TransferRefused):
             transport.register(bad)
@@ -116,17 +120,17 @@ async def test_what_cannot_be_registered_is_refused(transport: KvTransport) -> N
 async def test_malformed_session_ids_are_refused(transport: KvTransport, session: str) -> None:
     memory = registered(transport, 4096)
     with pytest.raises(TransferRefused):
-        await surely(transport, session, [ReadOp(memory.address, 4096, 10)])
+        await read_with_retries(transport, session, [ReadOp(memory.address, 4096, 10)])
 
 
-async def test_a_successor_is_not_reached_under_its_predecessors_id(
-    transport: KvTransport, calm_peer: Peer
+async def test_a_new_incarnation_is_not_reached_by_the_session_id_of_the_old_one(
+    transport: KvTransport, shared_peer: Peer
 ) -> None:
-    peer = calm_peer
+    peer = shared_peer
     memory = registered(transport, 4096)
     impostor = peer.session[:-32] + os.urandom(16).hex()  # same address, another incarnation
     with pytest.raises(PeerGone):
-        await surely(transport, impostor, [ReadOp(memory.address, peer.address, 4096)])
+        await read_with_retries(transport, impostor, [ReadOp(memory.address, peer.address, 4096)])
     assert memory.view(0, 4096) == bytes(4096)
 
 
@@ -148,7 +152,7 @@ asyncio.run(transport.close())
 """
 
 
-async def test_a_forked_child_may_not_use_the_transport_and_exits_normally(kind: str) -> None:
+async def test_a_forked_child_cannot_use_the_transport_and_exits_normally(kind: str) -> None:
     command = [sys.executable, "-c", FORK.format(kind=kind)]
     done = await asyncio.to_thread(
         subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=30
@@ -156,7 +160,7 @@ async def test_a_forked_child_may_not_use_the_transport_and_exits_normally(kind:
     assert done.stdout.split() == ["7"], done.stderr
 
 
-async def test_opening_and_closing_leaks_no_thread_and_no_descriptor(kind: str) -> None:
+async def test_opening_and_closing_a_transport_leaks_no_thread_or_descriptor(kind: str) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
@@ -166,12 +170,12 @@ async def test_opening_and_closing_leaks_no_thread_and_no_descriptor(kind: str) 
         opened = open_transport(kind)
         memory = registered(opened, MIB)
         own = [ReadOp(memory.address, memory.address + 4096, 4096)]
-        await surely(opened, opened.session_id, own)
+        await read_with_retries(opened, opened.session_id, own)
         await opened.close()
 
     def back_to_before() -> bool:
         threads, descriptors = held()
-        # The loop's own executor may have grown by a thread.
+        # The loop's default executor may have started one more thread.
         return threads <= before[0] + 1 and descriptors <= before[1]
 
     await eventually(back_to_before)

@@ -1,5 +1,7 @@
-"""Memory of CUDA devices through the same call: what the engine is told, who refuses it and why. Here no
-device is needed; tests/gpu has those that move its bytes."""
+"""Registering CUDA memory: the arguments the engine gets, and refusals with their reasons.
+
+These tests need no device; tests/gpu has those that move bytes of one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from libs.common.checksum import checksum
 from libs.common.transport import mooncake
 from libs.common.transport.base import KvTransport, ReadOp, Region, TransferRefused
 from libs.common.transport.multi_engine import TCP_RAILS
-from tests.common.transport.peers import surely
-from tests.common.transport.recording_engine import opened_with, said
+from tests.common.transport.peers import read_with_retries
+from tests.common.transport.recording_engine import recorded_calls, run_with_recording_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -47,7 +49,7 @@ class Device:
 
 @dataclass
 class DeviceTensor:
-    """What a torch tensor of a CUDA device looks like from outside; its address is nobody's."""
+    """The attributes of a torch tensor on a CUDA device, with an address that is not mapped."""
 
     device: Device
     nbytes: int = 4096
@@ -60,16 +62,16 @@ class DeviceTensor:
         return self.contiguous
 
 
-async def test_the_engine_is_told_address_length_and_location_of_device_memory(tmp_path: Path) -> None:
-    done = await asyncio.to_thread(opened_with, tmp_path, "mooncake", then=REGISTER)
-    registered: list[Any] = [each["registered"] for each in said(done) if "registered" in each]
-    assert registered[:TCP_RAILS] == [registered[0]] * TCP_RAILS  # with each engine
+async def test_device_memory_is_registered_with_address_length_and_location(tmp_path: Path) -> None:
+    done = await asyncio.to_thread(run_with_recording_engine, tmp_path, "mooncake", then=REGISTER)
+    registered: list[Any] = [each["registered"] for each in recorded_calls(done) if "registered" in each]
+    assert registered[:TCP_RAILS] == [registered[0]] * TCP_RAILS  # each engine registers it
     registered = [each for number, each in enumerate(registered) if each not in registered[:number]]
     assert registered[:2] == [[7 << 40, 640, "cuda:1"], [8 << 40, 64, "cuda:0"]]
-    assert registered[2][1:] == [4096, "*"]  # the host's memory: the engine finds out near which socket
+    assert registered[2][1:] == [4096, "*"]  # host memory: the engine finds its NUMA node
 
 
-async def test_memory_the_engine_did_not_take_is_no_destination(
+async def test_memory_that_the_engine_refused_is_no_destination(
     transport: KvTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = DeviceTensor(Device("cuda", 0))
@@ -91,24 +93,24 @@ async def test_memory_the_engine_did_not_take_is_no_destination(
         (DeviceTensor(Device("cuda", 0), nbytes=0), "cannot register 0 bytes"),
     ],
 )
-async def test_what_is_no_memory_of_one_piece_is_refused(
+async def test_memory_that_is_not_contiguous_cpu_or_cuda_is_refused(
     transport: KvTransport, memory: Any, why: str
 ) -> None:
     with pytest.raises(TransferRefused, match=why):
         transport.register(memory)
 
 
-async def test_the_engine_that_is_installed_says_whether_it_knows_devices() -> None:
-    """That of this project does not: it takes any address for the host's, and crashes when it reads there."""
+async def test_the_installed_engine_reports_that_it_lacks_cuda() -> None:
+    """This build takes every address for host memory and would crash on reading a device address."""
     assert not mooncake.built_with_cuda()
 
 
-async def test_a_tensor_of_the_host_is_memory_like_any_other(transport: KvTransport) -> None:
+async def test_a_host_tensor_is_registered_and_read_like_other_memory(transport: KvTransport) -> None:
     tensor = torch.arange(8192, dtype=torch.int64).to(torch.bfloat16)
     region = transport.register(tensor)
     assert region == Region(tensor.data_ptr(), 16384)
     half = region.n_bytes // 2
     before = checksum(tensor[:4096].view(torch.uint8).numpy().data)
     op = ReadOp(region.address + half, region.address, half)
-    await surely(transport, transport.session_id, [op])
+    await read_with_retries(transport, transport.session_id, [op])
     assert checksum(tensor[4096:].view(torch.uint8).numpy().data) == before

@@ -1,5 +1,7 @@
-"""Mooncake's engine behind our promises: peers that trickle, stall, cut and lie on the wire, and what the
-engine is given to do and to read from the environment."""
+"""MooncakeTransport with its real engine: peers that trickle, stall, cut and forge answers.
+
+Also the calls and the environment variables that the engine gets.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ from libs.common.transport.mooncake import MooncakeTransport
 from libs.common.transport.mooncake_read import LANES
 from libs.common.transport.multi_engine import TCP_RAILS
 from slipstream.errors import TransferError
-from tests.common.transport.mooncake_proxy import MooncakeProxy, honest
+from tests.common.transport.mooncake_proxy import MooncakeProxy, forward
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import (
     MIB,
     WAIT_S,
     Peer,
     end_peer,
+    read_with_retries,
     registered,
     start_peer,
     stop,
-    surely,
 )
-from tests.common.transport.recording_engine import make_device, opened_with, said
+from tests.common.transport.recording_engine import make_device, recorded_calls, run_with_recording_engine
 from tests.support.processes.process_checks import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[MooncakeTransport]:
-    """One for all tests of this file, which it must survive."""
+    """One transport for all tests of this file; it must survive each of them."""
     opened = MooncakeTransport()
     yield opened
     assert opened.reads_in_flight == 0
@@ -56,11 +58,11 @@ def peer() -> Iterator[Peer]:
     end_peer(started)
 
 
-async def test_a_peer_that_trickles_leaves_its_destination_quarantined_until_it_ends(
+async def test_the_destination_of_a_trickling_peer_stays_quarantined_until_the_transfer_ends(
     engine: MooncakeTransport, peer: Peer
 ) -> None:
     async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Slow, and yet fast enough that the engine sees progress.
+        # Slow, but fast enough for the engine to see progress.
         while piece := await reader.read(16 << 10):
             writer.write(piece)
             await writer.drain()
@@ -69,7 +71,7 @@ async def test_a_peer_that_trickles_leaves_its_destination_quarantined_until_it_
     size, memory = 2 * MIB, registered(engine, 4 * MIB)
     async with MooncakeProxy(peer, trickle) as proxy:
         late = ReadOp(memory.address, peer.address, size)
-        for timeout_s in (1, 2, 4, 8):  # until it is longer than a slow machine takes to the first byte
+        for timeout_s in (1, 2, 4, 8):  # until the time-out exceeds a slow machine's time to the first byte
             with pytest.raises(TransferTimeout) as caught:
                 await engine.read(proxy.session, [late], timeout_s=timeout_s)
             if not caught.value.quiet:
@@ -80,18 +82,18 @@ async def test_a_peer_that_trickles_leaves_its_destination_quarantined_until_it_
         with pytest.raises(TransferRefused, match="quarantined"):
             await engine.read(peer.session, [late], timeout_s=5)
         beside = ReadOp(memory.address + size, peer.address, size)
-        await surely(engine, peer.session, [beside])  # nobody else is harmed
+        await read_with_retries(engine, peer.session, [beside])  # other reads succeed
         assert memory.view(size, size) == pattern(size, 1)
         proxy.cut()
         await eventually(lambda: not engine.quarantined(memory.address, size), timeout_s=60)
         memory.view(0, size)[:] = bytes(size)
-    await surely(engine, peer.session, [beside])
+    await read_with_retries(engine, peer.session, [beside])
     assert memory.view(0, size) == bytes(size)  # no late byte
-    await surely(engine, peer.session, [late])
+    await read_with_retries(engine, peer.session, [late])
 
 
 @pytest.mark.parametrize("then_cut", [True, False])
-async def test_a_peer_that_stops_in_the_middle_of_an_answer_ends_the_read(
+async def test_a_peer_that_stops_in_the_middle_of_an_answer_fails_the_read(
     engine: MooncakeTransport, peer: Peer, then_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine._reads, "_stop_timeout_s", WAIT_S)
@@ -111,12 +113,12 @@ async def test_a_peer_that_stops_in_the_middle_of_an_answer_ends_the_read(
 
 
 @pytest.mark.parametrize("surplus", [1, 100_000])
-async def test_surplus_bytes_on_the_wire_touch_nothing_but_the_destination(
+async def test_surplus_bytes_on_the_wire_change_only_the_destination(
     engine: MooncakeTransport, peer: Peer, surplus: int
 ) -> None:
     async def inflated(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"\xee" * surplus)
-        await honest(reader, writer)
+        await forward(reader, writer)
 
     memory = registered(engine, 3 * MIB)
     memory.view(0, 3 * MIB)[:] = b"\x55" * (3 * MIB)
@@ -127,7 +129,7 @@ async def test_surplus_bytes_on_the_wire_touch_nothing_but_the_destination(
                 await engine.read(proxy.session, [op], timeout_s=2)
             except TransferError:
                 continue
-            assert memory.view(MIB, MIB) != pattern(MIB, 1)  # the caller's checksum tells
+            assert memory.view(MIB, MIB) != pattern(MIB, 1)  # the caller's checksum detects this
     assert memory.view(0, MIB) == b"\x55" * MIB
     assert memory.view(2 * MIB, MIB) == b"\x55" * MIB
 
@@ -147,15 +149,15 @@ async def test_a_peer_that_claims_more_memory_than_it_has_gives_an_error_and_no_
     assert memory.view(0, MIB) == bytes(MIB)
 
 
-async def test_what_the_engine_holds_for_one_peer_is_bounded(peer: Peer) -> None:
+async def test_the_number_of_open_elements_for_a_peer_is_bounded(peer: Peer) -> None:
     transport = MooncakeTransport()
     memory = registered(transport, 32 * MIB)
-    counting = Counting(transport._engine)
+    counting = CountingEngine(transport._engine)
     transport._engine = counting
     try:
         ops = [ReadOp(memory.address + i * MIB, peer.address + i % 4 * MIB, MIB) for i in range(32)]
-        await asyncio.gather(*(surely(transport, peer.session, [op]) for op in ops))
-        await surely(transport, peer.session, ops)
+        await asyncio.gather(*(read_with_retries(transport, peer.session, [op]) for op in ops))
+        await read_with_retries(transport, peer.session, ops)
         assert 1 < counting.most <= LANES
         assert not counting.open
     finally:
@@ -164,8 +166,8 @@ async def test_what_the_engine_holds_for_one_peer_is_bounded(peer: Peer) -> None
         await transport.close()
 
 
-class Counting:
-    """The engine, and how many elements it holds."""
+class CountingEngine:
+    """Wraps the engine and counts its open elements."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -183,19 +185,19 @@ class Counting:
         return element
 
     def transfer_check_status(self, element: int) -> int:
-        assert element in self.open, "asked after again once it had ended"
+        assert element in self.open, "polled again after its end"
         status = int(self.engine.transfer_check_status(element))
         if status in (1, -1):
             self.open.remove(element)
         return status
 
 
-async def test_waiting_for_a_stalled_peer_spins_on_no_core(engine: MooncakeTransport) -> None:
+async def test_waiting_for_a_stalled_peer_uses_little_cpu(engine: MooncakeTransport) -> None:
     stalled = start_peer("mooncake", 4 * MIB, 1)
     memory = registered(engine, 4 * MIB)
     try:
         op = ReadOp(memory.address, stalled.address, 4 * MIB)
-        await surely(engine, stalled.session, [op])
+        await read_with_retries(engine, stalled.session, [op])
         stop(stalled)
         before, started = time.process_time(), time.monotonic()
         with pytest.raises(TransferTimeout):
@@ -220,12 +222,12 @@ def two_devices(tmp_path: Path) -> None:
         ("rdma:mlx5_0,mlx5_1", ["P2PHANDSHAKE", "rdma", "mlx5_0,mlx5_1"], "mooncake-rdma"),
     ],
 )
-async def test_the_engine_finds_its_environment_when_it_is_imported(
+async def test_environment_variables_are_set_before_the_engine_is_imported(
     tmp_path: Path, spec: str, asked: list[str], kind: str
 ) -> None:
     two_devices(tmp_path)
-    done = await asyncio.to_thread(opened_with, tmp_path, spec)
-    engine, *others = said(done)
+    done = await asyncio.to_thread(run_with_recording_engine, tmp_path, spec)
+    engine, *others = recorded_calls(done)
     assert [each["asked"] for each in (engine, *others)] == [asked] * (1 if "rdma" in spec else TCP_RAILS)
     at_import = engine["at_import"]
     assert isinstance(at_import, dict)
@@ -245,20 +247,20 @@ async def test_the_engine_finds_its_environment_when_it_is_imported(
         ("mooncake:mlx5_0", "transport must be auto, mooncake, socket, rdma"),
     ],
 )
-async def test_devices_that_are_not_there_are_refused_before_the_engine_starts(
+async def test_missing_devices_are_refused_before_the_engine_starts(
     tmp_path: Path, spec: str, why: str
 ) -> None:
     two_devices(tmp_path)
-    done = await asyncio.to_thread(opened_with, tmp_path, spec)
+    done = await asyncio.to_thread(run_with_recording_engine, tmp_path, spec)
     assert done.returncode == 1
     assert why in done.stderr
     assert done.stdout == ""
 
 
-async def test_rdma_is_refused_where_the_engine_would_fall_back_to_tcp(tmp_path: Path) -> None:
+async def test_rdma_is_refused_if_the_engine_would_fall_back_to_tcp(tmp_path: Path) -> None:
     two_devices(tmp_path)
     forced = {"MC_FORCE_TCP": "1"}
-    done = await asyncio.to_thread(opened_with, tmp_path, "rdma", environment=forced)
+    done = await asyncio.to_thread(run_with_recording_engine, tmp_path, "rdma", environment=forced)
     assert done.returncode == 1
     assert "MC_FORCE_TCP is set" in done.stderr
     assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""The elements of one read, with an engine that ends each at once: none is lost, however many there are."""
+"""One read of many elements with an engine that ends each at once loses none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SESSION = f"127.0.0.1:1/2/{bytes(16).hex()}"
 
 
 class QuickEngine:
-    """Every element has landed when it is looked at."""
+    """An engine whose elements have landed at the first poll."""
 
     def __init__(self) -> None:
         self.taken = self.held = self.most_held = 0
@@ -27,7 +27,7 @@ class QuickEngine:
         return 1
 
 
-def test_a_read_of_thousands_of_elements_ends_and_lets_others_have_turns() -> None:
+def test_a_read_of_thousands_of_elements_ends_and_yields_to_other_tasks() -> None:
     engine, peer, landed = QuickEngine(), MooncakePeer(SESSION), list[ReadOp]()
     peer.reached = True
     n_elements = 20_000
@@ -42,7 +42,7 @@ def test_a_read_of_thousands_of_elements_ends_and_lets_others_have_turns() -> No
         assert (engine.taken, read.n_done, peer.n_elements) == (n_elements, n_elements, 0)
         assert engine.most_held <= LANES
         assert steps > 10
-        told = MooncakeRead(
+        read = MooncakeRead(
             engine,
             calls,
             peer,
@@ -51,6 +51,6 @@ def test_a_read_of_thousands_of_elements_ends_and_lets_others_have_turns() -> No
             asyncio.Event(),
             object(),
         )
-        while not told.over:
-            told.step()
+        while not read.over:
+            read.step()
     assert [op.local_address for op in landed] == list(range(100))

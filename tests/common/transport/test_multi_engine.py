@@ -1,4 +1,4 @@
-"""Several engines as one: each has its share, a first read meets all of them, older peers have one."""
+"""MultiEngine: each engine has its share, and the first read of a peer connects to all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEERS = (("a:1", "a:2"), ("b:1",))
 
 
 class SlowEngine:
-    """Elements end when `end` is called."""
+    """An engine whose elements end when `end` is called."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -28,7 +28,7 @@ class SlowEngine:
         self.refuses = False
         self.registered: set[int] = set()
         self._ended: dict[int, int] = {}
-        self._lock = threading.Lock()  # elements are asked for in other threads than they are ended in
+        self._lock = threading.Lock()  # reads start in other threads than `end` is called from
 
     def register_memory(self, address: int, _n_bytes: int) -> int:
         if self.code == 0:
@@ -57,7 +57,7 @@ class SlowEngine:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_engine_holds_more_than_its_share_of_what_a_peer_is_asked(seed: int) -> None:
+def test_no_engine_exceeds_its_share_of_a_peers_open_elements(seed: int) -> None:
     rng, engines = random.Random(seed), [SlowEngine(), SlowEngine()]
     rails = MultiEngine(engines)
     held: dict[tuple[str, ...], dict[int, int]] = {peer: {} for peer in PEERS}
@@ -97,7 +97,7 @@ def test_memory_is_registered_with_each_engine_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(("n_bytes", "reached"), [(1 << 20, True), (2, True), (1, False)])
-def test_the_first_read_of_a_peer_meets_all_its_engines(n_bytes: int, reached: bool) -> None:
+def test_the_first_read_of_a_peer_connects_to_all_its_engines(n_bytes: int, reached: bool) -> None:
     engines, peer = [SlowEngine(), SlowEngine()], MooncakePeer(SESSION)
     peer.addresses, landed = PEERS[0], list[ReadOp]()
     op = ReadOp(0, 0, n_bytes)
@@ -111,20 +111,20 @@ def test_the_first_read_of_a_peer_meets_all_its_engines(n_bytes: int, reached: b
     assert read.reached == reached == bool(engines[1].asked)
 
 
-def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
-    """The first has both of its elements by one engine, as the other one's contact takes its time."""
-    asked_second, go_on = threading.Event(), threading.Event()
+def test_two_concurrent_first_reads_report_only_engines_that_answered() -> None:
+    """One engine serves both elements of the first read while the other engine still connects."""
+    asked_second, unblock = threading.Event(), threading.Event()
 
-    class Hanging(SlowEngine):
-        """A first contact that takes as long as the test wants."""
+    class BlockingEngine(SlowEngine):
+        """An engine whose first connection blocks until the test unblocks it."""
 
         def batch_transfer_async_read(self, peer: str, *arguments: object) -> int:
             asked_second.set()
-            assert go_on.wait(60)
+            assert unblock.wait(60)
             return super().batch_transfer_async_read(peer, *arguments)
 
-    class Leading(SlowEngine):
-        """Behind its first element comes the other read's."""
+    class LeadingEngine(SlowEngine):
+        """An engine that starts the other read after the first element of this one."""
 
         def batch_transfer_async_read(self, peer: str, *arguments: object) -> int:
             if not self.asked:
@@ -132,7 +132,7 @@ def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
                 assert asked_second.wait(60)
             return super().batch_transfer_async_read(peer, *arguments)
 
-    engines, peer = [Leading(), Hanging()], MooncakePeer(SESSION)
+    engines, peer = [LeadingEngine(), BlockingEngine()], MooncakePeer(SESSION)
     peer.addresses = PEERS[0]
     rails = MultiEngine(engines)
     with ThreadPoolExecutor(2) as calls:
@@ -144,8 +144,8 @@ def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
             first.step()
             engines[0].end()
         assert first.complete and not engines[1].asked
-        assert not first.reached  # the second engine has met nobody yet
-        go_on.set()
+        assert not first.reached  # the second engine has no connection yet
+        unblock.set()
         while not other.over:
             for engine in engines:
                 engine.end()
@@ -153,21 +153,24 @@ def test_of_two_first_reads_at_once_neither_says_more_than_was_met() -> None:
         assert other.complete and other.reached and peer.reached_by == {0, 1}
 
 
-async def test_a_beacon_says_where_the_engines_are_and_an_older_one_nothing() -> None:
-    new, old = IncarnationProbe("127.0.0.1", note=note_of([16000, 15001])), IncarnationProbe("127.0.0.1")
+async def test_a_probe_note_holds_the_engine_addresses_and_may_be_empty() -> None:
+    with_note, without_note = (
+        IncarnationProbe("127.0.0.1", note=note_of([16000, 15001])),
+        IncarnationProbe("127.0.0.1"),
+    )
     try:
-        note = await greet(new.address)
+        note = await greet(with_note.address)
         assert addresses_of("h:16000", note) == ("h:16000", "h:15001")
-        assert addresses_of("h:16001", note) == ("h:16001",)  # something stands between
-        assert await greet(old.address) == b""
-        reader, writer = await asyncio.open_connection("127.0.0.1", new.address.port)
-        assert await reader.readexactly(16) == new.address.nonce  # as older readers do
+        assert addresses_of("h:16001", note) == ("h:16001",)  # a proxy is in between
+        assert await greet(without_note.address) == b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", with_note.address.port)
+        assert await reader.readexactly(16) == with_note.address.nonce  # a reader may ignore the note
         writer.close()
     finally:
-        new.close()
-        old.close()
+        with_note.close()
+        without_note.close()
 
 
 @pytest.mark.parametrize("note", [b"", b"x", b"1,", b"1,0", b"1,65536", b"1,-2", b"\xff", b"2,1"])
-def test_a_note_that_is_not_of_this_peer_changes_nothing(note: bytes) -> None:
+def test_a_malformed_note_is_ignored(note: bytes) -> None:
     assert addresses_of("h:1", note) == ("h:1",)

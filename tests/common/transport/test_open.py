@@ -17,7 +17,9 @@ from libs.common.transport.open import open_transport
 from slipstream.errors import FailedPrecondition
 
 
-async def test_auto_is_mooncake_where_it_loads_else_sockets(caplog: pytest.LogCaptureFixture) -> None:
+async def test_auto_opens_mooncake_if_it_loads_and_sockets_otherwise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     try:
         importlib.import_module("mooncake.engine")
         expected = "mooncake"
@@ -30,7 +32,7 @@ async def test_auto_is_mooncake_where_it_loads_else_sockets(caplog: pytest.LogCa
     await transport.close()
 
 
-async def test_auto_falls_back_to_sockets_and_says_why_in_one_line(
+async def test_auto_falls_back_to_sockets_and_logs_the_reason_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)  # as where libibverbs is missing
@@ -49,7 +51,7 @@ async def test_auto_falls_back_to_sockets_and_says_why_in_one_line(
             open_transport(asked)
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_an_unknown_transport_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="pigeon"):
         open_transport("pigeon")
 
@@ -58,7 +60,9 @@ def test_an_unknown_kind_is_refused() -> None:
     st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 300)), max_size=8),
     st.integers(1, 100),
 )
-def test_splitting_keeps_every_byte_in_its_place(spans: list[tuple[int, int, int]], max_bytes: int) -> None:
+def test_splitting_reads_keeps_the_address_of_every_byte(
+    spans: list[tuple[int, int, int]], max_bytes: int
+) -> None:
     reads = [ReadOp(local, remote, n_bytes) for local, remote, n_bytes in spans]
     pieces = list(split_reads(reads, max_bytes))
 

@@ -1,4 +1,4 @@
-"""Which RDMA devices the engine is given, and what an operator is told of those that are of no use."""
+"""The RDMA devices that the engine gets, and the errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def devices(root: Path, *asked: str) -> tuple[str, ...]:
     return usable_devices(asked, {}, sys_devices=root / "sys", character_devices=root / "dev")
 
 
-def test_those_asked_for_are_given_in_their_order_and_none_for_all(tmp_path: Path) -> None:
+def test_requested_devices_keep_their_order_and_none_means_all(tmp_path: Path) -> None:
     for number in range(3):
         make_device(tmp_path, f"mlx5_{number}", verbs=f"uverbs{number}")
     assert devices(tmp_path, "mlx5_2", "mlx5_0") == ("mlx5_2", "mlx5_0")
     assert devices(tmp_path) == ()
 
 
-def test_without_a_filter_those_that_do_not_work_are_left_out(tmp_path: Path) -> None:
+def test_unusable_devices_are_left_out_without_a_filter(tmp_path: Path) -> None:
     make_device(tmp_path, "good", verbs="uverbs0")
     make_device(tmp_path, "unplugged", state="1: DOWN", verbs="uverbs1")
     make_device(tmp_path, "closed", verbs="uverbs2")
@@ -40,7 +40,7 @@ def test_without_a_filter_those_that_do_not_work_are_left_out(tmp_path: Path) ->
         ({}, ["mlx5_9"], "no device mlx5_9 here; there are: mlx5_0"),
     ],
 )
-def test_what_is_of_no_use_is_refused_with_the_reason(
+def test_an_unusable_requested_device_is_refused_with_the_reason(
     tmp_path: Path, broken: dict[str, str], asked: Sequence[str], why: str
 ) -> None:
     make_device(tmp_path, "mlx5_0", **broken)
@@ -48,14 +48,14 @@ def test_what_is_of_no_use_is_refused_with_the_reason(
         devices(tmp_path, *asked)
 
 
-def test_a_container_without_the_character_device_is_told_so(tmp_path: Path) -> None:
+def test_a_missing_character_device_is_named_in_the_error(tmp_path: Path) -> None:
     make_device(tmp_path, "mlx5_0")
     (tmp_path / "dev" / "uverbs0").unlink()
     with pytest.raises(FailedPrecondition, match=r"uverbs0: give the container access.*--transport mooncake"):
         devices(tmp_path, "mlx5_0")
 
 
-def test_a_host_without_any_device_is_told_what_works_there(tmp_path: Path) -> None:
+def test_a_host_without_devices_gets_an_error_that_names_the_tcp_transport(tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match=r"no RDMA device.*--transport mooncake moves KV over TCP"):
         devices(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The supervision of reads: late bytes are waited for, or their destination is quarantined."""
+"""ReadSupervisor waits for late bytes or quarantines their destination."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from libs.common.transport.reads import ReadSupervisor
 from libs.common.transport.registered_memory import PageAlignedMemory
 
 
-class Stubborn:
-    """A transfer that ends only when released, whatever it is told."""
+class StubbornTransfer:
+    """A transfer that ignores its stop event and ends only when released."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -34,7 +34,7 @@ async def until_idle(reads: ReadSupervisor) -> None:
 async def test_a_transfer_that_does_not_stop_keeps_its_destination_quarantined_until_it_ends() -> None:
     memory, regions = PageAlignedMemory(8192), RegionTable()
     regions.add(memory.buffer)
-    reads, transfer, slots = ReadSupervisor(stop_timeout_s=0.02), Stubborn(), asyncio.Semaphore(1)
+    reads, transfer, slots = ReadSupervisor(stop_timeout_s=0.02), StubbornTransfer(), asyncio.Semaphore(1)
     op = ReadOp(memory.address, 1, 4096)
     with pytest.raises(TransferTimeout) as caught:
         await reads.run(transfer, [op], slots=slots, timeout_s=0.01)
@@ -45,7 +45,7 @@ async def test_a_transfer_that_does_not_stop_keeps_its_destination_quarantined_u
     with pytest.raises(TransferRefused, match="quarantined"):
         reads.check_destinations([ReadOp(memory.address + 100, 1, 1)], regions)
     reads.check_destinations([ReadOp(memory.address + 4096, 1, 1)], regions)
-    with pytest.raises(TransferTimeout, match="other reads"):  # nor is the peer's slot given away
+    with pytest.raises(TransferTimeout, match="other reads"):  # the peer's slot stays occupied as well
         await reads.run(transfer, [op], slots=slots, timeout_s=0.01)
     transfer.release.set()
     await until_idle(reads)
@@ -55,7 +55,7 @@ async def test_a_transfer_that_does_not_stop_keeps_its_destination_quarantined_u
 
 
 async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> None:
-    reads, transfer = ReadSupervisor(stop_timeout_s=10), Stubborn()
+    reads, transfer = ReadSupervisor(stop_timeout_s=10), StubbornTransfer()
     run = asyncio.create_task(
         reads.run(transfer, [ReadOp(1, 1, 1)], slots=asyncio.Semaphore(1), timeout_s=10)
     )
@@ -65,7 +65,7 @@ async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> 
     for cancels in range(1, 6):
         run.cancel()
         assert run.cancelling() == cancels
-        for _ in range(10):  # each cancel arrives before the next one is asked for
+        for _ in range(10):  # each cancel arrives before the next one is sent
             await asyncio.sleep(0)
         assert not run.done()
     transfer.release.set()
@@ -75,7 +75,7 @@ async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> 
     assert reads.in_flight == 0
 
 
-async def test_a_cancel_that_comes_with_the_transfers_own_end_is_a_cancel() -> None:
+async def test_a_cancel_at_the_same_time_as_the_end_of_the_transfer_is_a_cancel() -> None:
     reads = ReadSupervisor(stop_timeout_s=10)
 
     async def cancels_its_reader_as_it_ends(stop: asyncio.Event) -> None:
@@ -91,10 +91,10 @@ async def test_a_cancel_that_comes_with_the_transfers_own_end_is_a_cancel() -> N
     assert reads.in_flight == 0
 
 
-async def test_a_cancel_while_waiting_for_a_slot_takes_none() -> None:
+async def test_a_read_cancelled_while_waiting_for_a_slot_takes_none() -> None:
     reads, slots = ReadSupervisor(stop_timeout_s=1), asyncio.Semaphore(1)
     await slots.acquire()
-    run = asyncio.create_task(reads.run(Stubborn(), [ReadOp(1, 1, 1)], slots=slots, timeout_s=10))
+    run = asyncio.create_task(reads.run(StubbornTransfer(), [ReadOp(1, 1, 1)], slots=slots, timeout_s=10))
     await asyncio.sleep(0)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):

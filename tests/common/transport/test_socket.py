@@ -1,4 +1,4 @@
-"""The socket transport against peers that lie, and its server against strangers."""
+"""The socket transport with misbehaving peers, and its server with unauthenticated connections."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers on a slow machine are not silent."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep slow peers from counting as silent."""
     monkeypatch.setattr(client, "PROGRESS_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(socket_server, "HELLO_TIMEOUT_S", WAIT_S)
 
@@ -49,8 +49,8 @@ def memory(transport: SocketTransport) -> PageAlignedMemory:
 
 
 @contextlib.contextmanager
-def lying_peer(behave: Behave) -> Iterator[str]:
-    """A server that welcomes one reader, takes one request, and then behaves as told."""
+def misbehaving_peer(behave: Behave) -> Iterator[str]:
+    """A server that accepts one reader and one request, and then runs `behave`."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -73,24 +73,24 @@ def lying_peer(behave: Behave) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("claimed", [99, 101, 0, 2**64 - 1])
-async def test_a_peer_that_answers_with_another_length_is_refused(
+async def test_an_answer_of_another_length_fails_the_read(
     transport: SocketTransport, memory: PageAlignedMemory, claimed: int
 ) -> None:
     answer = REPLY.pack(SERVED, claimed) + bytes(200)
-    with lying_peer(lambda c: c.sendall(answer)) as session, pytest.raises(TransferRefused):
+    with misbehaving_peer(lambda c: c.sendall(answer)) as session, pytest.raises(TransferRefused):
         await transport.read(session, [ReadOp(memory.address, 1, 100)], timeout_s=WAIT_S)
     assert transport.reads_in_flight == 0
 
 
-async def test_a_peer_that_ends_too_soon_is_gone(
+async def test_an_answer_that_ends_early_raises_peer_gone(
     transport: SocketTransport, memory: PageAlignedMemory
 ) -> None:
     for sent in (b"", REPLY.pack(SERVED, 100)[:7], REPLY.pack(SERVED, 100) + bytes(99)):
-        with lying_peer(lambda c, sent=sent: c.sendall(sent)) as session, pytest.raises(PeerGone):  # type: ignore[misc]
+        with misbehaving_peer(lambda c, sent=sent: c.sendall(sent)) as session, pytest.raises(PeerGone):  # type: ignore[misc]
             await transport.read(session, [ReadOp(memory.address, 1, 100)], timeout_s=WAIT_S)
 
 
-async def test_a_peer_that_trickles_is_cut_off_and_nothing_lands_later(
+async def test_a_trickling_peer_is_disconnected_and_nothing_lands_later(
     transport: SocketTransport, memory: PageAlignedMemory
 ) -> None:
     enough = threading.Event()
@@ -100,7 +100,7 @@ async def test_a_peer_that_trickles_is_cut_off_and_nothing_lands_later(
         while not enough.wait(0.02):
             connection.sendall(b"x")
 
-    with lying_peer(trickle) as session:
+    with misbehaving_peer(trickle) as session:
         with pytest.raises(TransferTimeout) as caught:
             await transport.read(session, [ReadOp(memory.address, 1, 1 << 20)], timeout_s=0.2)
         assert caught.value.quiet
@@ -110,16 +110,16 @@ async def test_a_peer_that_trickles_is_cut_off_and_nothing_lands_later(
     assert memory.view(0, 1 << 20) == bytes(1 << 20)
 
 
-async def test_any_number_of_silent_peers_holds_up_nobody_else(
+async def test_silent_peers_do_not_delay_reads_from_other_peers(
     transport: SocketTransport, memory: PageAlignedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They accept, and never say a word: as stopped processes do."""
+    """Silent peers accept connections and never send a byte, like stopped processes."""
     silent = socket.create_server(("127.0.0.1", 0), backlog=512)
     alive = SocketTransport()
     source = PageAlignedMemory(4096)
     alive.register(source.buffer)
     source.view(0, 5)[:] = b"hello"
-    for silence_s in (2.0, 8.0, 32.0):  # until it is longer than a slow machine takes for one that speaks
+    for silence_s in (2.0, 8.0, 32.0):  # until it exceeds the time a working peer takes on a slow machine
         monkeypatch.setattr(client, "PROGRESS_TIMEOUT_S", silence_s)
         hopeless = [
             asyncio.create_task(
@@ -147,12 +147,12 @@ async def test_any_number_of_silent_peers_holds_up_nobody_else(
     silent.close()
 
 
-async def test_strangers_learn_nothing_and_harm_nobody(
+async def test_connections_without_a_valid_token_get_no_answer_and_disturb_no_reader(
     transport: SocketTransport, memory: PageAlignedMemory
 ) -> None:
-    """No token, a wrong one, half a greeting, noise: the connection just ends."""
+    """Without a token, with a wrong one, half a greeting or noise, the server closes the connection."""
     host, port = transport.session_id.partition("/")[0].rsplit(":", 1)
-    half_open = socket.create_connection((host, int(port)))  # and never says a word
+    half_open = socket.create_connection((host, int(port)))  # and sends nothing
     for greeting in (os.urandom(24), MAGIC + bytes(16), b"GET / HTTP/1.1\r\n\r\n" + bytes(10)):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(greeting)
@@ -170,7 +170,7 @@ async def test_strangers_learn_nothing_and_harm_nobody(
     await other.close()
 
 
-async def test_a_refusal_in_the_middle_of_many_requests_leaves_no_answer_for_the_next(
+async def test_a_refusal_among_many_requests_leaves_no_answer_for_the_next_read(
     transport: SocketTransport, memory: PageAlignedMemory
 ) -> None:
     other = SocketTransport()
@@ -190,10 +190,10 @@ async def test_a_refusal_in_the_middle_of_many_requests_leaves_no_answer_for_the
     await other.close()
 
 
-async def test_connections_that_ended_while_idle_are_not_read_from(
+async def test_connections_that_were_reset_while_idle_are_not_reused(
     transport: SocketTransport, memory: PageAlignedMemory
 ) -> None:
-    """Something on the way may have reset them all; the peer lives."""
+    """A middlebox may reset all idle connections while the peer lives."""
     peer = SocketTransport()
     theirs = PageAlignedMemory(1 << 12)
     peer.register(theirs.buffer)
@@ -232,7 +232,7 @@ async def test_requests_that_arrive_in_parts_are_answered_in_order(
     writer.close()
 
 
-async def test_a_reader_that_takes_nothing_is_cut_off(
+async def test_a_reader_that_receives_nothing_is_disconnected(
     transport: SocketTransport, memory: PageAlignedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket_server, "SEND_TIMEOUT_S", 0.2)
