@@ -1,4 +1,4 @@
-"""Writes random EAGLE-3 heads in the public file format."""
+"""Random EAGLE-3 heads in the public file format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True)
 class RandomHead:
-    """What to write. `layer`, `prefix` are the name variants; absent parts are taken from the target."""
+    """The parts of a head. `layer`, `prefix` are name variants; the target supplies absent parts."""
 
     vocab_size: int = 256
     draft_vocab_size: int = 256
@@ -49,7 +49,7 @@ class RandomHead:
 
 
 def head_tensors(spec: RandomHead) -> dict[str, torch.Tensor]:
-    """By name on disk, prefix left out."""
+    """Return the tensors by their name on disk, without prefix."""
     generator = torch.Generator().manual_seed(spec.seed)
     hidden, q, kv = spec.hidden_size, spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
 
@@ -87,7 +87,7 @@ def head_tensors(spec: RandomHead) -> dict[str, torch.Tensor]:
 
 
 def write_random_head(head_dir: Path, spec: RandomHead | None = None) -> dict[str, torch.Tensor]:
-    """Writes config and tensors into `head_dir` (created); returns the tensors, prefix left out."""
+    """Write config and tensors into a new `head_dir`; return the tensors by name without prefix."""
     spec = spec or RandomHead()
     tensors = head_tensors(spec)
     head_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Drives engines to their end and collects what they said."""
+"""Runs engines until they have no work and collects their outputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from libs.common.block_hash import TokenArray
 from libs.engine.core.engine import PagedEngine
 from libs.engine.step.types import FullBlock, SamplingParams, SequenceSpec, StepOutput
 
-# Called before each step with the outputs of the last one; returns the drafts of the next.
+# Called before each step with the outputs of the last one; returns drafts for the next.
 Draft = Callable[[Sequence[StepOutput]], Mapping[str, Sequence[int]]]
 
 
 @dataclass
 class Transcript:
-    """Everything one engine run said, by sequence."""
+    """All outputs of one engine run, by sequence."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, StepOutput] = field(default_factory=dict)
@@ -33,24 +33,24 @@ def no_drafts(_: Sequence[StepOutput]) -> Mapping[str, Sequence[int]]:
 
 
 def drive(engine: PagedEngine, draft: Draft = no_drafts, *, max_steps: int = 10_000) -> Transcript:
-    """Steps until there is no work; checks the state_lock after each step."""
-    said = Transcript()
+    """Step until there is no work; check the engine's accounting after each step."""
+    transcript = Transcript()
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs = engine.step(draft(outputs))
-        check_books(engine)
-        said.steps += 1
-        assert said.steps < max_steps, "the engine makes no progress"
+        check_accounting(engine)
+        transcript.steps += 1
+        assert transcript.steps < max_steps, "the engine makes no progress"
         for output in outputs:
-            said.tokens.setdefault(output.seq_id, []).extend(output.tokens)
-            said.last[output.seq_id] = output
-            said.outputs.append(output)
+            transcript.tokens.setdefault(output.seq_id, []).extend(output.tokens)
+            transcript.last[output.seq_id] = output
+            transcript.outputs.append(output)
             if output.failure is not None:
                 engine.release(output.seq_id)
-    return said
+    return transcript
 
 
-def check_books(engine: PagedEngine) -> None:
+def check_accounting(engine: PagedEngine) -> None:
     engine.check()
     ledger = engine.ledger()
     assert ledger.pages_free + ledger.pages_cached + ledger.pages_held == engine.info.n_pages
@@ -59,17 +59,17 @@ def check_books(engine: PagedEngine) -> None:
 def generate(
     engine: PagedEngine, specs: Sequence[SequenceSpec], draft: Draft = no_drafts
 ) -> dict[str, list[int]]:
-    """Runs all specs together; returns their tokens and gives the pages back."""
+    """Run all specs together, release them, and return their tokens."""
     for spec in specs:
         engine.reserve(spec)
         engine.start(spec.seq_id)
-    said = drive(engine, draft)
+    transcript = drive(engine, draft)
     for spec in specs:
         engine.release(spec.seq_id)
-    return said.tokens
+    return transcript.tokens
 
 
 def make_spec(seq_id: str, prompt: Sequence[int] | TokenArray, **params: object) -> SequenceSpec:
-    """Greedy unless told otherwise."""
+    """Build a spec that samples greedily by default."""
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params})  # type: ignore[arg-type]
     return SequenceSpec(seq_id=seq_id, prompt=np.asarray(prompt, dtype=np.uint32), sampling=sampling)

@@ -13,7 +13,7 @@ from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.step_model import BAD_TOKEN
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FullBlock, SamplingParams
 from slipstream.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, OutOfPages
-from tests.engine.support import check_books, drive, generate, make_spec
+from tests.engine.support import check_accounting, drive, generate, make_spec
 
 BLOCK = 4
 LONG = list(range(1, 19))
@@ -24,20 +24,20 @@ def engine() -> PagedEngine:
     return build_fake_engine(n_pages=32, block_tokens=BLOCK, vocab_size=50, max_context_tokens=64)
 
 
-def test_blocks_are_told_once_in_order_with_the_chain_hash(engine: PagedEngine) -> None:
+def test_each_full_block_is_reported_once_in_order_with_its_chain_hash(engine: PagedEngine) -> None:
     spec = replace(make_spec("a", LONG, max_tokens=9), root=b"r" * 16, salt=b"tenant")
     pages = engine.reserve(spec).pages
     engine.start("a")
-    said = drive(engine)
-    tokens = LONG + said.tokens["a"]
-    computed = said.last["a"].computed_tokens
+    transcript = drive(engine)
+    tokens = LONG + transcript.tokens["a"]
+    computed = transcript.last["a"].computed_tokens
     assert computed == len(tokens) - 1
     hashes = chain_hashes(tokens[:computed], root=b"r" * 16, salt=b"tenant", block_tokens=BLOCK)
-    assert [b.hash for b in said.blocks("a")] == hashes
-    assert [b.page for b in said.blocks("a")][:4] == list(pages[:4])
+    assert [b.hash for b in transcript.blocks("a")] == hashes
+    assert [b.page for b in transcript.blocks("a")][:4] == list(pages[:4])
 
 
-def test_given_hashes_are_used_and_continued(engine: PagedEngine) -> None:
+def test_hashes_of_the_request_are_used_and_continued(engine: PagedEngine) -> None:
     hashes = chain_hashes(LONG, root=b"r" * 16, salt=b"s", block_tokens=BLOCK)
     given = replace(make_spec("a", LONG), root=b"r" * 16, salt=b"s", block_hashes=tuple(hashes))
     generate(engine, [given])
@@ -61,7 +61,7 @@ def test_tenants_and_models_never_share_blocks(engine: PagedEngine) -> None:
         assert engine.reserve(spec).cached_tokens == 0
 
 
-def test_a_running_sequences_blocks_can_be_shared_at_once(engine: PagedEngine) -> None:
+def test_blocks_of_a_running_sequence_are_shared_at_once(engine: PagedEngine) -> None:
     a = engine.reserve(make_spec("a", LONG))
     engine.start("a")
     engine.step()
@@ -77,13 +77,13 @@ def test_a_running_sequences_blocks_can_be_shared_at_once(engine: PagedEngine) -
 def test_the_block_of_a_filled_contexts_last_token_is_not_shared_before_it_is_computed(
     engine: PagedEngine,
 ) -> None:
-    """It is written again by the first step: nobody may be reading it."""
+    """The first step writes this block again, so no other sequence may read it."""
     engine.reserve(make_spec("a", LONG[:16]))
     engine.fill("a", 16)
     assert engine.reserve(make_spec("b", LONG)).cached_tokens == 12
 
 
-def test_resumed_sequences_go_on_as_if_nothing_had_happened(engine: PagedEngine) -> None:
+def test_a_resumed_sequence_gives_the_same_tokens_as_an_uninterrupted_one(engine: PagedEngine) -> None:
     params = SamplingParams(seed=5, max_tokens=12)
     whole = expected_tokens(engine, LONG, params, n=12)
     for n_emitted in (1, 5, 11):
@@ -105,7 +105,7 @@ def test_prefill_only_stops_after_one_token_and_keeps_its_pages(engine: PagedEng
     assert engine.ledger().pages_held == 0
 
 
-def test_a_handed_over_first_token_can_end_the_sequence(engine: PagedEngine) -> None:
+def test_a_first_token_of_a_handoff_can_end_the_sequence(engine: PagedEngine) -> None:
     engine.reserve(make_spec("a", LONG, stop_token_ids=(7,)))
     engine.fill("a", len(LONG))
     engine.start("a", first_token=7)
@@ -114,7 +114,7 @@ def test_a_handed_over_first_token_can_end_the_sequence(engine: PagedEngine) -> 
     assert not engine.has_work()
 
 
-def test_stop_tokens_end_a_sequence_amid_accepted_drafts() -> None:
+def test_a_stop_token_among_accepted_drafts_ends_the_sequence() -> None:
     engine = build_fake_engine(block_tokens=BLOCK, next_token=lambda history, _: len(history))
     engine.reserve(make_spec("a", LONG, stop_token_ids=(20,)))
     engine.start("a")
@@ -147,10 +147,10 @@ def test_features_cover_the_last_window_and_pair_with_the_next_token() -> None:
     prompt = (np.arange(900) % 1000).astype(np.uint32)
     engine.reserve(make_spec("a", prompt))
     engine.start("a")
-    said = drive(engine)
-    with_features = [o for o in said.outputs if o.features is not None]
+    transcript = drive(engine)
+    with_features = [o for o in transcript.outputs if o.features is not None]
     first = with_features[0]
-    tokens = [*prompt.tolist(), *said.tokens["a"]]
+    tokens = [*prompt.tolist(), *transcript.tokens["a"]]
     assert first.features is not None
     assert first.features.shape == (FEATURE_WINDOW_TOKENS, 8)
     assert first.feature_start == 900 - FEATURE_WINDOW_TOKENS
@@ -181,22 +181,22 @@ def test_pinned_pages_outlive_their_sequence(engine: PagedEngine) -> None:
         engine.unpin(reservation.pages[:1])
 
 
-def test_decoding_without_a_free_page_ends_the_youngest_and_the_others_go_on() -> None:
+def test_decoding_without_a_free_page_fails_only_the_youngest_sequence() -> None:
     engine = build_fake_engine(n_pages=8, block_tokens=BLOCK, max_context_tokens=64)
     for seq_id in ("old", "young"):
         engine.reserve(replace(make_spec(seq_id, LONG[:12], max_tokens=18), salt=seq_id.encode()))
         engine.start(seq_id)
-    said = drive(engine)
-    assert isinstance(said.last["young"].failure, OutOfPages)
-    assert said.last["old"].finish == "length"
+    transcript = drive(engine)
+    assert isinstance(transcript.last["young"].failure, OutOfPages)
+    assert transcript.last["old"].finish == "length"
     params = SamplingParams(temperature=0)
     for seq_id in ("old", "young"):
-        got = said.tokens[seq_id]
+        got = transcript.tokens[seq_id]
         assert got == expected_tokens(engine, LONG[:12], params, n=18)[: len(got)]
 
 
 def test_a_failed_sequence_keeps_its_pages_until_its_release() -> None:
-    """Somebody may still read or be about to pin them."""
+    """A reader may still read or pin the pages."""
     engine = build_fake_engine(n_pages=8, block_tokens=BLOCK, max_context_tokens=64)
     for seq_id in "ab":
         engine.reserve(replace(make_spec(seq_id, LONG[:12], max_tokens=18), salt=seq_id.encode()))
@@ -210,7 +210,7 @@ def test_a_failed_sequence_keeps_its_pages_until_its_release() -> None:
     assert [o.seq_id for o in engine.step()] == ["a"]
 
 
-def test_new_sequences_do_not_take_the_page_that_a_running_one_waits_for() -> None:
+def test_a_free_page_goes_to_a_waiting_sequence_before_new_ones() -> None:
     engine = build_fake_engine(n_pages=7, block_tokens=BLOCK, max_batch=2, step_tokens=2)
     for seq_id, prompt in (("a", [1, 2, 3]), ("b", LONG[:16]), ("c", [9])):
         engine.reserve(make_spec(seq_id, prompt, max_tokens=3))
@@ -227,7 +227,7 @@ def test_new_sequences_do_not_take_the_page_that_a_running_one_waits_for() -> No
     assert outputs["a"].finish == "length"
 
 
-def test_a_broken_sequence_ends_alone_and_its_blocks_are_forgotten() -> None:
+def test_a_sequence_with_bad_logits_fails_alone_and_its_blocks_leave_the_cache() -> None:
     def breaks_after_20(history: np.ndarray, params: SamplingParams) -> int:
         return BAD_TOKEN if len(history) > 20 and params.seed == 1 else 3
 
@@ -235,10 +235,10 @@ def test_a_broken_sequence_ends_alone_and_its_blocks_are_forgotten() -> None:
     for seq_id, seed in (("good", 0), ("bad", 1)):
         engine.reserve(replace(make_spec(seq_id, LONG, seed=seed, max_tokens=6), salt=seq_id.encode()))
         engine.start(seq_id)
-    said = drive(engine)
-    assert isinstance(said.last["bad"].failure, Internal)
-    assert said.tokens["bad"] == [3, 3, 3]
-    assert said.last["good"].finish == "length"
+    transcript = drive(engine)
+    assert isinstance(transcript.last["bad"].failure, Internal)
+    assert transcript.tokens["bad"] == [3, 3, 3]
+    assert transcript.last["good"].finish == "length"
     again = make_spec("again", LONG)
     assert engine.reserve(replace(again, salt=b"bad")).cached_tokens == 0
     engine.release("again")
@@ -258,7 +258,7 @@ def test_a_broken_sequence_ends_alone_and_its_blocks_are_forgotten() -> None:
         (replace(make_spec("a", [1]), emitted=(50,)), "prompt"),
     ],
 )
-def test_bad_sequences_are_refused(engine: PagedEngine, spec: object, field: str) -> None:
+def test_invalid_sequences_are_refused(engine: PagedEngine, spec: object, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         engine.reserve(spec)  # type: ignore[arg-type]
     assert caught.value.field == field
@@ -285,7 +285,7 @@ def test_calls_in_the_wrong_state_are_refused(engine: PagedEngine) -> None:
     engine.release("unknown")
 
 
-def test_a_prompt_that_can_never_fit_is_the_callers_error() -> None:
+def test_a_prompt_longer_than_the_cache_is_refused() -> None:
     engine = build_fake_engine(n_pages=2, block_tokens=BLOCK, max_context_tokens=64)
     with pytest.raises(InvalidArgument):
         engine.reserve(make_spec("a", [1] * 8))
@@ -296,8 +296,8 @@ def test_step_without_work_does_nothing(engine: PagedEngine) -> None:
     assert not engine.has_work()
 
 
-def test_blocks_are_pinned_by_what_they_hold() -> None:
-    """A page that was reused is not taken for the block it held before."""
+def test_blocks_are_pinned_by_hash() -> None:
+    """A reused page is not pinned for its former block."""
     engine = build_fake_engine(block_tokens=4, n_pages=6)
     engine.reserve(make_spec("a", range(17), max_tokens=1))
     engine.start("a")
@@ -312,14 +312,14 @@ def test_blocks_are_pinned_by_what_they_hold() -> None:
     engine.unpin([b.page for b in blocks[:2]])
     engine.unpin([blocks[1].page])
     engine.release("b")
-    check_books(engine)
+    check_accounting(engine)
     assert engine.ledger().pages_held == 0
-    # The same block computed into another page: the one that is found is pinned.
+    # The same block computed into another page: the page in the prefix cache is pinned.
     moved = FullBlock(blocks[0].hash, 5 - blocks[0].page)
     assert engine.pin_blocks([moved]) == (blocks[0],)
 
 
-def test_pages_of_a_reservation_are_exchanged_while_others_write_to_them() -> None:
+def test_pages_of_a_reservation_with_late_writes_are_replaced() -> None:
     engine = build_fake_engine(n_pages=8, block_tokens=4)
     engine.reserve(make_spec("a", LONG[:11]))
     before = engine.reserve(make_spec("b", LONG[:11]))
@@ -328,7 +328,7 @@ def test_pages_of_a_reservation_are_exchanged_while_others_write_to_them() -> No
     engine.pin(late)
     after = engine.exchange("b", late)
     assert after.pages[0] == before.pages[0] and not set(after.pages) & set(late)
-    for pages in (late, before.pages[:1]):  # not its own any more; filled
+    for pages in (late, before.pages[:1]):  # no longer of this reservation; already filled
         with pytest.raises(FailedPrecondition):
             engine.exchange("b", list(pages))
     with pytest.raises(OutOfPages):

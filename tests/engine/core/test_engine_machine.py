@@ -1,9 +1,9 @@
-"""The engine under random orders: reserve, fill, start, step, drafts, pin, release at any point.
+"""The engine under random orders of calls: reserve, fill, start, step, drafts, pin, release.
 
-A step may be cut short while any page of it is computed; nobody may tell the difference afterwards.
+A step may be aborted at any of its pages; later results must not depend on it.
 
-Runs on the fake model, which refuses pages with any wrong byte, so a page that is reused too early,
-written while shared, or found under a wrong hash shows as DataCorrupt.
+The fake model refuses pages with any wrong byte. A page that is reused too early, written while
+shared, or found under a wrong hash raises DataCorrupt.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams, SequenceSpec
 from slipstream.errors import OutOfPages
-from tests.engine.support import check_books
+from tests.engine.support import check_accounting
 
 BLOCK = 4
 MAX_TOKENS = 10
-# Prompts that share prefixes of whole and of broken blocks.
+# Prompts that share prefixes of full and of partial blocks.
 PROMPTS = [
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
     [1, 2, 3, 4, 5, 6, 7, 8],
@@ -39,7 +39,7 @@ PROMPTS = [
 
 @dataclass
 class Run:
-    """One sequence as the test sees it."""
+    """The test's model of one sequence."""
 
     prompt: list[int]
     params: SamplingParams
@@ -49,13 +49,13 @@ class Run:
     failed: bool = False
 
 
-class CutModel(FakeModel):
-    """Its steps are cut when ended so, and leave rubbish where their rows' KV belongs."""
+class AbortableModel(FakeModel):
+    """A fake model whose steps abort if `cut` is set, and leave garbage as the KV of their rows."""
 
     def __init__(self, model: FakeModel) -> None:
         self.__dict__.update(model.__dict__)
         self.cut = False
-        self.midst: Callable[[], None] = lambda: None  # what another thread does while it computes
+        self.during_compute: Callable[[], None] = lambda: None  # calls of another thread during a step
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         if self.cut:
@@ -64,7 +64,7 @@ class CutModel(FakeModel):
                     start = (r.pages[at // BLOCK] * BLOCK + at % BLOCK) * self._row_bytes
                     self.memory[start : start + self._row_bytes] = b"?" * self._row_bytes
             stop.set()
-        self.midst()
+        self.during_compute()
         return super().run(batch, rows, stop)
 
 
@@ -75,7 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
             n_pages=14, block_tokens=BLOCK, vocab_size=50, max_context_tokens=24, max_batch=3
         ).model
         assert isinstance(fake, FakeModel)
-        self.model = CutModel(fake)
+        self.model = AbortableModel(fake)
         self.engine = PagedEngine(self.model, step_tokens=6)
         self.runs: dict[str, Run] = {}
         self.pins: list[tuple[int, ...]] = []
@@ -113,7 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.fill(seq_id, spec.context_tokens)
 
     def write_pages(self, pages: tuple[int, ...], cached_tokens: int, context: list[int]) -> None:
-        """What a transport would bring."""
+        """Write the KV bytes that a transport would deliver."""
         model, size = self.engine.model, self.engine.info.page_bytes
         assert isinstance(model, FakeModel)
         for block in range(cached_tokens // BLOCK, -(-len(context) // BLOCK)):
@@ -144,7 +144,7 @@ class EngineMachine(RuleBasedStateMachine):
             }[kind]
         outputs = self.engine.step(drafts)
         waits_for_release = any(run.failed for run in self.runs.values())
-        # A step that may be cut because somebody in it was abandoned is cut before it begins.
+        # With abandoned sequences in it, a step may abort before it begins.
         assert outputs or waits_for_release or self.abandoned, "there was work, and nothing happened"
         assert len({o.seq_id for o in outputs}) == len(outputs)
         for output in outputs:
@@ -160,8 +160,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine.has_work())
     @rule(drafting=st.booleans())
-    def cut_step(self, drafting: bool) -> None:
-        """Nothing is ended but what needed no computing: copied blocks, an end by the very first token."""
+    def aborted_step(self, drafting: bool) -> None:
+        """An aborted step has only results that need no computing: copied blocks, ends by a first token."""
         before = {s.spec.seq_id: (s.n_tokens, s.state) for s in self.engine.sequences()}
         drafts = {i: self.expected(run)[len(run.emitted) :][:3] for i, run in self.runs.items() if drafting}
         self.model.cut = True
@@ -184,7 +184,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 20))
     def abandon(self, index: int) -> None:
-        """Cancelled; its release comes later. Others go on as if it had not been."""
+        """Cancel a sequence before its release; other sequences are not affected."""
         if self.runs:
             seq_id = sorted(self.runs)[index % len(self.runs)]
             self.abandoned.add(seq_id)
@@ -201,8 +201,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine.has_work())
     @rule(left=st.sets(st.integers(0, 20), max_size=3))
-    def step_that_others_leave(self, left: set[int]) -> None:
-        """Who has no row in the step is released in its midst, who has one stays until it ends."""
+    def release_during_a_step(self, left: set[int]) -> None:
+        """Sequences without a row in the step are released during it, the others after it."""
         before = set(self.runs)
         leaving = {sorted(before)[index % len(before)] for index in left if before}
         stayed: set[str] = set()
@@ -215,12 +215,12 @@ class EngineMachine(RuleBasedStateMachine):
                 else:
                     stayed.add(seq_id)
 
-        self.model.midst = leave
+        self.model.during_compute = leave
         outputs = self.engine.step()
-        self.model.midst = lambda: None
+        self.model.during_compute = lambda: None
         for output in outputs:
             run = self.runs.get(output.seq_id)
-            if run is None:  # ended before it left
+            if run is None:  # ended before its release
                 assert output.seq_id in leaving - stayed
                 continue
             run.emitted += output.tokens
@@ -243,8 +243,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.unpin(self.pins.pop())
 
     @invariant()
-    def books_balance(self) -> None:
-        check_books(self.engine)
+    def accounting_is_consistent(self) -> None:
+        check_accounting(self.engine)
         assert self.engine.ledger().sequences == len(self.runs)
 
     def teardown(self) -> None:
@@ -254,7 +254,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.unpin(pages)
         ledger = self.engine.ledger()
         assert (ledger.sequences, ledger.pages_held, ledger.pinned_pages) == (0, 0, 0)
-        check_books(self.engine)
+        check_accounting(self.engine)
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -1,4 +1,4 @@
-"""The engine over a tiny random model in fp32: how work is cut and batched changes no token."""
+"""The engine with a tiny random model in fp32: chunking and batching change no token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_c
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
 from slipstream.errors import InvalidArgument, OutOfPages
 from tests.engine.random_head import RandomHead, write_random_head
-from tests.engine.support import Draft, check_books, drive, generate, make_spec
+from tests.engine.support import Draft, check_accounting, drive, generate, make_spec
 from tests.support.host_memory import host_memory
 
 BLOCK = 8
@@ -56,13 +56,13 @@ def make_engine(model_dir: Path, **options: object) -> PagedEngine:
 
 @pytest.fixture(scope="module")
 def small_engine(model_dir: Path) -> PagedEngine:
-    """Pages are short and the cache of earlier examples is full of blocks to reuse and to evict."""
+    """An engine with short pages, whose cache keeps the blocks of earlier examples."""
     return make_engine(model_dir, n_pages=30, step_tokens=24, max_batch=4)
 
 
 @pytest.fixture(scope="module")
-def alone(model_dir: Path) -> dict[str, list[int]]:
-    """Each sequence by itself, whole prompt in one step, nothing cached: the plain version."""
+def reference(model_dir: Path) -> dict[str, list[int]]:
+    """The reference: each sequence alone, its prompt in one step, nothing cached."""
     engine = make_engine(model_dir)
     tokens: dict[str, list[int]] = {}
     for i, spec in enumerate(SPECS):
@@ -70,22 +70,25 @@ def alone(model_dir: Path) -> dict[str, list[int]]:
     return tokens
 
 
-def test_blocks_taken_over_from_siblings_change_no_token(
-    model_dir: Path, alone: dict[str, list[int]]
+def test_blocks_copied_from_siblings_change_no_token(
+    model_dir: Path, reference: dict[str, list[int]]
 ) -> None:
-    """All have their pages before any computes, so nothing is found at once and all is copied."""
+    """All sequences reserve pages before any step, so shared blocks are copied, not found."""
     engine = make_engine(model_dir, step_tokens=24, max_batch=9)
     for spec in SPECS:
         engine.reserve(spec)
     for spec in SPECS:
         engine.start(spec.seq_id)
-    said = drive(engine)
-    assert said.tokens == alone
+    transcript = drive(engine)
+    assert transcript.tokens == reference
     longest = len(PROMPTS[-1])
-    assert sum(o.shared_tokens for o in said.outputs if o.seq_id == "p6k2") == (longest - 1) // BLOCK * BLOCK
+    assert (
+        sum(o.shared_tokens for o in transcript.outputs if o.seq_id == "p6k2")
+        == (longest - 1) // BLOCK * BLOCK
+    )
 
 
-def test_continuous_batching_equals_one_at_a_time(model_dir: Path, alone: dict[str, list[int]]) -> None:
+def test_continuous_batching_equals_one_at_a_time(model_dir: Path, reference: dict[str, list[int]]) -> None:
     engine = make_engine(model_dir, step_tokens=100, max_batch=9)
     found: dict[str, list[int]] = {}
     for wave in (SPECS[:5], SPECS[5:12], SPECS[12:]):
@@ -97,22 +100,22 @@ def test_continuous_batching_equals_one_at_a_time(model_dir: Path, alone: dict[s
                 found.setdefault(output.seq_id, []).extend(output.tokens)
     for seq_id, tokens in drive(engine).tokens.items():
         found.setdefault(seq_id, []).extend(tokens)
-    assert found == alone
+    assert found == reference
 
 
 @pytest.mark.parametrize("step_tokens", [1, 5, 8, 64])
 def test_any_chunk_size_gives_the_same_tokens(
-    model_dir: Path, alone: dict[str, list[int]], step_tokens: int
+    model_dir: Path, reference: dict[str, list[int]], step_tokens: int
 ) -> None:
     engine = make_engine(model_dir, step_tokens=step_tokens, max_batch=1)
-    assert generate(engine, SPECS[-6:]) == {s.seq_id: alone[s.seq_id] for s in SPECS[-6:]}
+    assert generate(engine, SPECS[-6:]) == {s.seq_id: reference[s.seq_id] for s in SPECS[-6:]}
 
 
-def test_a_reused_prefix_gives_the_same_tokens(model_dir: Path, alone: dict[str, list[int]]) -> None:
+def test_a_cached_prefix_gives_the_same_tokens(model_dir: Path, reference: dict[str, list[int]]) -> None:
     engine = make_engine(model_dir)
     for _ in range(2):
         for spec in SPECS:
-            assert generate(engine, [spec])[spec.seq_id] == alone[spec.seq_id]
+            assert generate(engine, [spec])[spec.seq_id] == reference[spec.seq_id]
     assert engine.reserve(SPECS[-1]).cached_tokens == 64
 
 
@@ -127,7 +130,7 @@ def test_a_second_turn_continues_from_generated_blocks(model_dir: Path) -> None:
     assert drive(engine).tokens["turn 2"] == generate(fresh, [second])["turn 2"]
 
 
-def test_handed_over_kv_gives_the_same_tokens(model_dir: Path, alone: dict[str, list[int]]) -> None:
+def test_kv_from_a_handoff_gives_the_same_tokens(model_dir: Path, reference: dict[str, list[int]]) -> None:
     prefill, decode = make_engine(model_dir, step_tokens=16), make_engine(model_dir)
     size = prefill.info.page_bytes
     for spec in SPECS:
@@ -141,22 +144,22 @@ def test_handed_over_kv_gives_the_same_tokens(model_dir: Path, alone: dict[str, 
                 host_memory(decode)[b * size : (b + 1) * size] = page
         decode.fill(spec.seq_id, len(spec.prompt))
         decode.start(spec.seq_id, first_token=first[0])
-        assert first + drive(decode).tokens[spec.seq_id] == alone[spec.seq_id]
+        assert first + drive(decode).tokens[spec.seq_id] == reference[spec.seq_id]
         prefill.release(spec.seq_id)
         decode.release(spec.seq_id)
 
 
 @pytest.mark.parametrize("n_emitted", [1, 6, 11])
-def test_a_resumed_sequence_goes_on_with_the_same_tokens(
-    model_dir: Path, alone: dict[str, list[int]], n_emitted: int
+def test_a_resumed_sequence_continues_with_the_same_tokens(
+    model_dir: Path, reference: dict[str, list[int]], n_emitted: int
 ) -> None:
     engine = make_engine(model_dir)
-    specs = [replace(s, emitted=tuple(alone[s.seq_id][:n_emitted])) for s in SPECS]
-    assert generate(engine, specs) == {s.seq_id: alone[s.seq_id][n_emitted:] for s in SPECS}
+    specs = [replace(s, emitted=tuple(reference[s.seq_id][:n_emitted])) for s in SPECS]
+    assert generate(engine, specs) == {s.seq_id: reference[s.seq_id][n_emitted:] for s in SPECS}
 
 
-def test_running_out_of_pages_is_a_typed_end_and_the_rest_can_be_resumed(
-    model_dir: Path, alone: dict[str, list[int]]
+def test_a_sequence_that_runs_out_of_pages_fails_with_a_typed_error_and_resumes(
+    model_dir: Path, reference: dict[str, list[int]]
 ) -> None:
     engine = make_engine(model_dir, n_pages=6)
     specs = [replace(SPECS[3], seq_id=name, salt=name.encode()) for name in ("a", "b", "c")]
@@ -164,19 +167,19 @@ def test_running_out_of_pages_is_a_typed_end_and_the_rest_can_be_resumed(
     for spec in specs:
         engine.reserve(spec)
         engine.start(spec.seq_id)
-    said = drive(engine)
-    assert [said.last[s].finish for s in "abc"] == ["length", None, None]
+    transcript = drive(engine)
+    assert [transcript.last[s].finish for s in "abc"] == ["length", None, None]
     for seq_id in "bc":
-        assert isinstance(said.last[seq_id].failure, OutOfPages)
+        assert isinstance(transcript.last[seq_id].failure, OutOfPages)
         engine.release(seq_id)
     engine.release("a")
-    resumed = replace(specs[1], emitted=tuple(said.tokens["b"]))
-    assert said.tokens["b"] + generate(engine, [resumed])["b"] == said.tokens["a"]
-    assert said.tokens["a"][:12] == alone[SPECS[3].seq_id]
+    resumed = replace(specs[1], emitted=tuple(transcript.tokens["b"]))
+    assert transcript.tokens["b"] + generate(engine, [resumed])["b"] == transcript.tokens["a"]
+    assert transcript.tokens["a"][:12] == reference[SPECS[3].seq_id]
 
 
-def test_aborting_at_any_step_leaves_nothing_held_and_disturbs_nobody(
-    model_dir: Path, alone: dict[str, list[int]]
+def test_aborting_at_any_step_frees_all_pages_and_changes_no_other_sequence(
+    model_dir: Path, reference: dict[str, list[int]]
 ) -> None:
     engine = make_engine(model_dir, n_pages=60, step_tokens=24, max_batch=8)
     keep = SPECS[14]
@@ -191,9 +194,9 @@ def test_aborting_at_any_step_leaves_nothing_held_and_disturbs_nobody(
             found += [t for o in engine.step() if o.seq_id == keep.seq_id for t in o.tokens]
         for spec in SPECS[15:18]:
             engine.release(spec.seq_id)
-        check_books(engine)
+        check_accounting(engine)
         found += drive(engine).tokens.get(keep.seq_id, [])
-        assert found == alone[keep.seq_id]
+        assert found == reference[keep.seq_id]
         engine.release(keep.seq_id)
         assert engine.ledger().pages_held == 0
 
@@ -207,8 +210,8 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=20, deadline=None)
 @given(operations=OPERATIONS)
-def test_any_order_of_calls_gives_the_same_tokens_and_ends_with_nothing_held(
-    small_engine: PagedEngine, alone: dict[str, list[int]], operations: list[tuple[str, int]]
+def test_any_order_of_calls_gives_the_same_tokens_and_frees_all_pages(
+    small_engine: PagedEngine, reference: dict[str, list[int]], operations: list[tuple[str, int]]
 ) -> None:
     engine, running = small_engine, dict[str, list[int]]()
     for operation, index in operations:
@@ -224,9 +227,9 @@ def test_any_order_of_calls_gives_the_same_tokens_and_ends_with_nothing_held(
         elif operation == "step":
             for output in engine.step():
                 running[output.seq_id] += output.tokens
-        check_books(engine)
+        check_accounting(engine)
     for seq_id, tokens in running.items():
-        assert tokens == alone[seq_id][: len(tokens)]
+        assert tokens == reference[seq_id][: len(tokens)]
         engine.release(seq_id)
     ledger = engine.ledger()
     assert (ledger.sequences, ledger.pages_held) == (0, 0)
@@ -236,7 +239,7 @@ def test_any_order_of_calls_gives_the_same_tokens_and_ends_with_nothing_held(
 
 
 class LocalDrafts:
-    """A drafter beside the engine, fed from the outputs alone."""
+    """A local drafter that reads only the engine's outputs."""
 
     def __init__(self, drafter: DrafterEngine, n_drafts: int) -> None:
         self.drafter, self.n_drafts = drafter, n_drafts
@@ -256,7 +259,7 @@ def garbage(outputs: Sequence[StepOutput]) -> Mapping[str, Sequence[int]]:
 
 
 class Oracle:
-    """Drafts that are right, or right for a moment ago, or right up to one."""
+    """Drafts that are right, right for the position before, or right but for one token."""
 
     def __init__(self, truth: Mapping[str, list[int]], kind: str) -> None:
         self.truth, self.kind = truth, kind
@@ -276,7 +279,7 @@ class Oracle:
 
 @pytest.mark.parametrize("kind", ["garbage", "right", "half", "stale", "head"])
 def test_text_is_identical_with_drafts_of_any_kind(
-    model_dir: Path, head_dir: Path, alone: dict[str, list[int]], kind: str
+    model_dir: Path, head_dir: Path, reference: dict[str, list[int]], kind: str
 ) -> None:
     engine = make_engine(model_dir, draft_model_dir=head_dir, step_tokens=90, max_batch=30)
     draft: Draft
@@ -285,18 +288,18 @@ def test_text_is_identical_with_drafts_of_any_kind(
     elif kind == "head":
         draft = LocalDrafts(build_drafter(head_dir, model_dir), 3)
     else:
-        draft = Oracle(alone, kind)
+        draft = Oracle(reference, kind)
     for spec in SPECS:
         engine.reserve(spec)
         engine.start(spec.seq_id)
-    said = drive(engine, draft)
-    assert said.tokens == alone
-    accepted = sum(o.accepted_drafts for o in said.outputs)
-    proposed = sum(o.proposed_drafts for o in said.outputs)
+    transcript = drive(engine, draft)
+    assert transcript.tokens == reference
+    accepted = sum(o.accepted_drafts for o in transcript.outputs)
+    proposed = sum(o.proposed_drafts for o in transcript.outputs)
     assert proposed > 0
     if kind == "right":
         assert accepted == proposed
-        assert said.steps < 20
+        assert transcript.steps < 20
     if kind == "half":
         assert 0 < accepted < proposed
 
@@ -310,10 +313,10 @@ def test_greedy_text_is_identical_with_head_drafts_over_many_prompts(model_dir: 
     for spec in specs:
         engine.reserve(spec)
         engine.start(spec.seq_id)
-    said = drive(engine, LocalDrafts(build_drafter(head_dir, model_dir), 3))
-    assert said.tokens == plain
-    # The head is random: that it guesses at all is what can be asked of it.
-    assert sum(o.proposed_drafts for o in said.outputs) > len(specs)
+    transcript = drive(engine, LocalDrafts(build_drafter(head_dir, model_dir), 3))
+    assert transcript.tokens == plain
+    # The head is random, so any accepted draft is enough.
+    assert sum(o.proposed_drafts for o in transcript.outputs) > len(specs)
 
 
 def test_features_do_not_depend_on_chunks(model_dir: Path, head_dir: Path) -> None:
@@ -322,8 +325,8 @@ def test_features_do_not_depend_on_chunks(model_dir: Path, head_dir: Path) -> No
         engine = make_engine(model_dir, draft_model_dir=head_dir, step_tokens=step_tokens, max_batch=1)
         engine.reserve(make_spec("a", PROMPTS[-1]))
         engine.start("a")
-        said = drive(engine)
-        first = next(o for o in said.outputs if o.tokens)
+        transcript = drive(engine)
+        first = next(o for o in transcript.outputs if o.tokens)
         assert first.feature_start == 0
         assert first.features is not None
         found.append(first.features)
@@ -345,9 +348,9 @@ def test_logprobs_come_with_every_token(model_dir: Path) -> None:
     quiet = make_spec("b", PROMPTS[3], max_tokens=5)
     engine.reserve(quiet)
     engine.start("b")
-    said = drive(engine)
-    assert [len(said.tokens[name]) for name in "ab"] == [5, 5]
-    for output in said.outputs:
+    transcript = drive(engine)
+    assert [len(transcript.tokens[name]) for name in "ab"] == [5, 5]
+    for output in transcript.outputs:
         if output.seq_id == "b":
             assert output.logprobs is None
             continue

@@ -1,4 +1,4 @@
-"""The fake engine must be as strict as the real one, and stricter about KV bytes."""
+"""The fake engine is as strict as the real one, and stricter about KV bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 by the book, for comparison: one sequence, everything recomputed from the start, no cache.
+"""A reference implementation of EAGLE-3: one sequence, recomputed from the start, without a cache.
 
 Written from the formulas (SafeAILab EAGLE, `eagle/model/cnets.py`), one row at a time, in fp64.
 """

@@ -1,4 +1,4 @@
-"""The drafter equals plain recomputation, whatever the batch, the order of rows, or the window."""
+"""The drafter equals recomputation from scratch for any batch, order of rows and window."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def drafter(tmp_path: Path, target_dir: Path) -> DrafterEngine:
     return DrafterEngine(EagleHead.load(tmp_path, target_dir), window_tokens=16, max_sequences=3)
 
 
-def test_rows_may_come_in_any_pieces(drafter: DrafterEngine) -> None:
+def test_rows_may_arrive_in_any_pieces(drafter: DrafterEngine) -> None:
     tokens, features = rows(12)
     drafter.extend("whole", 3, tokens, features)
     for i in range(12):
@@ -75,7 +75,7 @@ def test_rows_may_come_in_any_pieces(drafter: DrafterEngine) -> None:
     assert found["whole"] == found["single"] == found["mixed"]
 
 
-def test_proposing_leaves_no_trace(drafter: DrafterEngine) -> None:
+def test_proposing_drafts_does_not_change_the_context(drafter: DrafterEngine) -> None:
     tokens, features = rows(8)
     drafter.extend("a", 0, tokens, features)
     drafter.extend("b", 0, tokens[:4], features[:4])
@@ -86,7 +86,7 @@ def test_proposing_leaves_no_trace(drafter: DrafterEngine) -> None:
     assert found["a"] == found["b"]
 
 
-def test_old_rows_are_replaced_and_a_gap_starts_anew(drafter: DrafterEngine) -> None:
+def test_repeated_rows_are_replaced_and_a_gap_clears_the_context(drafter: DrafterEngine) -> None:
     tokens, features = rows(12)
     wrong_tokens, wrong_features = rows(12)
     drafter.extend("a", 0, tokens, features)
@@ -98,7 +98,7 @@ def test_old_rows_are_replaced_and_a_gap_starts_anew(drafter: DrafterEngine) -> 
     assert found["a"] == found["b"] == found["c"]
 
 
-def test_the_window_bounds_what_is_seen_and_kept(drafter: DrafterEngine) -> None:
+def test_the_window_bounds_attention_and_stored_rows(drafter: DrafterEngine) -> None:
     tokens, features = rows(200)
     for i in range(0, 200, 8):
         drafter.extend("long", i, tokens[i : i + 8], features[i : i + 8])
@@ -139,7 +139,7 @@ def test_rows_that_do_not_fit_are_refused(
     assert drafter.sequences == 0
 
 
-def test_what_the_head_lacks_is_the_targets(tmp_path: Path, target_dir: Path) -> None:
+def test_parts_missing_in_the_head_are_taken_from_the_target(tmp_path: Path, target_dir: Path) -> None:
     spec = RandomHead(own_embedding=False, own_lm_head=False)
     tensors = write_random_head(tmp_path, spec)
     drafter = DrafterEngine(EagleHead.load(tmp_path, target_dir))
@@ -172,7 +172,7 @@ def test_a_draft_vocabulary_needs_its_own_head(tmp_path: Path, target_dir: Path)
         ("hidden_size", "64", "hidden_size"),
     ],
 )
-def test_variants_that_would_run_wrongly_are_refused(
+def test_unsupported_head_variants_are_refused(
     tmp_path: Path, target_dir: Path, key: str, value: object, field: str
 ) -> None:
     write_random_head(tmp_path, RandomHead(extra=((key, value),)))

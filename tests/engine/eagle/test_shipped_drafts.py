@@ -1,4 +1,4 @@
-"""The model and the head in the repository: drafts that are accepted change no token."""
+"""The model and the head of the repository: accepted drafts change no token."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_greedy_text_is_identical_with_and_without_head_drafts() -> None:
     )
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
     assert all(n == 1 for r in plain for n in r.step_lengths)
-    # A step emits one token of its own; the others are accepted drafts.
+    # Each step emits one token of the target; the others are accepted drafts.
     accepted = sum(n - 1 for r in drafted for n in r.step_lengths)
     assert accepted > 0

@@ -35,7 +35,7 @@ CONFIG = parse_config(TINY_CONFIG)
 FORMATS = ("float32", "bfloat16", "int4", "int4_float_scale")
 
 
-# Every variant that this processor runs: on x86-64 one for each level from 2, elsewhere the only one.
+# All variants that this processor runs: on x86-64 one for each level from 2, elsewhere the only one.
 LEVELS: list[int | None] = [*range(2, processor_level() + 1)] or [None]
 
 
@@ -83,7 +83,7 @@ def test_linear(kernels: NativeKernels, storage: str, rows: int, n: int) -> None
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 30), st.sampled_from(["float32", "bfloat16"]))
-def test_linear_of_any_extent(rows: int, cols: int, n: int, storage: str) -> None:
+def test_linear_of_any_shape(rows: int, cols: int, n: int, storage: str) -> None:
     weight, x = matrix(rows, cols, storage), normal(n, cols, seed=1)
     close(NATIVE.linear(x, NATIVE.pack(weight)), x @ weight.dequantised().T)
 
@@ -120,8 +120,8 @@ def test_moe(kernels: NativeKernels, storage: str, n: int, config: ModelConfig) 
         close(*answers)
 
 
-def test_moe_routes_nan_without_harm(kernels: NativeKernels) -> None:
-    """A row of NaN picks some expert and stays NaN; its neighbour is what it is alone."""
+def test_moe_keeps_nan_inside_its_row(kernels: NativeKernels) -> None:
+    """A row of NaN picks some expert and stays NaN; its neighbour equals a run without it."""
     gate, up, down = (matrix(*shape, "float32") for shape in ((32, 64), (32, 64), (64, 32)))
     experts = [(gate, up, down)] * 8
     packed = kernels.pack_moe(matrix(8, 64, "float32"), torch.zeros(8), experts, None, CONFIG)
@@ -143,7 +143,7 @@ NATIVE = native()
 
 
 def plan_of(config: ModelConfig, rows: list[int], contexts: list[int], kv_dtype: str) -> BatchPlan:
-    """Sequences of `contexts` tokens whose last `rows` are queries, on scattered pages of random KV."""
+    """Plan sequences of `contexts` tokens with `rows` query rows each, on scattered pages of random KV."""
     block_tokens = 16
     n_blocks = [-(-context // block_tokens) for context in contexts]
     cache = PagedLatentCache(
@@ -230,8 +230,8 @@ def row_by_row(plan: BatchPlan, row: int, sequence: int) -> BatchPlan:
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
-def test_a_row_is_the_same_bits_alone_and_in_company(n_threads: int) -> None:
-    """What makes text with drafts identical to text without: verify rows equal decode rows exactly."""
+def test_a_row_gives_the_same_bits_alone_and_in_a_batch(n_threads: int) -> None:
+    """Verify rows equal decode rows exactly, so drafts do not change the text."""
     k = native(n_threads)
     for storage in FORMATS:
         packed, x = k.pack(matrix(50, 544, storage)), normal(33, 544, seed=1)
@@ -247,7 +247,7 @@ def test_a_row_is_the_same_bits_alone_and_in_company(n_threads: int) -> None:
 
 
 def test_many_small_jobs_over_many_threads() -> None:
-    """Thousands of jobs that helpers join late, or not at all: every item done exactly once."""
+    """Thousands of jobs that helper threads join late or not at all: each item runs exactly once."""
     k = native(8)
     packed, x = k.pack(DenseMatrix(torch.ones(2048, 64))), torch.ones(1, 64)
     residual: Any = torch.zeros(1, 2048)
@@ -258,7 +258,7 @@ def test_many_small_jobs_over_many_threads() -> None:
 
 @pytest.mark.parametrize("q_lora_rank", [None, 32])
 @pytest.mark.parametrize("rows", [[1, 1], [4, 90, 1]])
-def test_the_stack_in_one_call_is_the_plain_one_to_the_bit(
+def test_the_layer_stack_in_one_call_equals_single_calls_bitwise(
     tmp_path: Path, rows: list[int], q_lora_rank: int | None
 ) -> None:
     spec = RandomCheckpoint(config=TINY_CONFIG | {"q_lora_rank": q_lora_rank})
@@ -278,7 +278,7 @@ def test_the_stack_in_one_call_is_the_plain_one_to_the_bit(
 
 @pytest.mark.parametrize("native_stack", [True, False], ids=["compiled", "plain"])
 @pytest.mark.parametrize("rows", [[1, 1], [4, 90, 1]])
-def test_a_stack_that_is_stopped_says_so_and_runs_again_to_the_same_bits(
+def test_an_aborted_stack_reports_it_and_a_repeat_gives_the_same_bits(
     tmp_path: Path, rows: list[int], native_stack: bool
 ) -> None:
     config, k = write_random_checkpoint(tmp_path, RandomCheckpoint(config=TINY_CONFIG)), native()
@@ -301,8 +301,8 @@ def test_a_stack_that_is_stopped_says_so_and_runs_again_to_the_same_bits(
         assert torch.equal(once, again)
 
 
-def test_a_stack_is_stopped_from_another_thread_while_it_runs(tmp_path: Path) -> None:
-    """Set at moments all over the pass: either it was complete, or it says that it was not."""
+def test_another_thread_aborts_a_running_stack(tmp_path: Path) -> None:
+    """With the flag set at any time, the call either completes or reports an abort."""
     config, k = write_random_checkpoint(tmp_path, RandomCheckpoint(config=TINY_CONFIG)), native()
     with Checkpoint(tmp_path) as checkpoint:
         stack = NativeStack(config, WeightLoader(checkpoint, config, k).load().layers, k, 1e-6)

@@ -1,4 +1,4 @@
-"""Which compiled library is loaded, and what is said where it is missing or the processor is too old."""
+"""The choice of the compiled library, and the errors if it is missing or the processor is too old."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nothing_loaded() -> Iterator[None]:
 
 
 def test_the_libraries_are_compiled_from_their_sources() -> None:
-    """Run `make native` after a change of a C source."""
+    """If this fails, a C source has changed: run `make native`."""
     assert [str(built.path) for built in BUILD["libraries"]() if not built.is_current()] == []
 
 
@@ -62,7 +62,7 @@ def test_a_library_is_outdated_when_a_source_or_a_flag_differs(
 
 
 @X86
-def test_the_variant_is_the_best_that_the_processor_runs() -> None:
+def test_the_best_variant_for_the_processor_is_loaded() -> None:
     assert Path(load_library()._name).name == f"_kernels_x86_64_v{processor_level()}.so"
     flags = Path("/proc/cpuinfo").read_text().split()
     assert (processor_level() == 4) == {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}.issubset(
@@ -78,7 +78,7 @@ def test_a_processor_without_the_level_is_refused(level: int) -> None:
         load_library(level)
 
 
-def test_a_missing_library_is_an_error_that_says_what_to_do(
+def test_a_missing_library_raises_an_error_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_random_checkpoint(tmp_path / "model")
@@ -88,7 +88,7 @@ def test_a_missing_library_is_an_error_that_says_what_to_do(
     assert ModelRunner.load(tmp_path / "model", RunnerOptions(n_pages=2, kernels="torch")).kernels == "torch"
 
 
-def test_a_broken_library_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_library_raises_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for built in BUILD["libraries"]():
         (tmp_path / built.path.name).write_bytes(b"no library")
     monkeypatch.setattr(library, "LIBRARY_DIR", tmp_path)
@@ -106,7 +106,7 @@ def test_every_variant_computes_the_same_within_rounding() -> None:
         torch.testing.assert_close(found, x @ weight.weight.T, rtol=1e-5, atol=2e-5)
 
 
-def test_builds_are_for_no_particular_processor() -> None:
+def test_builds_are_portable() -> None:
     for machine in ("x86_64", "aarch64"):
         for built in BUILD["libraries"](machine):
             assert not [flag for flag in built.flags if "native" in flag or flag.startswith("-march")]
@@ -115,7 +115,7 @@ def test_builds_are_for_no_particular_processor() -> None:
     assert "_kernels_generic.so" in [built.path.name for built in BUILD["libraries"]("aarch64")]
 
 
-def test_a_failed_build_leaves_nothing_and_shows_the_compilers_words(
+def test_a_failed_build_leaves_no_file_and_shows_the_compilers_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiler = tmp_path / "cc"
@@ -128,8 +128,8 @@ def test_a_failed_build_leaves_nothing_and_shows_the_compilers_words(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_the_sources_compile_without_vectors_of_x86(tmp_path: Path) -> None:
-    """As on a processor of another kind: vectors of four floats, no header of x86."""
+def test_the_sources_compile_without_x86_vectors(tmp_path: Path) -> None:
+    """Compile as for another architecture: vectors of four floats, no x86 header."""
     built = BUILD["libraries"]("aarch64")[0]
     output = tmp_path / "generic.so"
     BUILD["compile_library"](built, output)

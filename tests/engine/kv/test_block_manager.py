@@ -1,4 +1,4 @@
-"""Pages: whatever happens, each is free, cached or held, and a hash finds only its own block."""
+"""Each page is free, cached or held, and a hash finds only its own block."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ N_PAGES = 6
 
 
 class Pages(RuleBasedStateMachine):
-    """Owners take chains of blocks and give them back; a model of who holds what runs beside."""
+    """Owners reserve and release chains of blocks; a model tracks which owner holds which pages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = BlockManager(N_PAGES)
         self.owners: list[tuple[list[int], list[bytes]]] = []
-        self.content: dict[int, bytes] = {}  # what was last committed to a page while it was held
-        self.findable: set[bytes] = set()  # what a watcher of the changes takes to be findable
+        self.content: dict[int, bytes] = {}  # page -> the hash last committed to it
+        self.findable: set[bytes] = set()  # blocks that are cached according to the changes
 
     @rule(chain=st.integers(0, 3), n_known=st.integers(0, 3), n_fresh=st.integers(0, 4))
-    def take(self, chain: int, n_known: int, n_fresh: int) -> None:
+    def reserve(self, chain: int, n_known: int, n_fresh: int) -> None:
         hashes = [bytes([chain, i]) for i in range(n_known)]
         hit = self.blocks.match(hashes)
         for block_hash, page in zip(hashes, hit, strict=False):
@@ -45,7 +45,7 @@ class Pages(RuleBasedStateMachine):
         self.owners.append((pages, names))
 
     @rule(index=st.integers(0, 100))
-    def give_back(self, index: int) -> None:
+    def release(self, index: int) -> None:
         if self.owners:
             pages, _ = self.owners.pop(index % len(self.owners))
             self.blocks.release(pages)
@@ -58,13 +58,13 @@ class Pages(RuleBasedStateMachine):
             self.owners.append((pages, names))
 
     @invariant()
-    def books_balance(self) -> None:
+    def accounting_is_consistent(self) -> None:
         self.blocks.check()
         assert self.blocks.held_pages == len(set(self.held()))
         assert self.blocks.free_pages + self.blocks.cached_pages + self.blocks.held_pages == N_PAGES
 
     @rule()
-    def watcher_is_right(self) -> None:
+    def watcher_knows_the_cached_blocks(self) -> None:
         for change in self.blocks.poll_changes():
             assert (change.hash in self.findable) is not change.stored
             (self.findable.add if change.stored else self.findable.remove)(change.hash)
@@ -89,7 +89,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:
     assert blocks.match([b"\x00", b"\x01", b"\x02"]) == pages[:2]
 
 
-def test_the_least_recently_used_block_makes_room() -> None:
+def test_the_least_recently_used_block_is_evicted() -> None:
     blocks = BlockManager(2)
     first, second = blocks.allocate(2)
     blocks.commit(first, b"a")
@@ -104,13 +104,13 @@ def test_the_least_recently_used_block_makes_room() -> None:
     assert blocks.evicted_blocks == 1
 
 
-def test_spent_blocks_make_room_before_older_ones_the_end_of_a_prefix_first() -> None:
+def test_spent_blocks_are_evicted_before_older_ones_from_the_end_of_a_prefix() -> None:
     blocks = BlockManager(4)
     old, *spent = blocks.allocate(4)
     for page, block_hash in zip((old, *spent), (b"old", b"s0", b"s1", b"s2"), strict=True):
         blocks.commit(page, block_hash)
     blocks.release([old])
-    blocks.acquire(spent[:1])  # somebody else uses the first one
+    blocks.acquire(spent[:1])  # a second owner of the first one
     blocks.release(spent, evict_first=True)
     blocks.allocate(1)
     assert blocks.match([b"s0", b"s1", b"s2"]) == spent[:2]
@@ -131,7 +131,7 @@ def test_a_refused_reservation_takes_nothing() -> None:
     assert (blocks.free_pages, blocks.cached_pages, blocks.held_pages) == (3, 1, 0)
 
 
-def test_defects_are_noticed() -> None:
+def test_check_finds_inconsistent_accounting() -> None:
     blocks = BlockManager(2)
     with pytest.raises(Internal):
         blocks.release([0])

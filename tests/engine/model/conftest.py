@@ -1,4 +1,4 @@
-"""Tiny models: one thread is faster than two, and steadier on a busy machine."""
+"""Runs torch on one thread, which for tiny models is faster and steadier than two."""
 
 from __future__ import annotations
 

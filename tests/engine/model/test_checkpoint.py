@@ -25,8 +25,8 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(model_dir: Path, name: str, tensor: torch.Tensor | None) -> None:
-    """Replaces one tensor of the checkpoint, or drops it."""
+def edit_checkpoint(model_dir: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Replace one tensor of the checkpoint, or remove it."""
     index = json.loads((model_dir / INDEX_NAME).read_text())
     shard = model_dir / index["weight_map"].get(name, "model-00001-of-00002.safetensors")
     tensors = load_file(shard)
@@ -63,7 +63,7 @@ MOE = "model.layers.1.mlp"
 def test_missing_and_misshaped_tensors_are_named(
     model_dir: Path, name: str, tensor: torch.Tensor | None, reason: str
 ) -> None:
-    edit(model_dir, name, tensor)
+    edit_checkpoint(model_dir, name, tensor)
     with pytest.raises(CheckpointError, match=reason) as caught:
         ModelRunner.load(model_dir, OPTIONS)
     assert caught.value.tensor == name
@@ -75,8 +75,8 @@ def test_an_expert_without_packed_weight_is_dense(model_dir: Path) -> None:
     with Checkpoint(model_dir) as checkpoint:
         packed = checkpoint.matrix(name, 32, 64, 32)
     assert isinstance(packed, Int4Matrix)
-    edit(model_dir, f"{name}.weight_packed", None)
-    edit(model_dir, f"{name}.weight", packed.dequantised())
+    edit_checkpoint(model_dir, f"{name}.weight_packed", None)
+    edit_checkpoint(model_dir, f"{name}.weight", packed.dequantised())
     with Checkpoint(model_dir) as checkpoint:
         dense = checkpoint.matrix(name, 32, 64, 32)
     assert isinstance(dense, DenseMatrix)
@@ -85,11 +85,11 @@ def test_an_expert_without_packed_weight_is_dense(model_dir: Path) -> None:
 
 
 def test_multi_token_prediction_layers_are_ignored(model_dir: Path) -> None:
-    edit(model_dir, "model.layers.2.eh_proj.weight", torch.ones(64, 128))
+    edit_checkpoint(model_dir, "model.layers.2.eh_proj.weight", torch.ones(64, 128))
     ModelRunner.load(model_dir, OPTIONS)
 
 
-def test_one_file_without_index(tmp_path: Path) -> None:
+def test_a_single_file_without_index_is_read(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, RandomCheckpoint(n_shards=1))
     with Checkpoint(tmp_path) as indexed:
         expected = {name: indexed.tensor(name) for name in indexed.names()}
@@ -112,13 +112,13 @@ def test_one_file_without_index(tmp_path: Path) -> None:
         '{"weight_map": {"a": 1}}',
     ],
 )
-def test_bad_indices(model_dir: Path, index: str) -> None:
+def test_a_malformed_index_is_refused(model_dir: Path, index: str) -> None:
     (model_dir / INDEX_NAME).write_text(index)
     with pytest.raises(CheckpointError, match="index"):
         ModelRunner.load(model_dir, OPTIONS)
 
 
-def test_a_shard_that_is_cut_or_gone(model_dir: Path) -> None:
+def test_a_truncated_or_missing_shard_is_named(model_dir: Path) -> None:
     shard = model_dir / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="cannot be read from model-00002"):
@@ -128,12 +128,12 @@ def test_a_shard_that_is_cut_or_gone(model_dir: Path) -> None:
         ModelRunner.load(model_dir, OPTIONS)
 
 
-def test_an_empty_directory(tmp_path: Path) -> None:
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither it nor model\.safetensors"):
         Checkpoint(tmp_path)
 
 
-def test_digest_follows_the_weights(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_weights(tmp_path: Path) -> None:
     first, same, other = (tmp_path / name for name in ("first", "same", "other"))
     write_random_checkpoint(first)
     write_random_checkpoint(same)

@@ -1,4 +1,4 @@
-"""Every spelling of `config.json` that the releases use, and what is refused."""
+"""The spellings of `config.json` in the releases, and refused configurations."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def without(*keys: str) -> dict[str, Any]:
         K25 | {"some_future_key": {"nested": True}},
     ],
 )
-def test_spellings_mean_the_same(raw: dict[str, Any]) -> None:
+def test_all_spellings_give_the_same_config(raw: dict[str, Any]) -> None:
     assert parse_config(raw) == parse_config(K25)
 
 
@@ -79,7 +79,7 @@ def test_kimi_k25_constants() -> None:
 
 
 @pytest.mark.parametrize("where", ["top", "text"])
-def test_group_size_from_either_place(where: str) -> None:
+def test_the_group_size_is_read_from_either_place(where: str) -> None:
     quant = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 64}}}}
     raw = {"text_config": dict(K25)}
     (raw if where == "top" else raw["text_config"])["quantization_config"] = quant
@@ -117,7 +117,7 @@ def test_unusable_configs_name_the_key(change: dict[str, Any], field: str) -> No
     assert caught.value.field == field
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_config_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot read"):
         load_config(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

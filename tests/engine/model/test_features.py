@@ -1,4 +1,4 @@
-"""EAGLE-3 features: fused residual-stream states, computed on the target's side."""
+"""EAGLE-3 features: fused residual-stream states, computed by the target."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_features_fuse_the_residual_stream(
     assert output.logits.shape == (1, TINY_CONFIG["vocab_size"])
 
 
-def test_features_only_when_wanted_and_possible(model_dir: Path, tmp_path: Path) -> None:
+def test_features_are_computed_only_on_request_and_with_a_head(model_dir: Path, tmp_path: Path) -> None:
     write_head(tmp_path / "head", {})
     assert load(model_dir, tmp_path / "head").forward(batch(want_features=False)).features is None
     headless = load(model_dir, None)
@@ -92,13 +92,13 @@ def test_features_only_when_wanted_and_possible(model_dir: Path, tmp_path: Path)
     assert headless.forward(batch(want_features=True)).features is None
 
 
-def test_default_layers() -> None:
+def test_default_feature_layers() -> None:
     assert default_feature_layers(61) == (1, 29, 57)
     for n_layers in range(1, 12):
         assert all(0 <= layer < n_layers for layer in default_feature_layers(n_layers))
 
 
-def test_heads_that_do_not_fit(model_dir: Path, tmp_path: Path) -> None:
+def test_heads_for_another_target_are_refused(model_dir: Path, tmp_path: Path) -> None:
     write_head(tmp_path / "narrow", {}, width=HIDDEN)
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
         load(model_dir, tmp_path / "narrow")

@@ -51,7 +51,7 @@ VARIANTS: dict[str, RandomCheckpoint] = {
 }
 
 
-# Directory, transformers' model, its answers so far.
+# Directory, transformers' model, its logits so far.
 Checkpoint = tuple[Path, Any, dict[bytes, torch.Tensor]]
 
 
@@ -59,7 +59,7 @@ Checkpoint = tuple[Path, Any, dict[bytes, torch.Tensor]]
 class Pair:
     runner: ModelRunner
     reference: Any
-    answers: dict[bytes, torch.Tensor]  # of the reference, shared by both kernels
+    references: dict[bytes, torch.Tensor]  # logits of the reference, shared by both kernels
     vocab_size: int
 
 
@@ -72,13 +72,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def pair(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Pair:
-    model_dir, reference, answers = checkpoint
+    model_dir, reference, references = checkpoint
     options = RunnerOptions(
         n_pages=N_PAGES, block_tokens=BLOCK_TOKENS, kv_dtype="float32", kernels=request.param
     )
     runner = ModelRunner.load(model_dir, options)
     assert runner.kernels == request.param
-    return Pair(runner, reference, answers, runner.config.vocab_size)
+    return Pair(runner, reference, references, runner.config.vocab_size)
 
 
 def tokens(pair: Pair, n_tokens: int, seed: int = 0) -> np.ndarray:
@@ -86,16 +86,16 @@ def tokens(pair: Pair, n_tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def expected(pair: Pair, ids: np.ndarray) -> torch.Tensor:
-    known = pair.answers.get(ids.tobytes())
+    known = pair.references.get(ids.tobytes())
     if known is None:
         with torch.inference_mode():
             known = pair.reference(torch.from_numpy(ids)[None].long()).logits[0]
-        pair.answers[ids.tobytes()] = known
+        pair.references[ids.tobytes()] = known
     return known
 
 
 def batch_of(parts: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> Batch:
-    """(token ids of the whole sequence so far, first query position, pages) per sequence; all logits."""
+    """Build a batch with all logits from (token ids so far, first query position, pages) per sequence."""
     rows = [np.arange(start, len(ids), dtype=np.int32) for ids, start, _ in parts]
     n_rows = [len(r) for r in rows]
     width = max(len(pages) for _, _, pages in parts)
@@ -113,7 +113,7 @@ def batch_of(parts: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> Batch:
 
 
 def pages_for(n_tokens: int, seed: int = 0) -> list[int]:
-    """Scattered pages: neither contiguous nor ascending."""
+    """Return scattered pages, neither contiguous nor ascending."""
     scattered: list[int] = np.random.default_rng(seed).permutation(N_PAGES).tolist()
     return scattered[: -(-n_tokens // BLOCK_TOKENS)]
 

@@ -1,4 +1,4 @@
-"""Batches that do not hold together are refused by name before anything is computed."""
+"""Inconsistent batches are refused with the field's name before any computing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan(batch: Batch) -> Any:
     return plan_batch(batch, CONFIG, Rope(CONFIG), CACHE)
 
 
-def test_rows_write_their_own_slots() -> None:
+def test_each_row_writes_its_own_slot() -> None:
     planned = plan(GOOD)
     assert planned.page_of_row.tolist() == [1, 1, 1, 6, 6]
     assert planned.offset_of_row.tolist() == [1, 2, 3, 0, 1]
@@ -68,7 +68,7 @@ def test_rows_write_their_own_slots() -> None:
         ("logit_rows", ints(-1)),
     ],
 )
-def test_broken_batches_are_refused(field: str, value: np.ndarray) -> None:
+def test_inconsistent_batches_are_refused(field: str, value: np.ndarray) -> None:
     blamed = "positions" if field == "context_len" else field
     broken: dict[str, Any] = {field: value}
     with pytest.raises(InvalidArgument) as caught:
@@ -76,7 +76,7 @@ def test_broken_batches_are_refused(field: str, value: np.ndarray) -> None:
     assert caught.value.field == f"batch.{blamed}"
 
 
-def test_the_cheaper_form_of_attention() -> None:
+def test_the_cheaper_form_of_attention_is_chosen() -> None:
     assert absorbed_row_limit(parse_config(K25)) == 170  # 512 * 256 / (1024 - 256)
     # Latents no wider than keys and values together: absorbed always.
     assert absorbed_row_limit(replace(CONFIG, kv_lora_rank=16)) == np.iinfo(np.int32).max
@@ -86,14 +86,14 @@ def test_the_cheaper_form_of_attention() -> None:
     ("change", "field"),
     [({"n_pages": 0}, "cache"), ({"width": 0}, "cache"), ({"kv_dtype": "int8"}, "kv_dtype")],
 )
-def test_caches_of_no_size_or_unknown_type(change: dict[str, Any], field: str) -> None:
+def test_caches_without_size_or_of_unknown_type_are_refused(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         PagedLatentCache(replace(CACHE.shape, **change))
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_pages_lie_where_the_transport_is_told(kv_dtype: str) -> None:
+def test_pages_lie_at_the_addresses_given_to_the_transport(kv_dtype: str) -> None:
     cache = PagedLatentCache(CacheShape(3, 2, 16, 40, kv_dtype))
     assert cache.address % 4096 == 0
     assert cache.page_bytes == 2 * 16 * 40 * (4 if kv_dtype == "float32" else 2)

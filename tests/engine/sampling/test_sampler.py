@@ -1,4 +1,4 @@
-"""The vectorised sampler against a plain one, row by row; and what each parameter means."""
+"""The vectorised sampler against a reference, row by row, for each parameter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_rows(
 def plain_sample(
     row: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], index: int
 ) -> int:
-    """One row, no cleverness: the specification."""
+    """Sample one row: the reference implementation."""
     logits = row.astype(np.float32).copy()
     for token, bias in params.logit_bias.items():
         logits[token] += np.float32(bias)
@@ -108,7 +108,7 @@ HISTORY = st.lists(st.integers(0, VOCAB - 1), max_size=6)
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_the_batch_gives_what_plain_sampling_gives(
+def test_a_batch_equals_the_reference_row_by_row(
     sequences: list[tuple[SamplingParams, list[int], list[int], list[int]]], seed: int, ties: bool
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -136,8 +136,8 @@ def test_the_batch_gives_what_plain_sampling_gives(
         SamplingParams(top_k=900, top_p=0.99, min_p=1e-4, seed=5),
     ],
 )
-def test_a_flat_distribution_over_a_large_vocabulary_is_cut_right(params: SamplingParams) -> None:
-    """The cut lies beyond the candidates that are looked at first."""
+def test_a_flat_distribution_over_a_large_vocabulary_is_truncated_correctly(params: SamplingParams) -> None:
+    """The threshold lies beyond the sampler's first candidates."""
     row = np.random.default_rng(0).normal(scale=0.3, size=3000).astype(np.float32)
     for index in range(30):
         rows = make_rows(params, output=[1] * index)
@@ -146,7 +146,7 @@ def test_a_flat_distribution_over_a_large_vocabulary_is_cut_right(params: Sampli
         ]
 
 
-def test_a_row_does_not_see_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch() -> None:
     rng = np.random.default_rng(1)
     params = [
         SamplingParams(seed=1),
@@ -162,7 +162,7 @@ def test_a_row_does_not_see_its_batch() -> None:
     assert together == alone
 
 
-def test_prefill_chunks_without_samples_take_no_logits() -> None:
+def test_prefill_chunks_without_samples_use_no_logits() -> None:
     rows = make_rows(SamplingParams(temperature=0.0))
     silent = SequenceRows("b", rows.tokens, (), 1, 0, 1, 0, rows.params, {}, None)
     assert sample(torch.eye(VOCAB)[5:6].clone(), [silent, rows]) == ([5], None)
@@ -185,7 +185,7 @@ def test_logprobs_are_those_of_the_raw_model() -> None:
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_unusable_logits_are_told_and_stay_alone(broken: float) -> None:
+def test_unusable_logits_give_a_bad_token_in_their_rows_only(broken: float) -> None:
     logits = torch.from_numpy(np.random.default_rng(4).normal(size=(4, VOCAB)).astype(np.float32))
     params = [SamplingParams(seed=i, temperature=i % 2, top_p=0.9, logprobs=1) for i in range(4)]
     whole, _ = sample(logits.clone(), [make_rows(p) for p in params])

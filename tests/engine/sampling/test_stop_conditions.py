@@ -18,7 +18,7 @@ def ends(
 STOP = SamplingParams(stop_token_ids=(7, 9), max_tokens=5)
 
 
-def test_ends() -> None:
+def test_each_stop_condition_ends_a_sequence() -> None:
     assert ends([1, 2], STOP) == ((1, 2), None)
     assert ends([1, 9, 3], STOP) == ((1, 9), "stop")
     assert ends([1, 2, 3], STOP, output=3) == ((1, 2), "length")
@@ -34,7 +34,7 @@ def test_ignored_and_early_stop_tokens_do_not_stop() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 12), st.lists(st.integers(1, 4), min_size=12))
-def test_cutting_does_not_depend_on_how_tokens_are_grouped(
+def test_truncation_does_not_depend_on_the_grouping_of_tokens(
     tokens: list[int], max_tokens: int, sizes: list[int]
 ) -> None:
     params = SamplingParams(stop_token_ids=(3,), min_tokens=2, max_tokens=max_tokens)

@@ -1,4 +1,4 @@
-"""Speculation is lossless: the emitted tokens are those that sampling without drafts emits."""
+"""Speculation is lossless: with drafts, sampling emits the same tokens as without."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_accepted_drafts_are_the_longest_prefix_that_was_sampled(
 
 
 def markov_logits(history: list[int], vocab_size: int) -> torch.Tensor:
-    """A toy language model: the row depends on the last two tokens."""
+    """A toy language model: its logits depend on the last two tokens."""
     seed = 1 + sum((i + 1) * token for i, token in enumerate(history[-2:]))
     return torch.from_numpy(np.random.default_rng(seed).normal(size=vocab_size)).float()
 

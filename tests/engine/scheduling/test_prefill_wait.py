@@ -1,15 +1,15 @@
-"""What a prompt waits is what is computed of others, and the engine ends it whatever comes after it."""
+"""A prompt's wait counts the tokens computed for others; the engine ends it despite newer prompts."""
 
 from __future__ import annotations
 
 from libs.common.prefill_order import OVERDUE_SHARE, PATIENCE
 from libs.engine.core.fake import build_fake_engine
-from tests.engine.support import check_books, make_spec
+from tests.engine.support import check_accounting, make_spec
 
 STEP_TOKENS, NEED, SHORT = 16, 60, 12
 
 
-def test_a_prompt_under_a_flood_of_shorter_ones_waits_for_a_multiple_of_its_need_and_then_ends() -> None:
+def test_a_prompt_among_many_shorter_ones_ends_after_a_multiple_of_its_need() -> None:
     engine = build_fake_engine(
         n_pages=512,
         block_tokens=4,
@@ -38,6 +38,6 @@ def test_a_prompt_under_a_flood_of_shorter_ones_waits_for_a_multiple_of_its_need
             waited.append(before)
         steps += 1
         assert steps < 100, "the prompt starved"
-        check_books(engine)
+        check_accounting(engine)
     assert PATIENCE * NEED <= waited[0] < PATIENCE * NEED + STEP_TOKENS
     assert len(waited) <= NEED / (STEP_TOKENS // OVERDUE_SHARE)

@@ -1,4 +1,4 @@
-"""Siblings that run at once compute what they have in common once, and never wait for long."""
+"""Concurrent sequences compute a common prefix once, and followers wait only briefly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams
-from tests.engine.support import check_books, drive, make_spec
+from tests.engine.support import check_accounting, drive, make_spec
 
 BLOCK = 4
 PREFIX = list(range(1, 41))  # ten blocks
 
 
 class CountingModel(FakeModel):
-    """Counts the rows it computes, by sequence."""
+    """A fake model that counts its computed rows by sequence."""
 
     def __init__(self, model: FakeModel) -> None:
         self.__dict__.update(model.__dict__)
@@ -51,7 +51,7 @@ def sibling(number: int) -> list[int]:
 
 
 def reserve_and_start(engine: PagedEngine, prompts: dict[str, list[int]]) -> None:
-    """All have their pages before any of them computes, as requests that come together have."""
+    """Reserve pages for all prompts before the first step, as for simultaneous requests."""
     for seq_id, prompt in prompts.items():
         engine.reserve(make_spec(seq_id, prompt, max_tokens=1))
     for seq_id in prompts:
@@ -63,52 +63,52 @@ def test_siblings_compute_their_common_prefix_once(step_tokens: int) -> None:
     engine, model = counting_engine(step_tokens=step_tokens)
     prompts = {f"s{n}": sibling(n) for n in range(6)}
     reserve_and_start(engine, prompts)
-    said = drive(engine)
+    transcript = drive(engine)
     assert sum(model.rows.values()) == len(PREFIX) + 6 * 5
     params = SamplingParams(temperature=0)
     for seq_id, prompt in prompts.items():
-        assert said.tokens[seq_id] == expected_tokens(engine, prompt, params, n=1)
-    shared = sum(output.shared_tokens for output in said.outputs)
+        assert transcript.tokens[seq_id] == expected_tokens(engine, prompt, params, n=1)
+    shared = sum(output.shared_tokens for output in transcript.outputs)
     assert shared == 5 * len(PREFIX)
 
 
-def test_without_sharing_each_computes_it() -> None:
-    """The simple way: what the test above would count if nothing were shared."""
+def test_without_sharing_each_sibling_computes_the_prefix() -> None:
+    """The reference: the counts of the test above without sharing."""
     engine, model = counting_engine(share=False)
     reserve_and_start(engine, {f"s{n}": sibling(n) for n in range(6)})
     drive(engine)
     assert sum(model.rows.values()) == 6 * (len(PREFIX) + 5)
 
 
-def test_shared_blocks_are_told_by_everyone_that_has_them() -> None:
-    """Each of the siblings may store in a place of its own."""
+def test_each_sibling_reports_the_shared_blocks() -> None:
+    """Each sibling may store its blocks at a different node."""
     engine, _ = counting_engine()
     reserve_and_start(engine, {"a": sibling(0), "b": sibling(1)})
-    said = drive(engine)
-    assert [b.hash for b in said.blocks("a")][:10] == [b.hash for b in said.blocks("b")][:10]
-    pages = {b.page for b in said.blocks("a")} & {b.page for b in said.blocks("b")}
-    assert not pages, "each has its own pages: their addresses are known to peers"
+    transcript = drive(engine)
+    assert [b.hash for b in transcript.blocks("a")][:10] == [b.hash for b in transcript.blocks("b")][:10]
+    pages = {b.page for b in transcript.blocks("a")} & {b.page for b in transcript.blocks("b")}
+    assert not pages, "siblings share a page, but peers know each page's address by sequence"
 
 
 @pytest.mark.parametrize("after_steps", [0, 1, 2])
-def test_when_the_leader_leaves_the_work_goes_on_where_it_stood(after_steps: int) -> None:
+def test_a_follower_continues_the_work_of_a_released_leader(after_steps: int) -> None:
     engine, model = counting_engine(step_tokens=18)
     reserve_and_start(engine, {f"s{n}": sibling(n) for n in range(3)})
     for _ in range(after_steps):
         engine.step()
     before = model.rows.get("s0", 0)
     engine.release("s0")
-    said = drive(engine)
-    check_books(engine)
-    # Full blocks of the one that left are kept; of a broken block at most three tokens are lost.
+    transcript = drive(engine)
+    check_accounting(engine)
+    # The leader's full blocks are kept; at most three tokens of a partial block are lost.
     assert sum(model.rows.values()) <= len(PREFIX) + 2 * 5 + 3
     assert model.rows.get("s0", 0) == before
     for n in (1, 2):
         expected = expected_tokens(engine, sibling(n), SamplingParams(temperature=0), n=1)
-        assert said.tokens[f"s{n}"] == expected
+        assert transcript.tokens[f"s{n}"] == expected
 
 
-def test_who_was_reserved_before_and_starts_after_takes_what_is_there() -> None:
+def test_a_sequence_reserved_early_and_started_late_copies_computed_blocks() -> None:
     engine, model = counting_engine()
     for n in range(2):
         engine.reserve(make_spec(f"s{n}", sibling(n), max_tokens=1))
@@ -129,12 +129,12 @@ def test_nothing_is_shared_between_tenants() -> None:
     assert sum(model.rows.values()) == 2 * (len(PREFIX) + 5)
 
 
-# ---- the decision
+# ---- finding followers
 
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[PrefixWork]:
-    """Prompts over a tiny alphabet of blocks: they fork everywhere. Some are amid a block."""
+    """Draw prompts over a tiny alphabet of blocks, which fork often. Some have a partial block."""
     work = []
     for number in range(draw(st.integers(1, 12))):
         blocks = draw(st.lists(st.sampled_from("ab"), min_size=0, max_size=6))
@@ -151,7 +151,7 @@ def test_followers_wait_for_leaders_that_compute_what_they_need(work: list[Prefi
     followers = find_followers(work, block_tokens=BLOCK)
     leading = [w for w in work if w.seq_id not in followers]
     needed = [w.hashes[p] for w in leading if (p := w.n_computed // BLOCK) < len(w.hashes)]
-    assert len(set(needed)) == len(needed), "no block is computed twice"
+    assert len(set(needed)) == len(needed), "a block is computed twice"
     for seq_id, following in followers.items():
         follower, leader = by_id[seq_id], by_id[following.leader]
         assert leader.seq_id not in followers
@@ -162,7 +162,7 @@ def test_followers_wait_for_leaders_that_compute_what_they_need(work: list[Prefi
 
 
 @given(forests(), st.integers(1, 40), st.integers(2, 6))
-def test_what_one_waits_for_comes_no_later_than_by_its_own_work(
+def test_a_follower_waits_no_longer_than_it_would_compute(
     work: list[PrefixWork], step_tokens: int, max_batch: int
 ) -> None:
     followers = find_followers(work, block_tokens=BLOCK)
@@ -177,14 +177,14 @@ def test_what_one_waits_for_comes_no_later_than_by_its_own_work(
     assert sum(plan.values()) <= step_tokens
     assert len(plan) <= max_batch
     assert not plan.keys() & followers.keys()
-    assert plan, "somebody always goes on"
+    assert plan, "no sequence makes progress"
     for seq_id, following in followers.items():
         assert plan.get(following.leader, 0) >= min(simple.get(seq_id, 0), following.n_tokens)
 
 
 @given(forests())
-def test_forks_cost_a_logarithm_of_waits(work: list[PrefixWork]) -> None:
-    """In steps that have room for everything, in which alone each would need one."""
+def test_the_number_of_waits_is_logarithmic_in_the_forks(work: list[PrefixWork]) -> None:
+    """Steps have room for all prompts here, so each one alone would need one step."""
     work = [replace(w, n_computed=0) for w in work]
     known: set[bytes] = set()
     waits = dict.fromkeys((w.seq_id for w in work), 0)

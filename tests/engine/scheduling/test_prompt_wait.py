@@ -1,4 +1,4 @@
-"""A prompt ends within steps that what it needs, and what the older ones need, are known to take."""
+"""The number of steps until a prompt ends is bounded by its need and that of older prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def prompt(number: int, tokens: int) -> StepCandidate:
     return StepCandidate(f"p{number}", number, last_slice=0, pending_tokens=tokens, decoding=False)
 
 
-def after(prompts: list[StepCandidate], plan: list[Slice]) -> list[StepCandidate]:
-    """Those that have not ended, as they are when the step was computed."""
+def after_step(prompts: list[StepCandidate], plan: list[Slice]) -> list[StepCandidate]:
+    """Return the unfinished prompts with their counts after the step."""
     own = {piece.seq_id: piece.n_tokens for piece in plan}
     total = sum(own.get(each.seq_id, 0) for each in prompts)
     moved = [
@@ -42,10 +42,10 @@ def after(prompts: list[StepCandidate], plan: list[Slice]) -> list[StepCandidate
 def test_a_prompt_ends_in_a_bounded_number_of_steps(
     limits: Limits, older: list[int], need: int, batches: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Whatever comes after it, each step, and however many sequences decode beside it, with drafts or not.
+    """The bound holds for any newer prompts and any number of decoding sequences, with and without drafts.
 
-    A prompt's patience is over when PATIENCE times its need was computed for others. From then on it, or an
-    older one, is sure of a share of each step.
+    A prompt is overdue when PATIENCE times its need was computed for others. From then on it, or an
+    older one, gets a share of each step.
     """
     limits = replace(limits, step_tokens=max(limits.step_tokens, limits.max_batch))
     prompts = [prompt(number, tokens) for number, tokens in enumerate([*older, need])]
@@ -57,15 +57,16 @@ def test_a_prompt_ends_in_a_bounded_number_of_steps(
     ]
     n_decode = min(n_decoding, limits.max_batch - 1)
     left = limits.step_tokens - n_decode
-    sure = max(left - n_decode * n_drafts, -(-left // DRAFTS_LEAVE))  # of the prompts, whatever is drafted
-    share = max(1, sure // OVERDUE_SHARE)
-    least = min(sure, limits.max_batch - n_decode)  # that others get, who keep it from a step
-    bound = -(-PATIENCE * need // least) + sum(-(-tokens // share) for tokens in [*older, need])
+    # The tokens of a step for prompts with any number of drafts, and those that other prompts get of it.
+    guaranteed = max(left - n_decode * n_drafts, -(-left // DRAFTS_LEAVE))
+    share = max(1, guaranteed // OVERDUE_SHARE)
+    least_for_others = min(guaranteed, limits.max_batch - n_decode)
+    bound = -(-PATIENCE * need // least_for_others) + sum(-(-tokens // share) for tokens in [*older, need])
     for step in range(bound):
         n_new, tokens = batches[step % len(batches)] if batches else (limits.step_tokens, 1)
         prompts += [prompt(arrival + i, tokens) for i in range(n_new) if tokens]
         arrival += n_new
-        prompts = after(prompts, schedule([*decoding, *prompts], limits))
+        prompts = after_step(prompts, schedule([*decoding, *prompts], limits))
         if all(each.seq_id != ours for each in prompts):
             return
         prompts = prompts[: len(older) + 20]  # enough to fill a step

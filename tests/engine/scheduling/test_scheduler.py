@@ -1,4 +1,4 @@
-"""The step's plan keeps its budget, serves decoding sequences first and starves no sequence."""
+"""A step's plan keeps its budget, serves decoding sequences first and starves no sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def candidates(draw: st.DrawFn) -> list[StepCandidate]:
 
 
 @given(candidates(), st.integers(8, 128), st.integers(1, 8))
-def test_a_plan_keeps_its_limits(waiting: list[StepCandidate], step_tokens: int, max_batch: int) -> None:
+def test_a_plan_stays_within_its_limits(
+    waiting: list[StepCandidate], step_tokens: int, max_batch: int
+) -> None:
     plan = schedule(waiting, Limits(step_tokens, max_batch))
     by_id = {c.seq_id: c for c in waiting}
     assert sum(s.n_tokens + s.n_drafts for s in plan) <= step_tokens
@@ -45,21 +47,23 @@ def test_a_plan_keeps_its_limits(waiting: list[StepCandidate], step_tokens: int,
 
 
 @given(candidates(), st.integers(8, 128))
-def test_no_budget_is_left_while_somebody_waits(waiting: list[StepCandidate], step_tokens: int) -> None:
+def test_the_whole_budget_is_used_while_a_sequence_waits(
+    waiting: list[StepCandidate], step_tokens: int
+) -> None:
     plan = schedule(waiting, Limits(step_tokens, 64))
     used = sum(s.n_tokens + s.n_drafts for s in plan)
     wanted = sum(c.pending_tokens + c.n_drafts for c in waiting)
     assert used == min(step_tokens, wanted)
 
 
-def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+def test_a_short_prompt_overtakes_a_long_one() -> None:
     long = StepCandidate("long", arrival=0, last_slice=0, pending_tokens=10_000, decoding=False)
     short = StepCandidate("short", arrival=1, last_slice=0, pending_tokens=60, decoding=False)
     plan = {s.seq_id: s.n_tokens for s in schedule([long, short], Limits(128, 8))}
     assert plan == {"long": 68, "short": 60}
 
 
-def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
+def test_the_oldest_overdue_prompt_gets_a_share_of_the_step() -> None:
     impatient = [
         StepCandidate(f"p{i}", i, last_slice=0, pending_tokens=100 * i, decoding=False, waited_tokens=waited)
         for i, waited in ((1, 399), (2, 801), (3, 5000))
@@ -67,8 +71,8 @@ def test_the_oldest_of_those_that_waited_too_long_has_a_share() -> None:
     assert {s.seq_id: s.n_tokens for s in schedule(impatient, Limits(64, 8))} == {"p2": 16, "p1": 48}
 
 
-def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
-    """It waits for four times its need, and gets a quarter of each step from then on."""
+def test_a_prefill_ends_despite_newer_prompts() -> None:
+    """A prefill that waited for four times its need gets a quarter of each step."""
     old = StepCandidate("old", arrival=0, last_slice=0, pending_tokens=1000, decoding=False)
     arrival = 1
     for step in range(64):
@@ -88,7 +92,7 @@ def test_a_prefill_ends_whatever_arrives_behind_it() -> None:
     raise AssertionError("a prefill starved")
 
 
-def test_decoding_sequences_beyond_the_batch_take_turns() -> None:
+def test_decoding_sequences_beyond_the_batch_limit_alternate() -> None:
     waiting = [StepCandidate(f"s{i}", i, last_slice=0, pending_tokens=1, decoding=True) for i in range(5)]
     served: dict[str, int] = {}
     turn = 0
@@ -100,7 +104,7 @@ def test_decoding_sequences_beyond_the_batch_take_turns() -> None:
     assert served == {f"s{i}": 4 for i in range(5)}
 
 
-def test_a_full_batch_leaves_a_place_for_a_prefill() -> None:
+def test_a_full_batch_leaves_a_row_for_a_prefill() -> None:
     waiting = [StepCandidate(f"d{i}", i, last_slice=0, pending_tokens=1, decoding=True) for i in range(4)]
     prefill = StepCandidate("p", 9, last_slice=0, pending_tokens=50, decoding=False)
     assert "p" in {s.seq_id for s in schedule([*waiting, prefill], Limits(16, 4))}

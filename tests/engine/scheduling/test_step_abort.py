@@ -1,4 +1,4 @@
-"""Steps that are cut short: when, how often, and that nothing of them counts."""
+"""Step aborts: their condition, their limit, and that aborted steps change no state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams
-from tests.engine.support import check_books, drive, make_spec
+from tests.engine.support import check_accounting, drive, make_spec
 
 ROWS = st.dictionaries(st.sampled_from("abcde"), st.integers(1, 512), min_size=1)
 NAMES = st.sets(st.sampled_from("abcdef"))
 
 
 @given(rows=ROWS, unwanted=NAMES, cuts=st.integers(0, 5))
-def test_only_the_majority_of_rows_is_worth_a_cut_and_only_so_often(
+def test_a_step_aborts_for_a_majority_of_unwanted_rows_and_a_limited_number_of_times(
     rows: dict[str, int], unwanted: set[str], cuts: int
 ) -> None:
     pays = should_abort(rows, unwanted, consecutive_aborts=cuts)
@@ -32,13 +32,13 @@ def test_only_the_majority_of_rows_is_worth_a_cut_and_only_so_often(
         assert pays
     else:
         assert pays == (wasted > wanted and cuts < MAX_CONSECUTIVE_ABORTS)
-    if pays:  # whoever else is unwanted, it still pays
+    if pays:  # more unwanted sequences do not change the decision
         assert should_abort(rows, unwanted | {"f"}, consecutive_aborts=cuts)
         assert should_abort(rows, unwanted | set(rows), consecutive_aborts=cuts)
 
 
 @given(st.lists(st.tuples(ROWS, NAMES), max_size=30))
-def test_the_wanted_are_never_cut_more_than_so_often_in_a_row(
+def test_steps_with_wanted_rows_abort_a_limited_number_of_times_in_a_row(
     steps: list[tuple[dict[str, int], set[str]]],
 ) -> None:
     cut, in_row = StepAbort(), 0
@@ -58,21 +58,21 @@ def test_the_wanted_are_never_cut_more_than_so_often_in_a_row(
         assert in_row <= MAX_CONSECUTIVE_ABORTS
 
 
-def test_a_flag_belongs_to_one_step() -> None:
+def test_an_abort_flag_belongs_to_one_step() -> None:
     cut = StepAbort()
     cut.abandon("a")
-    assert not cut.flag.is_set  # nothing runs
+    assert not cut.flag.is_set  # no step is running
     cut.begin({"a": 5, "b": 1})
-    assert cut.flag.is_set  # not to be computed at all
+    assert cut.flag.is_set  # the step is not computed at all
     cut.end(aborted=True)
     assert not cut.flag.is_set
     cut.remove("a")
-    cut.begin({"a": 5, "b": 1})  # the name is in use again
+    cut.begin({"a": 5, "b": 1})  # a new sequence with the same name
     assert not cut.flag.is_set
     cut.end(aborted=False)
 
 
-def test_several_who_leave_make_a_majority_together() -> None:
+def test_several_abandoned_sequences_form_a_majority_together() -> None:
     cut = StepAbort()
     cut.begin({"a": 2, "b": 2, "c": 3})
     cut.abandon("a")
@@ -81,8 +81,8 @@ def test_several_who_leave_make_a_majority_together() -> None:
     assert cut.flag.is_set
 
 
-class Interrupted(FakeModel):
-    """Some sequences are abandoned when a given page of a step is reached."""
+class AbandoningModel(FakeModel):
+    """A fake model that abandons sequences when a step reaches a given page."""
 
     def __init__(self, model: FakeModel) -> None:
         self.__dict__.update(model.__dict__)
@@ -93,17 +93,17 @@ class Interrupted(FakeModel):
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         self.runs.append({r.seq_id: r.n_rows for r in rows})
         for r in rows[:-1]:
-            self._compute(r, stop)  # so much is written already
+            self._compute(r, stop)  # these pages are written before the abort
         for seq_id in self.abandoned:
             self.engine.abandon(seq_id)
         return super().run(batch, rows, stop)
 
 
 @pytest.fixture
-def model() -> Interrupted:
+def model() -> AbandoningModel:
     fake = build_fake_engine(n_pages=64, block_tokens=4, vocab_size=90, max_context_tokens=128).model
     assert isinstance(fake, FakeModel)
-    model = Interrupted(fake)
+    model = AbandoningModel(fake)
     model.engine = PagedEngine(model, step_tokens=24)
     return model
 
@@ -115,7 +115,7 @@ def start(engine: PagedEngine, seq_id: str, prompt: list[int]) -> SamplingParams
     return spec.sampling
 
 
-def test_a_step_that_was_cut_leaves_everything_as_it_was(model: Interrupted) -> None:
+def test_an_aborted_step_changes_no_state(model: AbandoningModel) -> None:
     engine = model.engine
     short, long = [1, 2, 3, 4, 5, 6], list(range(10, 70))
     params = start(engine, "short", short)
@@ -131,28 +131,28 @@ def test_a_step_that_was_cut_leaves_everything_as_it_was(model: Interrupted) -> 
     assert engine.poll_block_changes() == []
     model.abandoned = ()
     engine.release("long")
-    said = drive(engine)
-    assert said.tokens["short"] == expected_tokens(engine, short, params, n=4)
+    transcript = drive(engine)
+    assert transcript.tokens["short"] == expected_tokens(engine, short, params, n=4)
     assert model.runs[1] == {"short": 6}
     engine.release("short")
-    check_books(engine)
+    check_accounting(engine)
     assert engine.ledger().pages_held == 0
 
 
-def test_the_others_get_through_though_somebody_leaves_in_every_step(model: Interrupted) -> None:
-    """Each step has a new long prompt that is cancelled while it runs: the short one is still served."""
+def test_a_short_prompt_ends_although_every_step_has_a_cancelled_long_one(model: AbandoningModel) -> None:
+    """Each step has a new long prompt that is cancelled while the step runs."""
     engine = model.engine
     params = start(engine, "short", [1, 2, 3])
-    said: list[int] = []
+    tokens: list[int] = []
     steps = 0
-    while len(said) < 4:
+    while len(tokens) < 4:
         seq_id = f"long-{steps}"
         start(engine, seq_id, list(range(10, 70)))
         model.abandoned = (seq_id,)
         for output in engine.step():
-            said += output.tokens if output.seq_id == "short" else ()
+            tokens += output.tokens if output.seq_id == "short" else ()
         engine.release(seq_id)
         steps += 1
         assert steps <= 4 * (MAX_CONSECUTIVE_ABORTS + 1)
-    assert said == expected_tokens(engine, [1, 2, 3], params, n=4)
-    assert steps == 4 * (MAX_CONSECUTIVE_ABORTS + 1)  # the majority did leave each time
+    assert tokens == expected_tokens(engine, [1, 2, 3], params, n=4)
+    assert steps == 4 * (MAX_CONSECUTIVE_ABORTS + 1)  # each step had an abandoned majority
