@@ -1,4 +1,4 @@
-"""A tiny vocabulary in Kimi's files, trained once per test session."""
+"""A tiny vocabulary in Kimi's file format, trained once per test session."""
 
 from __future__ import annotations
 

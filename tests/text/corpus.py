@@ -1,4 +1,4 @@
-"""Text, tools and strategies that the tests of libs.text share."""
+"""Shared texts, tools and strategies for the tests of libs.text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=24)
 
 
 def texts_with(spellings: Sequence[str]) -> st.SearchStrategy[str]:
-    """Arbitrary text with the given spellings inside."""
+    """Draw arbitrary text that contains some of the given spellings."""
     return st.lists(st.one_of(any_text, st.sampled_from(spellings)), max_size=6).map("".join)
 
 

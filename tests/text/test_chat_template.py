@@ -1,4 +1,4 @@
-"""Golden renders of the K2.5 template, spans, bad input, and text that tries to be control."""
+"""Golden renders of the K2.5 template, spans, malformed input, and text that spells control tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _encoded(
     return tokenizer.decode(chat.token_ids, keep_special=True), spans
 
 
-def test_several_turns_without_thinking(tokenizer: Tokenizer) -> None:
+def test_a_conversation_of_several_turns_without_thinking(tokenizer: Tokenizer) -> None:
     messages = [SYSTEM, HELLO, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Bye"}]
     text, spans = _encoded(tokenizer, messages)
     assert text == (
@@ -123,7 +123,7 @@ def test_reasoning_of_a_new_tool_loop_is_kept_beside_an_old_answer() -> None:
     assert "old" not in text
 
 
-def test_without_thinking_no_reasoning_is_shown(tokenizer: Tokenizer) -> None:
+def test_reasoning_is_left_out_without_thinking(tokenizer: Tokenizer) -> None:
     text, spans = _encoded(tokenizer, TOOL_LOOP, thinking=False)
     generated = "Looking." + CALL_TEXT + "<|im_end|>"
     assert INSTANT_PROMPT + generated + TOOL_RESULT + INSTANT_PROMPT in text
@@ -198,15 +198,17 @@ def test_an_empty_answer_has_a_span(tokenizer: Tokenizer) -> None:
         ),
     ],
 )
-def test_bad_messages_are_named(message: dict[str, Any], field: str) -> None:
+def test_a_malformed_message_raises_an_error_with_its_field(message: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         render_chat([HELLO, message], thinking=True)
     assert caught.value.field == field
 
 
 @given(st.lists(hostile_text, min_size=8, max_size=8), st.booleans())
-def test_no_text_becomes_control(tokenizer: Tokenizer, text: list[str], thinking: bool) -> None:
-    """Whatever the texts say, the control tokens are those of the same conversation with plain texts."""
+def test_no_message_text_becomes_control_tokens(
+    tokenizer: Tokenizer, text: list[str], thinking: bool
+) -> None:
+    """With any texts the control tokens equal those of the same conversation with plain texts."""
 
     def conversation(t: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         call = {"id": t[0], "function": {"name": "f", "arguments": t[1]}}

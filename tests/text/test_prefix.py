@@ -1,4 +1,4 @@
-"""The next turn's prompt starts with this turn's prompt and reply, so its KV blocks are found again."""
+"""The next turn's prompt starts with this turn's prompt and reply, so its KV blocks are reused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _some_calls = st.lists(_call, min_size=1, max_size=2, unique_by=lambda call: cal
 def _generated(
     tokenizer: Tokenizer, reasoning: str | None, content: str, calls: list[tuple[str, int, str]]
 ) -> list[int]:
-    """What the model writes after the generation prompt, canonically tokenised."""
+    """Return the canonical tokens of a reply after the generation prompt."""
     special = tokenizer.special_id
     out: list[int] = []
     if reasoning is not None:
@@ -46,7 +46,7 @@ def _generated(
 
 
 def _message(tokenizer: Tokenizer, token_ids: list[int], *, thinking: bool) -> dict[str, Any]:
-    """The OpenAI-shaped message a client builds from the streamed deltas."""
+    """Build the OpenAI message that a client assembles from the streamed deltas."""
     parser = ResponseParser(tokenizer, thinking=thinking, tools=[WEATHER_TOOL])
     message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     for delta in [d for token_id in token_ids for d in parser.push([token_id])] + parser.finish():
@@ -64,7 +64,7 @@ def _message(tokenizer: Tokenizer, token_ids: list[int], *, thinking: bool) -> d
 
 
 @given(st.lists(any_text, min_size=1, max_size=3), _reply_text, _calls, any_text)
-def test_without_thinking_every_reply_is_reused(
+def test_every_reply_without_thinking_is_a_prefix_of_the_next_prompt(
     tokenizer: Tokenizer, said: list[str], content: str, calls: list[tuple[str, int, str]], following: str
 ) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in said]
@@ -77,7 +77,7 @@ def test_without_thinking_every_reply_is_reused(
 
 
 @given(any_text, _reply_text, _reply_text, _some_calls, any_text)
-def test_with_thinking_a_tool_loop_is_reused(
+def test_a_tool_loop_with_thinking_is_a_prefix_of_the_next_prompt(
     tokenizer: Tokenizer,
     said: str,
     reasoning: str,

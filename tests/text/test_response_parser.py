@@ -1,4 +1,4 @@
-"""Token ids to deltas: well-formed, malformed, stopped, cut anywhere."""
+"""Token ids to deltas: well-formed and malformed responses, stop strings, any chunking."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALL, ARGS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<
 
 
 def ids(tokenizer: Tokenizer, *parts: str | int) -> list[int]:
-    """Control tokens by name (a part that is exactly a name), text otherwise, single bytes as numbers."""
+    """Encode parts: a control token's exact name as that token, other text as text, a number as one byte."""
     out: list[int] = []
     for part in parts:
         if isinstance(part, int):
@@ -40,7 +40,7 @@ def ids(tokenizer: Tokenizer, *parts: str | int) -> list[int]:
 
 
 def joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """Neighbours of one kind as one delta."""
+    """Merge neighbouring deltas of one kind."""
     out: list[Delta] = []
     for delta in deltas:
         last = out[-1] if out else None
@@ -57,7 +57,7 @@ def joined(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 def parse(tokenizer: Tokenizer, *parts: str | int, thinking: bool = False, **options: Any) -> list[Delta]:
-    """The deltas of a response; one token at a time and all at once must agree."""
+    """Parse a response one token at a time and all at once; both must give the same deltas."""
     token_ids = ids(tokenizer, *parts)
     parser = ResponseParser(tokenizer, thinking=thinking, **options)
     whole = [*parser.push(token_ids), *parser.finish()]
@@ -178,7 +178,7 @@ def test_ids_of_one_response_are_distinct(tokenizer: Tokenizer) -> None:
     assert [start.id for start in starts] == ["functions.f:5", "functions.f:6", "functions.f:7"]
 
 
-def test_truncated_arguments_are_shown_as_they_are(tokenizer: Tokenizer) -> None:
+def test_truncated_arguments_are_passed_on_unchanged(tokenizer: Tokenizer) -> None:
     for end in ((), ("<|im_end|>",), (END,), (CALL_END,)):
         assert parse(tokenizer, BEGIN, CALL, "functions.f:0", ARGS, '{"city": "Par', *end) == [
             ToolCallStart(0, "functions.f:0", "f"),
@@ -186,7 +186,7 @@ def test_truncated_arguments_are_shown_as_they_are(tokenizer: Tokenizer) -> None
         ]
 
 
-def test_a_call_whose_arguments_never_begin_is_not_announced(tokenizer: Tokenizer) -> None:
+def test_a_tool_call_without_arguments_is_not_reported(tokenizer: Tokenizer) -> None:
     for end in ((), (CALL_END, END), ("<|im_end|>",)):
         parser = ResponseParser(tokenizer, thinking=False)
         deltas = parser.push(ids(tokenizer, "Hm", BEGIN, CALL, "functions.f:0", *end)) + parser.finish()
@@ -211,7 +211,7 @@ def test_stray_control_tokens_are_dropped(tokenizer: Tokenizer) -> None:
     assert parse(tokenizer, *stray) == [ContentDelta("abcde")]
 
 
-def test_thinking_may_begin_again(tokenizer: Tokenizer) -> None:
+def test_thinking_may_start_again(tokenizer: Tokenizer) -> None:
     assert parse(tokenizer, "a", "<think>", "b", "<think>", "c", "</think>", "d") == [
         ContentDelta("a"),
         ReasoningDelta("bc"),
@@ -228,7 +228,7 @@ def test_without_tools_the_text_of_a_call_is_content(tokenizer: Tokenizer) -> No
     ]
 
 
-def test_a_character_is_shown_only_when_it_is_whole(tokenizer: Tokenizer) -> None:
+def test_a_character_is_emitted_only_when_complete(tokenizer: Tokenizer) -> None:
     parser = ResponseParser(tokenizer, thinking=False)
     shown = [parser.push([byte]) for byte in "é😀".encode()]
     assert shown == [[], [ContentDelta("é")], [], [], [], [ContentDelta("😀")]]
@@ -257,7 +257,7 @@ def test_a_stop_string_ends_the_response(tokenizer: Tokenizer) -> None:
     assert not parser.saw_tool_calls
 
 
-def test_what_could_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+def test_a_possible_start_of_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
     parser = ResponseParser(tokenizer, thinking=False, stop=["END."])
     assert parser.push(ids(tokenizer, "The E")) == [ContentDelta("The ")]
     assert parser.push(ids(tokenizer, "N")) == []
@@ -288,7 +288,7 @@ def test_stop_strings_count_in_content_only(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_after_finish_nothing_more_comes(tokenizer: Tokenizer) -> None:
+def test_the_parser_emits_nothing_after_finish(tokenizer: Tokenizer) -> None:
     parser = ResponseParser(tokenizer, thinking=False)
     parser.push(ids(tokenizer, "a"))
     assert parser.finish() == []
@@ -314,7 +314,7 @@ _FRAGMENTS = st.one_of(
     st.booleans(),
     st.booleans(),
 )
-def test_any_cut_of_the_stream_gives_the_same(
+def test_any_chunking_of_the_stream_gives_the_same_deltas(
     tokenizer: Tokenizer,
     fragments: list[str | int],
     cuts: list[int],

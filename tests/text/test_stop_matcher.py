@@ -1,4 +1,4 @@
-"""Stop strings in streamed text: nothing of them is shown, nothing else is lost."""
+"""StopMatcher emits no part of a stop string and all other text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STOPS = st.lists(st.text("ab<|", min_size=1, max_size=4), max_size=3)
 
 
 def _shown(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The rule stated over the whole text: the match that ends first, the longest of those."""
+    """The reference over the whole text: the match that ends first, the longest of those."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -24,7 +24,7 @@ def _shown(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(_TEXT, _STOPS, st.lists(st.integers(0, 40)), st.sampled_from(["", "<|a"]))
-def test_any_cut_of_the_text_shows_the_same(
+def test_any_chunking_of_the_text_emits_the_same(
     text: str, stops: list[str], cuts: list[int], marker: str
 ) -> None:
     matcher = StopMatcher(stops, marker=marker)
@@ -35,7 +35,7 @@ def test_any_cut_of_the_text_shows_the_same(
         assert text.startswith(shown)
         if not matcher.stopped:
             rest = text[len(shown) : end]
-            # Only what may still become a stop string or the marker is held back.
+            # Only text that can still become a stop string or the marker is held back.
             assert rest == "" or any(
                 word.startswith(rest) or rest.startswith(word) for word in [*stops, marker]
             )

@@ -1,4 +1,4 @@
-"""Ids of the special tokens, round trips, and the cuts of long input."""
+"""Ids of the special tokens, round trips, and splitting of long input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ K25_IDS = {
 }
 
 
-def test_kimis_own_ids_come_out_for_kimis_vocabulary() -> None:
+def test_the_special_ids_for_kimis_vocabulary_are_kimis() -> None:
     ids = special_ids(163584)
     assert {name: ids[name] for name in K25_IDS} == K25_IDS
     assert sorted(ids.values()) == list(range(163584, 163840))
@@ -75,7 +75,7 @@ def test_a_lone_surrogate_is_encoded_as_the_replacement_character(tokenizer: Tok
     assert tokenizer.decode(tokenizer.encode_text("a\ud800b")) == "a\ufffdb"
 
 
-def test_decode_leaves_special_tokens_out_unless_told(tokenizer: Tokenizer) -> None:
+def test_decode_skips_special_tokens_by_default(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode_text("hé"), tokenizer.special_id("<|im_end|>"), *tokenizer.encode_text("!")]
     assert tokenizer.decode(ids) == "hé!"
     assert tokenizer.decode(ids, keep_special=True) == "hé<|im_end|>!"
@@ -93,7 +93,7 @@ def test_an_id_outside_of_the_vocabulary_is_an_error(tokenizer: Tokenizer, offse
         tokenizer.decode([token_id])
 
 
-def test_plain_ids_have_bytes_and_others_none(tokenizer: Tokenizer) -> None:
+def test_only_plain_ids_have_bytes(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_text("hé!")
     for plain in (ids, ids[:1], []):
         assert tokenizer.decode_plain(plain) == tokenizer.decode_bytes(plain)
@@ -103,8 +103,8 @@ def test_plain_ids_have_bytes_and_others_none(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode_plain([other, *ids]) is None
 
 
-def _cuts_one_by_one(text: str) -> list[str]:
-    """The rule stated character by character."""
+def _split_by_character(text: str) -> list[str]:
+    """The reference: the same rule applied character by character."""
     pieces: list[str] = []
     for offset in range(0, len(text), MAX_ENCODE_CHARS):
         window = text[offset : offset + MAX_ENCODE_CHARS]
@@ -133,9 +133,9 @@ def _cuts_one_by_one(text: str) -> list[str]:
     ],
     ids=["empty", "short", "at-limit", "over", "twice", "space", "odd-spaces", "window", "window-and-runs"],
 )
-def test_long_input_is_cut_as_kimi_cuts_it(text: str) -> None:
+def test_long_input_is_split_like_kimis_tokenizer(text: str) -> None:
     pieces = list(split_long(text))
-    assert pieces == _cuts_one_by_one(text)
+    assert pieces == _split_by_character(text)
     assert "".join(pieces) == text
 
 
@@ -178,7 +178,7 @@ def test_damaged_files_are_refused(
         Tokenizer.from_dir(tmp_path)
 
 
-def test_a_config_without_added_tokens_means_kimis_names(model_dir: Path, tmp_path: Path) -> None:
+def test_a_config_without_added_tokens_gets_kimis_names(model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert Tokenizer.from_dir(tmp_path).special_ids == Tokenizer.from_dir(model_dir).special_ids

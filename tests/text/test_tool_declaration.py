@@ -1,4 +1,4 @@
-"""Golden TypeScript declarations of tools, and the JSON that stands in where there is none."""
+"""Golden TypeScript declarations of tools, and JSON for schemas without a TypeScript form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.text.corpus import WEATHER_TOOL
 
 
 def _declare(parameters: dict[str, Any] | None, description: str | None = None) -> str:
-    """The body of the namespace for one function `f`."""
+    """Return the body of the namespace for one function `f`."""
     function: dict[str, Any] = {"name": "f"}
     if parameters is not None:
         function["parameters"] = parameters
@@ -55,7 +55,7 @@ def test_each_group_of_parameters_is_sorted_by_name() -> None:
     ]
 
 
-def test_several_functions_stand_in_their_order() -> None:
+def test_several_functions_keep_their_order() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("zeta", "alpha")]
     assert "type zeta = (_: {}) => any;\ntype alpha = (_: {}) => any;\n}" in tools_text(tools)
 
@@ -88,7 +88,7 @@ def test_several_functions_stand_in_their_order() -> None:
         (False, "null"),
     ],
 )
-def test_types(schema: Any, expected: str) -> None:
+def test_types_are_declared_in_typescript(schema: Any, expected: str) -> None:
     declared = _declare({"type": "object", "properties": {"x": schema}, "required": ["x"]})
     assert declared == f"type f = (_: {{\n  x: {expected}\n}}) => any;"
 
@@ -113,7 +113,7 @@ def test_definitions_become_interfaces() -> None:
     )
 
 
-def test_parameters_that_refer_to_themselves_become_an_interface() -> None:
+def test_recursive_parameters_become_an_interface() -> None:
     declared = _declare({"type": "object", "properties": {"next": {"$ref": "#"}, "v": {"type": "string"}}})
     assert declared == (
         "interface parameters {\n  next?: parameters,\n  v?: string\n}\ntype f = (_: parameters) => any;"
@@ -131,7 +131,7 @@ def test_parameters_that_refer_to_themselves_become_an_interface() -> None:
         {"type": ["string", "unknown"]},
     ],
 )
-def test_what_has_no_typescript_is_declared_as_compact_sorted_json(schema: dict[str, Any]) -> None:
+def test_schemas_without_typescript_form_are_declared_as_compact_sorted_json(schema: dict[str, Any]) -> None:
     parameters = {"type": "object", "properties": {"é": schema}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     text = tools_text(tools)

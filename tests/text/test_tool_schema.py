@@ -1,4 +1,4 @@
-"""Tool definitions: each defect is named by its path."""
+"""Validation of tool definitions: each error holds the path of the defect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-def test_sound_tools_give_their_names() -> None:
+def test_valid_tools_give_their_names() -> None:
     tools = [WEATHER_TOOL, _tool("a-b_C9", description=None, parameters={}), _tool("g" * 64)]
     assert validate_tools(tools) == ("get_weather", "a-b_C9", "g" * 64)
     assert validate_tools([]) == ()
@@ -70,7 +70,7 @@ def test_sound_tools_give_their_names() -> None:
         ),
     ],
 )
-def test_each_defect_is_named(tools: Any, field: str, reason: str) -> None:
+def test_each_defect_is_reported_with_its_field(tools: Any, field: str, reason: str) -> None:
     with pytest.raises(InvalidArgument, match=reason) as caught:
         validate_tools(tools)
     assert caught.value.field == field
@@ -82,7 +82,7 @@ def test_the_path_starts_with_the_callers_field() -> None:
     assert caught.value.field == "functions[0].function.name"
 
 
-def test_a_lone_surrogate_is_measured_not_refused() -> None:
+def test_a_lone_surrogate_is_counted_and_not_refused() -> None:
     assert validate_tools([_tool(description="\ud800")]) == ("f",)
 
 
@@ -91,8 +91,8 @@ def test_size_is_counted_in_bytes() -> None:
         validate_tools([_tool(description="天" * 22_000)])
 
 
-def test_a_schema_is_judged_by_all_of_it_each_time() -> None:
-    """What was found valid is known again; what differs anywhere is not."""
+def test_the_cache_of_valid_schemas_compares_whole_schemas() -> None:
+    """A schema that was valid before is cached; one that differs anywhere is validated."""
     good = {"type": "object", "properties": {"city": {"type": "string"}}}
     bad = {"type": "object", "properties": {"city": {"type": "strnig"}}}
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Patience with a slow machine, but where peers hang."""
+"""Long time-outs for slow machines, except in the tests of silent peers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from tests.worker.patience import be_patient
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def long_timeouts(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if not request.module.__name__.endswith("test_restore_silent"):
         be_patient(monkeypatch)

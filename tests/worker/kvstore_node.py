@@ -1,4 +1,4 @@
-"""A kvstore in this process over real gRPC and real sockets, memory only, for tests."""
+"""A kvstore in this process with real gRPC and real sockets, without disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers in this process over real gRPC, real sockets and the fake engine, for tests."""
+"""Workers in this process with real gRPC, real sockets and the fake engine."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from tests.support.stubs.remote_prompt import RemotePrompt
 
 BLOCK_TOKENS = 4
 _handles = itertools.count(1)
-_sequence_of: dict[int, common_pb2.Attempt] = {}  # by handle
+_sequence_of: dict[int, common_pb2.Attempt] = {}  # handle -> sequence
 SALT = b"tenant"
 WAIT_S = 100.0
 
 
 async def eventually(condition: Callable[[], bool], what: str = "the condition") -> None:
-    """Poll until the condition holds; fails after WAIT_S."""
+    """Poll until the condition holds; fail after WAIT_S."""
     until_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < until_s, f"{what} does not hold after {WAIT_S:g} s"
@@ -59,12 +59,12 @@ async def eventually(condition: Callable[[], bool], what: str = "the condition")
 
 
 def script(history: Any, _params: Any) -> int:
-    """A next token that a drafter can guess from the last one."""
+    """Return a next token that a drafter can predict from the last one."""
     return int(history[-1] * 7 + 3) % 1000
 
 
 class Gate:
-    """Holds the steps of a fake engine (as its `sleep`) until they are allowed."""
+    """Blocks the steps of a fake engine, as its `sleep`, until they are allowed."""
 
     def __init__(self) -> None:
         self._steps = threading.Semaphore(0)
@@ -77,18 +77,18 @@ class Gate:
             assert self._steps.acquire(timeout=WAIT_S)
 
     def allow(self, steps: int) -> None:
-        """Let so many steps through."""
+        """Allow `steps` more steps."""
         for _ in range(steps):
             self._steps.release()
 
     def open(self) -> None:
-        """Let everything through."""
+        """Allow all further steps."""
         self._open = True
         self._steps.release()
 
 
 async def step_until(gate: Gate, condition: Callable[[], bool]) -> None:
-    """One step after the other until the condition holds."""
+    """Allow one step after the other until the condition holds."""
 
     def holds() -> bool:
         if condition():
@@ -101,7 +101,7 @@ async def step_until(gate: Gate, condition: Callable[[], bool]) -> None:
 
 @dataclass
 class Node:
-    """One worker: its core, its service, the address and a channel to it."""
+    """One worker: its core, its service, its address and a channel to it."""
 
     core: WorkerCore
     engine: PagedEngine
@@ -115,16 +115,16 @@ class Node:
         return ledger
 
     async def wait_idle(self) -> None:
-        """Nothing is held for anybody, and the engine agrees."""
+        """Wait until the service and the engine hold nothing for any request."""
         await eventually(lambda: held(self.ledger) == 0, f"an empty ledger, {self.ledger!r}")
-        # The service may let go of a sequence a moment before the engine tells that it has.
+        # The service may release a sequence shortly before the engine reports the release.
         own = self.core.thread
         await eventually(lambda: own.ledger.sequences == own.ledger.pages_held == 0, "an engine without work")
         await self.core.thread.call(lambda engine: engine.check())  # type: ignore[attr-defined]
 
 
 class Nodes:
-    """Starts workers and ends them all."""
+    """Starts workers, and stops all of them at the end."""
 
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack
@@ -154,7 +154,7 @@ class Nodes:
         self, instance: str, drafter: Drafter | None, engine: dict[str, Any]
     ) -> tuple[WorkerCore, PagedEngine]:
         max_waiting = engine.pop("max_waiting", 16)
-        # Tests want what the sources hold, however slow the machine is.
+        # Restores wait long enough for their sources, even on slow machines.
         floor_ms = engine.pop("restore_floor_ms", WAIT_S * 1e3)
         settings = {"n_pages": 128, "block_tokens": BLOCK_TOKENS, "step_tokens": 64, **engine}
         built: list[PagedEngine] = []
@@ -187,7 +187,7 @@ async def running_nodes() -> AsyncIterator[Nodes]:
 
 
 def greedy(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:
-    """Complete parameters of a greedy request."""
+    """Return complete parameters of a greedy request."""
     values = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, **fields}
     return common_pb2.SamplingParams(max_tokens=max_tokens, **values)
 
@@ -206,7 +206,7 @@ def unpacked(raw: bytes) -> list[int]:
 
 
 def unpacked_deltas(frame: decode_pb2.DecodeResponse) -> Iterator[decode_pb2.SequenceDelta]:
-    """The packed tokens of a frame, a delta for each."""
+    """Unpack the tokens of a frame, one list for each delta."""
     handles, tokens = unpacked(frame.packed_handles), unpacked(frame.packed_tokens)
     for handle, token in zip(handles, tokens, strict=True):
         yield decode_pb2.SequenceDelta(handle=handle, tokens=packed([token]))
@@ -244,7 +244,7 @@ def abort_request(request_id: str = "r", number: int = 1) -> decode_pb2.DecodeRe
 
 
 def _common_fields(node: Node, tokens: list[int]) -> dict[str, Any]:
-    """Of a request for that prompt, to either kind of worker."""
+    """Return the fields that prefill and decode requests for a prompt share."""
     return {
         "attempt": attempt(),
         "fingerprint": node.core.fingerprint.to_proto(),
@@ -256,7 +256,7 @@ def _common_fields(node: Node, tokens: list[int]) -> dict[str, Any]:
 
 
 class PrefillCall:
-    """One prompt on a Prefill stream of its own: iterate over its events."""
+    """One prompt on a separate Prefill stream: iterate over its events."""
 
     def __init__(self, node: Node, start: prefill_pb2.StartPrefill) -> None:
         self.events: list[prefill_pb2.PrefillEvent] = []
@@ -270,7 +270,7 @@ class PrefillCall:
         return event.opened
 
     async def error(self) -> SlipstreamError:
-        """What the prompt fails with."""
+        """Return the error of the prompt."""
         try:
             async for event in self._prompt:
                 self.events.append(event)
@@ -278,7 +278,7 @@ class PrefillCall:
             return error
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
-        raise AssertionError("the prompt went well")
+        raise AssertionError("the prompt did not fail")
 
     async def first_token(self) -> prefill_pb2.FirstToken:
         async for event in self._prompt:
@@ -288,7 +288,7 @@ class PrefillCall:
 
 
 class RouterStream:
-    """One Decode stream of a router: what came for each sequence, by request id."""
+    """One Decode stream of a router, with the received deltas by request id."""
 
     def __init__(self, node: Node) -> None:
         self.call = decode_pb2_grpc.DecodeServiceStub(node.channel).Decode()
@@ -299,7 +299,7 @@ class RouterStream:
         self._writing = asyncio.Lock()
 
     async def write(self, request: decode_pb2.DecodeRequest) -> None:
-        """From any task; gRPC takes one write at a time."""
+        """Write a request; any task may call this, although gRPC takes one write at a time."""
         async with self._writing:
             await self.call.write(request)
 
@@ -321,7 +321,7 @@ class RouterStream:
                 await self._changed.wait()
 
     async def last(self, request_id: str = "r") -> decode_pb2.SequenceDelta:
-        """The delta with the finish reason."""
+        """Wait for the delta with the finish reason."""
         await self.until(lambda: request_id in self.deltas and self.deltas[request_id][-1].finish_reason)
         return self.deltas[request_id][-1]
 

@@ -1,4 +1,4 @@
-"""Time-outs that are there for peers which hang, out of the way of tests whose peers are only slow."""
+"""Long time-outs for tests whose peers may be slow but do not hang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.worker.nodes import WAIT_S
 
 
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what happens when nobody hangs; those of a time-out set theirs."""
+    """Lengthen the time-outs for hanging peers; a test of a time-out sets it afterwards."""
     for name in (
         "libs.worker.pins.pin_calls.PIN_TIMEOUT_S",
         "libs.worker.pins.pin_calls.RELEASE_TIMEOUT_S",

@@ -1,4 +1,4 @@
-"""EngineThread: command order, failures of steps, an orderly end."""
+"""EngineThread: the order of commands, failures of steps, and shutdown."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_commands_run_in_order_on_one_thread() -> None:
     await thread.stop()
 
 
-async def test_errors_of_commands_reach_their_caller_only() -> None:
+async def test_an_error_of_a_command_reaches_only_its_caller() -> None:
     listener = Listener()
     thread = EngineThread(lambda: build_fake_engine(n_pages=8), listener)
     await thread.start()
@@ -81,7 +81,7 @@ async def test_errors_of_commands_reach_their_caller_only() -> None:
     await thread.stop()
 
 
-async def test_failure_to_build_is_the_starters() -> None:
+async def test_an_error_while_building_the_engine_fails_the_start() -> None:
     def build() -> PagedEngine:
         raise FailedPrecondition("no such model")
 
@@ -89,7 +89,7 @@ async def test_failure_to_build_is_the_starters() -> None:
         await EngineThread(build, Listener()).start()
 
 
-async def test_cancelled_caller_undoes_nothing() -> None:
+async def test_cancelling_a_caller_does_not_undo_its_command() -> None:
     thread = EngineThread(lambda: build_fake_engine(n_pages=8), Listener())
     await thread.start()
     gate = threading.Event()
@@ -105,7 +105,7 @@ async def test_cancelled_caller_undoes_nothing() -> None:
     await thread.stop()
 
 
-async def test_after_the_end_everything_is_unavailable() -> None:
+async def test_calls_after_stop_raise_unavailable() -> None:
     thread = EngineThread(lambda: build_fake_engine(n_pages=8), Listener())
     await thread.start()
     gate = threading.Event()
@@ -118,8 +118,8 @@ async def test_after_the_end_everything_is_unavailable() -> None:
     await stopping
 
 
-class Flaky(PagedEngine):
-    """Fails steps while told to."""
+class FlakyEngine(PagedEngine):
+    """An engine whose steps fail a given number of times."""
 
     failures = 0
 
@@ -130,15 +130,15 @@ class Flaky(PagedEngine):
         return super().step(drafts)
 
 
-def flaky(failures: int) -> Flaky:
-    engine = Flaky(build_fake_engine(n_pages=16).model)
+def flaky_engine(failures: int) -> FlakyEngine:
+    engine = FlakyEngine(build_fake_engine(n_pages=16).model)
     engine.failures = failures
     return engine
 
 
-async def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
+async def test_a_failed_step_fails_only_running_sequences() -> None:
     listener = Listener()
-    thread = listener.thread = EngineThread(lambda: flaky(1), listener)
+    thread = listener.thread = EngineThread(lambda: flaky_engine(1), listener)
     await thread.start()
     listener.failing = ("a",)
     await thread.call(run("a"))
@@ -152,7 +152,7 @@ async def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
 
 async def test_an_engine_that_always_fails_is_broken() -> None:
     listener = Listener()
-    thread = listener.thread = EngineThread(lambda: flaky(100), listener)
+    thread = listener.thread = EngineThread(lambda: flaky_engine(100), listener)
     await thread.start()
     await thread.call(run("a"))
     await eventually(lambda: bool(listener.broken))
@@ -162,8 +162,8 @@ async def test_an_engine_that_always_fails_is_broken() -> None:
     await thread.stop()
 
 
-class Endless(FakeModel):
-    """Prompts of more than one row are computed until somebody stops the step."""
+class EndlessModel(FakeModel):
+    """A fake model that computes prompts of more than one row until the step is aborted."""
 
     def __init__(self, model: FakeModel) -> None:
         self.__dict__.update(model.__dict__)
@@ -181,7 +181,7 @@ class Endless(FakeModel):
 async def test_a_release_does_not_wait_for_the_step_that_computes_the_sequence() -> None:
     fake = build_fake_engine(n_pages=16).model
     assert isinstance(fake, FakeModel)
-    listener, model = Listener(), Endless(fake)
+    listener, model = Listener(), EndlessModel(fake)
     thread = EngineThread(lambda: PagedEngine(model), listener)
     await thread.start()
     await thread.call(run("long"))

@@ -1,4 +1,4 @@
-"""Pages as the transport and the checksums see them: the host's as they lie, a device's through a copy."""
+"""PageMemory: host pages are read in place, device pages through a copy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SHAPE = CacheShape(n_pages=5, n_layers=2, block_tokens=8, width=24, kv_dtype="bf
 PAGES = [3, 0, 4]
 
 
-class CountedTensor:
-    """A flat tensor that only gives its bytes away by a copy to the host, as one of a CUDA device does."""
+class DeviceTensorStub:
+    """A flat tensor whose bytes are readable only in a host copy, like a tensor on a CUDA device."""
 
     def __init__(self, tensor: torch.Tensor, copied: list[int]) -> None:
         self._tensor, self._copied = tensor, copied
         self.device, self.nbytes = tensor.device, tensor.nbytes
         self.data_ptr, self.is_contiguous = tensor.data_ptr, tensor.is_contiguous
 
-    def __getitem__(self, span: slice) -> CountedTensor:
-        return CountedTensor(self._tensor[span], self._copied)
+    def __getitem__(self, span: slice) -> DeviceTensorStub:
+        return DeviceTensorStub(self._tensor[span], self._copied)
 
     def cpu(self) -> torch.Tensor:
         self._copied.append(self.nbytes)
@@ -46,22 +46,22 @@ def cache() -> PagedLatentCache:
     return made
 
 
-async def test_the_checksums_of_a_devices_pages_are_those_of_a_copy_in_the_host(
+async def test_checksums_of_device_pages_equal_those_of_a_host_copy(
     cache: PagedLatentCache,
 ) -> None:
     copied: list[int] = []
     flat = torch.frombuffer(cache.memory, dtype=torch.uint8)
-    on_device = PageMemory(engine_of(cache, CountedTensor(flat, copied)))
+    on_device = PageMemory(engine_of(cache, DeviceTensorStub(flat, copied)))
     on_host = PageMemory(engine_of(cache, cache.memory))
     expected = [checksum(cache.pages[page].view(torch.uint8).numpy().tobytes()) for page in PAGES]
     assert await on_host.checksums(PAGES) == expected
     assert not copied
     assert await on_device.checksums(PAGES) == expected
-    assert copied == [cache.page_bytes] * len(PAGES)  # page by page, no more than what is asked
+    assert copied == [cache.page_bytes] * len(PAGES)  # page by page, and only the requested pages
     assert on_device.checksum(1) == on_host.checksum(1)
 
 
-async def test_what_a_worker_registers_is_the_cache_itself(cache: PagedLatentCache) -> None:
+async def test_a_worker_registers_the_memory_of_its_cache(cache: PagedLatentCache) -> None:
     transport = SocketTransport()
     try:
         flat = torch.frombuffer(cache.memory, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""PageQueue: first come, first served, bounded, nothing leaks from a cancelled waiter."""
+"""PageQueue: first in, first out, bounded, without leaks of cancelled reservations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def open_queue(n_pages: int = 4, **bounds: int) -> tuple[EngineThread, Pag
 
 
 async def open_held_queue(n_pages: int) -> tuple[Gate, EngineThread, PageQueue]:
-    """Over an engine whose steps end when the gate is opened."""
+    """Open a queue over an engine whose steps end when the gate is opened."""
     gate = Gate()
     thread = EngineThread(
         lambda: build_fake_engine(n_pages=n_pages, block_tokens=4, pace_s_per_token=1, sleep=gate), Listener()
@@ -37,7 +37,7 @@ async def open_held_queue(n_pages: int) -> tuple[Gate, EngineThread, PageQueue]:
     return gate, thread, PageQueue(thread, max_waiting=2, max_running=8)
 
 
-async def test_a_short_one_does_not_overtake_a_long_one() -> None:
+async def test_a_short_reservation_does_not_overtake_a_long_one() -> None:
     thread, queue = await open_queue()
     await queue.reserve(spec("a", 10))  # 3 of 4 pages
     long = asyncio.create_task(queue.reserve(spec("long", 9, 100)))
@@ -58,7 +58,7 @@ async def test_a_short_one_does_not_overtake_a_long_one() -> None:
     await thread.stop()
 
 
-async def test_a_cancelled_waiter_leaves_nothing() -> None:
+async def test_a_cancelled_reservation_holds_nothing() -> None:
     thread, queue = await open_queue()
     await queue.reserve(spec("a", 14))
     waiter = asyncio.create_task(queue.reserve(spec("b", 4, 100)))
@@ -73,7 +73,7 @@ async def test_a_cancelled_waiter_leaves_nothing() -> None:
     await thread.stop()
 
 
-async def test_what_can_never_fit_is_refused_at_once() -> None:
+async def test_a_reservation_larger_than_the_cache_is_refused_at_once() -> None:
     thread, queue = await open_queue()
     with pytest.raises(InvalidArgument):
         await queue.reserve(spec("a", 100))
@@ -81,7 +81,7 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
     await thread.stop()
 
 
-async def test_running_ones_are_bounded() -> None:
+async def test_the_number_of_running_sequences_is_bounded() -> None:
     thread, queue = await open_queue(n_pages=16, max_running=1)
     await queue.reserve(spec("a", 2))
     waiter = asyncio.create_task(queue.reserve(spec("b", 2, 100)))
@@ -92,8 +92,8 @@ async def test_running_ones_are_bounded() -> None:
     await thread.stop()
 
 
-async def test_a_waiter_that_leaves_waits_for_no_step() -> None:
-    """The engine is amid a step that does not end: who holds nothing is gone at once all the same."""
+async def test_releasing_a_waiting_sequence_does_not_wait_for_the_step() -> None:
+    """A sequence without pages is removed at once, even during a step that does not end."""
     gate, thread, queue = await open_held_queue(4)
     await queue.reserve(spec("a", 14))
     await thread.call(lambda engine: engine.start("a"))
@@ -113,8 +113,8 @@ async def test_a_waiter_that_leaves_waits_for_no_step() -> None:
     await thread.stop()
 
 
-async def test_a_sequence_without_rows_in_the_running_step_is_released_in_its_midst() -> None:
-    """With its pages, though the step does not end; and whoever was waiting for them is served next."""
+async def test_a_sequence_without_rows_in_the_step_is_released_during_it() -> None:
+    """Its pages are free although the step does not end, and go to the next reservation."""
     gate, thread, queue = await open_held_queue(8)
     await queue.reserve(spec("runs", 10))
     await queue.reserve(spec("reads", 14, 100))
@@ -122,7 +122,7 @@ async def test_a_sequence_without_rows_in_the_running_step_is_released_in_its_mi
     await eventually(lambda: gate.arrived == 1)
     held = thread.ledger.pages_held
     waiter = asyncio.create_task(queue.reserve(spec("waits", 14, 200)))
-    late = thread.submit(lambda engine: engine.start("reads"))  # it was about to run
+    late = thread.submit(lambda engine: engine.start("reads"))  # a start that comes after the release
     await eventually(lambda: queue.waiting == 1)
     async with asyncio.timeout(WAIT_S):
         await queue.release("reads")
@@ -139,8 +139,8 @@ async def test_a_sequence_without_rows_in_the_running_step_is_released_in_its_mi
     await thread.stop()
 
 
-async def test_who_waits_is_told_of_every_page_that_comes_free() -> None:
-    """No timer asks again: an unpin, an end of another sequence's want, a release are all told."""
+async def test_a_waiting_reservation_is_notified_of_every_free_page() -> None:
+    """The queue does not poll: unpins, cancelled reservations and releases all notify it."""
     thread, queue = await open_queue()
     reservation = await queue.reserve(spec("a", 14))
     await thread.call(lambda engine: engine.pin(reservation.pages))

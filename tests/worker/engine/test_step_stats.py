@@ -1,4 +1,4 @@
-"""StepStats: what was prefilled, what was decoded, how fast."""
+"""StepStats: numbers and rates of prefilled and decoded tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from libs.engine.step.types import StepOutput
 from libs.worker.engine.step_stats import StepStats
 
 
-def test_prefill_and_decode_are_told_apart() -> None:
+def test_prefill_and_decode_are_counted_separately() -> None:
     counters = Counters()
     stats = StepStats(counters)
     stats.open("p", computed_tokens=64, prefilling=True)

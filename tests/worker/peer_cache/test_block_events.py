@@ -1,4 +1,4 @@
-"""A worker tells which blocks its pages hold: computed, found again after a break, evicted."""
+"""KV events of a worker: computed blocks, a snapshot after a broken watch, evicted blocks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WORKER = common_pb2.CACHE_TIER_WORKER
 
 
 @contextlib.asynccontextmanager
-async def watched(node: Node, view: BlockView) -> AsyncIterator[None]:
-    """`view` follows the node meanwhile."""
+async def following(node: Node, view: BlockView) -> AsyncIterator[None]:
+    """Keep `view` up to date with the node's events inside the context."""
     stub = kv_events_pb2_grpc.KvEventServiceStub(node.channel)
 
     async def follow() -> None:
@@ -41,7 +41,7 @@ async def watched(node: Node, view: BlockView) -> AsyncIterator[None]:
 
 
 async def compute(node: Node, tokens: list[int], name: str) -> None:
-    """Run a prompt and give its pages back."""
+    """Run a prompt and release its pages."""
     call = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(name)))
     await call.first_token()
     abort = prefill_pb2.AbortPrefillRequest(attempt=attempt(name))
@@ -49,21 +49,21 @@ async def compute(node: Node, tokens: list[int], name: str) -> None:
     await node.wait_idle()
 
 
-async def test_a_watcher_sees_what_is_computed_and_evicted() -> None:
+async def test_a_watcher_sees_computed_and_evicted_blocks() -> None:
     async with running_nodes() as nodes:
         node = await nodes.prefill(n_pages=16)
         view = BlockView()
         first = prompt_tokens(8 * BLOCK_TOKENS, seed=1)
-        async with watched(node, view):
+        async with following(node, view):
             await compute(node, first, "r-1")
             mine = set(hashes_of(node, first))
             await eventually(lambda: view.held.get(WORKER, set()) == mine)
-        # Cut off: another prompt takes the pages of the first.
+        # While the watch is broken, another prompt takes the pages of the first.
         second = prompt_tokens(14 * BLOCK_TOKENS, seed=2)
         await compute(node, second, "r-2")
-        async with watched(node, view):
+        async with following(node, view):
             await eventually(lambda: view.held[WORKER] >= set(hashes_of(node, second)))
             assert not view.held[WORKER] >= mine
         late = BlockView()
-        async with watched(node, late):
+        async with following(node, late):
             await eventually(lambda: late.held.get(WORKER) == view.held[WORKER])

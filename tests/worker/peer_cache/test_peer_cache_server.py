@@ -1,4 +1,4 @@
-"""Prefix caches lent from worker to worker over real gRPC and sockets, with the fake engine."""
+"""Workers read prefix caches of peers over real gRPC and sockets, with the fake engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stub_of(node: Node) -> PinStub:
 
 
 async def prefill_once(node: Node, tokens: list[int], request_id: str, **fields: Any) -> dict[int, int]:
-    """Prefill and release; the cached tokens by tier. The first token is right."""
+    """Prefill and release, check the first token, and return the cached tokens by tier."""
     call = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(request_id), **fields))
     ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
     first = await call.first_token()
@@ -64,21 +64,21 @@ def pin_request(node: Node, tokens: list[int], **fields: Any) -> kvstore_pb2.Pin
     return kvstore_pb2.PinRequest(**values)
 
 
-async def test_a_worker_goes_on_with_what_another_one_holds() -> None:
+async def test_a_worker_continues_from_blocks_of_a_peer() -> None:
     tokens = prompt_tokens(102)
     async with running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
         assert await prefill_once(one, tokens, "a") == {}
         longer = tokens + prompt_tokens(30, seed=1)
         assert await prefill_once(two, longer, "b", peer_endpoint=endpoint_of(one)) == {PEER: 100}
-        # 25 blocks of its own cache and the 8 that the other one has added.
+        # 25 blocks of its own cache and the 8 new ones of the peer.
         assert await prefill_once(one, longer, "c", peer_endpoint=endpoint_of(two)) == {WORKER: 100, PEER: 28}
         assert await prefill_once(one, longer, "d", peer_endpoint=endpoint_of(two)) == {WORKER: 128}
         await one.wait_idle()
         await two.wait_idle()
 
 
-async def test_the_kvstore_has_what_the_peer_lacks() -> None:
+async def test_blocks_that_the_peer_lacks_come_from_the_kvstore() -> None:
     tokens = prompt_tokens(102)
     longer = tokens + prompt_tokens(30, seed=1)
     async with running_kvstore() as kvstore, running_nodes() as nodes:
@@ -94,7 +94,7 @@ async def test_the_kvstore_has_what_the_peer_lacks() -> None:
         await kvstore.wait_idle()
 
 
-async def test_a_peer_that_is_gone_costs_computing() -> None:
+async def test_a_prompt_is_computed_if_its_peer_is_gone() -> None:
     tokens = prompt_tokens(102)
     async with running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
@@ -103,7 +103,7 @@ async def test_a_peer_that_is_gone_costs_computing() -> None:
         assert await prefill_once(two, tokens, "b", peer_endpoint=endpoint_of(one)) == {}
 
 
-async def test_a_damaged_block_is_computed_instead() -> None:
+async def test_a_damaged_block_of_a_peer_is_computed_instead() -> None:
     tokens = prompt_tokens(60)
     async with running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
@@ -112,7 +112,7 @@ async def test_a_damaged_block_is_computed_instead() -> None:
         at = pinned.blocks[3].address - one.core.memory.address
         checksums = one.core.memory.checksums
 
-        async def stale(pages: Any) -> list[bytes]:  # the bytes change after they were summed
+        async def stale(pages: Any) -> list[bytes]:  # the bytes change after the checksum
             sums = await checksums(pages)
             host_memory(one.core.memory)[at] ^= 1
             return sums
@@ -125,7 +125,7 @@ async def test_a_damaged_block_is_computed_instead() -> None:
         await one.wait_idle()
 
 
-async def test_a_loan_ends_with_the_next_one_that_names_it() -> None:
+async def test_a_pin_ends_with_the_next_pin_that_names_it() -> None:
     tokens = prompt_tokens(40)
     async with running_nodes() as nodes:
         node = await nodes.prefill()
@@ -138,7 +138,7 @@ async def test_a_loan_ends_with_the_next_one_that_names_it() -> None:
         await node.wait_idle()
 
 
-async def test_a_loan_ends_by_release_and_by_expiry_and_can_be_renewed() -> None:
+async def test_a_pin_ends_by_release_or_expiry_and_can_be_renewed() -> None:
     tokens = prompt_tokens(40)
     async with running_nodes() as nodes:
         node = await nodes.prefill()
@@ -163,7 +163,7 @@ async def test_a_cancelled_pin_holds_nothing() -> None:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
         busy = Gate()
-        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
+        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine thread is busy
         pin = asyncio.create_task(stub_of(node).pin(pin_request(node, tokens), timeout=WAIT_S))
         await eventually(lambda: node.core.lender.leases == 1)
         pin.cancel()
@@ -175,7 +175,7 @@ async def test_a_cancelled_pin_holds_nothing() -> None:
         assert node.core.lender.leased_blocks == 0
 
 
-async def test_what_is_wrong_is_refused_and_what_is_not_there_is_nothing() -> None:
+async def test_malformed_pins_are_refused_and_unknown_blocks_pin_nothing() -> None:
     tokens = prompt_tokens(40)
     async with running_nodes() as nodes:
         node = await nodes.prefill()
@@ -195,7 +195,7 @@ async def test_what_is_wrong_is_refused_and_what_is_not_there_is_nothing() -> No
         await node.wait_idle()
 
 
-async def test_only_a_share_of_the_pages_is_lent_at_once() -> None:
+async def test_only_a_share_of_the_pages_can_be_pinned_by_peers() -> None:
     tokens = prompt_tokens(200)
     async with running_nodes() as nodes:
         node = await nodes.prefill()
@@ -208,14 +208,14 @@ async def test_only_a_share_of_the_pages_is_lent_at_once() -> None:
         await node.wait_idle()
 
 
-async def test_pins_at_once_share_what_may_be_lent() -> None:
+async def test_concurrent_pins_stay_within_the_share_for_peers() -> None:
     tokens = prompt_tokens(200)
     async with running_nodes() as nodes:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
         limit = int(MAX_LEASED_SHARE * node.core.info.n_pages)
         busy, lender = Gate(), node.core.lender
-        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine has no time
+        blocked = node.core.thread.submit(lambda engine: busy(1.0))  # the engine thread is busy
         wanted = limit * 2 // 3
         pins = [
             asyncio.ensure_future(
@@ -235,9 +235,11 @@ async def test_pins_at_once_share_what_may_be_lent() -> None:
         assert lender.leased_blocks == 0
 
 
-async def test_what_was_lent_goes_first() -> None:
-    """48 pages: the third prompt needs three of those of the first two; without the loan it would take the
-    first one's, which are older."""
+async def test_blocks_that_a_peer_has_read_are_evicted_first() -> None:
+    """The third prompt needs three of the 48 pages.
+
+    Without the peer's read it would evict blocks of the first prompt, which are older.
+    """
     kept, lent, new = prompt_tokens(40), prompt_tokens(40, seed=1), prompt_tokens(120, seed=2)
     async with running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0", n_pages=48), await nodes.prefill("prefill-1")
@@ -250,19 +252,19 @@ async def test_what_was_lent_goes_first() -> None:
         assert await prefill_once(one, lent, "f", peer_endpoint=endpoint_of(two)) != {WORKER: 36}
 
 
-@pytest.mark.parametrize("when", ["before", "amid", "after"])
-async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> None:
-    """Who was cancelled while its pin was answered knows no lease; a repeat of the end harms nothing."""
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_a_pin_ends_by_its_name_in_any_order_of_messages(when: str) -> None:
+    """A reader cancelled before the answer knows no lease, so it releases by name; releases may repeat."""
     tokens = prompt_tokens(40)
     async with running_nodes() as nodes:
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
         stub, ended = stub_of(node), 0
-        checksums, amid = node.core.memory.checksums, asyncio.Event()
+        checksums, summing = node.core.memory.checksums, asyncio.Event()
 
         async def slow(pages: Any) -> list[bytes]:
-            amid.set()
-            if when == "amid":
+            summing.set()
+            if when == "during":
                 while not ended:
                     await asyncio.sleep(0.001)
             return await checksums(pages)
@@ -276,8 +278,8 @@ async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> Non
         if when == "before":
             await end()
         pinning = asyncio.create_task(stub.pin(pin_request(node, tokens, name="mine"), timeout=WAIT_S))
-        if when == "amid":
-            await asyncio.wait_for(amid.wait(), WAIT_S)
+        if when == "during":
+            await asyncio.wait_for(summing.wait(), WAIT_S)
             await end()
         pinned = await pinning
         assert bool(pinned.lease_id) == (when == "after")
@@ -289,10 +291,10 @@ async def test_a_loan_is_ended_by_its_name_whatever_came_first(when: str) -> Non
         await node.wait_idle()
 
 
-async def test_a_restore_that_is_cancelled_while_it_is_answered_leaves_no_loan(
+async def test_a_restore_cancelled_before_its_pin_is_answered_leaves_no_pin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pin is made, its answer has not come, and its reader is gone: it ends the pin by its name."""
+    """The reader is cancelled after the pin and before its answer, and releases the pin by its name."""
     tokens, made = prompt_tokens(40), asyncio.Event()
     pin = PeerCacheServer.pin
 

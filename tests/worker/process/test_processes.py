@@ -1,4 +1,4 @@
-"""Real worker processes on the fake engine: start order, kill -9, SIGTERM."""
+"""Real worker processes with the fake engine: start order, SIGKILL, SIGTERM."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ async def processes(run_dir: Path, tls: TlsFiles | None = None) -> AsyncIterator
         yield Processes(stack, run_dir, tls)
 
 
-def fields(status: worker_pb2.GetStatusResponse, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-    """What Prefill and StartSequence have in common."""
+def common_fields(status: worker_pb2.GetStatusResponse, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+    """Return the fields that Prefill and StartSequence share."""
     hashes = chain_hashes(tokens, root=status.fingerprint.digest, salt=b"", block_tokens=64)
     return {
         "attempt": attempt(),
@@ -132,7 +132,7 @@ async def read_sequence(call: Any) -> tuple[list[int], decode_pb2.SequenceDelta]
     raise AssertionError("the stream ended early")
 
 
-async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Path) -> None:
+async def test_a_handoff_between_processes_with_mtls_and_clean_exits(tmp_path: Path) -> None:
     tokens = prompt_tokens(300)
     async with processes(tmp_path, TLS) as start:
         prefill, decode, drafter = await asyncio.gather(
@@ -146,7 +146,7 @@ async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Pa
         for service in ("", "liveness", "readiness"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        shared = fields(status, tokens, 8)
+        shared = common_fields(status, tokens, 8)
         call = RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared))
         events = [event async for event in call]
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
@@ -171,14 +171,14 @@ async def test_handoff_between_processes_under_mtls_and_orderly_end(tmp_path: Pa
             assert await asyncio.wait_for(worker.process.wait(), WAIT_S) == 0
 
 
-async def test_a_prefill_process_that_leaves_waits_for_what_it_exported(tmp_path: Path) -> None:
-    """It takes nothing new, and its KV is pulled after it was told to end."""
+async def test_a_draining_prefill_process_waits_for_its_handoffs(tmp_path: Path) -> None:
+    """It refuses new requests, and a decode worker reads its KV after SIGTERM."""
     tokens = prompt_tokens(300)
     async with processes(tmp_path) as start:
         prefill, decode = await asyncio.gather(
             start.start("prefill", "--drain-s", str(WAIT_S)), start.start("decode")
         )
-        shared = fields(await decode.status(), tokens, 8)
+        shared = common_fields(await decode.status(), tokens, 8)
         events = [e async for e in RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared))]
         prefill.process.terminate()
         async with asyncio.timeout(WAIT_S):
@@ -198,15 +198,15 @@ async def test_a_prefill_process_that_leaves_waits_for_what_it_exported(tmp_path
         stream.cancel()
 
 
-async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Path) -> None:
-    # Seconds of work at the pace there: it is killed amid it for certain.
+async def test_killing_a_prefill_process_fails_only_its_sequence(tmp_path: Path) -> None:
+    # Seconds of work at this pace: the kill certainly comes during the prefill.
     tokens, other = prompt_tokens(4000), prompt_tokens(100, seed=1)
     async with processes(tmp_path) as start:
         prefill, decode = await asyncio.gather(
             start.start("prefill", "--fake-pace-s", "0.005", "--step-tokens", "64"), start.start("decode")
         )
         status = await decode.status()
-        shared = fields(status, tokens, 8)
+        shared = common_fields(status, tokens, 8)
         call = RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared))
         opened = await anext(aiter(call))
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
@@ -220,12 +220,12 @@ async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Pa
         assert not answer
         assert from_failure(last.failure).code == "UNAVAILABLE"
         await decode.wait_idle()
-        # The same stream and worker go on: the request is computed here instead.
+        # The same stream and worker continue: the request is computed here instead.
         again = decode_pb2.StartSequence(handle=3, **{**shared, "attempt": attempt(number=2)})
         await stream.write(decode_pb2.DecodeRequest(starts=[again]))
         answer, _ = await asyncio.wait_for(read_sequence(stream), WAIT_S)
         assert answer == expected(tokens, 8)
-        another = fields(status, other, 4) | {"attempt": attempt("other")}
+        another = common_fields(status, other, 4) | {"attempt": attempt("other")}
         start_another = decode_pb2.StartSequence(handle=2, **another)
         await stream.write(decode_pb2.DecodeRequest(starts=[start_another]))
         answer, _ = await asyncio.wait_for(read_sequence(stream), WAIT_S)
@@ -234,7 +234,7 @@ async def test_prefill_killed_in_the_middle_fails_its_sequence_only(tmp_path: Pa
         stream.cancel()
 
 
-async def test_drafter_killed_in_the_middle_changes_nothing(tmp_path: Path) -> None:
+async def test_killing_a_drafter_changes_no_token(tmp_path: Path) -> None:
     tokens = prompt_tokens(40)
     async with processes(tmp_path) as start:
         drafter = await start.start("drafter")
@@ -243,9 +243,10 @@ async def test_drafter_killed_in_the_middle_changes_nothing(tmp_path: Path) -> N
         )
         status = await decode.status()
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
-        for number, n_tokens in enumerate((400, 1600, 6400), 1):  # until one is long enough to be caught amid
+        # Longer and longer prompts, until a kill comes during one.
+        for number, n_tokens in enumerate((400, 1600, 6400), 1):
             start_sequence = decode_pb2.StartSequence(
-                handle=number, **{**fields(status, tokens, n_tokens), "attempt": attempt(f"r{number}")}
+                handle=number, **{**common_fields(status, tokens, n_tokens), "attempt": attempt(f"r{number}")}
             )
             await stream.write(decode_pb2.DecodeRequest(starts=[start_sequence]))
             reading = asyncio.create_task(read_sequence(stream))
@@ -264,24 +265,24 @@ async def test_drafter_killed_in_the_middle_changes_nothing(tmp_path: Path) -> N
         stream.cancel()
 
 
-async def test_decode_process_ends_running_work_within_its_drain_time(tmp_path: Path) -> None:
+async def test_a_decode_process_ends_running_sequences_within_its_drain_time(tmp_path: Path) -> None:
     async with processes(tmp_path) as start:
         decode = await start.start("decode", "--fake-pace-s", "0.01", "--drain-s", "0.3")
         status = await decode.status()
         stream = decode_pb2_grpc.DecodeServiceStub(decode.channel).Decode()
-        long = decode_pb2.StartSequence(handle=1, **fields(status, prompt_tokens(10), 5000))
+        long = decode_pb2.StartSequence(handle=1, **common_fields(status, prompt_tokens(10), 5000))
         await stream.write(decode_pb2.DecodeRequest(starts=[long]))
         first = await asyncio.wait_for(stream.read(), WAIT_S)
         assert isinstance(first, decode_pb2.DecodeResponse) and first.deltas
         decode.process.terminate()
         _, last = await asyncio.wait_for(read_sequence(stream), WAIT_S)
-        # Not as aborted: the router resumes it elsewhere.
+        # The finish is not an abort: the router resumes the request elsewhere.
         assert from_failure(last.failure).code == "UNAVAILABLE"
         assert await asyncio.wait_for(decode.process.wait(), WAIT_S) == 0
 
 
-async def said_when_not_starting(role: str, *arguments: str) -> list[str]:
-    """The lines of a worker that ends with an error instead of starting."""
+async def stderr_of_a_failed_start(role: str, *arguments: str) -> list[str]:
+    """Return the error lines of a worker that fails to start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", f"services.{role}", "--instance", "w", *arguments),
         cwd=ROOT,
@@ -294,14 +295,14 @@ async def said_when_not_starting(role: str, *arguments: str) -> list[str]:
     return said.decode().splitlines()
 
 
-async def test_worker_that_cannot_listen_says_where() -> None:
+async def test_a_worker_that_cannot_listen_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        said = await said_when_not_starting("prefill", "--engine", "fake", "--listen", address)
+        said = await stderr_of_a_failed_start("prefill", "--engine", "fake", "--listen", address)
     assert address in said[-1]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_worker_without_its_model_says_which_file_is_missing(tmp_path: Path, role: str) -> None:
-    said = await said_when_not_starting(role, "--model", str(tmp_path), "--transport", "socket")
+async def test_a_worker_without_its_model_names_the_missing_file(tmp_path: Path, role: str) -> None:
+    said = await stderr_of_a_failed_start(role, "--model", str(tmp_path), "--transport", "socket")
     assert f"w cannot start: model_dir: cannot read {tmp_path / 'config.json'}" in said[-1]

@@ -1,4 +1,4 @@
-"""AttemptRegistry: each attempt once, in ascending order, with bounded memory."""
+"""AttemptRegistry: each attempt runs once, in ascending order, with bounded memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
 from slipstream.errors import Aborted, FailedPrecondition, InvalidArgument, SlipstreamError
 
 
-def test_duplicate_is_refused_while_it_runs_and_after() -> None:
+def test_a_duplicate_attempt_is_refused_during_and_after_the_first() -> None:
     registry = AttemptRegistry()
     registry.admit("r", 1, 0)
     with pytest.raises(FailedPrecondition, match="started before"):
@@ -20,7 +20,7 @@ def test_duplicate_is_refused_while_it_runs_and_after() -> None:
         registry.admit("r", 1, 0)
 
 
-def test_newer_attempt_supersedes_the_running_one() -> None:
+def test_a_newer_attempt_supersedes_the_running_one() -> None:
     registry = AttemptRegistry()
     registry.admit("r", 1, 0)
     assert registry.admit("r", 2, 0) == [AttemptKey("r", 1)]
@@ -28,7 +28,7 @@ def test_newer_attempt_supersedes_the_running_one() -> None:
         registry.admit("r", 1, 0)
 
 
-def test_older_epoch_is_refused() -> None:
+def test_an_older_epoch_is_refused() -> None:
     registry = AttemptRegistry()
     registry.admit("r", 1, 7)
     with pytest.raises(FailedPrecondition, match="epoch 6"):
@@ -36,7 +36,7 @@ def test_older_epoch_is_refused() -> None:
     registry.admit("r", 2, 7)
 
 
-def test_abort_that_overtakes_its_start_wins() -> None:
+def test_an_abort_before_its_start_wins() -> None:
     registry = AttemptRegistry()
     assert registry.abort("r", 2) == []
     for attempt in (1, 2):
@@ -48,7 +48,7 @@ def test_abort_that_overtakes_its_start_wins() -> None:
 
 
 @pytest.mark.parametrize(("request_id", "attempt"), [("", 1), ("x" * 257, 1), ("r", 0)])
-def test_malformed_names(request_id: str, attempt: int) -> None:
+def test_malformed_attempt_names_are_refused(request_id: str, attempt: int) -> None:
     registry = AttemptRegistry()
     with pytest.raises(InvalidArgument):
         registry.admit(request_id, attempt, 0)
@@ -64,8 +64,8 @@ _operations = st.tuples(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(_operations, max_size=60))
-def test_against_a_list_of_all_events(operations: list[tuple[str, str, int, int]]) -> None:
-    """With enough memory an attempt is admitted exactly if no newer one was admitted or aborted."""
+def test_the_registry_equals_a_list_of_all_events(operations: list[tuple[str, str, int, int]]) -> None:
+    """With enough memory an attempt is admitted if and only if no newer one was admitted or aborted."""
     registry = AttemptRegistry(max_requests=100)
     admitted: dict[str, list[tuple[int, int]]] = {}
     aborted: dict[str, int] = {}
@@ -101,7 +101,7 @@ def test_against_a_list_of_all_events(operations: list[tuple[str, str, int, int]
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=200))
-def test_memory_is_bounded_and_running_attempts_stay(operations: list[tuple[int, bool]]) -> None:
+def test_the_registry_is_bounded_and_keeps_running_attempts(operations: list[tuple[int, bool]]) -> None:
     registry = AttemptRegistry(max_requests=5)
     running: set[str] = set()
     for number, ends in operations:

@@ -25,8 +25,8 @@ def hashes_of(tokens: list[int], salt: bytes) -> list[bytes]:
     return chain_hashes(tokens, root=ROOT, salt=salt, block_tokens=BLOCK)
 
 
-def take(
-    memory: PromptCache, tokens: list[int], salt: bytes, *, blocks: int = 0, name: bytes | None = None
+def parse(
+    cache: PromptCache, tokens: list[int], salt: bytes, *, blocks: int = 0, name: bytes | None = None
 ) -> tuple[TokenArray, tuple[bytes, ...]]:
     """Parse a prompt as a worker does, with a reference to its first `blocks` blocks."""
     hashes = hashes_of(tokens, salt)
@@ -39,16 +39,16 @@ def take(
         prefix,
         root=ROOT,
         salt=salt,
-        memory=memory,
+        memory=cache,
         block_tokens=BLOCK,
     )
 
 
-def memory(**bounds: Any) -> PromptCache:
+def new_cache(**bounds: Any) -> PromptCache:
     return PromptCache(block_tokens=BLOCK, min_tokens=BLOCK, **bounds)
 
 
-# Prompts of few different ids have common prefixes.
+# Prompts over few different ids often share prefixes.
 _prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 
 
@@ -57,20 +57,20 @@ _prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
     st.lists(st.tuples(_prompts, st.sampled_from(SALTS), st.integers(0, 10)), max_size=25),
     st.sampled_from([2_000, 5_000, 1 << 20]),
 )
-def test_a_prefix_is_that_of_the_same_tenant_or_unknown(
+def test_a_prefix_is_found_for_the_tenant_that_sent_it_or_unknown(
     requests: list[tuple[list[int], bytes, int]], max_bytes: int
 ) -> None:
-    cache = memory(max_bytes=max_bytes, max_tenant_bytes=max_bytes * 3 // 4)
+    cache = new_cache(max_bytes=max_bytes, max_tenant_bytes=max_bytes * 3 // 4)
     sent: dict[bytes, set[bytes]] = {salt: set() for salt in SALTS}
     for tokens, salt, wanted in requests:
         hashes = hashes_of(tokens, salt)
         blocks = min(wanted, len(hashes))
         try:
-            ids, own = take(cache, tokens, salt, blocks=blocks)
+            ids, own = parse(cache, tokens, salt, blocks=blocks)
         except PrefixUnknown:
-            # Only a small cache may have evicted it.
+            # Only a small cache may have evicted the prefix.
             assert max_bytes < 1 << 20 or hashes[blocks - 1] not in sent[salt]
-            ids, own = take(cache, tokens, salt)
+            ids, own = parse(cache, tokens, salt)
         else:
             assert not blocks or hashes[blocks - 1] in sent[salt]
         assert ids.tolist() == tokens
@@ -82,20 +82,20 @@ def test_a_prefix_is_that_of_the_same_tenant_or_unknown(
 
 @settings(max_examples=50, deadline=None)
 @given(_prompts.filter(lambda tokens: len(tokens) >= BLOCK))
-def test_no_tenant_finds_anothers_prompt(tokens: list[int]) -> None:
-    cache = memory()
-    take(cache, tokens, SALTS[0])
+def test_prompts_of_another_tenant_are_unknown(tokens: list[int]) -> None:
+    cache = new_cache()
+    parse(cache, tokens, SALTS[0])
     blocks = len(tokens) // BLOCK
     theirs = hashes_of(tokens, SALTS[0])[blocks - 1]
-    for name in (None, theirs):  # its own hash for the same ids, and the other's
+    for name in (None, theirs):  # the hash under its own salt, and the hash of the other tenant
         with pytest.raises(PrefixUnknown):
-            take(cache, tokens, SALTS[1], blocks=blocks, name=name)
+            parse(cache, tokens, SALTS[1], blocks=blocks, name=name)
     assert cache.tenant_bytes(SALTS[1]) == 0
 
 
 def test_a_hash_and_its_number_of_blocks_must_match() -> None:
-    cache, tokens = memory(), list(range(20))
-    take(cache, tokens, SALTS[0])
+    cache, tokens = new_cache(), list(range(20))
+    parse(cache, tokens, SALTS[0])
     name = hashes_of(tokens, SALTS[0])[2]
     assert cache.find(SALTS[0], name, blocks=3) is not None
     for blocks in (1, 2, 4, 5, 2**32 - 1):
@@ -104,8 +104,8 @@ def test_a_hash_and_its_number_of_blocks_must_match() -> None:
 
 
 def test_wrong_hashes_after_a_prefix_are_refused_and_not_cached() -> None:
-    cache, tokens = memory(), list(range(20))
-    take(cache, tokens[:12], SALTS[0])
+    cache, tokens = new_cache(), list(range(20))
+    parse(cache, tokens[:12], SALTS[0])
     n_bytes = cache.n_bytes
     wrong = hashes_of([*tokens[:16], 9, 9, 9, 9], SALTS[0])
     reference = common_pb2.PromptReference(blocks=3, hash=hashes_of(tokens, SALTS[0])[2])
@@ -122,67 +122,67 @@ def test_wrong_hashes_after_a_prefix_are_refused_and_not_cached() -> None:
     assert cache.n_bytes == n_bytes
 
 
-def test_a_turn_adds_its_new_blocks_and_a_conversation_in_use_outlives_others() -> None:
+def test_a_turn_adds_only_new_blocks_and_active_conversations_stay_cached() -> None:
     talk = np.random.default_rng(0).integers(0, 1000, 400).tolist()
-    cache = memory(max_bytes=80_000, max_tenant_bytes=80_000)
-    take(cache, talk[:200], SALTS[0])
+    cache = new_cache(max_bytes=80_000, max_tenant_bytes=80_000)
+    parse(cache, talk[:200], SALTS[0])
     before = cache.n_bytes
-    take(cache, talk[:208], SALTS[0], blocks=50)
+    parse(cache, talk[:208], SALTS[0], blocks=50)
     assert cache.n_bytes - before < 1_000
     for other in range(40):
-        take(cache, [other, *range(200)], SALTS[0])
+        parse(cache, [other, *range(200)], SALTS[0])
         talked = 208 + BLOCK * (other + 1)
-        take(cache, talk[:talked], SALTS[0], blocks=talked // BLOCK - 1)
+        parse(cache, talk[:talked], SALTS[0], blocks=talked // BLOCK - 1)
     assert cache.misses == 0
     with pytest.raises(PrefixUnknown):
-        take(cache, [0, *range(200)], SALTS[0], blocks=50)
+        parse(cache, [0, *range(200)], SALTS[0], blocks=50)
 
 
-def test_one_prompt_never_evicts_all_others() -> None:
-    cache = memory(max_bytes=20_000, max_tenant_bytes=20_000)
-    take(cache, list(range(40)), SALTS[0])
+def test_one_long_prompt_does_not_evict_all_others() -> None:
+    cache = new_cache(max_bytes=20_000, max_tenant_bytes=20_000)
+    parse(cache, list(range(40)), SALTS[0])
     kept = cache.n_bytes
-    take(cache, list(range(1000, 2000)), SALTS[0])
+    parse(cache, list(range(1000, 2000)), SALTS[0])
     assert cache.n_bytes == kept > 0
-    take(cache, list(range(40)), SALTS[0], blocks=10)
+    parse(cache, list(range(40)), SALTS[0], blocks=10)
 
 
-def test_one_tenants_many_prompts_do_not_evict_anothers_few() -> None:
-    cache = memory(max_bytes=20_000, max_tenant_bytes=18_000)
+def test_many_prompts_of_one_tenant_do_not_evict_the_few_of_another() -> None:
+    cache = new_cache(max_bytes=20_000, max_tenant_bytes=18_000)
     few = list(range(16))
-    take(cache, few, SALTS[0])
+    parse(cache, few, SALTS[0])
     for n in range(100):
-        take(cache, [n, *range(15)], SALTS[1])
-    take(cache, few, SALTS[0], blocks=4)
+        parse(cache, [n, *range(15)], SALTS[1])
+    parse(cache, few, SALTS[0], blocks=4)
     assert cache.tenant_bytes(SALTS[1]) > 10_000
 
 
-def test_an_idle_tenant_is_evicted_from_first() -> None:
+def test_prompts_of_an_idle_tenant_are_evicted_first() -> None:
     now_s = 0.0
     cache = PromptCache(
         block_tokens=BLOCK, min_tokens=BLOCK, max_bytes=20_000, max_tenant_bytes=15_000, clock=lambda: now_s
     )
     for n in range(100):
-        take(cache, [n, *range(15)], SALTS[0])
+        parse(cache, [n, *range(15)], SALTS[0])
     assert cache.tenant_bytes(SALTS[0]) > 13_000
     for hour in range(1, 4):
         now_s = 3600.0 * hour
         for n in range(100):
-            take(cache, [n, *range(15)], SALTS[hour % 2])
+            parse(cache, [n, *range(15)], SALTS[hour % 2])
         assert cache.tenant_bytes(SALTS[hour % 2]) > 13_000
         assert cache.n_bytes <= 20_000
 
 
 def test_short_prompts_are_not_cached() -> None:
     cache = PromptCache(block_tokens=BLOCK)
-    take(cache, list(range(1023)), SALTS[0])
+    parse(cache, list(range(1023)), SALTS[0])
     assert cache.n_bytes == 0
-    take(cache, list(range(1024)), SALTS[0])
+    parse(cache, list(range(1024)), SALTS[0])
     assert cache.n_bytes > 4096
 
 
 def test_a_long_conversation_is_few_nodes_and_its_branches_are_found() -> None:
-    cache = memory()
+    cache = new_cache()
     rng = np.random.default_rng(1)
     tokens: list[int] = rng.integers(0, 9, 40).tolist()
     for _ in range(400):
@@ -203,7 +203,7 @@ def test_a_long_conversation_is_few_nodes_and_its_branches_are_found() -> None:
 
 
 def test_prompts_that_diverge_within_a_node_are_both_cached() -> None:
-    cache = memory()
+    cache = new_cache()
     first, second = [1] * 40, [1] * 16 + [2] * 60
     for tokens in (first, second, [*second, *([3] * 200)]):
         cache.insert(SALTS[0], as_tokens(tokens), hashes_of(tokens, SALTS[0]))
@@ -214,8 +214,8 @@ def test_prompts_that_diverge_within_a_node_are_both_cached() -> None:
         assert np.frombuffer(b"".join(found.ids), "<u4").tolist() == tokens
 
 
-def test_conversations_of_many_turns_keep_the_bounds() -> None:
-    cache = memory(max_bytes=20_000, max_tenant_bytes=12_000)
+def test_conversations_of_many_turns_stay_within_the_bounds() -> None:
+    cache = new_cache(max_bytes=20_000, max_tenant_bytes=12_000)
     for name in range(30):
         tokens = [name] * 8
         for _ in range(12):

@@ -1,4 +1,4 @@
-"""Workers over real gRPC, with prompts that refer to a cached prefix."""
+"""Prompts that refer to a cached prefix, sent to workers over real gRPC."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.worker.nodes import (
 )
 
 TOKENS = prompt_tokens(30)
-NAMED_BLOCKS = 5
-MORE = [*TOKENS[: NAMED_BLOCKS * BLOCK_TOKENS], *prompt_tokens(11, seed=1)]
+PREFIX_BLOCKS = 5
+MORE = [*TOKENS[: PREFIX_BLOCKS * BLOCK_TOKENS], *prompt_tokens(11, seed=1)]
 
 
 @dataclass
@@ -41,10 +41,10 @@ class Pair:
     decode: Node
     stream: RouterStream
 
-    async def hand_over(self, name: str, tokens: list[int], *, named: bool) -> tuple[list[int], list[int]]:
-        """The tokens of a greedy request, and those that a single engine generates."""
-        of_prefill = named_fields(self.prefill, tokens) if named else {}
-        of_decode = named_fields(self.decode, tokens) if named else {}
+    async def run(self, name: str, tokens: list[int], *, by_reference: bool) -> tuple[list[int], list[int]]:
+        """Return the tokens of a greedy request and those that a single engine generates."""
+        of_prefill = reference_fields(self.prefill, tokens) if by_reference else {}
+        of_decode = reference_fields(self.decode, tokens) if by_reference else {}
         key = attempt(name)
         call = PrefillCall(self.prefill, prefill_request(self.prefill, tokens, attempt=key, **of_prefill))
         ticket = (await call.opened()).ticket
@@ -55,8 +55,8 @@ class Pair:
         return [first, *self.stream.tokens(name)], expected_tokens(self.decode.engine, tokens, greedily, n=8)
 
 
-def named_fields(node: Node, tokens: list[int], *, blocks: int = NAMED_BLOCKS) -> dict[str, Any]:
-    """The fields of a request in place of the whole prompt."""
+def reference_fields(node: Node, tokens: list[int], *, blocks: int = PREFIX_BLOCKS) -> dict[str, Any]:
+    """Return the request fields that replace the whole prompt."""
     hashes = hashes_of(node, tokens)
     return {
         "prompt": packed(tokens[blocks * BLOCK_TOKENS :]),
@@ -78,10 +78,10 @@ async def pair() -> AsyncIterator[Pair]:
         await stream.close()
 
 
-async def test_a_prompt_by_reference_runs_as_the_whole_one(pair: Pair) -> None:
-    got, expected = await pair.hand_over("whole", TOKENS, named=False)
+async def test_a_prompt_by_reference_gives_the_tokens_of_the_whole_prompt(pair: Pair) -> None:
+    got, expected = await pair.run("whole", TOKENS, by_reference=False)
     assert got == expected
-    got, expected = await pair.hand_over("named", MORE, named=True)
+    got, expected = await pair.run("named", MORE, by_reference=True)
     assert got == expected
     for node in (pair.prefill, pair.decode):
         figures = node.core.figures()
@@ -90,22 +90,24 @@ async def test_a_prompt_by_reference_runs_as_the_whole_one(pair: Pair) -> None:
         assert figures["slipstream_prompt_memory_bytes"] > 4 * len(TOKENS)
 
 
-async def test_an_unknown_prefix_fails_at_once_and_the_whole_prompt_runs(pair: Pair) -> None:
-    call = PrefillCall(pair.prefill, prefill_request(pair.prefill, MORE, **named_fields(pair.prefill, MORE)))
+async def test_an_unknown_prefix_fails_at_once_and_a_retry_with_the_whole_prompt_succeeds(pair: Pair) -> None:
+    call = PrefillCall(
+        pair.prefill, prefill_request(pair.prefill, MORE, **reference_fields(pair.prefill, MORE))
+    )
     assert isinstance(await call.error(), PrefixUnknown)
     assert not call.events
-    await pair.stream.write(start_request(pair.decode, MORE, **named_fields(pair.decode, MORE)))
+    await pair.stream.write(start_request(pair.decode, MORE, **reference_fields(pair.decode, MORE)))
     last = await pair.stream.last()
     assert isinstance(from_failure(last.failure), PrefixUnknown)
     assert pair.prefill.ledger == pair.decode.ledger == type(pair.decode.ledger)()
     pair.stream.deltas.clear()
-    got, expected = await pair.hand_over("r", MORE, named=False)
+    got, expected = await pair.run("r", MORE, by_reference=False)
     assert got == expected
 
 
 async def test_another_tenants_prompt_is_unknown(pair: Pair) -> None:
-    await pair.hand_over("whole", TOKENS, named=False)
-    fields = named_fields(pair.prefill, TOKENS) | {"salt": b"another tenant", "attempt": attempt("other")}
+    await pair.run("whole", TOKENS, by_reference=False)
+    fields = reference_fields(pair.prefill, TOKENS) | {"salt": b"another tenant", "attempt": attempt("other")}
     call = PrefillCall(pair.prefill, prefill_request(pair.prefill, TOKENS, **fields))
     assert isinstance(await call.error(), PrefixUnknown)
     await pair.stream.write(start_request(pair.decode, TOKENS, **fields))
@@ -116,7 +118,7 @@ async def test_another_tenants_prompt_is_unknown(pair: Pair) -> None:
 async def test_a_prompt_by_reference_is_resumed_and_computed_on_the_decode_worker(
     pair: Pair, emitted: int
 ) -> None:
-    """With penalties, which depend on all generated tokens and, for repetition, on the whole prompt."""
+    """The request has penalties, which depend on all generated tokens and, for repetition, on the prompt."""
     penalties = {"presence_penalty": 0.7, "repetition_penalty": 1.3}
     sampling = greedy(12, **penalties)
     await pair.stream.write(start_request(pair.decode, MORE, attempt=attempt("whole"), sampling=sampling))
@@ -128,7 +130,7 @@ async def test_a_prompt_by_reference_is_resumed_and_computed_on_the_decode_worke
         attempt=attempt("named"),
         sampling=sampling,
         emitted=packed(whole[:emitted]),
-        **named_fields(pair.decode, MORE),
+        **reference_fields(pair.decode, MORE),
     )
     await pair.stream.write(again)
     await pair.stream.last("named")

@@ -1,4 +1,4 @@
-"""Parsing of requests: every bad field is refused by name."""
+"""Parsing of requests: each invalid field is refused by its name."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_tokens_round_trip(tokens: list[int]) -> None:
     assert parse_tokens(pack_tokens(tokens), "prompt").tolist() == tokens
 
 
-def test_a_length_that_is_no_multiple_of_a_token_is_refused() -> None:
+def test_packed_tokens_of_an_odd_length_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="prompt"):
         parse_tokens(b"abcde", "prompt")
 
 
-def test_fingerprint_mismatch_names_the_fields() -> None:
+def test_a_fingerprint_mismatch_names_the_differing_fields() -> None:
     own = Fingerprint("m", "t", "k", "float32", 64)
     check_fingerprint(own, own.to_proto(), of="the request")
     other = Fingerprint("m2", "t", "k", "bfloat16", 64)
@@ -114,7 +114,7 @@ def test_sampling_parameters_are_copied() -> None:
         ("logit_bias", {1: math.nan}),
     ],
 )
-def test_bad_sampling_names_its_field(field: str, value: Any) -> None:
+def test_invalid_sampling_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_sampling(common_pb2.SamplingParams(**{**GOOD, field: value}))
     assert caught.value.field.startswith(field)

@@ -1,4 +1,4 @@
-"""Many requests at once, ended at random points in random ways: correct tokens or none, and no leak."""
+"""Many concurrent requests that end at random points: correct tokens or none, and no leak."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Storm:
         self.finished = 0
 
     async def request(self, number: int) -> None:
-        """One request from its start to a random end."""
+        """Run one request from its start to a random end."""
         rng, name = self.rng, attempt(f"r{number}")
         end = rng.choice(ENDS)
-        # Few different prefixes, so that requests share them.
+        # Only a few different prefixes, so that requests share them.
         tokens = prompt_tokens(rng.randrange(5, 120), seed=rng.randrange(3))
         max_tokens = rng.randrange(1, 30)
         prefill, stream = rng.choice(self.prefills), rng.choice(self.streams)
@@ -62,11 +62,11 @@ class Storm:
             "kvstore_endpoint": self.kvstore.endpoint,
             "deadline_ms": rng.randrange(1, 60) if end == "deadline" else 0,
         }
-        # Requests that are to finish do so on a slow machine too; the leases of the others expire.
+        # Requests that should finish get long leases for slow machines; the leases of the others expire.
         lease_ms = 60_000 if end == "finish" else 500
         await asyncio.sleep(rng.random() * 0.3)
         prompt = RemotePrompt(prefill.channel, prefill_request(prefill, tokens, **shared, lease_ms=lease_ms))
-        # Some prompts are computed by the decode worker itself.
+        # Some prompts are prefilled locally by the decode worker.
         ticket = b""
         answer: list[int] = []
         started = False
@@ -109,11 +109,11 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_storm(seed: int) -> None:
+async def test_many_requests_that_end_at_random_points(seed: int) -> None:
     rng = random.Random(seed)
     guess = FakeHead(guess=lambda token: (token * 7 + 3) % 1000)
     engine = {"next_token": script, "n_pages": 160, "max_waiting": 64, "step_tokens": 96}
-    # The engine is slow enough that ends fall into every phase.
+    # The engine is slow enough for ends in every phase.
     paced = {**engine, "pace_s_per_token": 2e-5, "sleep": time.sleep}
     async with running_kvstore() as kvstore, running_drafter(guess) as drafter, running_nodes() as nodes:
 

@@ -1,4 +1,4 @@
-"""Pulls: joined reads, verified blocks, quarantined pages kept from reuse."""
+"""BlockFetcher: joined reads, verified blocks, and no reuse of quarantined pages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_joined_reads_copy_the_same_bytes(pairs: list[tuple[int, int]]) -> None:
     )
 
 
-async def test_a_wrong_checksum_is_refused_and_the_good_ones_before_it_count() -> None:
+async def test_a_wrong_checksum_is_refused_and_the_blocks_before_it_count() -> None:
     thread = EngineThread(lambda: build_fake_engine(n_pages=8, block_tokens=4), Listener())
     await thread.start()
     memory = await thread.call(PageMemory)
@@ -69,7 +69,7 @@ async def test_a_wrong_checksum_is_refused_and_the_good_ones_before_it_count() -
     stats = FetchStats()
     with pytest.raises(DataCorrupt):
         await puller.pull(peer.session_id, blocks, stats)
-    assert stats.n_blocks == 3  # also those of the batch that come before it
+    assert stats.n_blocks == 3  # includes the blocks before it in the same batch
     assert counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
     await own.close()
     await peer.close()
@@ -77,7 +77,7 @@ async def test_a_wrong_checksum_is_refused_and_the_good_ones_before_it_count() -
 
 
 class LateTransport(SocketTransport):
-    """Says of some memory that late bytes may still land in it."""
+    """A transport that reports some memory as quarantined."""
 
     late: tuple[int, int] | None = None
 
@@ -111,10 +111,10 @@ async def test_quarantined_pages_are_not_reused() -> None:
     await asyncio.gather(transport.close(), thread.stop())
 
 
-async def test_a_worker_says_what_of_it_is_quarantined() -> None:
+async def test_a_worker_reports_its_quarantined_pages_and_bytes() -> None:
     transport = LateTransport()
     core = WorkerCore(lambda: build_fake_engine(n_pages=8, block_tokens=4), transport, instance="decode-0")
-    assert core.figures()["slipstream_kv_quarantined_pages"] == 0  # asked before it is open
+    assert core.figures()["slipstream_kv_quarantined_pages"] == 0  # the figures of a core that is not open
     await core.open(lambda info: worker_fingerprint(info, None), max_waiting=1, max_running=1)
     pages = (await core.thread.call(lambda engine: engine.reserve(spec("a")))).pages
     late = core.memory.address_of(pages[0]), core.memory.address_of(pages[1]) + core.memory.page_bytes

@@ -1,4 +1,4 @@
-"""KV across workers through a real kvstore: stored behind requests, restored before they compute."""
+"""KV between workers through a real kvstore: blocks are stored after and restored before computing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def decode_once(
     return last.stats
 
 
-async def test_another_worker_continues_from_the_store() -> None:
+async def test_a_worker_continues_from_blocks_of_the_kvstore() -> None:
     tokens = prompt_tokens(102)
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
@@ -93,14 +93,14 @@ async def test_another_worker_continues_from_the_store() -> None:
         longer = tokens + prompt_tokens(30, seed=1)
         assert by_tier((await prefill_once(two, kvstore, longer, "b")).cached) == {DRAM: 100}
         await two.wait_idle()
-        # 25 blocks of its own cache and the 8 that the other one has added.
+        # 25 blocks of its own cache and the 8 that the other worker has stored.
         assert by_tier((await prefill_once(one, kvstore, longer, "c")).cached) == {WORKER: 100, DRAM: 28}
         assert by_tier((await prefill_once(one, kvstore, longer, "d")).cached) == {WORKER: 128}
         await one.wait_idle()
         await kvstore.wait_idle()
 
 
-async def test_whole_prompt_in_the_store_still_computes_its_last_block() -> None:
+async def test_a_prompt_wholly_in_the_kvstore_still_computes_its_last_block() -> None:
     tokens = prompt_tokens(64)
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
@@ -125,7 +125,7 @@ async def test_generated_blocks_are_stored_and_reused() -> None:
         await kvstore.wait_idle()
 
 
-async def test_blocks_are_charged_to_the_tenant_whose_prompt_they_are_of() -> None:
+async def test_blocks_are_charged_to_the_tenant_of_their_prompt() -> None:
     async with running_kvstore(tenant_share=0.5) as kvstore, running_nodes() as nodes:
         prefill, decode = await nodes.prefill(), await nodes.decode()
         await prefill_once(prefill, kvstore, prompt_tokens(64), "a")
@@ -148,7 +148,7 @@ async def test_generated_blocks_that_the_template_drops_are_not_stored() -> None
         await kvstore.wait_idle()
 
 
-async def test_resume_on_another_decode_worker_restores_prompt_and_output() -> None:
+async def test_a_resume_on_another_decode_worker_restores_prompt_and_output() -> None:
     tokens = prompt_tokens(21)
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one, two = await nodes.decode("decode-0"), await nodes.decode("decode-1")
@@ -162,7 +162,7 @@ async def test_resume_on_another_decode_worker_restores_prompt_and_output() -> N
         await kvstore.wait_idle()
 
 
-async def test_handoff_and_store_together() -> None:
+async def test_a_handoff_and_a_restore_in_one_request() -> None:
     tokens = prompt_tokens(90)
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
@@ -184,7 +184,7 @@ async def test_handoff_and_store_together() -> None:
         await stream.close()
 
 
-async def test_damaged_block_of_the_store_is_computed_instead() -> None:
+async def test_a_damaged_block_of_the_kvstore_is_computed_instead() -> None:
     tokens = prompt_tokens(60)
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1", step_tokens=64)
@@ -193,14 +193,14 @@ async def test_damaged_block_of_the_store_is_computed_instead() -> None:
         memory = kvstore.node.store.dram.memory
         memory_at(memory.address, memory.n_bytes)[100] ^= 1
         first = await prefill_once(two, kvstore, tokens, "b")
-        # One batch of reads holds all blocks: none of them is used.
+        # All blocks are in one batch of reads, so none of them is used.
         assert not by_tier(first.cached)
         assert two.core.counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
         await two.wait_idle()
         await kvstore.wait_idle()
 
 
-async def test_without_the_store_everything_works_and_nothing_stays_pinned() -> None:
+async def test_requests_succeed_without_the_kvstore_and_no_page_stays_pinned() -> None:
     tokens = prompt_tokens(60)
     async with running_nodes() as nodes:
         prefill, decode = await nodes.prefill(), await nodes.decode()
@@ -215,7 +215,7 @@ async def test_without_the_store_everything_works_and_nothing_stays_pinned() -> 
         assert prefill.core.writer.dropped_blocks > 0
 
 
-async def test_full_store_takes_what_fits() -> None:
+async def test_a_full_kvstore_stores_the_blocks_that_fit() -> None:
     async with running_kvstore(dram_bytes=1 << 20) as kvstore, running_nodes() as nodes:
         prefill = await nodes.prefill(row_bytes=16 << 10)
         await prefill_once(prefill, kvstore, prompt_tokens(200), "a")
@@ -225,15 +225,15 @@ async def test_full_store_takes_what_fits() -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
-async def test_ends_while_it_restores(how: str) -> None:
-    """The pages of a read in progress are not given back before it has ended."""
+async def test_a_request_that_ends_during_its_restore_frees_its_pages_afterwards(how: str) -> None:
+    """The pages of a running read are released only after its end."""
     tokens = prompt_tokens(100)
     gate = Gate()
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
         await prefill_once(one, kvstore, tokens, "a")
         await one.wait_idle()
-        # The engine thread stands: the restore can begin only after it was let go.
+        # The engine thread is blocked: the restore can start only after the gate opens.
         two.core.thread.submit(lambda _: gate(0))
         request = prefill_request(two, tokens, kvstore_endpoint=kvstore.endpoint)
         call = PrefillCall(two, request)
@@ -254,11 +254,11 @@ async def test_ends_while_it_restores(how: str) -> None:
         await kvstore.wait_idle()
 
 
-async def test_a_page_that_was_reused_is_not_stored_under_its_old_name() -> None:
+async def test_a_reused_page_is_not_stored_under_its_former_hash() -> None:
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         node = await nodes.decode(n_pages=7)
         stream = RouterStream(node)
-        for name, seed in (("a", 1), ("b", 2)):  # the second one needs the first one's pages
+        for name, seed in (("a", 1), ("b", 2)):  # the second prompt needs the pages of the first
             start = start_request(node, prompt_tokens(20, seed=seed), attempt=attempt(name))
             await stream.call.write(start)
             await stream.last(name)
@@ -278,7 +278,7 @@ async def test_a_page_that_was_reused_is_not_stored_under_its_old_name() -> None
         await stream.close()
 
 
-async def test_only_own_blocks_are_offered_before_anything_is_computed(
+async def test_restored_blocks_are_not_offered_to_the_kvstore_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = prompt_tokens(102)
@@ -289,14 +289,14 @@ async def test_only_own_blocks_are_offered_before_anything_is_computed(
         offered: list[int] = []
         monkeypatch.setattr(two.core.writer, "offer", lambda _, blocks, **_rest: offered.append(len(blocks)))
         assert by_tier((await prefill_once(two, kvstore, tokens, "b")).cached) == {DRAM: 100}
-        assert offered == [0, 0]  # nothing of what the store has just given; no block got full
+        assert offered == [0, 0]  # restored blocks are not offered, and no block became full
         assert by_tier((await prefill_once(two, kvstore, tokens, "c")).cached) == {WORKER: 100}
         assert offered[2] == 25
         await two.wait_idle()
 
 
-async def test_a_pin_lives_as_long_as_its_blocks_are_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A machine that stands still for as long as a lease has lost the pin: then with a longer one.
+async def test_a_pin_is_renewed_while_its_blocks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A machine that stalls for a whole lease loses the pin: retry with a longer lease.
     for lease_ms in (1500, 6000, 24_000):
         with monkeypatch.context() as patched:
             if await pin_outlives_its_lease(patched, lease_ms):
@@ -305,7 +305,7 @@ async def test_a_pin_lives_as_long_as_its_blocks_are_being_read(monkeypatch: pyt
 
 
 async def pin_outlives_its_lease(monkeypatch: pytest.MonkeyPatch, lease_ms: int) -> bool:
-    """Whether a pin was there, and used, when two of its leases had passed."""
+    """Return whether a pin still existed and was used after two lease times."""
     tokens, renewed = prompt_tokens(102), [0]
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
@@ -336,7 +336,7 @@ async def pin_outlives_its_lease(monkeypatch: pytest.MonkeyPatch, lease_ms: int)
         monkeypatch.setattr(kvstore.node.store, "renew_pin", counted)
         prefilling = asyncio.create_task(prefill_once(two, kvstore, tokens, "b"))
         await eventually(lambda: kvstore.node.store.pins == 1)
-        await eventually(lambda: renewed[0] >= 7 or not kvstore.node.store.pins)  # more than two leases long
+        await eventually(lambda: renewed[0] >= 7 or not kvstore.node.store.pins)  # longer than two leases
         lives = kvstore.node.store.pins == 1
         may_read.set()
         used = by_tier((await prefilling).cached) == {DRAM: 100}

@@ -1,4 +1,4 @@
-"""A prompt that waits for pages has its prefix read from the store's disks meanwhile."""
+"""While a prompt waits for pages, the kvstore reads its prefix from disk."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.worker.nodes import (
 )
 
 
-class AskedStore(kvstore_pb2_grpc.KvstoreServiceServicer):
-    """Holds nothing; remembers which chains it was asked to look up."""
+class RecordingStore(kvstore_pb2_grpc.KvstoreServiceServicer):
+    """An empty kvstore that records the chains of Lookup calls."""
 
     def __init__(self) -> None:
         self.asked: list[list[bytes]] = []
 
     async def Lookup(self, request: Any, context: Any) -> kvstore_pb2.LookupResponse:
         self.asked.append(unpack_hashes(request.block_hashes))
-        raise Unavailable("nobody waits for the answer")
+        raise Unavailable("no lookup here")
 
     async def Pins(self, request_iterator: Any, context: Any) -> AsyncIterator[kvstore_pb2.PinsResponse]:
         async for request in request_iterator:
@@ -56,8 +56,8 @@ def _ticket(opened: prefill_pb2.HandoffOpened) -> prefill_pb2.HandoffTicket:
     return prefill_pb2.HandoffTicket.FromString(opened.ticket)
 
 
-async def test_only_a_prompt_that_has_to_wait_is_looked_up() -> None:
-    store, host = partial_servicer(AskedStore), ServiceHost("127.0.0.1:0")
+async def test_only_a_waiting_prompt_is_looked_up() -> None:
+    store, host = partial_servicer(RecordingStore), ServiceHost("127.0.0.1:0")
     kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(store, host.server)
     await host.start([])
     async with running_nodes() as nodes:

@@ -1,4 +1,4 @@
-"""What a restore may cost: the pure bound, who is asked after a failure, and waiting within the bound."""
+"""The time budget of restores, waiting within it, and the circuit breaker of KV sources."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from libs.worker.restore.restore_budget import UNKNOWN_BLOCK_MS, UNKNOWN_RATE_MS
 from libs.worker.restore.source_breaker import FIRST_SILENCE_S, FORGET_AFTER_S, MAX_SILENCE_S, SourceBreaker
 
 FLOOR_MS = 40.0
-# Of one source: after how many milliseconds each the next blocks land, and how many they are.
+# One source: (delay in ms, number of blocks) of each group of blocks that lands.
 Landings = Sequence[tuple[float, int]]
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -27,8 +27,8 @@ class Clock:
         return self.now
 
 
-def run_restore(budget: RestoreBudget, clock: Clock, sources: Sequence[Landings], n_blocks: int) -> int:
-    """As a worker does it: each source gives blocks until its time is over; how many came."""
+def run_restore(budget: RestoreBudget, clock: FakeClock, sources: Sequence[Landings], n_blocks: int) -> int:
+    """Restore like a worker, one source after the other within the budget; return the landed blocks."""
     n_came = 0
     for number, landings in enumerate(sources):
         if not budget.next_source(n_after=len(sources) - number - 1):
@@ -43,7 +43,7 @@ def run_restore(budget: RestoreBudget, clock: Clock, sources: Sequence[Landings]
             n_came += got
         else:
             if n_came < n_blocks:
-                clock.now += budget.left_ms  # and then it hangs
+                clock.now += budget.left_ms  # then the source hangs
     return n_came
 
 
@@ -54,10 +54,10 @@ def run_restore(budget: RestoreBudget, clock: Clock, sources: Sequence[Landings]
         st.lists(st.tuples(st.floats(0.0, 3000.0), st.integers(0, 200)), max_size=12), min_size=1, max_size=3
     ),
 )
-def test_no_source_makes_a_prompt_later_than_computing_by_more_than_the_bound(
+def test_no_source_delays_a_prompt_by_more_than_the_bound(
     n_blocks: int, block_ms: float, sources: list[list[tuple[float, int]]]
 ) -> None:
-    clock = Clock()
+    clock = FakeClock()
     budget = RestoreBudget(n_blocks=n_blocks, block_ms=block_ms, clock_ms=clock, floor_ms=FLOOR_MS)
     compute_ms = n_blocks * block_ms
     n_came = run_restore(budget, clock, sources, n_blocks)
@@ -67,39 +67,39 @@ def test_no_source_makes_a_prompt_later_than_computing_by_more_than_the_bound(
 
 
 @given(n_blocks=st.integers(1, 500), block_ms=st.floats(0.01, 20.0), speed=st.floats(1.01, 50.0))
-def test_a_source_that_is_faster_than_computing_is_never_given_up(
+def test_a_source_faster_than_computing_is_read_to_its_end(
     n_blocks: int, block_ms: float, speed: float
 ) -> None:
-    clock = Clock()
+    clock = FakeClock()
     budget = RestoreBudget(n_blocks=n_blocks, block_ms=block_ms, clock_ms=clock, floor_ms=2 * block_ms)
     assert run_restore(budget, clock, [[(block_ms / speed, 1)] * n_blocks], n_blocks) == n_blocks
 
 
-def test_a_dead_source_leaves_time_for_the_next_one() -> None:
-    clock = Clock()
+def test_a_silent_source_leaves_time_for_the_next_one() -> None:
+    clock = FakeClock()
     budget = RestoreBudget(n_blocks=100, block_ms=10.0, clock_ms=clock, floor_ms=FLOOR_MS)
     assert run_restore(budget, clock, [[], [(50.0, 100)]], 100) == 100
     assert clock.now == pytest.approx(WAIT_PART * 1000 / 2 + 50.0)
 
 
-def test_before_anything_was_computed_the_bound_is_a_fixed_one() -> None:
-    clock = Clock()
+def test_the_bound_is_fixed_before_the_first_measured_step() -> None:
+    clock = FakeClock()
     budget = RestoreBudget(n_blocks=100, block_ms=0.0, clock_ms=clock, floor_ms=FLOOR_MS)
     assert run_restore(budget, clock, [[], []], 100) == 0
     assert clock.now == UNKNOWN_RATE_MS
 
 
-def test_before_anything_was_computed_a_source_that_goes_on_giving_is_read_to_its_end() -> None:
-    clock = Clock()
+def test_a_steady_source_is_read_to_its_end_before_the_first_measured_step() -> None:
+    clock = FakeClock()
     budget = RestoreBudget(n_blocks=500, block_ms=0.0, clock_ms=clock, floor_ms=FLOOR_MS)
     assert run_restore(budget, clock, [[(0.9 * 10 * UNKNOWN_BLOCK_MS, 10)] * 50], 500) == 500
 
 
 @given(n_blocks=st.integers(0, 1000), block_ms=st.floats(0.0, 100.0), spent_ms=st.floats(0.0, 1e5))
-def test_a_store_waits_for_its_disks_less_long_than_it_is_waited_for(
+def test_the_disk_wait_of_a_kvstore_is_shorter_than_the_wait_for_the_kvstore(
     n_blocks: int, block_ms: float, spent_ms: float
 ) -> None:
-    clock = Clock()
+    clock = FakeClock()
     budget = RestoreBudget(n_blocks=n_blocks, block_ms=block_ms, clock_ms=clock, floor_ms=400.0)
     clock.now = spent_ms
     assert budget.disk_wait_ms > 0
@@ -110,7 +110,7 @@ def test_a_store_waits_for_its_disks_less_long_than_it_is_waited_for(
 # ---- waiting
 
 
-async def test_a_wait_grows_with_what_comes_and_ends_with_it() -> None:
+async def test_a_wait_is_extended_while_its_budget_grows() -> None:
     work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asked: list[float] = []
     lefts = [30.0, 20.0, 0.0, 0.0]
@@ -126,7 +126,7 @@ async def test_a_wait_grows_with_what_comes_and_ends_with_it() -> None:
     assert await wait_within(work, lambda: 0.0)
 
 
-async def test_a_process_that_got_no_time_looks_again_before_it_gives_up(
+async def test_a_stalled_process_polls_once_more_before_the_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -136,9 +136,9 @@ async def test_a_process_that_got_no_time_looks_again_before_it_gives_up(
     async def wait(_: object, timeout: float) -> None:
         waits.append(timeout)
         if len(waits) == 1:
-            now_s[0] += 5.0  # nothing ran here for so long
+            now_s[0] += 5.0  # the process was stalled
         else:
-            work.set_result(None)  # it had been there all the time
+            work.set_result(None)  # the result had arrived meanwhile
 
     monkeypatch.setattr(loop, "time", lambda: now_s[0])
     monkeypatch.setattr(asyncio, "wait", wait)
@@ -147,32 +147,32 @@ async def test_a_process_that_got_no_time_looks_again_before_it_gives_up(
     assert waits == [pytest.approx(0.05), MAX_EXTRA_S]
 
 
-# ---- who is asked
+# ---- the circuit breaker
 
 
 class SourceMachine(RuleBasedStateMachine):
-    """However restores of one source end, what they find out is bounded."""
+    """Any order of restores and probes of one source keeps the breaker's rules."""
 
     def __init__(self) -> None:
         super().__init__()
         self.breaker = SourceBreaker()
         self.now_s = 0.0
-        self.asking = 0
+        self.n_restores = 0
 
     @rule(seconds=st.floats(0.0, 40.0))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
     @rule()
-    def asks(self) -> None:
-        silent, before = "x" in self.breaker, self.asking
-        self.asking += self.breaker.may_ask("x", now_s=self.now_s)
-        assert silent or self.asking == before + 1
+    def start_restore(self) -> None:
+        silent, before = "x" in self.breaker, self.n_restores
+        self.n_restores += self.breaker.may_ask("x", now_s=self.now_s)
+        assert silent or self.n_restores == before + 1
 
-    @precondition(lambda self: self.asking)
+    @precondition(lambda self: self.n_restores)
     @rule(how=st.sampled_from(["record_success", "record_failure", "record_timeout", "end_trial"]))
-    def ends(self, how: str) -> None:
-        self.asking -= 1
+    def end_restore(self, how: str) -> None:
+        self.n_restores -= 1
         if how in ("record_failure", "record_timeout"):
             getattr(self.breaker, how)("x", now_s=self.now_s)
             assert "x" in self.breaker
@@ -181,14 +181,14 @@ class SourceMachine(RuleBasedStateMachine):
             assert how == "end_trial" or "x" not in self.breaker
 
     @rule(answers=st.booleans())
-    def is_probed(self, answers: bool) -> None:
+    def probe(self, answers: bool) -> None:
         at_s = self.breaker.next_probe_s("x", now_s=self.now_s)
         if at_s is not None and answers:
             assert self.now_s <= at_s <= self.now_s + MAX_SILENCE_S
             self.breaker.record_probe("x")
 
     @invariant()
-    def nobody_asks_a_source_that_answers_no_probe(self) -> None:
+    def an_unanswered_source_gets_no_restores(self) -> None:
         if self.breaker.next_probe_s("x", now_s=self.now_s) is not None:
             assert not self.breaker.may_ask("x", now_s=self.now_s)
 
@@ -197,7 +197,7 @@ TestSources = SourceMachine.TestCase
 TestSources.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
-def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() -> None:
+def test_a_source_that_answers_probes_but_fails_restores_is_tried_ever_less_often() -> None:
     breaker, now_s, tried = SourceBreaker(), 0.0, 0
     breaker.record_failure("x", now_s=now_s)
     for _ in range(600):
@@ -205,7 +205,7 @@ def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() 
         breaker.record_probe("x")
         if breaker.may_ask("x", now_s=now_s):
             tried += 1
-            assert not breaker.may_ask("x", now_s=now_s)  # one at a time
+            assert not breaker.may_ask("x", now_s=now_s)  # one trial at a time
             breaker.record_failure("x", now_s=now_s)
     assert 600 / MAX_SILENCE_S <= tried <= 600 / MAX_SILENCE_S + 6
     now_s += MAX_SILENCE_S
@@ -215,29 +215,29 @@ def test_a_source_that_answers_but_gives_nothing_is_tried_less_and_less_often() 
     assert breaker.may_ask("x", now_s=now_s) and breaker.may_ask("x", now_s=now_s)
 
 
-def test_one_that_is_too_slow_on_trial_is_probed_again_before_it_is_tried_again() -> None:
+def test_a_source_that_is_too_slow_in_its_trial_is_probed_before_the_next_trial() -> None:
     breaker = SourceBreaker()
     breaker.record_failure("x", now_s=0.0)
     breaker.record_probe("x")
     assert breaker.may_ask("x", now_s=5.0)
     breaker.record_timeout("x", now_s=5.0)
     assert breaker.next_probe_s("x", now_s=5.0) == 5.0 + FIRST_SILENCE_S
-    assert not breaker.may_ask("x", now_s=60.0)  # it may stand still, and nobody is to find out by waiting
+    assert not breaker.may_ask("x", now_s=60.0)  # it may hang, and no prompt waits to find out
     assert breaker.next_probe_s("x", now_s=60.0) == 60.0
     breaker.record_probe("x")
     assert breaker.may_ask("x", now_s=60.0)
 
 
-def test_one_that_was_slow_and_then_failed_is_not_well_with_its_first_answer() -> None:
+def test_a_failed_source_is_not_restored_by_its_first_answered_probe() -> None:
     breaker = SourceBreaker()
-    breaker.record_timeout("x", now_s=10.0)  # of two that asked, one waited too long
-    breaker.record_failure("x", now_s=10.0)  # and the other one was told of the failure
+    breaker.record_timeout("x", now_s=10.0)  # of two restores, one timed out
+    breaker.record_failure("x", now_s=10.0)  # and the other one failed
     breaker.record_probe("x")
     assert "x" in breaker and not breaker.may_ask("x", now_s=10.0)
     assert breaker.may_ask("x", now_s=10.0 + FIRST_SILENCE_S)
 
 
-def test_one_that_was_slow_once_is_well_with_its_first_answer_and_one_nobody_wants_is_forgotten() -> None:
+def test_a_slow_source_is_restored_by_one_answer_and_an_unused_one_is_removed() -> None:
     breaker = SourceBreaker()
     breaker.record_timeout("x", now_s=10.0)
     assert not breaker.may_ask("x", now_s=10.0) and breaker.next_probe_s("x", now_s=10.0) == 10.0

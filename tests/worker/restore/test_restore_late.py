@@ -1,4 +1,4 @@
-"""Reads that go on after a restore has given them up, while the engine's thread is busy with a step."""
+"""Reads that continue after their restore gave up, while the engine thread is busy."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ N_GOOD = 5
 
 
 class LateRead:
-    """A transport's read that gives N_GOOD parts, holds the engine's thread, and goes on after its cancel."""
+    """A transport read that lands N_GOOD parts, blocks the engine thread, and ignores its cancel."""
 
     def __init__(self, node: Node) -> None:
         self._node, self._read = node, node.core.transport.read
-        self.engine_may_go_on = threading.Event()
+        self.engine_may_continue = threading.Event()
         self.may_end = asyncio.Event()
         self.ended = False
 
@@ -49,7 +49,7 @@ class LateRead:
         self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
     ) -> None:
         await self._read(session_id, reads[:N_GOOD], timeout_s=timeout_s, landed=landed)
-        self._node.core.thread.submit(lambda _: self.engine_may_go_on.wait(WAIT_S))
+        self._node.core.thread.submit(lambda _: self.engine_may_continue.wait(WAIT_S))
         while not self.may_end.is_set():
             try:
                 await self.may_end.wait()
@@ -60,7 +60,7 @@ class LateRead:
 
 
 class QuarantinedRead:
-    """A transport's read that fails though its destination may still be written to, until `quiet` is set."""
+    """A transport read that fails while late bytes may still land, until `quiet` is set."""
 
     def __init__(self, node: Node) -> None:
         self._read, self._late = node.core.transport.read, (0, 0)
@@ -97,7 +97,7 @@ class Rig:
 
 @asynccontextmanager
 async def rig(monkeypatch: pytest.MonkeyPatch, floor_ms: float) -> AsyncIterator[Rig]:
-    """A worker that may restore what another one has stored."""
+    """Start a worker that can restore blocks that another worker has stored."""
     monkeypatch.setattr("libs.worker.restore.block_fetcher.JOINED_BYTES", 1)
     async with running_kvstore() as kvstore, running_nodes() as nodes:
         one = await nodes.prefill("prefill-1")
@@ -109,7 +109,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch, floor_ms: float) -> AsyncIterator
         await kvstore.wait_idle()
 
 
-async def test_blocks_that_come_after_their_pages_were_given_up_do_not_count(
+async def test_blocks_that_land_after_the_restore_gave_up_do_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with rig(monkeypatch, FLOOR_MS) as at:
@@ -119,7 +119,7 @@ async def test_blocks_that_come_after_their_pages_were_given_up_do_not_count(
         await eventually(lambda: two.core.puller.quarantined_pages > 0, "late pages")
         late.may_end.set()
         await eventually(lambda: late.ended, "the end of the read")
-        late.engine_may_go_on.set()
+        late.engine_may_continue.set()
         first = await call.first_token()
         assert first.token_id == expected_tokens(two.engine, prompt_tokens(N_TOKENS), GREEDY, n=1)[0]
         assert {c.tier: c.tokens for c in first.cached}.get(DRAM, 0) <= N_GOOD * BLOCK_TOKENS
@@ -127,7 +127,7 @@ async def test_blocks_that_come_after_their_pages_were_given_up_do_not_count(
         await at.release(call)
 
 
-async def test_a_cancel_amid_a_restore_that_was_given_up_frees_no_page_that_late_bytes_may_reach(
+async def test_a_cancel_during_a_late_restore_keeps_pages_of_late_bytes_quarantined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with rig(monkeypatch, FLOOR_MS) as at:
@@ -149,9 +149,9 @@ async def test_a_cancel_amid_a_restore_that_was_given_up_frees_no_page_that_late
         await eventually(lambda: core.puller.quarantined_pages > 0, "late pages")
         n_late = core.puller.quarantined_pages
         restoring.cancel()
-        for _ in range(20):  # the cancel has gone as far as it can while the engine's thread is held
+        for _ in range(20):  # the cancel proceeds as far as possible while the engine thread is blocked
             await asyncio.sleep(0)
-        late.engine_may_go_on.set()
+        late.engine_may_continue.set()
         await asyncio.wait({restoring}, timeout=WAIT_S)
         assert restoring.cancelled()
         held = await core.thread.call(lambda engine: engine.ledger())
@@ -160,7 +160,7 @@ async def test_a_cancel_amid_a_restore_that_was_given_up_frees_no_page_that_late
         await eventually(lambda: core.puller.quarantined_pages == 0, "no late pages")
 
 
-async def test_pages_of_a_read_that_failed_and_may_still_land_are_exchanged(
+async def test_pages_of_a_failed_read_with_late_bytes_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with rig(monkeypatch, WAIT_S * 1e3) as at:
@@ -170,7 +170,7 @@ async def test_pages_of_a_read_that_failed_and_may_still_land_are_exchanged(
         call = at.call("a")
         first = await call.first_token()
         assert {c.tier: c.tokens for c in first.cached} == {DRAM: N_GOOD * BLOCK_TOKENS}
-        # The page is nobody's but the late bytes': the prompt holds as many others as it needs.
+        # The quarantined page belongs to no sequence: the prompt holds enough other pages.
         assert two.core.puller.quarantined_pages == 1
         assert two.core.thread.ledger.pages_held == -(-(N_TOKENS + 1) // BLOCK_TOKENS) + 1
         await at.release(call)

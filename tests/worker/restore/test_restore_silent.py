@@ -1,4 +1,4 @@
-"""Sources of KV that are stopped or stuck: a prompt waits for them within its bound, and computes."""
+"""Stopped and hanging KV sources: a prompt waits within its budget, then computes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ENGINE: dict[str, Any] = {"vocab_size": VOCAB, "row_bytes": 64}
 
 
 async def prefill(node: Node, channel: grpc.aio.Channel, seed: int, **sources: str) -> dict[int, int]:
-    """Prefill prompt number `seed` and release; the cached tokens by tier. The first token is right."""
+    """Prefill prompt number `seed`, release, check the first token; return cached tokens by tier."""
     tokens = prompt_tokens(N_TOKENS, seed=seed)
     request = prefill_request(node, tokens, attempt=attempt(f"r{seed}-{os.urandom(4).hex()}"), **sources)
     stub = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -68,8 +68,8 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-class Stopped:
-    """`async with`: the process stands still inside."""
+class StoppedProcess:
+    """Context in which a worker process is stopped by SIGSTOP."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         self._pid = worker.pid
@@ -83,7 +83,7 @@ class Stopped:
 
 
 @pytest.mark.parametrize("role", [Role.KVSTORE, Role.PREFILL])
-async def test_a_stopped_source_costs_who_asks_first_and_is_used_again_when_it_runs(
+async def test_only_the_first_prompt_waits_for_a_stopped_source_and_it_is_used_after_resuming(
     role: Role, tmp_path: Path
 ) -> None:
     arguments = ["--disk-bytes", "0"] if role is Role.KVSTORE else ["--block-tokens", str(BLOCK_TOKENS)]
@@ -95,8 +95,8 @@ async def test_a_stopped_source_costs_who_asks_first_and_is_used_again_when_it_r
         tier = DRAM if role is Role.KVSTORE else PEER
         numbers = iter(range(10_000))
 
-        async def held_prompt() -> int:
-            """A prompt whose KV the source has, and the second worker has not."""
+        async def stored_prompt() -> int:
+            """Return the number of a prompt whose KV the source has and the second worker lacks."""
             number = next(numbers)
             if role is Role.PREFILL:
                 async with grpc.aio.insecure_channel(source.endpoint) as channel:
@@ -106,28 +106,28 @@ async def test_a_stopped_source_costs_who_asks_first_and_is_used_again_when_it_r
             await one.core.writer.flush(timeout_s=WAIT_S)
             return number
 
-        async def until_it_gives() -> None:
+        async def until_restored() -> None:
             async with asyncio.timeout(4 * WAIT_S):
-                while not (await prefill(two, two.channel, await held_prompt(), **asked)).get(tier):
+                while not (await prefill(two, two.channel, await stored_prompt(), **asked)).get(tier):
                     pass
 
-        await until_it_gives()
+        await until_restored()
         await eventually(lambda: source.endpoint not in two.core.restorer.sources.breaker)
-        held = [await held_prompt() for _ in range(5)]
+        held = [await stored_prompt() for _ in range(5)]
         given_up, skipped = counted(two, "given_up"), counted(two, "skipped")
-        async with Stopped(source):
+        async with StoppedProcess(source):
             for number in held:
                 assert await prefill(two, two.channel, number, **asked) == {}
-            # One waited for its bound; nobody after it waited at all.
+            # The first prompt waited for its budget; the later ones did not wait.
             assert counted(two, "given_up") == given_up + 1
             assert counted(two, "skipped") == skipped + len(held) - 1
-        await until_it_gives()
+        await until_restored()
         await one.wait_idle()
         await two.wait_idle()
 
 
 class StuckRead:
-    """A transport's read that gives `n_good` of its parts, and then no end, whoever cancels it."""
+    """A transport read that lands `n_good` of its parts and then hangs, even when cancelled."""
 
     def __init__(self, node: Node, n_good: int) -> None:
         self._read, self._n_good = node.core.transport.read, n_good
@@ -150,7 +150,7 @@ class StuckRead:
 
 
 @pytest.mark.parametrize("n_pages", [128, 21], ids=["room", "no-room"])
-async def test_late_bytes_of_a_read_that_was_given_up_reach_nobody(
+async def test_late_bytes_of_an_abandoned_read_reach_no_prompt(
     n_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, n_good = prompt_tokens(N_TOKENS), 5
@@ -169,7 +169,7 @@ async def test_late_bytes_of_a_read_that_was_given_up_reach_nobody(
         await stream.call.write(start_request(decode, tokens, attempt=attempt("b"), ticket=ticket))
         await eventually(lambda: two.core.puller.quarantined_pages > 0, "late pages")
         late = two.core.puller.quarantined_pages
-        if n_pages < 40:  # no others to be had: it waits for the end
+        if n_pages < 40:  # no other pages are free: the prompt waits for the read's end
             stuck.may_end.set()
         first = await call.first_token()
         cached = {c.tier: c.tokens for c in first.cached}
@@ -182,5 +182,5 @@ async def test_late_bytes_of_a_read_that_was_given_up_reach_nobody(
         for node in (one, two, decode, kvstore):
             await node.wait_idle()
         monkeypatch.undo()
-        await prefill(two, two.channel, 0)  # from its own pages, which no late byte has reached
+        await prefill(two, two.channel, 0)  # from its own pages, which hold no late byte
         await stream.close()
