@@ -24,8 +24,8 @@ OF_HANGING_DISKS = ("test_disk_faults", "test_disk_slow", "test_disk_start")
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Long limits, so that a slow machine does not count as a hanging disk."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Lengthen the limits, so that a slow machine does not count as a hanging disk."""
     if request.module.__name__.rpartition(".")[2] not in OF_HANGING_DISKS:
         for name in ("health.READ_HANGS_AFTER_S", "health.WRITE_HANGS_AFTER_S", "watch.READ_HANGS_AFTER_S"):
             monkeypatch.setattr(f"services.kvstore.disk.{name}", 60.0)
@@ -71,8 +71,8 @@ async def client(node: KvstoreProcess, transport: KvTransport) -> AsyncIterator[
 
 
 @pytest.fixture(scope="module")
-def calm_node(request: pytest.FixtureRequest) -> Iterator[KvstoreProcess]:
-    """One process for the tests that do not harm it; each test uses its own blocks."""
+def shared_node(request: pytest.FixtureRequest) -> Iterator[KvstoreProcess]:
+    """One process for all tests that do not disturb it; each test uses separate blocks."""
     with lasting_dir(request, "calm") as directory:
         process = KvstoreProcess(directory, "socket")
         process.start()
@@ -81,11 +81,11 @@ def calm_node(request: pytest.FixtureRequest) -> Iterator[KvstoreProcess]:
 
 
 @pytest.fixture
-async def calm(calm_node: KvstoreProcess) -> AsyncIterator[Client]:
+async def shared_client(shared_node: KvstoreProcess) -> AsyncIterator[Client]:
     transport = open_transport("socket")
     memory = PageAlignedMemory(16 * BLOCK_BYTES)
     transport.register(memory.buffer)
-    made = Client(calm_node.endpoint, transport, memory)
+    made = Client(shared_node.endpoint, transport, memory)
     yield made
     await made.wait_status(lambda s: not held(s.ledger))
     await made.close()
@@ -106,7 +106,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 @pytest.fixture(scope="module")
 def master(request: pytest.FixtureRequest) -> Iterator[PoolMaster]:
-    """A real master for the tests of a module, for pools without etcd."""
+    """A pool master process for one module, for pools without etcd."""
     with lasting_dir(request, "master") as directory:
         one = PoolMaster(directory, client_ttl_s=5)
         one.start()

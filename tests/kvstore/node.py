@@ -1,4 +1,4 @@
-"""A real kvstore process, and a worker's side of the protocol over real gRPC and a real transport."""
+"""A kvstore process, and a client that makes a worker's calls over real gRPC and a real transport."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Client:
         return await self.kvstore.Commit(request, timeout=60)
 
     async def put(self, numbers: Sequence[int]) -> int:
-        """Both phases; returns how many blocks were committed."""
+        """Reserve and commit; return the number of committed blocks."""
         reserved = await self.reserve(numbers)
         if not reserved.reservation_id:
             return 0
@@ -173,7 +173,7 @@ class Client:
     async def read(
         self, pinned: kvstore_pb2.PinResponse, numbers: Sequence[int], *, timeout_s: float = 60
     ) -> None:
-        """Pull the pinned blocks and check every byte of them."""
+        """Read the pinned blocks and check all their bytes."""
         reads = [
             ReadOp(self.landing + i * BLOCK_BYTES, block.address, block.n_bytes)
             for i, block in enumerate(pinned.blocks)
@@ -189,7 +189,7 @@ class Client:
         await self.pins.release(lease_id)
 
     async def fetch(self, numbers: Sequence[int]) -> list[common_pb2.CacheTier.ValueType]:
-        """Pin, read, verify, release; returns the tiers."""
+        """Pin, read, verify and release; return the tiers."""
         pinned = await self.pin(numbers)
         if not pinned.lease_id:
             return []
@@ -201,7 +201,7 @@ class Client:
         return await self.worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
     async def wait_status(self, condition: object, *, timeout_s: float = 100) -> worker_pb2.GetStatusResponse:
-        """The first status for which `condition(status)` holds."""
+        """Wait for a status with `condition(status)` and return it."""
         assert callable(condition)
         async with asyncio.timeout(timeout_s):
             while not condition(status := await self.status()):

@@ -1,4 +1,4 @@
-"""A store over memory and disk in one process; a `DiskIo` of the tests is under its disk."""
+"""A store with memory and disk in one process; its disk uses a `DiskIo` of the tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 
 
 class CopyTransport:
-    """A transport whose peers are this process: reads are copies. Fails on demand."""
+    """A transport within this process: reads are copies and can fail on demand."""
 
     kind = "socket"
     session_id = "here"
@@ -103,7 +103,7 @@ class Rig:
         return [int.from_bytes(c, "little") for c in committed]
 
     async def to_disk_only(self, numbers: Sequence[int]) -> None:
-        """Put blocks, let them be written, and drop them from memory."""
+        """Put blocks, wait until they are written, and drop them from memory."""
         assert self.store.write_behind is not None
         await self.put(numbers)
         assert await self.store.write_behind.flush(timeout_s=60)

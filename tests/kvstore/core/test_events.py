@@ -1,4 +1,4 @@
-"""WatchBlocks of a real kvstore process: the events equal what Lookup says."""
+"""WatchBlocks of a real kvstore process: the events equal the results of Lookup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 
 
 async def follow(client: Client, view: BlockView, until: Callable[[BlockView], bool]) -> None:
-    """One WatchBlocks call from the view's position, until the view fulfils the condition."""
+    """Run one WatchBlocks call from the view's position until the view fulfils the condition."""
     if view.incarnation and until(view):
         return
     call = kv_events_pb2_grpc.KvEventServiceStub(client.channel).WatchBlocks(view.resume(), timeout=60)
@@ -29,7 +29,7 @@ async def follow(client: Client, view: BlockView, until: Callable[[BlockView], b
     call.cancel()
 
 
-async def test_both_tiers_are_published_and_a_new_incarnation_starts_with_a_snapshot(
+async def test_events_cover_both_tiers_and_a_new_incarnation_starts_with_a_snapshot(
     node: KvstoreProcess, client: Client
 ) -> None:
     view, keys = BlockView(), {key(number) for number in range(12)}

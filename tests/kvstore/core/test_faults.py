@@ -14,7 +14,7 @@ from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
 
 
 def broken_read_of(rig: Rig, number: int) -> Callable[..., Awaitable[list[ReadResult]]]:
-    """A `read_many` that reads all but this block and then raises."""
+    """Return a `read_many` that reads all blocks but this one and then raises."""
     read_many = rig.disk.read_many
 
     async def broken(wanted: Sequence[tuple[bytes, int]], *, on_read: OnRead) -> list[ReadResult]:

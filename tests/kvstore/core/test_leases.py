@@ -1,4 +1,4 @@
-"""Leases end exactly once, never while in use, and never outlive their time."""
+"""Leases end exactly once, never during use, and at their expiry at the latest."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_renewal_never_makes_a_lease_shorter() -> None:
     assert leases.get(lease.lease_id, now_ms=30_000) is None
 
 
-def test_a_lease_that_is_due_counts_as_ended_before_it_is_collected() -> None:
+def test_an_expired_lease_counts_as_ended_before_its_collection() -> None:
     leases = table()
     lease = leases.grant(1, owner="w", requested_ms=100, now_ms=0)
     assert leases.get(lease.lease_id, now_ms=99) is lease

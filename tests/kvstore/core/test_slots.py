@@ -1,4 +1,4 @@
-"""The slot table: slots are unique, held blocks stay, and room is found where there is some."""
+"""The slot table: slots are unique, held blocks stay, and free or evictable slots are found."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def put(table: SlotTable[int], number: int, n_pages: int = 1) -> Slot | None:
     return slot
 
 
-def test_the_least_recently_used_block_goes_first_and_a_chain_shrinks_from_its_end() -> None:
+def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end() -> None:
     table = filled(6)
     table.touch([key(0), key(1), key(2)])
     for number in (10, 11, 12, 13, 14):

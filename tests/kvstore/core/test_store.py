@@ -1,4 +1,4 @@
-"""The store over memory and disk: pins hold blocks, and concurrent pins share promotions."""
+"""The store with memory and disk: pins hold blocks, and concurrent pins share promotions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_a_put_block_is_held_found_and_pinned_with_its_bytes(rig: Rig) -> 
     rig.store.release_pin(pin.lease.lease_id)
     assert (
         rig.puts.reserve(keys(1, 2, 3), BLOCK_BYTES, owner="w") is None
-    )  # a second put is refused at no cost
+    )  # a second put is refused without a transfer
     counts = rig.counters.snapshot()
     assert counts["slipstream_kvstore_hits_dram_total"] == 3
     assert counts["slipstream_kvstore_misses_total"] == 1
@@ -63,7 +63,7 @@ async def test_many_pins_of_one_block_on_disk_read_it_once(rig: Rig) -> None:
     assert block.holds == 0
 
 
-async def test_a_cancelled_pin_holds_nothing_and_the_promotion_goes_on(rig: Rig) -> None:
+async def test_a_cancelled_pin_holds_nothing_and_the_promotion_continues(rig: Rig) -> None:
     await rig.put([3])
     await rig.to_disk_only([1, 2])
     rig.io.gate.clear()
@@ -93,13 +93,13 @@ async def test_a_hanging_disk_is_a_miss_and_its_slot_is_freed_later(rig: Rig) ->
     rig.store.release_pin(pin.lease.lease_id)
     rig.io.gate.set()
     deadline = asyncio.get_running_loop().time() + 60
-    while rig.dram.get(key(2)) is None:  # the promotion goes on for later pins
+    while rig.dram.get(key(2)) is None:  # the promotion continues for later pins
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.01)
     assert rig.dram.get(key(2)).holds == 0  # type: ignore[union-attr]
 
 
-async def test_damage_on_disk_ends_the_prefix(rig: Rig, tmp_path: Path) -> None:
+async def test_a_damaged_disk_block_ends_the_prefix(rig: Rig, tmp_path: Path) -> None:
     await rig.to_disk_only([1, 2, 3])
     entry = rig.disk.table.get(key(2))
     assert entry is not None
@@ -116,7 +116,7 @@ async def test_damage_on_disk_ends_the_prefix(rig: Rig, tmp_path: Path) -> None:
     assert rig.dram.get(key(3)).holds == 0  # type: ignore[union-attr]  # promoted beyond the gap
 
 
-async def test_eviction_keeps_what_is_pinned(rig: Rig) -> None:
+async def test_eviction_keeps_pinned_blocks(rig: Rig) -> None:
     await rig.put([1, 2])
     pin = await rig.store.pin(keys(1, 2), owner="r", requested_ms=0)
     for number in range(100, 140):
@@ -128,7 +128,7 @@ async def test_eviction_keeps_what_is_pinned(rig: Rig) -> None:
     rig.store.release_pin(pin.lease.lease_id)
 
 
-async def test_when_all_memory_is_pinned_puts_are_refused_and_promotion_is_a_miss(rig: Rig) -> None:
+async def test_puts_are_refused_and_promotions_miss_while_all_memory_is_pinned(rig: Rig) -> None:
     await rig.to_disk_only([50])
     await rig.put(list(range(16)))
     pin = await rig.store.pin(keys(*range(16)), owner="r", requested_ms=0)

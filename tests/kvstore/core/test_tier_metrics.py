@@ -1,4 +1,4 @@
-"""All tiers count the same things; the metrics page names them and `kv stat` shows them."""
+"""All tiers have the same metrics; the metrics page names them and `kv stat` shows them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {metric.name: metric.kind for metric in METRICS}
 
 
 def named() -> dict[str, list[str]]:
-    """The metric of each tier, by row of the page."""
+    """Return the metric of each tier by row of the page."""
     found = {}
     for line in PAGE.read_text().splitlines():
         what, *cells = [cell.strip() for cell in line.strip("|").split("|")]

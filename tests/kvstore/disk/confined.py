@@ -22,7 +22,7 @@ class _Program(ctypes.Structure):
 
 
 def forbid(number: int) -> None:
-    """Make the system call fail with EPERM in this thread and those that it starts."""
+    """Make the system call fail with EPERM in this thread and the threads it starts."""
     steps = ((_LOAD, 0), (_SKIP_ONE_IF, number), (_RETURN, _ALLOWED), (_RETURN, _EPERM))
     filters = (ctypes.c_uint64 * len(steps))(*(code | value << 32 for code, value in steps))
     program = _Program(len(steps), ctypes.addressof(filters))

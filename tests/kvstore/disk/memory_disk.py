@@ -169,7 +169,7 @@ class Durable:
             self._make_durable(lambda each: each.kind in ("create", "unlink"), op.upto)
 
     def image(self, rng: random.Random, *, keep: float, tear: float) -> dict[str, bytearray]:
-        """The durable files and a part of the pending writes: each with probability `keep`, in any order."""
+        """Return durable files plus pending writes, each with probability `keep`, in any order."""
         names = dict(self._names)
         contents = {number: bytearray(self._contents[number]) for number in names.values()}
         writes = []
@@ -212,7 +212,7 @@ def apply_to(names: dict[str, int], contents: dict[int, bytearray], op: Op) -> N
 
 
 def torn(op: Op, rng: random.Random) -> Op:
-    """The write with only some of its sectors: a run from its start or its end."""
+    """Return the write with only some of its sectors: a run from its start or its end."""
     n_sectors = len(op.data) // SECTOR_BYTES
     cut = rng.randrange(n_sectors + 1) * SECTOR_BYTES
     if rng.random() < 0.5:
@@ -223,7 +223,7 @@ def torn(op: Op, rng: random.Random) -> Op:
 def crash_images(
     log: Sequence[Op], start: dict[str, bytearray], rng: random.Random, *, per_cut: int
 ) -> Iterator[tuple[int, dict[str, bytearray]]]:
-    """(cut, files): what the disk may hold when the power fails after `cut` operations of the log."""
+    """Yield (cut, files): possible states of the disk if the power fails after `cut` operations."""
     durable = Durable(start)
     for cut, op in enumerate(log, start=1):
         durable.apply(cut - 1, op)

@@ -24,7 +24,7 @@ _SYNC = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int)
 
 
 def native_writer(files: SegmentFiles, disk: MemoryDisk) -> NativeWriter:
-    """A native writer of these files, whose calls go to the disk in memory."""
+    """Return a native writer of these files whose calls go to the disk in memory."""
 
     def write(fd: int, views: Any, n_views: int, offset: int) -> int:
         buffers = [memory_at(views[n].address, views[n].n_bytes) for n in range(n_views)]

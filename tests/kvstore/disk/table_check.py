@@ -6,7 +6,7 @@ from services.kvstore.disk.table.table import DiskTable
 
 
 def check_table(table: DiskTable) -> None:
-    """AssertionError unless every slot is free, taken or a block, and counted once."""
+    """Raise AssertionError unless every slot is free, reserved or a block, and counted once."""
     published = table.rows()
     assert len(published) == table.n_blocks
     assert table.n_bytes == int(table._columns.n_bytes[published].sum())

@@ -128,7 +128,7 @@ KINDS: list[Callable[[Rig, Files, random.Random], None]] = [
 
 
 def read_running(rig: Rig, known: dict[bytes, bytes], touched: set[str]) -> int:
-    """Read as a running tier with the index from before the damage; returns the misses."""
+    """Read like a running tier, with the index from before the damage; return the number of misses."""
     missed = 0
     for block in rig.blocks:
         if rig.tier.files.path(block.slot.slab).name in touched:
@@ -140,7 +140,7 @@ def read_running(rig: Rig, known: dict[bytes, bytes], touched: set[str]) -> int:
 
 
 def read_after_a_start(files: Files, rig: Rig, known: dict[bytes, bytes], touched: set[str]) -> int:
-    """Open the damaged files and read every indexed block in a changed file; returns the whole ones.
+    """Open the damaged files and read every indexed block in a changed file; count the whole ones.
 
     Blocks in unchanged files were read at first.
     """
@@ -168,12 +168,12 @@ async def damage(n_damages: int, *, seed: int, per_round: int = 5) -> None:
     # A warning per removed file would flood the log.
     logging.getLogger("services.kvstore.disk.segments.files").setLevel(logging.ERROR)
     try:
-        await damage_quietly(n_damages, seed=seed, per_round=per_round)
+        await damage_without_logs(n_damages, seed=seed, per_round=per_round)
     finally:
         logging.getLogger("services.kvstore.disk.segments.files").setLevel(logging.NOTSET)
 
 
-async def damage_quietly(n_damages: int, *, seed: int, per_round: int) -> None:
+async def damage_without_logs(n_damages: int, *, seed: int, per_round: int) -> None:
     rng = random.Random(seed)
     rig = Rig()
     await rig.fill()
@@ -201,7 +201,7 @@ async def damage_quietly(n_damages: int, *, seed: int, per_round: int) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_ten_thousand_damages_are_all_found_on_live_reads_and_at_start() -> None:
+async def test_reads_and_starts_find_all_of_ten_thousand_damages() -> None:
     await damage(DAMAGES, seed=5)
 
 
@@ -211,7 +211,7 @@ async def test_a_million_damages() -> None:
     await damage(SOAK_DAMAGES, seed=6)
 
 
-async def test_a_damaged_block_is_dropped_counted_and_can_be_put_again() -> None:
+async def test_a_damaged_block_is_dropped_and_counted_and_can_be_put_again() -> None:
     rig = Rig()
     await rig.fill()
     name, _, payload_at = rig.place(rig.blocks[3])

@@ -50,7 +50,7 @@ class Mark:
 
 @dataclass
 class Session:
-    """A store that works until the power fails."""
+    """A store under load until the power fails."""
 
     files: dict[str, bytearray]
     rng: random.Random
@@ -60,7 +60,7 @@ class Session:
     start: dict[str, bytearray] = field(init=False)
 
     async def run(self) -> None:
-        """Concurrent puts of several sizes beyond the room, reads, drops, a failing sync."""
+        """Run concurrent puts of several sizes beyond the disk's size, reads, drops and a failing sync."""
         self.start = {name: bytearray(data) for name, data in self.files.items()}
         self.disk = MemoryDisk(self.files)
         tier = DiskTier(DIRECTORY, disk_bytes=DISK_BYTES, io=self.disk)
@@ -107,14 +107,14 @@ class Session:
 
 
 class Reader:
-    """Opens an image as a start does, and reads every block of it."""
+    """Opens a disk image like a start and reads every block of it."""
 
     def __init__(self) -> None:
         self.memory = PageAlignedMemory(4 * PAGE_BYTES)
         self.expected = {key(number): payload(number) for number in range(40)}
 
     def check(self, files: dict[str, bytearray], owed: set[bytes]) -> int:
-        """Check for wrong bytes and lost blocks; returns how many blocks were read whole."""
+        """Check for wrong bytes and lost blocks; return the number of blocks read whole."""
         disk = MemoryDisk(files, record=False)
         table = DiskTable(n_slabs=8, slab_bytes=SEGMENT_BYTES)
         segments = SegmentFiles(DIRECTORY, segment_bytes=SEGMENT_BYTES, io=disk)
@@ -172,7 +172,7 @@ async def test_a_million_crashes() -> None:
 def test_the_crash_images_reveal_a_store_without_syncs(natively: bool) -> None:
     """Checks the harness: without the payloads' sync a crash does lose a durable block."""
 
-    async def careless() -> None:
+    async def without_sync() -> None:
         session = Session({}, random.Random(3), natively)
         await session.run()
         log = [op for op in session.disk.log if op.kind != "sync"]
@@ -183,4 +183,4 @@ def test_the_crash_images_reveal_a_store_without_syncs(natively: bool) -> None:
             Reader().check(files, session.owed(cut))
 
     with pytest.raises(AssertionError, match="was acknowledged"):
-        asyncio.run(careless())
+        asyncio.run(without_sync())

@@ -1,4 +1,4 @@
-"""kill -9 of a busy kvstore process: a restart finds all durable blocks."""
+"""SIGKILL of a busy kvstore process: a restart finds all durable blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KILLS = 3
 
 
 async def put_durable(client: Client, numbers: list[int]) -> list[bytes]:
-    """Reserve and commit; returns the hashes that the answer calls durable."""
+    """Reserve and commit; return the hashes that the answer reports as durable."""
     reserved = await client.reserve(numbers)
     if not reserved.reservation_id:
         return []
@@ -37,7 +37,7 @@ async def test_a_commit_reports_which_blocks_are_durable(node: KvstoreProcess, c
     await restarted.close()
 
 
-async def test_without_a_disk_nothing_is_durable(tmp_path: Path, client: Client) -> None:
+async def test_no_block_is_durable_without_a_disk(tmp_path: Path, client: Client) -> None:
     process = KvstoreProcess(tmp_path / "none", client.transport.kind, disk_bytes=0)
     process.directory.mkdir()
     process.start()
@@ -51,7 +51,7 @@ async def test_without_a_disk_nothing_is_durable(tmp_path: Path, client: Client)
 
 
 @pytest.mark.timeout(600)
-async def test_kill_9_under_load_loses_nothing_that_was_durable(node: KvstoreProcess, client: Client) -> None:
+async def test_sigkill_under_load_loses_no_durable_block(node: KvstoreProcess, client: Client) -> None:
     durable: dict[bytes, int] = {}
     current = client
     number = 0
@@ -112,7 +112,7 @@ async def test_a_node_with_several_disks_survives_the_loss_of_one(tmp_path: Path
     assert "fail together" in (directory / "kvstore.log").read_text()
 
 
-async def test_a_process_leaves_no_descriptor_behind_when_blocks_come_and_go(
+async def test_a_process_leaks_no_descriptor_over_puts_and_evictions(
     node: KvstoreProcess, client: Client
 ) -> None:
     await put_durable(client, list(range(8)))

@@ -1,4 +1,4 @@
-"""A failing disk costs its own blocks for a while: never the service, never another disk."""
+"""A failing disk makes only its blocks unavailable, never the service or another disk."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class Rig:
         self.store.write_behind.add(key(number))
 
     async def put(self, *numbers: int) -> int:
-        """Put blocks; returns how many are durable."""
+        """Put blocks; return the number of durable ones."""
         for number in numbers:
             self.publish(number)
         return len(await self.store.durable([key(number) for number in numbers], timeout_s=60))
 
-    def forget_memory(self) -> None:
+    def drop_memory(self) -> None:
         """Drop unheld blocks from memory."""
         for found in self.dram.table.keys():  # noqa: SIM118
             block = self.dram.get(found)
@@ -99,8 +99,8 @@ class Rig:
                 self.dram.table.drop(block)
 
     async def served(self, *numbers: int) -> list[int]:
-        """Pin each block alone, from the disks; returns those served, with every byte verified."""
-        self.forget_memory()
+        """Pin each block alone, from the disks; return those served with every byte verified."""
+        self.drop_memory()
         found = []
         for number in numbers:
             pin = await self.store.pin([key(number)], owner="r", requested_ms=0, disk_wait_s=60)
@@ -208,7 +208,7 @@ async def test_a_flush_waits_for_the_writes_of_a_disk_that_is_back(
 ) -> None:
     write, may_write = DiskSet.write, asyncio.Event()
 
-    async def held_up(*arguments: Any) -> bool:
+    async def delayed(*arguments: Any) -> bool:
         await may_write.wait()
         return await write(*arguments)
 
@@ -219,13 +219,13 @@ async def test_a_flush_waits_for_the_writes_of_a_disk_that_is_back(
     assert write_behind is not None
     assert await write_behind.flush(timeout_s=60)  # a flush does not wait for blocks that no disk takes
     assert write_behind.waiting == 9
-    monkeypatch.setattr(DiskSet, "write", held_up)
+    monkeypatch.setattr(DiskSet, "write", delayed)
     one.disks[0].failing.clear()
     await one.until(DiskState.OK)
     assert not await write_behind.flush(timeout_s=0)
     may_write.set()
     assert await write_behind.flush(timeout_s=60)
-    one.forget_memory()
+    one.drop_memory()
     assert all(one.set.contains(key(number)) for number in (*range(8), 9))
 
 
@@ -245,7 +245,7 @@ async def test_single_read_errors_are_misses_and_several_in_a_row_mark_the_disk_
 async def test_a_hanging_disk_is_away_and_back_when_it_answers(one: Rig) -> None:
     gate = one.disks[0].before = Gate("preadv", "pwritev", "fdatasync")
     assert await one.put(*range(8)) == 8
-    one.forget_memory()
+    one.drop_memory()
     gate.open.clear()
     async with asyncio.timeout(60):
         pin = await one.store.pin([key(n) for n in range(8)], owner="r", requested_ms=0, disk_wait_s=60)
@@ -282,7 +282,7 @@ async def test_one_disk_of_two_fails_and_the_other_takes_over(two: Rig) -> None:
     on_second = [n for n in range(20) if two.tiers[1].contains(key(n))]
     assert on_first and on_second and len(on_first) + len(on_second) == 20
     gate = two.disks[0].before = Gate("preadv", "pwritev", "fdatasync", "open")
-    two.forget_memory()
+    two.drop_memory()
     gate.open.clear()
     assert await two.served(on_first[0]) == []
     await two.until(DiskState.AWAY, DiskState.OK)
@@ -303,7 +303,7 @@ async def test_a_full_filesystem_keeps_the_tier_at_its_segments_and_it_grows_whe
     one.disks[0].failing["fallocate"] = errno.ENOSPC
     for start in range(1, slots + 40, 20):
         await one.put(*range(start, start + 20))
-        one.forget_memory()
+        one.drop_memory()
     assert list(one.disks[0].files) == ["segment-000000"]
     assert one.tiers[0].health.state == DiskState.OK and one.tiers[0].table.evictions > 0
     one.disks[0].failing.clear()
@@ -311,7 +311,7 @@ async def test_a_full_filesystem_keeps_the_tier_at_its_segments_and_it_grows_whe
         number = 1000
         while len(one.disks[0].files) < 2:
             await one.put(number)
-            one.forget_memory()
+            one.drop_memory()
             number += 1
             await asyncio.sleep(0.01)
 

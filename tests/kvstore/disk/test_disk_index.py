@@ -1,4 +1,4 @@
-"""The disk index finds exactly its blocks, one by one and in chains; evicted slots are neighbours."""
+"""The disk index finds exactly its blocks, single and in chains; evicted slots are neighbours."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_index_behaves_like_a_dictionary(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rate", [2, 7, 245])
-def test_single_and_many_evictions_sample_alike(rate: int) -> None:
+def test_single_and_grouped_evictions_sample_alike(rate: int) -> None:
     policy = DiskPolicy(rate * 100, sampled_blocks=100)
     assert policy.rate == rate
     keys = [random.Random(n).randbytes(16) for n in range(2000)]
@@ -67,7 +67,7 @@ def test_single_and_many_evictions_sample_alike(rate: int) -> None:
     assert many.any()
 
 
-def test_unused_blocks_are_not_remembered_forever() -> None:
+def test_records_of_unused_blocks_are_bounded() -> None:
     policy = DiskPolicy(64, sampled_blocks=64)
     for number in range(20_000):
         policy.published(key(number))
@@ -77,8 +77,8 @@ def test_unused_blocks_are_not_remembered_forever() -> None:
     policy.sampled_policy.check()
 
 
-def test_writes_into_evicted_slots_are_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that was overwritten several times still gives a group slots in few segments."""
+def test_evicted_slots_are_reused_in_neighbouring_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After several rewrites of the disk a group of blocks still gets slots in few segments."""
     monkeypatch.setattr(evict, "SAMPLE_ROWS", 256)
     n_slabs, n_slots, group = 64, 32, 32
     table = DiskTable(n_slabs=n_slabs, slab_bytes=n_slots * 2 * PAGE_BYTES)

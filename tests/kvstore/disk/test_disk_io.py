@@ -1,4 +1,4 @@
-"""A disk at start: direct I/O or not, progress of the scan, errors of the directory."""
+"""A disk at start: direct or buffered I/O, progress of the scan, errors of the directory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def check_all(tier: DiskTier, memory: PageAlignedMemory) -> None:
 
 
 def refuse_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tmpfs refused it for years."""
+    """Refuse direct I/O at open, like older tmpfs."""
     plain = os.open
 
     def refusing(path: Any, flags: int, mode: int = 0o777) -> int:
@@ -60,11 +60,11 @@ def refuse_at_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_at_the_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some network and stacked filesystems refuse it."""
+    """Refuse direct I/O at the first read, like some network and stacked filesystems."""
     plain, opened = os.preadv, os.open
     direct: set[int] = set()
 
-    def noting(path: Any, flags: int, mode: int = 0o777) -> int:
+    def recording_open(path: Any, flags: int, mode: int = 0o777) -> int:
         fd = opened(path, flags, mode)
         (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
         return fd
@@ -74,7 +74,7 @@ def refuse_at_the_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return plain(fd, buffers, offset)
 
-    monkeypatch.setattr("os.open", noting)
+    monkeypatch.setattr("os.open", recording_open)
     monkeypatch.setattr("os.preadv", refusing)
 
 
@@ -89,7 +89,7 @@ async def test_files_are_buffered_with_a_warning_where_direct_io_is_refused(
             tier = DiskTier(tmp_path / "kv", disk_bytes=4 << 20)
             tier.open()
             assert not tier.files.io.direct
-            assert isinstance(tier._reads, NativeReader)  # does not use io_uring then
+            assert isinstance(tier._reads, NativeReader)  # buffered files are not read by io_uring
             if start == 0:
                 await put_all(tier, memory)
             await check_all(tier, memory)

@@ -1,4 +1,4 @@
-"""Reads in native threads: the same bytes and errors as interpreter threads, and no leaks."""
+"""Reads by native threads: the same bytes and errors as interpreter threads, and no leaks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Rig:
         return BlockRead(block, self.memory.address + to * PAGE_BYTES)
 
     async def read(self, numbers: list[int], *, to: int = 0) -> list[Ended]:
-        """Read the slots into consecutive memory; returns how each read ended."""
+        """Read the slots into consecutive memory; return the result of each read."""
         ended: dict[int, Ended] = {}
         self.reader.add([self.read_of(n, to + at) for at, n in enumerate(numbers)], ended.__setitem__)
         async with asyncio.timeout(30):
@@ -147,7 +147,7 @@ async def test_a_running_call_is_reported_until_it_returns() -> None:
     os.close(zeros)
 
 
-async def ends(pool: NativePool, n: int) -> dict[int, int]:
+async def wait_for_ends(pool: NativePool, n: int) -> dict[int, int]:
     found: dict[int, int] = {}
     async with asyncio.timeout(30):
         while len(found) < n:
@@ -174,10 +174,10 @@ async def test_a_read_that_hangs_in_io_uring_blocks_no_other(tmp_path: Path) -> 
         pool.add(part(0, pipe), 1, n_unended=1)
         for n in range(1, 4):
             pool.add(part(n, file), 1, n_unended=2)
-            assert await ends(pool, 1) == {n: 0}
+            assert await wait_for_ends(pool, 1) == {n: 0}
         assert pool.oldest_s is not None and memory.view(0, PAGE_BYTES) == bytes(PAGE_BYTES)
         os.write(writes, data)
-        assert await ends(pool, 1) == {0: 0} and memory.view(0, PAGE_BYTES) == data
+        assert await wait_for_ends(pool, 1) == {0: 0} and memory.view(0, PAGE_BYTES) == data
         # The bound of reads at the disk is reached; the others can be cancelled.
         numbers = range(MOST_AT_DISK + 2)
         pool.add(b"".join(part(n, pipe) for n in numbers), len(numbers), n_unended=len(numbers))
@@ -185,19 +185,19 @@ async def test_a_read_that_hangs_in_io_uring_blocks_no_other(tmp_path: Path) -> 
             while not pool.oldest_s:  # zero before the first start
                 await asyncio.sleep(0.001)
         pool.cancel_waiting()
-        given_up = await ends(pool, 2)
+        given_up = await wait_for_ends(pool, 2)
         assert set(given_up.values()) == {-errno.ECANCELED}
         left = set(numbers) - set(given_up)
         assert pool.poll() == [] and pool.oldest_s is not None
         os.write(writes, data * len(left))
-        assert await ends(pool, len(left)) == dict.fromkeys(left, 0)
+        assert await wait_for_ends(pool, len(left)) == dict.fromkeys(left, 0)
         # A thread repeats a short read, and its result counts.
         pool.add(part(0, pipe), 1, n_unended=1)
         os.write(writes, data[:100])
-        assert await ends(pool, 1) == {0: -errno.ESPIPE}
+        assert await wait_for_ends(pool, 1) == {0: -errno.ESPIPE}
     else:
         pool.add(part(0, pipe), 1, n_unended=1)
-        assert await ends(pool, 1) == {0: -errno.ESPIPE}
+        assert await wait_for_ends(pool, 1) == {0: -errno.ESPIPE}
     pool.add(part(1, file) + part(2, file), 2, n_unended=2)
     pool.close(wait=True)  # finishes waiting reads
     assert memory.view(PAGE_BYTES, 2 * PAGE_BYTES) == data + data
@@ -206,7 +206,7 @@ async def test_a_read_that_hangs_in_io_uring_blocks_no_other(tmp_path: Path) -> 
 
 
 async def test_thread_reads_start_behind_one_that_hangs_in_io_uring(tmp_path: Path) -> None:
-    """A disk has both kinds after its filesystem refused direct I/O for some file."""
+    """A disk has both kinds of reads after its filesystem refused direct I/O for some file."""
     library = native_library()
     assert library is not None
     pool = NativePool(library, n_threads=2)
@@ -223,9 +223,9 @@ async def test_thread_reads_start_behind_one_that_hangs_in_io_uring(tmp_path: Pa
     if pool.has_ring:
         for _ in range(20):  # with the ring's thread asleep, and spinning
             pool.add(b"".join(parts), 3, n_unended=3)
-            assert await ends(pool, 2) == {1: 0, 2: 0}
+            assert await wait_for_ends(pool, 2) == {1: 0, 2: 0}
             os.write(writes, data)
-            assert await ends(pool, 1) == {0: 0}
+            assert await wait_for_ends(pool, 1) == {0: 0}
     pool.close(wait=True)
     for fd in (file, pipe, writes):
         os.close(fd)
@@ -261,11 +261,13 @@ def test_threads_read_where_any_call_of_io_uring_is_forbidden(tmp_path: Path, nu
 async def test_interpreter_threads_read_without_xxhash_or_with_another_disk_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Seam(SystemDiskIo):
+    class OverriddenDiskIo(SystemDiskIo):
         def preadv(self, fd: int, buffers: object, offset: int) -> int:
             raise AssertionError
 
-    assert uses_system_reads_and_writes(SystemDiskIo()) and not uses_system_reads_and_writes(Seam())
+    assert uses_system_reads_and_writes(SystemDiskIo()) and not uses_system_reads_and_writes(
+        OverriddenDiskIo()
+    )
     monkeypatch.setattr(compiled, "_xxhash_path", lambda: "/nowhere")
     native_library.cache_clear()
     try:
@@ -282,7 +284,7 @@ async def test_interpreter_threads_read_without_xxhash_or_with_another_disk_io(
         native_library.cache_clear()
 
 
-def test_a_missing_library_is_an_error_that_says_what_to_do(
+def test_a_missing_library_raises_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "LIBRARY", tmp_path / "_disk_io.so")

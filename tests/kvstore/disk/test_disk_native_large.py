@@ -31,7 +31,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[NativePool]:
     pool.close(wait=True)
 
 
-async def ends(pool: NativePool, n: int) -> dict[int, int]:
+async def wait_for_ends(pool: NativePool, n: int) -> dict[int, int]:
     found: dict[int, int] = {}
     async with asyncio.timeout(60):
         while len(found) < n:
@@ -51,7 +51,7 @@ class Slots:
         self.memory = PageAlignedMemory(n * SLOT_BYTES)
 
     def part(self, number: int, n_bytes: int, flags: int = DIRECT) -> bytes:
-        """A read of slot `number` whose block has `n_bytes`."""
+        """Describe a read of slot `number` with a block of `n_bytes`."""
         at = number * SLOT_BYTES
         expected = checksum(self.data[at : at + n_bytes])
         return PART.pack(number, self.fd, flags, at, SLOT_BYTES, self.memory.address + at, n_bytes, expected)
@@ -66,7 +66,7 @@ async def test_a_checksum_in_pieces_equals_that_of_the_whole(tmp_path: Path, poo
     sizes = [1, 17, 241, *edges, SLOT_BYTES - 1, SLOT_BYTES]
     slots = Slots(tmp_path / "file", len(sizes))
     pool.add(b"".join(map(slots.part, range(slots.n), sizes)), slots.n, n_unended=slots.n)
-    assert await ends(pool, slots.n) == dict.fromkeys(range(slots.n), 0)
+    assert await wait_for_ends(pool, slots.n) == dict.fromkeys(range(slots.n), 0)
     assert all(map(slots.holds, range(slots.n), sizes))
     os.close(slots.fd)
 
@@ -88,7 +88,7 @@ async def test_one_wrong_byte_in_any_piece_is_found(tmp_path: Path, pool: Native
         )
         pool.add(parts, slots.n, n_unended=slots.n)
         expected = {number: MISMATCH if number in wrong else 0 for number in range(slots.n)}
-        assert await ends(pool, slots.n) == expected
+        assert await wait_for_ends(pool, slots.n) == expected
     os.close(slots.fd)
 
 
@@ -103,13 +103,13 @@ async def test_a_file_that_ends_in_the_middle_of_a_block_fails_that_block_alone(
             for number in range(6)
         )
         pool.add(parts, 6, n_unended=6)
-        found = await ends(pool, 6)
+        found = await wait_for_ends(pool, 6)
         assert found == dict.fromkeys(range(4), 0) | dict.fromkeys((4, 5), -errno.EIO)
         assert all(slots.holds(number, SLOT_BYTES) for number in range(4))
     os.close(slots.fd)
 
 
-async def begun(pool: NativePool) -> None:
+async def wait_for_starts(pool: NativePool) -> None:
     """Wait until some reads, and with them all that may, have started."""
     async with asyncio.timeout(30):
         while not pool.oldest_s:
@@ -129,18 +129,18 @@ async def test_half_of_the_requested_bytes_are_at_the_disk(asked_mib: int, at_di
         pool.close(wait=True)
         pytest.skip("this kernel refuses io_uring, and threads have no turns")
     memory = PageAlignedMemory(2 * MIB)
-    pipe, writes = os.pipe()  # io_uring reads pipes, and waits
+    pipe, writes = os.pipe()  # io_uring can read pipes and waits for bytes
     n = asked_mib // 2
     parts = b"".join(
         PART.pack(number, pipe, DIRECT, 0, 2 * MIB, memory.address, 2 * MIB, bytes(16)) for number in range(n)
     )
     pool.add(parts, n, n_unended=n)
-    await begun(pool)
+    await wait_for_starts(pool)
     pool.cancel_waiting()
     n_given_up = n - at_disk_mib // 2
     assert [result for _, result in pool.poll()] == [-errno.ECANCELED] * n_given_up
-    os.close(writes)  # all others come short, and a thread's preadv cannot read a pipe
-    assert set((await ends(pool, n - n_given_up)).values()) == {-errno.ESPIPE}
+    os.close(writes)  # all other reads are short, and a thread's preadv cannot read a pipe
+    assert set((await wait_for_ends(pool, n - n_given_up)).values()) == {-errno.ESPIPE}
     assert pool.oldest_s is None
     pool.close(wait=True)
     os.close(pipe)
@@ -164,13 +164,13 @@ async def test_threads_do_not_spin_for_a_hanging_read_or_without_requests() -> N
         for _ in range(20):  # short waits, after which the thread may spin
             pool.add(part, 1, n_unended=1)
             os.write(writes, data)
-            assert await ends(pool, 1) == {1: 0}
+            assert await wait_for_ends(pool, 1) == {1: 0}
         assert await cpu_s() < 0.2
         pool.add(part, 1, n_unended=1)
-        await begun(pool)
+        await wait_for_starts(pool)
         assert await cpu_s() < 0.2
         os.write(writes, data)
-        assert await ends(pool, 1) == {1: 0}
+        assert await wait_for_ends(pool, 1) == {1: 0}
     pool.close(wait=True)
     for fd in (pipe, writes):
         os.close(fd)

@@ -1,4 +1,4 @@
-"""Groups that the native writer makes durable: errors stay with their blocks, and nothing leaks."""
+"""Groups of writes by the native writer: an error fails only its block, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Rig:
         return BlockWrite(header, Slot(slab, index, PAGE_BYTES), 0, self.memory.address + number * PAGE_BYTES)
 
     async def write(self, *places: tuple[int, int]) -> list[Ended]:
-        """Write blocks to (segment, slot), all at once; returns how each ended."""
+        """Write blocks to (segment, slot) in one call; return the result of each."""
         ended: dict[int, Ended] = {}
         self.writer.add([self.block(*place) for place in places], ended.__setitem__)
         async with asyncio.timeout(60):

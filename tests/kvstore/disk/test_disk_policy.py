@@ -1,4 +1,4 @@
-"""Who goes when a disk is full: ends of chains first, learned reuse where it pays, tenants by their share."""
+"""Eviction of a full disk: ends of chains first, by the adaptive policy, tenants within their share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.kvstore.dram.slots import Slot
 from services.kvstore.policy.quota import NOBODY
 from tests.kvstore.disk.table_check import check_table
 
-# What the duel may cost: its first stakes, and what a change of leader costs.
+# How many hits the adaptive policy may lose to LRU before its samples suffice and by changes.
 LOST_BLOCKS = 128
 
 
@@ -27,7 +27,7 @@ def key(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_hits_are_never_fewer_than_those_of_lru_but_for_what_the_duel_stakes(name: str) -> None:
+def test_hits_are_at_least_those_of_lru_but_for_a_bounded_loss(name: str) -> None:
     capacity = 64
     chains = LOADS[name](random.Random(capacity), 250, capacity)
     disk, lru = DiskCache(capacity), Lru(capacity)
@@ -36,14 +36,16 @@ def test_hits_are_never_fewer_than_those_of_lru_but_for_what_the_duel_stakes(nam
     check_table(disk.table)
 
 
-def test_more_than_lru_where_there_is_something_to_learn() -> None:
+def test_a_loop_gets_more_hits_than_with_lru() -> None:
     chains = LOADS["loop"](random.Random(1), 2000, 64)
     disk, lru = DiskCache(64), Lru(64)
     assert sum(map(disk.serve, chains)) >= sum(map(lru.serve, chains)) + 200
 
 
-def test_a_thin_sample_learns_what_the_whole_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over more than there is room for: LRU has nothing, a quarter of it tells what to keep."""
+def test_a_policy_that_samples_a_quarter_of_the_blocks_still_beats_lru(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LRU has no hits in a loop larger than the disk; sampled blocks show that another policy has."""
     monkeypatch.setattr("services.kvstore.disk.reuse.SAMPLED_BLOCKS", 128)
     chains = LOADS["loop"](random.Random(2), 6000, 512)
     disk = DiskCache(512)
@@ -57,7 +59,7 @@ def test_a_thin_sample_learns_what_the_whole_would(monkeypatch: pytest.MonkeyPat
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 20), share=st.sampled_from([0.3, 0.6, 1.0]))
-def test_whatever_is_asked_the_books_are_right_and_no_tenant_has_more_than_its_share(
+def test_any_order_of_calls_keeps_the_table_consistent_and_tenants_within_their_share(
     seed: int, share: float
 ) -> None:
     rng = random.Random(seed)
@@ -68,7 +70,7 @@ def test_whatever_is_asked_the_books_are_right_and_no_tenant_has_more_than_its_s
     for generation in range(1, 150):
         tenant, start = rng.choice(tenants), rng.randrange(50)
         chain = [key(n) for n in range(start, start + rng.randrange(1, 8))]
-        rng.shuffle(chain) if rng.random() < 0.2 else None  # a caller may say anything
+        rng.shuffle(chain) if rng.random() < 0.2 else None  # a caller may pass any order
         table.touch(chain, tenant=tenant)
         number = rng.randrange(60)
         if not table.contains(key(number)) and number not in [each[0] for each in writing]:
@@ -95,7 +97,7 @@ def test_whatever_is_asked_the_books_are_right_and_no_tenant_has_more_than_its_s
             assert table.quota.used_bytes(b"a") <= limit and table.quota.used_bytes(b"b") <= limit
 
 
-def test_a_tenant_at_its_limit_makes_room_among_its_own_and_shared_blocks_count_for_nobody() -> None:
+def test_a_tenant_at_its_limit_evicts_its_own_blocks_and_shared_blocks_are_not_counted() -> None:
     table = DiskTable(n_slabs=1, slab_bytes=20 * PAGE_BYTES, tenant_share=0.3)  # ten slots, three of them
 
     def put(number: int, tenant: bytes) -> bool:
@@ -116,7 +118,7 @@ def test_a_tenant_at_its_limit_makes_room_among_its_own_and_shared_blocks_count_
     assert table.contains(key(5))
 
 
-def test_evicted_and_wanted_again_is_counted_with_the_time_between() -> None:
+def test_a_request_for_an_evicted_block_is_counted_with_the_time_since_its_eviction() -> None:
     table = DiskTable(n_slabs=1, slab_bytes=4 * PAGE_BYTES)
     for number in range(3):
         slot = table.allocate(PAGE_BYTES, generation=0)

@@ -1,4 +1,4 @@
-"""A hanging disk costs a request a small part of its time; a disk dead at start opens later."""
+"""A hanging disk delays a request by a small part of its time; a disk dead at start opens later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS_PER_S = 1000.0
 
 
 def disk_wait_ms(compute_ms: float) -> int:
-    """The wait that a worker grants the store as its only source."""
+    """Return the disk wait that a worker grants the kvstore as its only source."""
     budget = RestoreBudget(n_blocks=1, block_ms=compute_ms, clock_ms=lambda: 0.0)
     assert budget.next_source(n_after=0)
     return budget.disk_wait_ms
@@ -66,7 +66,7 @@ def test_a_disk_that_hangs_for_5_s_never_costs_more_than_a_fifth_of_computing() 
         rig = Rig([MemoryDisk(record=False)], clock_s=clock.now_s)
         rig.store.start()
         assert await rig.put(*range(8)) == 8
-        rig.forget_memory()
+        rig.drop_memory()
         gate = rig.disks[0].before = Gate("preadv", "pwritev", "fdatasync")
         gate.open.clear()
         clock.jump(on=True)

@@ -1,5 +1,7 @@
-"""A kvstore whose disk hangs at its start or end: it serves at once, opens the disk when it answers, and ends
-on SIGTERM. Real processes over a disk that hangs (bench/faults/disk_shim.c)."""
+"""A kvstore process whose disk hangs at start or shutdown (bench/faults/disk_shim.c).
+
+The process serves at once, opens the disk when it answers, and ends on SIGTERM.
+"""
 
 from __future__ import annotations
 

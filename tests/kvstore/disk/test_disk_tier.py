@@ -1,4 +1,4 @@
-"""The disk tier returns exactly what was put, or a miss, whatever happens to the files."""
+"""The disk tier returns the bytes of each put or a miss, with any damage to the files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_blocks_are_whole_before_and_after_a_restart(tmp_path: Path) -> No
     rig = Rig(tmp_path)
     for number in range(20):
         assert await rig.put(number, BLOCK_BYTES + 13 * number)
-    assert not await rig.put(3)  # blocks are immutable: a second put costs nothing
+    assert not await rig.put(3)  # blocks are immutable: a second put writes nothing
     for number in range(20):
         assert await rig.get(number) == payload(number, BLOCK_BYTES + 13 * number)
     rig.tier.close()
@@ -115,7 +115,7 @@ async def test_one_block_size_takes_over_the_room_of_another(tmp_path: Path) -> 
     again.tier.close()
 
 
-async def test_damage_under_a_running_tier_is_a_miss_and_counted(tmp_path: Path) -> None:
+async def test_a_block_damaged_under_a_running_tier_is_a_miss_and_counted(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     for number in range(3):
         await rig.put(number)
@@ -265,7 +265,7 @@ async def test_a_failed_write_makes_the_tier_read_only_and_keeps_it_readable(
     rig.tier.close()
 
 
-async def test_a_full_disk_keeps_the_tier_at_the_segments_it_has(tmp_path: Path) -> None:
+async def test_a_full_disk_limits_the_tier_to_its_existing_segments(tmp_path: Path) -> None:
     io = FailingIo()
     rig = Rig(tmp_path, io=io)
     assert await rig.put(0)
@@ -274,7 +274,7 @@ async def test_a_full_disk_keeps_the_tier_at_the_segments_it_has(tmp_path: Path)
     assert len(rig.segments()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"lock", "segment-000000"}  # noqa: ASYNC240
     assert not rig.tier.read_only
-    assert len(taken) > 100  # it goes on by evicting
+    assert len(taken) > 100  # the tier continues by evicting
     assert await rig.get(taken[-1]) == payload(taken[-1])
     check_table(rig.tier.table)
     rig.tier.close()

@@ -1,4 +1,4 @@
-"""A full filesystem that gets room again."""
+"""A disk tier on a full filesystem that gets free space again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SmallDisk:
 
 
 class BudgetIo(SystemDiskIo):
-    """Real files under a total size limit, as a kernel would enforce it."""
+    """Real files under a total size limit like that of a filesystem."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -47,8 +47,8 @@ class BudgetIo(SystemDiskIo):
         super().fallocate(fd, n_bytes)
 
 
-def mounted(directory: Path, *options: str) -> bool:
-    """Whether a tmpfs could be mounted there."""
+def mount_tmpfs(directory: Path, *options: str) -> bool:
+    """Mount a tmpfs at `directory`; return whether that succeeded."""
     mount = shutil.which("mount")
     command = [str(mount), "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(directory)]
     return mount is not None and not subprocess.run(command, capture_output=True, check=False).returncode
@@ -56,10 +56,10 @@ def mounted(directory: Path, *options: str) -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """A separate filesystem where this user may mount one, else a budget over real files."""
+    """A separate filesystem if this user may mount one, otherwise a budget over real files."""
     directory = tmp_path / "small"
     directory.mkdir()
-    if not mounted(directory, f"size={SMALL_BYTES}"):
+    if not mount_tmpfs(directory, f"size={SMALL_BYTES}"):
         budget = BudgetIo(directory / "kv")
         yield SmallDisk(directory / "kv", budget, lambda: setattr(budget, "max_bytes", LARGER_BYTES))
         return
@@ -72,7 +72,7 @@ def key(number: int) -> bytes:
     return checksum(b"key %d" % number)
 
 
-async def test_a_full_filesystem_keeps_what_it_has_and_grows_when_it_can(small_disk: SmallDisk) -> None:
+async def test_a_tier_on_a_full_filesystem_keeps_its_blocks_and_grows_later(small_disk: SmallDisk) -> None:
     block_bytes = 16 * PAGE_BYTES
     tier = DiskTier(
         small_disk.directory, disk_bytes=8 << 20, io=small_disk.io

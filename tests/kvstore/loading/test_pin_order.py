@@ -1,4 +1,4 @@
-"""Order of pins that share one disk: short pins overtake long ones, and none ends late."""
+"""The order of pins that share one disk: short pins overtake long ones, and none ends late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = st.integers(1, 12)
 
 
 def ends_when_shared(arrivals: Arrivals) -> list[Fraction]:
-    """When each pin would end if all waiting pins shared the disk equally."""
+    """Return when each pin would end if all waiting pins shared the disk equally."""
     left = [Fraction(n_blocks) for _, n_blocks in arrivals]
     ends: dict[int, Fraction] = {}
     now = Fraction(0)
@@ -43,7 +43,7 @@ def ends_when_shared(arrivals: Arrivals) -> list[Fraction]:
 
 
 def order_read(arrivals: Arrivals) -> list[tuple[int, int]]:
-    """The block that is read at each moment, as pin and position; (-1, 0) when there is none."""
+    """Return the block read at each moment as pin and position, or (-1, 0) for no block."""
     order: PinOrder[int] = PinOrder()
     owners = {
         bytes([pin, at]): (pin, at) for pin, (_, n_blocks) in enumerate(arrivals) for at in range(n_blocks)
@@ -92,7 +92,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_every_wanted_block_is_read_once_while_pins_come_and_go(
+def test_every_wanted_block_is_read_once_while_pins_start_and_end(
     operations: list[tuple[str, list[int]]],
 ) -> None:
     order: PinOrder[int] = PinOrder()
@@ -107,9 +107,9 @@ def test_every_wanted_block_is_read_once_while_pins_come_and_go(
         pins = [pin for pin, blocks in wanted.items() if first in blocks]
         assert any(wanted[pin][0] == first for pin in pins)
         order.begin_read(first, pins)
-        no_longer(first, pins)
+        assert_not_wanted(first, pins)
 
-    def no_longer(block: bytes, pins: list[int]) -> None:
+    def assert_not_wanted(block: bytes, pins: list[int]) -> None:
         for pin in pins:
             wanted[pin].remove(block)
             if not wanted[pin]:
@@ -127,7 +127,7 @@ def test_every_wanted_block_is_read_once_while_pins_come_and_go(
             for block in keys(*numbers):
                 pins = [pin for pin, blocks in wanted.items() if block in blocks]
                 order.discard(block, pins)
-                no_longer(block, pins)
+                assert_not_wanted(block, pins)
         else:
             for pin in numbers:
                 order.remove(pin)
@@ -169,7 +169,7 @@ async def test_a_pin_of_one_block_does_not_wait_for_the_whole_of_a_long_one(
     for first in range(0, n_long, 16):
         await rig.to_disk_only(range(first, first + 16))
     await rig.to_disk_only([9999])
-    order: list[bytes] = []  # in which the disk got the blocks
+    order: list[bytes] = []  # the order of blocks at the disk
     read_many = rig.disk.read_many
 
     async def recorded(wanted: Sequence[tuple[bytes, int]], *, on_read: OnRead) -> list[ReadResult]:
@@ -183,7 +183,7 @@ async def test_a_pin_of_one_block_does_not_wait_for_the_whole_of_a_long_one(
     short = rig.store.promoter.promote(keys(9999, n_long - 1))
     gone.close()
     await asyncio.gather(long.wait(timeout_s=100), short.wait(timeout_s=100))
-    # Blocks that the disk already had go before the short pin, the others after it.
+    # Blocks that are already at the disk are read before the short pin, the others after it.
     others = [number for number in range(CONCURRENT, n_long) if number != n_long - 1]
     assert order == keys(*range(CONCURRENT), 9999, n_long - 1, *others)
     assert long.loaded_blocks == n_long and short.loaded_blocks == 2

@@ -27,23 +27,23 @@ KEYS = [key(number) for number in range(4)]
 
 
 class SlowPool(MemoryPool):
-    """A pool that delays the answers of one kind of call until `go_on` is set."""
+    """A pool that delays the answers of one kind of call until `unblocked` is set."""
 
     def __init__(self, options: PoolOptions) -> None:
         super().__init__(options)
         self.slow = ""
-        self.go_on, self.done = asyncio.Event(), asyncio.Event()
+        self.unblocked, self.done = asyncio.Event(), asyncio.Event()
 
     async def call(self, kind: str, **fields: Any) -> dict[str, Any]:
         answer = await super().call(kind, **fields)
         if kind == self.slow:
             self.done.set()
-            await self.go_on.wait()
+            await self.unblocked.wait()
         return answer
 
 
 def pooled() -> tuple[BlockStore, SlowPool]:
-    """A node whose blocks are in the pool only."""
+    """Return a node whose blocks are only in the pool."""
     dram = DramTier(1 << 20)
     options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
     client = SlowPool(options)
@@ -93,13 +93,13 @@ async def test_a_pool_load_publishes_no_block_dropped_meanwhile(slow: str, every
             pinned = await pin(store)
             for name in [each.hex() for each in dropped]:
                 del client.values[name]
-            client.go_on.set()
+            client.unblocked.set()
             await dropping
         else:
             pinning = asyncio.create_task(pin(store))
             await client.done.wait()
             await operations.drop(None if every else dropped)
-            client.go_on.set()
+            client.unblocked.set()
             pinned = await pinning
     assert [each.block.key for each in pinned.blocks] == ([] if every else KEYS[:1])
     assert not any(store.contains(found) for found in dropped)
@@ -118,7 +118,7 @@ async def test_a_pool_load_publishes_no_block_dropped_meanwhile(slow: str, every
 async def test_a_disk_load_publishes_no_block_dropped_meanwhile() -> None:
     async for rig in opened(1):
         assert await rig.put(*range(4)) == 4
-        rig.forget_memory()
+        rig.drop_memory()
         gate = rig.disks[0].before = Gate("preadv")
         gate.open.clear()
         pinning = asyncio.create_task(pin(rig.store))

@@ -1,4 +1,4 @@
-"""The write queue: ordered, bounded, without duplicates, with a wait for idle."""
+"""The write queue is ordered, bounded and without duplicates; callers can wait until it is idle."""
 
 from __future__ import annotations
 

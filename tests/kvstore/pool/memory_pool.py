@@ -15,7 +15,7 @@ MAX_VALUES = 96
 
 
 class MemoryPool:
-    """`swap` maps a key to the one whose value is returned in its place."""
+    """A pool client over a dict. `swap` maps a key to another one whose value is returned for it."""
 
     def __init__(self, options: PoolOptions) -> None:
         self.options = options
@@ -74,7 +74,7 @@ class MemoryPool:
             value = self.values.get(self.swap(key))
             if value is not None and len(value) == n_bytes:
                 self.memory.view(offset, n_bytes)[:] = value
-            outcome.append(MISSING if value is None else n_bytes)  # as an agent that does not verify
+            outcome.append(MISSING if value is None else n_bytes)  # like an agent that does not verify
         return {"outcome": outcome, "late": False, "failovers": 0, "removed": 0}
 
     def _drop(self, keys: list[str]) -> dict[str, Any]:

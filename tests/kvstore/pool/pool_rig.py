@@ -16,7 +16,7 @@ SEGMENT_BYTES = 32 << 20
 
 
 class Member:
-    """With `segment_bytes` 0 the member puts and reads, and contributes no memory."""
+    """One member of a pool. With `segment_bytes` 0 it puts and reads but contributes no memory."""
 
     def __init__(
         self, master: str, *, segment_bytes: int = 0, replicas: int = 1, admin: str | None = None
@@ -63,7 +63,7 @@ class Member:
         return {number for number in numbers if key(number) in found}
 
     async def fetch(self, numbers: Sequence[int], *, timeout_s: float = 60) -> set[int]:
-        """The blocks that the pool delivers, every byte verified; none stays in this memory."""
+        """Return the blocks that the pool delivers with every byte verified; none stays in this memory."""
         sizes = await self.pool.find([key(number) for number in numbers], wait_s=5)
         promotion = self.pool.promote(sizes)
         await promotion.wait(timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""A hanging agent: callers time out, its memory stays allocated, and the client kills it."""
+"""A hanging pool agent: calls time out, its memory stays allocated, and the client kills it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KILLED_WHEN_IT_HANGS = pytest.mark.parametrize("hang_s", [4.0], ids=[""])
 
 @pytest.fixture
 def hang_s() -> float:
-    """Long limits for a slow machine, except where a test hangs the agent."""
+    """Long limits for slow machines, except in tests with a hanging agent."""
     return 200.0
 
 
@@ -62,7 +62,7 @@ async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client
     assert client.staged_bytes == client.quarantined_bytes == 0
 
 
-async def test_memory_of_late_reads_is_freed_when_they_have_ended(client: AgentClient) -> None:
+async def test_memory_of_late_reads_is_freed_after_their_end(client: AgentClient) -> None:
     staged = await client.stage([4096], timeout_s=WAIT_S)
     answer = await client.call("get", timeout_s=WAIT_S, staged=staged)
     assert answer["outcome"] == [-1]

@@ -1,4 +1,4 @@
-"""A node's inventory of the pool, whatever happens between a list and its answer."""
+"""A node's inventory of the pool, with any events between the request and arrival of a list."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ KEYS = [bytes([number]) * 16 for number in range(8)]
 SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)
 
 
-class Lists(RuleBasedStateMachine):
-    """One node of a shared pool. The master makes a list at the request; it may arrive late or never."""
+class InventoryMachine(RuleBasedStateMachine):
+    """One node of a shared pool. The master lists at the request; the list may arrive late or never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool: set[bytes] = set()
         self.inventory = Inventory()
         self.reported: set[bytes] = set()
-        self.inventory.on_change = self._tell
+        self.inventory.on_change = self._record
         self.inventory_client = InventoryClient(["master:1"], fetch=self._fetch)
         self.whole = True
-        self.coming: tuple[int, bool, list[bytes], list[bytes], bool] | None = None
+        self.list_in_flight: tuple[int, bool, list[bytes], list[bytes], bool] | None = None
 
-    def _tell(self, keys: Collection[bytes], held: bool) -> None:
+    def _record(self, keys: Collection[bytes], held: bool) -> None:
         assert keys
         assert len(set(keys)) == len(keys)
         assert not self.reported.intersection(keys) if held else self.reported.issuperset(keys)
@@ -60,46 +60,46 @@ class Lists(RuleBasedStateMachine):
         self.inventory.add(keys)
 
     @rule(keys=SOME)
-    def asked(self, keys: list[bytes]) -> None:
+    def look_up(self, keys: list[bytes]) -> None:
         self.inventory.add([key for key in keys if key in self.pool])
         self.inventory.remove([key for key in keys if key not in self.pool])
 
-    @precondition(lambda self: self.coming is None)
+    @precondition(lambda self: self.list_in_flight is None)
     @rule(most=st.integers(1, 4))
-    def ask_for_a_list(self, most: int) -> None:
+    def request_list(self, most: int) -> None:
         before, pool_lister.MAX_CHANGES = pool_lister.MAX_CHANGES, most
         number = self.inventory.request_list()
-        self.coming = (number, self.whole, *self.inventory_client.changes(whole=self.whole))
+        self.list_in_flight = (number, self.whole, *self.inventory_client.changes(whole=self.whole))
         pool_lister.MAX_CHANGES = before
 
-    @precondition(lambda self: self.coming is not None)
+    @precondition(lambda self: self.list_in_flight is not None)
     @rule()
-    def it_comes(self) -> None:
-        assert self.coming is not None
-        number, whole, new, gone, more = self.coming
+    def list_arrives(self) -> None:
+        assert self.list_in_flight is not None
+        number, whole, new, gone, more = self.list_in_flight
         self.inventory.apply_list(number, new=new, gone=gone, whole=whole, last=not more)
-        self.coming, self.whole = None, False
+        self.list_in_flight, self.whole = None, False
 
-    @precondition(lambda self: self.coming is not None)
+    @precondition(lambda self: self.list_in_flight is not None)
     @rule()
-    def it_never_comes(self) -> None:
+    def list_is_lost(self) -> None:
         self.inventory.list_failed()
-        self.coming, self.whole = None, True
+        self.list_in_flight, self.whole = None, True
 
     @rule()
-    def the_pool_goes_away(self) -> None:
+    def pool_becomes_unavailable(self) -> None:
         self.inventory.clear()
-        self.coming, self.whole = None, True
+        self.list_in_flight, self.whole = None, True
         assert not self.reported
 
     @invariant()
-    def watchers_know_what_the_node_knows(self) -> None:
+    def events_equal_the_inventory(self) -> None:
         assert self.reported == set(self.inventory.keys())
 
     def teardown(self) -> None:
         """Apply lists until there are no more parts and all blocks are known."""
-        if self.coming is not None:
-            self.it_comes()
+        if self.list_in_flight is not None:
+            self.list_arrives()
         for _ in range(2):
             more = True
             while more:
@@ -110,10 +110,10 @@ class Lists(RuleBasedStateMachine):
         assert set(self.inventory.keys()) == self.reported == self.pool
 
 
-TestLists = Lists.TestCase
+TestLists = InventoryMachine.TestCase
 
 
-def test_an_inventory_without_lists_knows_its_puts_and_finds() -> None:
+def test_an_inventory_without_lists_holds_its_puts_and_finds() -> None:
     inventory = Inventory(max_blocks=3)
     inventory.add(KEYS[:2])
     inventory.remove(KEYS[1:2])
@@ -126,7 +126,7 @@ def test_an_inventory_without_lists_knows_its_puts_and_finds() -> None:
     assert not inventory._added
 
 
-def test_foreign_names_are_no_blocks() -> None:
+def test_names_of_other_pool_users_are_ignored() -> None:
     assert key_of(name_of(KEYS[3])) == KEYS[3]
     for name in (
         "",
@@ -138,11 +138,11 @@ def test_foreign_names_are_no_blocks() -> None:
         assert key_of(name) is None
 
 
-def test_the_leading_master_is_asked() -> None:
-    asked = []
+def test_lists_are_requested_from_the_leading_master() -> None:
+    requested = []
 
     def fetch(address: str, path: str) -> str:
-        asked.append((address, path))
+        requested.append((address, path))
         if address == "dead:1":
             raise OSError("refused")
         return {"/role": "standby" if address == "second:1" else "leader"}.get(path, name_of(KEYS[0]))
@@ -152,7 +152,7 @@ def test_the_leading_master_is_asked() -> None:
         [],
         False,
     )
-    assert ("second:1", "/get_all_keys") not in asked
+    assert ("second:1", "/get_all_keys") not in requested
     with pytest.raises(OSError, match=r"dead:1: refused; second:1 does not lead"):
         InventoryClient(["dead:1", "second:1"], fetch=fetch).changes(whole=True)
     with pytest.raises(OSError, match="no master's HTTP face is known"):
@@ -161,10 +161,10 @@ def test_the_leading_master_is_asked() -> None:
 
 def test_silent_masters_cost_one_time_out_each() -> None:
     """Each silent master costs a time-out; asking all of them twice would exceed the call's time."""
-    asked = []
+    requested = []
 
     def fetch(address: str, path: str) -> str:
-        asked.append(address)
+        requested.append(address)
         if address != "leads:1":
             raise OSError("timed out")
         return {"/role": "leader", "/get_all_segments": "b:1\na:1\n"}.get(path, name_of(KEYS[0]))
@@ -172,12 +172,12 @@ def test_silent_masters_cost_one_time_out_each() -> None:
     inventory_client = InventoryClient(["dead:1", "stopped:1", "leads:1"], fetch=fetch)
     assert inventory_client.changes(whole=True)[0] == [KEYS[0]]
     assert inventory_client.segments() == ["a:1", "b:1"]
-    assert asked.count("dead:1") == asked.count("stopped:1") == 1
+    assert requested.count("dead:1") == requested.count("stopped:1") == 1
 
 
 @contextlib.contextmanager
 def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
-    """The address of a server that answers one connection with this."""
+    """Return the address of a server that runs `answer` on one connection."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
 
         def serve() -> None:
@@ -192,7 +192,7 @@ def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
 
 
 def test_a_truncated_list_is_an_error() -> None:
-    """The names missing at the list's end would count as removed."""
+    """Names missing at the end of the list would count as removed."""
     names = f"{name_of(KEYS[0])}\n{name_of(KEYS[1])}\n".encode()
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(names) + names
 
@@ -211,8 +211,11 @@ def test_a_truncated_list_is_an_error() -> None:
 @pytest.mark.parametrize(
     "start", [b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-Much: ", b""]
 )
-def test_a_slowly_dripping_list_times_out(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
-    """The body, a header or the status line drips. A call that hangs would kill the agent and its segment."""
+def test_a_slowly_sent_list_times_out(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """The body, a header or the status line arrives byte by byte.
+
+    A call that hangs would get the agent killed, with its segment.
+    """
     monkeypatch.setattr(pool_lister, "TIMEOUT_S", 0.5)
     abandoned = threading.Event()
 
@@ -259,7 +262,7 @@ def test_a_request_for_an_evicted_block_counts_once() -> None:
     assert inventory.eviction_stats.wanted_blocks == 3
 
 
-def test_evicted_blocks_are_remembered_up_to_a_bound() -> None:
+def test_records_of_evicted_blocks_are_bounded() -> None:
     evicted = EvictionStats()
     keys = [number.to_bytes(16, "big") for number in range(MAX_REMEMBERED_BLOCKS + 10)]
     evicted.record_evicted(keys, now_ms=0)

@@ -1,4 +1,4 @@
-"""Failover of pool copies whose putter has left, and eviction counts; with a real master."""
+"""Failover of pool copies after their putter left, and eviction counts, with a real master."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = [key(number) for number in range(1, 400)]
 
 
 def share_of(watched: dict[bytes, bytes]) -> OwnerFailover:
-    """A node's share of the blocks; `watched` keeps each block with its predecessor."""
+    """Return a node's share of the blocks; `watched` maps each block to its predecessor."""
 
     def release(keys: Sequence[bytes]) -> None:
         for each in keys:
@@ -44,7 +44,7 @@ def share_of(watched: dict[bytes, bytes]) -> OwnerFailover:
     flip=st.integers(0, HEADER_BYTES * 8 - 1),
     putter=st.sampled_from(NAMES),
 )
-def test_a_hint_is_read_as_it_was_written_or_not_at_all(before: bytes, flip: int, putter: str) -> None:
+def test_a_hint_is_read_unchanged_or_not_at_all(before: bytes, flip: int, putter: str) -> None:
     hint = Hint(before, tag_of(putter))
     header = bytearray(pack_header(KEYS[0], 5, checksum(b"hello"), hint))
     assert len(header) == HEADER_BYTES
@@ -97,7 +97,7 @@ def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
 
 
 def test_blocks_that_another_node_watches_again_are_released() -> None:
-    """The putter was only silent, or a new node has joined. A node keeps what it put itself."""
+    """The putter may only have been silent, or a new node joined. A node keeps its own puts."""
     own, watched = KEYS[0], dict[bytes, bytes]()
     share = share_of(watched)
     hint = Hint(KEYS[-1], tag_of(NAMES[1]))
@@ -110,7 +110,7 @@ def test_blocks_that_another_node_watches_again_are_released() -> None:
 
     read(NAMES[:1])
     assert set(watched) == set(KEYS)
-    share.discard_hints([own])  # this node has put it meanwhile
+    share.discard_hints([own])  # this node has put the block meanwhile
     read(NAMES[:2])
     assert set(watched) == {own}
     read(NAMES[:1])

@@ -1,4 +1,4 @@
-"""Nodes that share a pool: each finds the blocks of the others, and faults of the pool cost only speed."""
+"""Nodes that share a pool find each other's blocks; faults of the pool fail no call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200
 async def watching(
     client: Client, index: PrefixIndex
 ) -> AsyncIterator[Callable[[Callable[[], bool]], Awaitable[None]]]:
-    """A router's view of the node, as "other"; the result waits for a condition."""
+    """Follow a node's events like a router, as "other"; yield a function that waits for a condition."""
     view = index.view("other")
     stub = kv_events_pb2_grpc.KvEventServiceStub(client.channel)
 
@@ -117,7 +117,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         await transport.close()
 
 
-async def test_an_agent_that_is_killed_comes_back(fleet: Fleet) -> None:
+async def test_a_killed_agent_is_restarted(fleet: Fleet) -> None:
     one, other = fleet.clients
     (agent,) = children(fleet.nodes[0].process.pid)
     os.kill(agent, signal.SIGKILL)
@@ -128,7 +128,7 @@ async def test_an_agent_that_is_killed_comes_back(fleet: Fleet) -> None:
     await fleet.until_pooled(other, [10])
 
 
-async def test_a_master_that_stops_or_dies_costs_no_answer(fleet: Fleet) -> None:
+async def test_calls_succeed_while_the_master_is_stopped_or_dead(fleet: Fleet) -> None:
     one, other = fleet.clients
     assert await one.put([20, 21]) == 2
     await fleet.until_pooled(other, [20, 21])
@@ -214,7 +214,7 @@ async def test_a_node_finds_what_another_node_put(fleet: Fleet) -> None:
     before = (await other.status()).counters
     assert await one.put([0, 1, 2, 3]) == 4
     await fleet.until_pooled(other, [0, 1, 2, 3])
-    assert await other.put([4]) == 1  # behind the prefix that only the pool has
+    assert await other.put([4]) == 1  # continues a prefix that only the pool has
     assert await other.lookup([0, 1, 2, 3, 4, 5]) == [POOL] * 4 + [DRAM]
     assert await other.fetch([0, 1, 2, 3, 4, 5]) == [POOL] * 4 + [DRAM]
     assert await other.lookup([0, 1, 2, 3]) == [DRAM] * 4  # promoted
@@ -237,6 +237,6 @@ async def test_a_node_finds_what_another_node_put(fleet: Fleet) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Pids of the processes that a process started."""
+    """Return the pids of a process's children."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]

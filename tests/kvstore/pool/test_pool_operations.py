@@ -1,4 +1,4 @@
-"""Operators' verify and drop, with a part of the blocks in the pool."""
+"""Verify and drop by operators, with some of the blocks in the pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHOLE, ROTTEN, GONE, SILENT, HERE = (bytes([number]) * 16 for number in range(5)
 
 
 class FakePool:
-    """Has four blocks, one of each kind."""
+    """A pool with four blocks, one of each kind."""
 
     held_blocks = 0
 
@@ -52,7 +52,7 @@ def operations(*, away: bool = False) -> Operations:
     return Operations(BlockStore(dram, None, Counters(), now_ms=lambda: 0.0, pool=pool))
 
 
-async def test_verify_goes_through_the_pool_too() -> None:
+async def test_verify_includes_the_pool() -> None:
     *_, (progress, last) = [each async for each in operations().verify([])]
     assert last
     assert (progress.copies, progress.verified, progress.unreadable) == (5, 5, 1)

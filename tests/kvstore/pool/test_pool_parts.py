@@ -90,7 +90,7 @@ def test_one_failure_marks_the_pool_away_until_a_probe_succeeds() -> None:
     assert pauses == sorted(pauses) and pauses[-1] == MAX_PROBE_S
 
 
-def test_configuration_is_checked() -> None:
+def test_the_configuration_is_checked() -> None:
     PoolOptions("127.0.0.1:50051").check()
     PoolOptions("etcd://a:2379;b:2379", segment_bytes=0, replicas=2).check()
     for master in ("", "host", "host:0", "host:x", ":1", "a:1;b:2", "etcd://a:1;b"):
@@ -106,7 +106,7 @@ def test_configuration_is_checked() -> None:
         pool_master("", "")
 
 
-def test_messages_are_lines() -> None:
+def test_a_message_is_one_line() -> None:
     line = packed({"id": 1, "do": "find", "keys": [KEY.hex()]})
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert keys_of(unpacked(line)) == [KEY]
@@ -116,7 +116,7 @@ def test_messages_are_lines() -> None:
 
 @dataclass
 class FakePool:
-    """Nodes by endpoint: their values by address; None for a node that does not answer."""
+    """Nodes by endpoint, with values by address; None is a node that does not answer."""
 
     nodes: Mapping[str, Mapping[int, bytes] | None]
     copies: Mapping[str, list[Replica]]
@@ -179,7 +179,7 @@ def test_a_fetch_fails_over_from_replica_to_replica() -> None:
         (["stopped", "good"], ["stopped", "good"], size, 0, 1),
         (["wrong", "dead"], ["wrong", "dead"], CORRUPT, 1, 0),
         (["dead"], ["dead"], UNREACHABLE, 1, 0),
-        (["stopped"], ["stopped"], UNREACHABLE, 0, 0),  # the node may come back with the value
+        (["stopped"], ["stopped"], UNREACHABLE, 0, 0),  # the node may return with the value
     ):
         pool = FakePool(nodes, copies(*order), memory)
         fetched = fetch(pool, size)
@@ -197,7 +197,7 @@ def test_a_fetch_fails_over_from_replica_to_replica() -> None:
     memory.close()
 
 
-def test_a_reader_goes_on_after_an_unknown_error_of_its_engine() -> None:
+def test_a_reader_continues_after_an_unknown_error_of_its_engine() -> None:
     opened: list[bool] = []
 
     def open_engine() -> None:
@@ -213,7 +213,7 @@ def test_a_reader_goes_on_after_an_unknown_error_of_its_engine() -> None:
 
 
 class BrokenEngine:
-    """Takes one element and never reports its end."""
+    """An engine that accepts one element and never reports its end."""
 
     def batch_transfer_async_read(self, *arguments: object) -> int:
         return 7
@@ -251,7 +251,7 @@ def test_the_longest_idle_reader_is_closed_for_a_new_one() -> None:
     readers = NodeReaders(open_engine, clock_s=lambda: float(next(now)))
 
     def read(node: int) -> int:
-        """How many engines the read opened."""
+        """Read from a node; return the number of newly opened engines."""
         before = len(opened)
         element = Element(1, 1, 1)
         assert readers.read(f"node:{node}", [element], deadline_s=float("inf")).result(timeout=60) == [True]

@@ -1,4 +1,4 @@
-"""Memory of a node when loaded pool blocks cannot be copied to slots."""
+"""Slots are freed if loaded pool blocks cannot be copied into them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUE_BYTES = HEADER_BYTES + len(PAYLOAD)
 
 
 class FakeClient:
-    """Answers every get with whole values."""
+    """A pool client that answers every get with whole values."""
 
     options = SimpleNamespace(staging_bytes=1 << 20)
 
@@ -56,7 +56,7 @@ def promoter() -> Iterator[PoolPromoter]:
 
 
 def free_slots(promoter: PoolPromoter) -> int:
-    """With slots of the blocks' size."""
+    """Count the free slots of the blocks' size."""
     table = promoter.dram.table
     slot = table.allocate(len(PAYLOAD))
     assert slot is not None

@@ -77,7 +77,7 @@ os._exit(0)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def members(master: PoolMaster) -> AsyncIterator[list[Member]]:
-    """Two members with segments, and a user that asks for two copies of each block."""
+    """Two members with segments, and a third one that puts two copies of each block."""
     made = [
         Member(master.address, segment_bytes=SEGMENT_BYTES),
         Member(master.address, segment_bytes=SEGMENT_BYTES),
@@ -138,7 +138,7 @@ async def test_damaged_values_are_misses_and_are_removed(
 
 
 async def replicas(master: PoolMaster, numbers: Sequence[int]) -> list[list[str]]:
-    """The endpoints of each block's replicas, in the order in which readers try them."""
+    """Return the endpoints of each block's replicas in the order of reads."""
     command = [sys.executable, "-c", REPLICAS, master.address, *(name_of(key(number)) for number in numbers)]
     environment = {**os.environ, **engine_environment("127.0.0.1")}
     listed = await asyncio.to_thread(
@@ -148,7 +148,7 @@ async def replicas(master: PoolMaster, numbers: Sequence[int]) -> list[list[str]
 
 
 def listens_at(pid: int, endpoint: str) -> bool:
-    """Whether the process listens at that HOST:PORT."""
+    """Return whether the process listens at HOST:PORT."""
     port = int(endpoint.rsplit(":", 1)[1])
     own = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
@@ -203,7 +203,7 @@ async def test_a_copy_on_a_node_that_stops_or_dies_is_read_elsewhere(
             await user.put(sorted(set(fresh) - there))
 
 
-async def test_blocks_whose_only_node_is_gone_are_misses_and_can_be_put_again(
+async def test_blocks_without_a_living_node_are_misses_and_can_be_put_again(
     members: list[Member], master: PoolMaster
 ) -> None:
     first = members[0]
@@ -231,7 +231,7 @@ async def test_the_client_is_never_called_after_it_was_closed(master: PoolMaster
 
 
 @pytest.mark.soak
-async def test_an_elected_master_knows_what_was_put_before_it_died(tmp_path: Path) -> None:
+async def test_a_newly_elected_master_has_the_earlier_puts(tmp_path: Path) -> None:
     with EtcdProcess(tmp_path / "etcd") as etcd:
         master = PoolMaster(tmp_path, etcd=etcd.endpoint)
         master.start()

@@ -23,12 +23,12 @@ KEYS = [bytes([number]) * 16 for number in range(8)]
 
 
 def watch_of(client: Any, inventory: Inventory, dropped: list[bytes] | None = None) -> PoolWatch:
-    """A watch of a node without other tiers; appends what it drops to `dropped`."""
+    """Return a watch of a node without other tiers that appends dropped blocks to `dropped`."""
     on_dropped = [] if dropped is None else dropped
     return PoolWatch(client, inventory, is_usable=lambda key: key in inventory, on_dropped=on_dropped.extend)
 
 
-async def test_a_list_that_fails_changes_nothing_and_the_next_is_a_whole_one() -> None:
+async def test_a_failed_list_changes_nothing_and_the_next_list_is_whole() -> None:
     asked: list[bool] = []
     answers: list[Any] = [
         {"new": [KEYS[0].hex()], "gone": [], "more": False},
@@ -83,8 +83,8 @@ async def test_unreachable_copies_are_dropped_from_the_pool_and_reported() -> No
     assert watch.unreachable.dropped_blocks == 1
 
 
-async def test_a_dropped_unreachable_copy_is_no_sign_of_a_restarted_master() -> None:
-    """Such a sign would put all blocks in memory again."""
+async def test_a_dropped_unreachable_copy_does_not_count_as_a_restart_of_the_master() -> None:
+    """A restart of the master would make the node put all its blocks again."""
     options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
     client: Any = MemoryPool(options)
     dram = DramTier(1 << 20)

@@ -20,7 +20,7 @@ WAIT_S = 100.0
 
 @dataclasses.dataclass
 class Pool:
-    """A pool client that has some blocks and takes none."""
+    """A pool client that has some blocks and stores none."""
 
     has: set[bytes] = dataclasses.field(default_factory=set)
     available: bool = True

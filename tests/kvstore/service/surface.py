@@ -27,7 +27,7 @@ def methods(service: ServiceDescriptor) -> list[MethodDescriptor]:
 
 
 def messages(descriptor: Descriptor, words: st.SearchStrategy[str], depth: int = 0) -> st.SearchStrategy[Any]:
-    """Any message of the type, with optional fields present or not. `words`: values for strings."""
+    """Draw any message of the type, with or without optional fields. `words` are values of strings."""
     if descriptor.full_name == "slipstream.v1.Fingerprint":
         return FINGERPRINTS
     fields = [field for field in descriptor.fields if depth < MAX_DEPTH or field.message_type is None]
@@ -66,7 +66,7 @@ def _value(field: FieldDescriptor, words: st.SearchStrategy[str], depth: int) ->
 
 
 async def ask(channel: Any, method: MethodDescriptor, requests: list[Any], *, answers: int) -> list[Any]:
-    """The first `answers` messages of the call's answer. Raises AioRpcError."""
+    """Return the first `answers` messages of the call. Raises AioRpcError."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     kind = (
         "stream" if method.client_streaming else "unary",

@@ -1,4 +1,4 @@
-"""A node with a pool over real gRPC and sockets, and a worker that lies for all tenants."""
+"""A node with a pool over real gRPC and sockets, and a malicious worker for all tenants."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class World:
         self.channel = dial(self.host.endpoint)
 
     def ask(self, method: MethodDescriptor, requests: list[Any]) -> Any:
-        """The answers, or the status code of an error. Checks that none contains bytes of a block."""
+        """Return the answers or an error's status code, and check that none has bytes of a block."""
 
         async def answers() -> Any:
             most = 1 if method.name in ENDLESS else 10_000
@@ -106,12 +106,12 @@ class World:
         return found
 
     def call(self, name: str, request: Any) -> Any:
-        """The last answer, or the status code of an error."""
+        """Return the last answer or the status code of an error."""
         found = self.ask(METHODS[name], [request])
         return found if isinstance(found, grpc.StatusCode) else found[-1]
 
     def command(self, **command: Any) -> kvstore_pb2.PinAnswer:
-        """The answer to one command; the lease of a pin stays when the stream has ended."""
+        """Return the answer to one command; a pin's lease outlives the stream."""
         request = kvstore_pb2.PinsRequest(commands=[kvstore_pb2.PinCommand(handle=1, **command)])
         frames = self.ask(METHODS["Pins"], [request])
         answer: kvstore_pb2.PinAnswer
@@ -177,7 +177,7 @@ class World:
         )
 
     def read(self, session: str, block: kvstore_pb2.PinnedBlock) -> bytes | None:
-        """The bytes of a pinned block; None if the checksum refuses them."""
+        """Return the bytes of a pinned block, or None if their checksum is wrong."""
         landing = self.memory.address + 3 * MAX_BLOCKS * BLOCK_BYTES
         self.run(self.transport.read(session, [ReadOp(landing, block.address, BLOCK_BYTES)], timeout_s=20))
         right = checksum_at(landing, BLOCK_BYTES) == block.checksum

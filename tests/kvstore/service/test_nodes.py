@@ -1,4 +1,4 @@
-"""Several nodes: a chain belongs to one of them, and a node that was away is fenced."""
+"""Several nodes: a chain belongs to one of them, and a node that lost its lease is fenced."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ async def test_a_node_stopped_beyond_its_lease_refuses_earlier_reservations(pair
         await away.commit(reserved.reservation_id, [away.source(0, 2), away.source(1, 3)])
     assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
     assert len(await away.lookup([0, 1, 2, 3])) == 2  # it still serves its blocks
-    with pytest.raises(StaleEpoch):  # the old epoch cannot take the session back
+    with pytest.raises(StaleEpoch):  # a write with the old epoch fails
         await placements.claim(SESSION, Placement(kvstore="kv-0", block_count=4), expected_epoch=first.epoch)
     assert moved.epoch > first.epoch
-    # In the fleet again, it takes blocks.
+    # Back in the fleet, the node accepts blocks.
     await pair.in_fleet("kv-0", expected=True)
     await pair.takes_blocks(away, [2, 3])
     status = await away.wait_status(lambda s: not held(s.ledger))
@@ -110,7 +110,7 @@ async def test_a_node_stopped_beyond_its_lease_refuses_earlier_reservations(pair
     await placements.close()
 
 
-async def test_a_killed_node_costs_only_its_own_blocks(pair: Pair) -> None:
+async def test_only_the_blocks_of_a_killed_node_are_misses(pair: Pair) -> None:
     lost, other = pair.clients
     await pair.takes_blocks(lost, [0, 1])
     await pair.takes_blocks(other, [10, 11])

@@ -80,11 +80,11 @@ async def test_the_disk_wait_leaves_a_margin_for_the_answer(
     asked: list[float] = []
     pin = rig.store.pin
 
-    async def noted(chain: Any, **named: Any) -> Any:
+    async def recorded(chain: Any, **named: Any) -> Any:
         asked.append(named.get("disk_wait_s", DISK_DEADLINE_S))
         return await pin(chain, **named)
 
-    monkeypatch.setattr(rig.store, "pin", noted)
+    monkeypatch.setattr(rig.store, "pin", recorded)
     call: Any = Call(left_s)
     assert not (await servicer_of(rig).pin(pin_request(1), call)).lease_id
     assert asked == [pytest.approx(expected_s)]
@@ -92,7 +92,7 @@ async def test_the_disk_wait_leaves_a_margin_for_the_answer(
 
 
 @pytest.mark.parametrize("caught", [True, False], ids=["as gRPC, which catches it", "not caught"])
-async def test_a_call_cancelled_while_it_answers_releases_its_pin(tmp_path: Path, caught: bool) -> None:
+async def test_a_call_cancelled_during_its_answer_releases_its_pin(tmp_path: Path, caught: bool) -> None:
     rig = Rig(tmp_path)
     await rig.put([1, 2])
     servicer, answered = servicer_of(rig), asyncio.Event()
@@ -151,21 +151,21 @@ async def test_a_pin_call_ends_the_pins_it_names_even_without_a_block(tmp_path: 
     rig.disk.close()
 
 
-async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(rig: Rig) -> None:
-    """Over gRPC: neither the worker nor the store waits for the disk or for the call's time-out."""
+async def test_a_cancelled_restore_ends_its_pin_while_the_disk_hangs(rig: Rig) -> None:
+    """Neither the worker nor the kvstore waits for the disk or for the call's time-out."""
     await rig.to_disk_only([1, 2])
     pinning: list[asyncio.Task[Any]] = []
     servicer = servicer_of(rig)
 
     pin = servicer.pin
 
-    async def watched(request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
+    async def recorded_pin(request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
         command = asyncio.current_task()
         assert command is not None
         pinning.append(command)
         return await pin(request, context)
 
-    servicer.pin = watched  # type: ignore[method-assign]
+    servicer.pin = recorded_pin  # type: ignore[method-assign]
     host, peers, puller = ServiceHost("127.0.0.1:0"), Peers(), SimpleNamespace(page_bytes=BLOCK_BYTES)
     kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, host.server)
     await host.start([])
@@ -200,7 +200,7 @@ async def test_a_restore_that_is_cancelled_ends_its_pin_though_the_disk_hangs(ri
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 async def test_a_pin_is_ended_by_its_name_before_during_and_after_its_call(rig: Rig, when: str) -> None:
-    """Also while the pin waits for a disk; a repeated end is harmless."""
+    """The release may also come while the pin waits for a disk, and may be repeated."""
     await rig.to_disk_only([1, 2])
     servicer, context = servicer_of(rig), cast(Any, Call(30.0))
     release = kvstore_pb2.ReleasePinRequest(lease_id="mine")

@@ -1,4 +1,4 @@
-"""The kvstore as a process: real gRPC, real transfers, real files, real kills."""
+"""The kvstore as a process with real gRPC, transfers, files and kills."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ON_DISK = "slipstream_kvstore_blocks_nvme"
 BOTH_KINDS = pytest.mark.parametrize("kind", ["mooncake", "socket"], indirect=True)
 
 
-async def again(node: KvstoreProcess, client: Client) -> Client:
+async def reconnect(node: KvstoreProcess, client: Client) -> Client:
     node.start()
     return Client(node.endpoint, client.transport, client.memory)
 
@@ -62,7 +62,7 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     assert status.counters["slipstream_kv_bytes_pulled_total"] == 20 * BLOCK_BYTES
     assert status.counters["slipstream_kvstore_bytes_dram"] == 20 * BLOCK_BYTES
     assert node.terminate() == 0
-    restarted = await again(node, client)
+    restarted = await reconnect(node, client)
     assert await restarted.lookup(numbers[:8]) == [NVME] * 8
     assert await restarted.fetch(numbers[8:]) == [NVME] * 12
     async with asyncio.timeout(60):  # a lookup prefetches what it finds
@@ -77,14 +77,14 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
 
 async def test_sigterm_writes_the_disk_queue(node: KvstoreProcess, client: Client) -> None:
     await client.put(list(range(24)))
-    assert node.terminate() == 0  # at once
-    restarted = await again(node, client)
+    assert node.terminate() == 0  # without a drain time
+    restarted = await reconnect(node, client)
     assert await restarted.fetch(list(range(24))) == [NVME] * 24
     await restarted.close()
 
 
 @BOTH_KINDS
-async def test_after_kill_9_every_block_found_is_whole(node: KvstoreProcess, client: Client) -> None:
+async def test_every_block_found_after_sigkill_is_whole(node: KvstoreProcess, client: Client) -> None:
     async def keep_putting() -> None:
         for start in range(0, 400, 8):
             await client.put(list(range(start, start + 8)))
@@ -94,7 +94,7 @@ async def test_after_kill_9_every_block_found_is_whole(node: KvstoreProcess, cli
     node.kill()
     with pytest.raises(grpc.aio.AioRpcError):
         await putting
-    restarted = await again(node, client)
+    restarted = await reconnect(node, client)
     found = 0
     for number in range(400):
         found += len(await restarted.fetch([number]))
@@ -105,7 +105,7 @@ async def test_after_kill_9_every_block_found_is_whole(node: KvstoreProcess, cli
     await restarted.close()
 
 
-async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
+async def test_a_damaged_disk_block_is_a_miss_and_can_be_stored_again(
     node: KvstoreProcess, client: Client
 ) -> None:
     await client.put([0, 1, 2, 3])
@@ -120,7 +120,7 @@ async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
             if header is not None and header.key == key(2):
                 image[superblock.payload_offset(index) + 1234] ^= 1
             file.write_bytes(image)
-    restarted = await again(node, client)
+    restarted = await reconnect(node, client)
     assert await restarted.fetch([0, 1, 2, 3]) == [NVME] * 2
     assert (await restarted.status()).counters["slipstream_kvstore_corrupt_blocks_total"] == 1
     assert await restarted.put([0, 1, 2, 3]) == 1
@@ -128,23 +128,27 @@ async def test_damage_on_disk_is_a_miss_and_the_block_can_be_stored_again(
     await restarted.close()
 
 
-async def test_a_part_of_a_chain_can_be_pinned_and_leases_are_renewed_and_expire(calm: Client) -> None:
-    await calm.put([1000, 1001, 1002, 1003, 1004])
-    part = await calm.pin([1000, 1001, 1002, 1003, 1004], first_block=1, max_blocks=3, lease_ms=50_000)
+async def test_a_part_of_a_chain_can_be_pinned_and_leases_are_renewed_and_expire(
+    shared_client: Client,
+) -> None:
+    await shared_client.put([1000, 1001, 1002, 1003, 1004])
+    part = await shared_client.pin(
+        [1000, 1001, 1002, 1003, 1004], first_block=1, max_blocks=3, lease_ms=50_000
+    )
     assert len(part.blocks) == 3
     assert part.lease_ms == 50_000
-    await calm.read(part, [1001, 1002, 1003])
-    ledger = (await calm.status()).ledger
+    await shared_client.read(part, [1001, 1002, 1003])
+    ledger = (await shared_client.status()).ledger
     assert (ledger.pins, ledger.blocks_held) == (1, 3)
-    unreleased = await calm.pin([1000], lease_ms=300)
-    await calm.wait_status(lambda s: s.ledger.pins == 1)  # the lease ends it
+    unreleased = await shared_client.pin([1000], lease_ms=300)
+    await shared_client.wait_status(lambda s: s.ledger.pins == 1)  # the lease ends it
     with pytest.raises(NotFound):
-        await calm.pins.renew(unreleased.lease_id)
-    await calm.release(unreleased.lease_id)
-    await calm.pins.renew(part.lease_id)
-    await calm.release(part.lease_id)
-    assert (await calm.pin([1007], first_block=0)).lease_id == ""
-    assert (await calm.pin([1000], first_block=5)).lease_id == ""
+        await shared_client.pins.renew(unreleased.lease_id)
+    await shared_client.release(unreleased.lease_id)
+    await shared_client.pins.renew(part.lease_id)
+    await shared_client.release(part.lease_id)
+    assert (await shared_client.pin([1007], first_block=0)).lease_id == ""
+    assert (await shared_client.pin([1000], first_block=5)).lease_id == ""
 
 
 async def test_pinned_blocks_survive_a_flood_of_puts(
@@ -171,38 +175,38 @@ async def test_pinned_blocks_survive_a_flood_of_puts(
         assert node.terminate() == 0
 
 
-async def test_blocks_with_a_wrong_checksum_or_an_unknown_source_are_refused(calm: Client) -> None:
-    reserved = await calm.reserve([2000, 2001])
-    good, bad = calm.source(0, 2000), calm.source(1, 2001)
+async def test_blocks_with_a_wrong_checksum_or_an_unknown_source_are_refused(shared_client: Client) -> None:
+    reserved = await shared_client.reserve([2000, 2001])
+    good, bad = shared_client.source(0, 2000), shared_client.source(1, 2001)
     bad.checksum = good.checksum
-    answer = await calm.commit(reserved.reservation_id, [good, bad])
+    answer = await shared_client.commit(reserved.reservation_id, [good, bad])
     assert answer.committed == key(2000)
     assert answer.refused == key(2001)
-    reserved = await calm.reserve([2000, 2001])
+    reserved = await shared_client.reserve([2000, 2001])
     assert reserved.wanted == key(2001)
-    outside = calm.source(1, 2001)
+    outside = shared_client.source(1, 2001)
     outside.address = 4096
-    assert (await calm.commit(reserved.reservation_id, [outside])).refused == key(2001)
-    assert await calm.lookup([2000, 2001]) == [DRAM]
-    again = await calm.commit(reserved.reservation_id, [good])  # repeated commits are idempotent
-    assert again.committed == key(2000)
+    assert (await shared_client.commit(reserved.reservation_id, [outside])).refused == key(2001)
+    assert await shared_client.lookup([2000, 2001]) == [DRAM]
+    repeated = await shared_client.commit(reserved.reservation_id, [good])  # repeated commits are idempotent
+    assert repeated.committed == key(2000)
 
 
-async def test_expired_and_cancelled_reservations_are_refused(calm: Client) -> None:
-    first = await calm.reserve([3000, 3001])
-    assert (await calm.status()).ledger.reservations == 1
-    assert (await calm.reserve([3000, 3001])).reservation_id == ""
+async def test_expired_and_cancelled_reservations_are_refused(shared_client: Client) -> None:
+    first = await shared_client.reserve([3000, 3001])
+    assert (await shared_client.status()).ledger.reservations == 1
+    assert (await shared_client.reserve([3000, 3001])).reservation_id == ""
     cancel = kvstore_pb2.CancelReservationRequest(reservation_id=first.reservation_id)
     for _ in range(2):
-        await calm.kvstore.CancelReservation(cancel, timeout=60)
+        await shared_client.kvstore.CancelReservation(cancel, timeout=60)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await calm.commit(first.reservation_id, [calm.source(0, 3000)])
+        await shared_client.commit(first.reservation_id, [shared_client.source(0, 3000)])
     assert isinstance(from_rpc_error(caught.value), NotFound)
-    assert await calm.put([3000, 3001]) == 2
+    assert await shared_client.put([3000, 3001]) == 2
 
 
 @BOTH_KINDS
-async def test_a_writer_killed_before_its_commit_leaves_nothing(
+async def test_a_writer_killed_before_its_commit_leaves_no_block(
     node: KvstoreProcess, client: Client, kind: str
 ) -> None:
     session, address = dead_writer(kind)
@@ -215,17 +219,17 @@ async def test_a_writer_killed_before_its_commit_leaves_nothing(
     assert answer.refused == key(0) + key(1)
 
 
-async def test_invalid_input_is_refused_with_its_field(calm: Client) -> None:
+async def test_invalid_input_is_refused_with_its_field(shared_client: Client) -> None:
     lookup = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=b"123")
     unknown_model = kvstore_pb2.LookupRequest(block_hashes=key(4001))
     reserve = kvstore_pb2.ReserveRequest(fingerprint=FINGERPRINT, block_hashes=key(4001), block_bytes=1 << 40)
-    source = calm.source(0, 4000)
+    source = shared_client.source(0, 4000)
     source.checksum = b"short"
     calls: list[tuple[Awaitable[object], str]] = [
-        (calm.kvstore.Lookup(lookup, timeout=60), "block_hashes"),
-        (calm.kvstore.Lookup(unknown_model, timeout=60), "fingerprint.digest"),
-        (calm.kvstore.Reserve(reserve, timeout=60), "block_bytes"),
-        (calm.commit("x", [source]), "blocks[0].checksum"),
+        (shared_client.kvstore.Lookup(lookup, timeout=60), "block_hashes"),
+        (shared_client.kvstore.Lookup(unknown_model, timeout=60), "fingerprint.digest"),
+        (shared_client.kvstore.Reserve(reserve, timeout=60), "block_bytes"),
+        (shared_client.commit("x", [source]), "blocks[0].checksum"),
     ]
     for call, field in calls:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -234,7 +238,9 @@ async def test_invalid_input_is_refused_with_its_field(calm: Client) -> None:
         assert isinstance(error, InvalidArgument)
         assert error.field == field
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await calm.commit("x", [calm.source(0, 4000)], transport=common_pb2.TRANSPORT_UNSPECIFIED)
+        await shared_client.commit(
+            "x", [shared_client.source(0, 4000)], transport=common_pb2.TRANSPORT_UNSPECIFIED
+        )
     assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
 
 
@@ -243,7 +249,7 @@ async def drained_in_part(client: Client) -> worker_pb2.DrainResponse:
     for _ in range(20):
         with contextlib.suppress(grpc.aio.AioRpcError):
             return await client.worker.Drain(worker_pb2.DrainRequest(), timeout=1)
-    raise AssertionError("each answer came after its deadline")
+    raise AssertionError("every answer came after its deadline")
 
 
 async def test_load_is_reported_and_drain_waits_for_leases(client: Client) -> None:
@@ -259,20 +265,20 @@ async def test_load_is_reported_and_drain_waits_for_leases(client: Client) -> No
     watch.cancel()
 
     left = await drained_in_part(client)
-    assert left.ledger.pins == 1  # the deadline came first
+    assert left.ledger.pins == 1  # the deadline passed first
     assert await client.readiness() == health_pb2.HealthCheckResponse.NOT_SERVING
     assert (await client.status()).draining
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.reserve([5])
     assert isinstance(from_rpc_error(caught.value), Draining)
-    await client.read(pinned, [0])  # running transfers go on
+    await client.read(pinned, [0])  # running transfers continue
     draining = asyncio.ensure_future(client.worker.Drain(worker_pb2.DrainRequest(), timeout=60))
     await client.release(pinned.lease_id)
     assert not held((await draining).ledger)
 
 
 @BOTH_KINDS
-async def test_a_stopped_kvstore_delays_a_reader_by_a_bounded_time_only(
+async def test_a_stopped_kvstore_delays_a_reader_by_a_bounded_time(
     node: KvstoreProcess, client: Client
 ) -> None:
     await client.put([0])
@@ -309,7 +315,7 @@ async def test_a_node_joins_discovery_while_it_serves_and_leaves_it_at_the_end(t
                 node.kill()
 
 
-async def test_configuration_that_cannot_work_is_refused_with_a_clear_line(tmp_path: Path) -> None:
+async def test_an_unusable_configuration_is_refused_with_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     command = [sys.executable, "-m", "services.kvstore", "--instance", "x", "--run-dir", str(tmp_path)]
     command += ["--transport", "socket"]
@@ -341,14 +347,14 @@ async def test_configuration_that_cannot_work_is_refused_with_a_clear_line(tmp_p
     taken.close()
 
 
-async def test_the_hash_of_another_tenant_or_model_finds_nothing(calm: Client) -> None:
-    await calm.put([5000])
+async def test_the_hash_of_another_tenant_or_model_finds_nothing(shared_client: Client) -> None:
+    await shared_client.put([5000])
     other = kvstore_pb2.LookupRequest(fingerprint=FINGERPRINT, block_hashes=pack_hashes([b"\xff" * 16]))
-    assert (await calm.kvstore.Lookup(other, timeout=60)).held_blocks == 0
+    assert (await shared_client.kvstore.Lookup(other, timeout=60)).held_blocks == 0
 
 
 def dead_writer(kind: str) -> tuple[str, int]:
-    """Session id and address of a process that lived and was killed."""
+    """Return the session id and address of a process that has been killed."""
     command = [sys.executable, "-m", "tests.common.transport.peer", kind, str(2 * BLOCK_BYTES), "1"]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,7 +1,7 @@
-"""The whole control surface against lying tenants: no tenant gets bytes of another.
+"""The whole API against malicious tenants: no tenant gets bytes of another.
 
-Tenants share the node, the model and the same prompts; only their salts differ. A block's bytes are derived
-from its hash, so that a block of another tenant is recognised by its bytes.
+Tenants share the node, the model and the prompts; only their salts differ. A block's bytes are derived
+from its hash, so that the test recognises blocks of another tenant.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Tenants(RuleBasedStateMachine):
             ["length", "no length", "checksum", "another's key", "outside", "dead session", "own arena"]
         ),
     )
-    def put_with_a_lie(self, who: int, prompt: int, n_blocks: int, lie: str) -> None:
+    def put_with_false_data(self, who: int, prompt: int, n_blocks: int, lie: str) -> None:
         chain = self.chain(who, prompt + 10, n_blocks)
         reserved = self.world.reserve(chain)
         if not reserved.reservation_id:
@@ -190,7 +190,7 @@ class Tenants(RuleBasedStateMachine):
             )
 
     @rule(prompt=st.integers(0, 2), how=st.sampled_from(["swapped", "another's block", "honest"]))
-    def the_pool_lies(self, prompt: int, how: str) -> None:
+    def pool_returns_wrong_values(self, prompt: int, how: str) -> None:
         """The pool returns another tenant's value under a key, or another block of the same tenant."""
         mine, theirs = ([key.hex() for key in self.chain(who, prompt, MAX_BLOCKS)] for who in (0, 1))
         pairs = list(zip(mine, theirs, strict=True)) if how == "swapped" else list(pairwise(mine))
@@ -254,4 +254,4 @@ def test_no_tenant_reads_bytes_of_another(world: World) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert world.called == set(METHODS)  # a new call needs a rule of what it may reveal to whom
+    assert world.called == set(METHODS)  # a new call needs a rule here

@@ -32,7 +32,7 @@ async def put_chain(rig: Rig) -> None:
     rig.store.lookup_local(CHAIN)
     assert await rig.put(*range(8)) == 8
     rig.store.lookup_local(CHAIN)
-    rig.forget_memory()
+    rig.drop_memory()
     assert rig.store.drop_unreachable() == 0
 
 
@@ -74,7 +74,7 @@ async def test_a_chain_that_is_whole_again_stays(rig: Rig) -> None:
     rig.store.lookup_local(CHAIN)
     look(rig, now_s=10)
     assert await rig.put(2) == 1
-    rig.forget_memory()
+    rig.drop_memory()
     for now_s in (20.0, 10 + 2 * GRACE_S, 10 + 4 * GRACE_S):
         assert look(rig, now_s=now_s) == 0
     assert figures(rig) == (0, 0)
@@ -91,7 +91,7 @@ async def test_while_the_start_is_in_memory_or_a_disk_is_away_nothing_is_an_orph
     for now_s in (10.0, 10 + GRACE_S, 10 + 3 * GRACE_S):
         assert look(rig, now_s=now_s) == 0
     assert figures(rig) == (0, 0)
-    rig.forget_memory()
+    rig.drop_memory()
     look(rig, now_s=1000)
     assert figures(rig)[0] >= 1
     rig.tiers[0].health.mark_away(now_s=0)
@@ -114,7 +114,7 @@ async def test_a_segment_that_is_lost_leaves_its_chains_ends_and_those_go() -> N
         look(rig, now_s=0)
         for number in range(len(chain)):
             assert await rig.put(number) == 1
-            rig.forget_memory()
+            rig.drop_memory()
         first = table.get(chain[0])
         last = table.get(chain[-1])
         assert first is not None and last is not None and first.slot.slab != last.slot.slab
@@ -139,7 +139,7 @@ async def test_what_is_in_memory_too_stays(rig: Rig) -> None:
     look(rig, now_s=1)
     assert look(rig, now_s=1 + GRACE_S) == 0
     assert rig.set.contains(CHAIN[1])
-    rig.forget_memory()
+    rig.drop_memory()
     assert look(rig, now_s=2 + GRACE_S) == 1
     assert not rig.set.contains(CHAIN[1])
 
@@ -187,7 +187,7 @@ async def test_many_are_dropped_with_one_look_at_the_links(monkeypatch: pytest.M
         assert await rig.put(*(10 * number + at for number in range(8) for at in range(3))) == 24
         for chain in chains:
             rig.store.lookup_local(chain)
-        rig.forget_memory()
+        rig.drop_memory()
         look(rig, now_s=0)
         for chain in chains:
             assert await rig.set.drop(chain[0])
