@@ -5,9 +5,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says nothing on a shared machine; pytest-timeout bounds the whole test.
+# An example's duration means nothing on a shared machine; pytest-timeout bounds the whole test.
 settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slipstream")
 
-# torch's optimizers and transformers make this directory, in /tmp unless told otherwise, and leave it.
+# torch's optimizers and transformers create this directory, by default in /tmp, and leave it behind.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "torchinductor"))

@@ -1,4 +1,4 @@
-"""Directories of fixtures that outlive a test are gone with them, and stay where something failed."""
+"""Directories of long-lived fixtures are removed with them, but kept after a failed test."""
 
 from __future__ import annotations
 

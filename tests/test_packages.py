@@ -1,4 +1,4 @@
-"""The two wheels: what they hold, and that the SDK's one works where the server's is not installed."""
+"""The contents of the two wheels, and the SDK's wheel without the server's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both wheels by distribution, built from a copy of the sources without network."""
+    """Build both wheels from a copy of the sources without network."""
     work = tmp_path_factory.mktemp("packages")
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", "*.so", "*.digest")
     for name in SOURCES:
@@ -60,14 +60,14 @@ def test_a_wheel_holds_its_own_packages_and_no_others(wheels: dict[str, Path], n
     assert modules == sources
 
 
-def test_the_sdk_is_typed_and_any_python_takes_it(wheels: dict[str, Path]) -> None:
+def test_the_sdk_is_typed_and_pure_python(wheels: dict[str, Path]) -> None:
     assert wheels["slipstream"].name.endswith("-py3-none-any.whl")
     files = files_of(wheels["slipstream"])
     assert "slipstream/py.typed" in files
     assert any(file.endswith(".pyi") for file in files)
 
 
-def test_the_server_has_its_libraries_compiled(wheels: dict[str, Path]) -> None:
+def test_the_server_wheel_has_compiled_libraries(wheels: dict[str, Path]) -> None:
     assert re.search(r"-py3-none-(linux|macosx|manylinux)", wheels["slipstream_server"].name)
     files = set(files_of(wheels["slipstream_server"]))
     native = runpy.run_path(str(ROOT / "server" / "native_build.py"))["libraries"]()
@@ -76,7 +76,7 @@ def test_the_server_has_its_libraries_compiled(wheels: dict[str, Path]) -> None:
     assert sources <= files
 
 
-def test_the_server_needs_the_sdk_of_its_version(wheels: dict[str, Path]) -> None:
+def test_the_server_requires_the_sdk_of_its_version(wheels: dict[str, Path]) -> None:
     archive = zipfile.ZipFile(wheels["slipstream_server"])
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = archive.read(name).decode()
@@ -84,7 +84,7 @@ def test_the_server_needs_the_sdk_of_its_version(wheels: dict[str, Path]) -> Non
     assert any(name.endswith("/licenses/LICENSE") for name in archive.namelist())
 
 
-def test_the_sdk_alone_in_a_fresh_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_the_sdk_works_alone_in_a_fresh_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     bin_dir = tmp_path / "venv" / "bin"
     install = (
@@ -96,7 +96,7 @@ def test_the_sdk_alone_in_a_fresh_environment(wheels: dict[str, Path], tmp_path:
         wheels["slipstream"],
     )
     run(sys.executable, "-m", "pip", "--python", bin_dir / "python", *install)
-    # Its dependencies, as this environment has them; slipstream's own two packages are left out.
+    # Its dependencies of this environment, without the two packages of the project.
     dependencies = tmp_path / "dependencies"
     dependencies.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():

@@ -1,4 +1,4 @@
-"""Promises the repository makes about itself: docs name real things, versions agree, files stay small."""
+"""Rules of the repository: docs name existing things, versions agree, files stay small."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_paths_and_names_in_docs_exist(doc: Path) -> None:
         if "/" in span and first in TOP_LEVEL and re.fullmatch(r"[\w./*:-]+", span):
             if not _path_exists(span):
                 missing.append(span)
-        elif re.fullmatch(r"test_[\w*]+\.py", span):  # named after another one of its folder
+        elif re.fullmatch(r"test_[\w*]+\.py", span):  # a test file without its folder
             if not any(ROOT.glob(f"tests/**/{span}")):
                 missing.append(span)
         elif re.fullmatch(
@@ -93,7 +93,7 @@ def test_make_verbs_in_docs_exist() -> None:
     assert {doc: found - verbs for doc, found in named.items() if found - verbs} == {}
 
 
-def test_the_changelog_opens_with_the_version_of_the_project() -> None:
+def test_the_changelog_starts_with_the_version_of_the_project() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
@@ -108,12 +108,12 @@ def test_both_packages_have_the_version_of_the_sdk() -> None:
 
 
 def _tracked(folder: str = "") -> list[Path]:
-    """The files of a folder that belong to the project; in an unpacked archive, all but hidden folders'."""
+    """Return the project's files in a folder; in an unpacked archive, all outside of hidden folders."""
     if not (ROOT / ".git").exists():
         tops = [ROOT / folder] if folder else [ROOT / name for name in sorted(TOP_LEVEL)]
         return [path for top in tops for path in top.rglob("*") if path.is_file()]
     listed = subprocess.run(
-        # A checkout may belong to another user than the one who tests it.
+        # A checkout may belong to another user than the tests run as.
         ["git", "-c", "safe.directory=*", "ls-files", "--", folder or "."],
         cwd=ROOT,
         capture_output=True,
@@ -127,7 +127,7 @@ def _own_sources() -> list[Path]:
     return [path for path in _tracked() if path.suffix == ".py" and "_pb2" not in path.name]
 
 
-def test_no_file_outgrows_its_bound() -> None:
+def test_no_file_exceeds_its_line_limit() -> None:
     long = {
         str(p.relative_to(ROOT)): n
         for p in _own_sources()
@@ -136,7 +136,7 @@ def test_no_file_outgrows_its_bound() -> None:
     assert not long
 
 
-def test_no_folder_of_the_product_is_crowded() -> None:
+def test_no_folder_of_the_product_exceeds_its_file_limit() -> None:
     modules = Counter(
         path.relative_to(ROOT).parent
         for path in _own_sources()
@@ -156,7 +156,7 @@ def test_a_public_class_name_exists_once_in_the_product() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
-def test_every_package_of_the_product_says_what_it_is_for() -> None:
+def test_every_package_of_the_product_has_a_docstring() -> None:
     packages = [path for path in _own_sources() if path.name == "__init__.py"]
     product = [path for path in packages if path.relative_to(ROOT).parts[0] in ("services", "libs")]
     assert product
@@ -165,7 +165,7 @@ def test_every_package_of_the_product_says_what_it_is_for() -> None:
     ] == []
 
 
-def test_nothing_unsafe_is_called() -> None:
+def test_no_unsafe_function_is_called() -> None:
     unsafe = re.compile(r"\b(pickle\.|torch\.load\(|yaml\.load\(|(?<![\w.])eval\(|(?<![\w.])exec\()")
     found = [
         f"{path.relative_to(ROOT)}:{number}"
@@ -177,6 +177,6 @@ def test_nothing_unsafe_is_called() -> None:
     assert not found
 
 
-def test_the_shipped_models_fit_their_bound() -> None:
+def test_the_shipped_models_stay_within_their_size_limit() -> None:
     total_bytes = sum(path.stat().st_size for path in _tracked("models"))
     assert total_bytes <= 25 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Which build of torch set-up installs, with a pip, a uv and an nvidia-smi that only log their calls."""
+"""The build of torch that set-up installs, with a fake pip, uv and nvidia-smi that log their calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# `case` of what the fake pip answers: $1 is what the index offers (cpu, plain or cuda).
+# Answers of the fake pip: $1 is the build that the index offers (cpu, plain or cuda).
 PYTHON = """#!/bin/sh
 shift 2
 echo "$*" >> {log}
@@ -23,7 +23,7 @@ esac
 
 
 def torch_call(tmp_path: Path, index: str, *, gpu: bool = False, uv_works: bool = True, url: str = "") -> str:
-    """The last command that installs torch, or all by uv."""
+    """Return the last command that installs torch, or all commands of uv."""
     venv, log, tools = tmp_path / "venv", tmp_path / "log", tmp_path / "tools"
     (venv / "bin").mkdir(parents=True)
     tools.mkdir()
@@ -54,21 +54,21 @@ def test_an_index_with_a_cpu_build_is_used(tmp_path: Path, index: str, wanted: s
     assert torch_call(tmp_path, index) == wanted
 
 
-def test_where_the_index_has_cuda_only_uv_fetches_the_cpu_build(tmp_path: Path) -> None:
+def test_uv_fetches_the_cpu_build_if_the_index_has_only_cuda(tmp_path: Path) -> None:
     call = torch_call(tmp_path, "cuda")
     assert call.startswith("uv pip install")
     assert call.endswith("--no-deps --torch-backend cpu torch==2.13.0")
 
 
-def test_without_uv_the_build_with_cuda_is_better_than_none(tmp_path: Path) -> None:
+def test_the_cuda_build_is_installed_without_uv_and_a_cpu_build(tmp_path: Path) -> None:
     assert torch_call(tmp_path, "cuda", uv_works=False) == "install -q torch==2.13.0"
 
 
-def test_a_machine_with_a_gpu_takes_the_build_with_cuda(tmp_path: Path) -> None:
+def test_a_machine_with_a_gpu_gets_the_cuda_build(tmp_path: Path) -> None:
     assert torch_call(tmp_path, "cuda", gpu=True) == "install -q torch==2.13.0"
 
 
-def test_a_named_index_goes_before_all(tmp_path: Path) -> None:
+def test_a_named_index_has_precedence(tmp_path: Path) -> None:
     assert torch_call(tmp_path, "cpu", gpu=True, url="file:///wheels") == (
         "install -q torch==2.13.0 --index-url file:///wheels"
     )

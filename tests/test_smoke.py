@@ -1,4 +1,4 @@
-"""The tiny test of everything: etcd and five real processes with the fake engine answer one request."""
+"""The smallest end-to-end test: etcd and five processes with the fake engine answer one request."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ CORPUS = (
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine is no silent worker, and what a worker was sent is not forgotten meanwhile."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengthen time-outs, so that slow workers are not silent and predictions do not expire."""
     for name in (
         "workers.connection.STALE_AFTER_S",
         "workers.connection._STATUS_TIMEOUT_S",
@@ -61,7 +61,7 @@ def lose_patience(router: RouterServer, *, limit_s: float = 0.5) -> None:
 
 
 def shorten_timers(callback: Callable[..., None], limit_s: float) -> int:
-    """Timers of the event loop that call `callback` call it in so long. How many there are."""
+    """Reschedule the loop's timers of `callback` to `limit_s`; return their number."""
     loop = asyncio.get_running_loop()
     timers = [timer for timer in list(loop._scheduled) if timer._callback == callback]  # type: ignore[attr-defined]
     for timer in timers:
@@ -103,7 +103,7 @@ async def router(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[RouterS
 
 
 class FixedSpeeds(WorkerModels):
-    """Learns nothing, so that placement does not depend on how fast this machine is just now."""
+    """Worker models that learn nothing, so that placement does not depend on this machine's speed."""
 
     def observe_prefill(self, worker: str, **_: Any) -> None: ...
 
@@ -116,7 +116,7 @@ NEVER_HEDGE = HedgeLimits(max_uncached_tokens=-1)
 
 
 class open_router:
-    """`async with`: a router that sees all workers of the cluster; what it decides depends on no clock."""
+    """Context of a router that sees all workers of the cluster and decides independently of clocks."""
 
     def __init__(self, cluster: FakeCluster, card: ModelCard, **options: Any) -> None:
         self._cluster = cluster
@@ -153,17 +153,17 @@ async def client(router: RouterServer) -> AsyncIterator[AsyncClient]:
 
 
 def text_ids(card: ModelCard, text: str) -> list[int]:
-    """The answer `text`, to its end."""
+    """Return the token ids of the answer `text` with its end token."""
     return [*card.tokenizer.encode_text(text), card.tokenizer.special_id("<|im_end|>")]
 
 
 def chat_of(messages: Sequence[Any]) -> router_pb2.Chat:
-    """A conversation of these messages."""
+    """Build a conversation of these messages."""
     return chat_request(messages, {}).chat
 
 
 def script(model: FakeModel, *answers: Sequence[int]) -> None:
-    """The model gives these answers, by the number of requests with another prompt before."""
+    """Make the model give these answers, one for each distinct prompt in order."""
     known: dict[tuple[int, ...], int] = {}
 
     def answer(prompt: Sequence[int], sampling: Any) -> Sequence[int]:

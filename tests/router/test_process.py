@@ -1,4 +1,4 @@
-"""The router as a process, its options, and its mTLS."""
+"""The router as a process, its options and mTLS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _start(*arguments: str) -> asyncio.subprocess.Process:
     )
 
 
-async def test_a_process_serves_alone_and_ends_on_sigterm(model_dir: Path) -> None:
+async def test_a_single_process_serves_and_ends_on_sigterm(model_dir: Path) -> None:
     process = await _start("--model", str(model_dir), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
     try:
         assert process.stderr is not None
@@ -58,7 +58,7 @@ async def test_a_process_serves_alone_and_ends_on_sigterm(model_dir: Path) -> No
             await process.wait()
 
 
-async def test_what_it_cannot_start_with_is_said_in_one_line(tmp_path: Path) -> None:
+async def test_a_failed_start_gives_one_error_line(tmp_path: Path) -> None:
     process = await _start("--model", str(tmp_path))
     async with asyncio.timeout(100):
         _, said = await process.communicate()
@@ -67,7 +67,7 @@ async def test_what_it_cannot_start_with_is_said_in_one_line(tmp_path: Path) -> 
     assert b"Traceback" not in said
 
 
-def test_tls_options_go_together(tmp_path: Path) -> None:
+def test_tls_options_are_required_together(tmp_path: Path) -> None:
     base = ["--instance", "r", "--model", str(tmp_path)]
     assert parse_options(base).tls() is None
     with pytest.raises(SystemExit, match="go together"):
@@ -85,7 +85,7 @@ async def test_mtls_to_clients_and_workers(model: FakeModel, card: ModelCard) ->
                 await stub.ListModels(router_pb2.ListModelsRequest(), timeout=60)
 
 
-def test_api_keys_file(tmp_path: Path) -> None:
+def test_an_api_keys_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# keys\n\nsecret-1 anna\nsecret-2 bert\n")
     tenants = ApiKeys.from_file(path)
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_does_not_fit_its_tokenizer_is_refused(model_dir: Path
         load_model_card(tmp_path)
 
 
-async def test_a_port_in_use_is_said(model: FakeModel, card: ModelCard) -> None:
+async def test_a_port_in_use_is_named_in_the_error(model: FakeModel, card: ModelCard) -> None:
     async with FakeCluster(model) as cluster, open_router(cluster, card) as router:
         with pytest.raises(errors.Unavailable, match="cannot listen"):
             open_router(cluster, card, http=router.http_endpoint)

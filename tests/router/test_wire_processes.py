@@ -22,7 +22,7 @@ def _alive(pid: int) -> bool:
 
 
 async def _instances(http: str) -> set[str]:
-    """Names of the processes that answer: each connection is some process's."""
+    """Return the names of the answering processes, over several connections."""
     seen: set[str] = set()
     for _ in range(40):
         try:
@@ -36,7 +36,7 @@ async def _instances(http: str) -> set[str]:
     return seen
 
 
-async def test_two_processes_share_the_ports_and_a_killed_one_comes_back(model_dir: Path) -> None:
+async def test_two_processes_share_the_ports_and_a_killed_one_is_restarted(model_dir: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.router", "--instance", "router-0", "--model", str(model_dir)),
         *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--processes", "2", "--drain-s", "0.1"),

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.block_hashes import unpack_hashes
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload
-from tests.kvstore.service.test_service import again
+from tests.kvstore.service.test_service import reconnect
 
 BATCH = 8
 KILLS = 3
@@ -32,7 +32,7 @@ async def put_durable(client: Client, numbers: list[int]) -> list[bytes]:
 async def test_a_commit_reports_which_blocks_are_durable(node: KvstoreProcess, client: Client) -> None:
     assert await put_durable(client, [1, 2, 3]) == [key(1), key(2), key(3)]
     node.kill()
-    restarted = await again(node, client)
+    restarted = await reconnect(node, client)
     assert len(await restarted.fetch([1, 2, 3])) == 3
     await restarted.close()
 
@@ -74,7 +74,7 @@ async def test_sigkill_under_load_loses_no_durable_block(node: KvstoreProcess, c
         node.kill()
         with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
             await putting
-        current = await again(node, client)
+        current = await reconnect(node, client)
         kept = list(durable.values())[-100:]  # there is room for about 350
         for held in kept:
             assert len(await current.fetch([held])) == 1, f"block {held} was durable"

@@ -33,7 +33,7 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
 async def full_router(
     cluster: FakeCluster, card: ModelCard
 ) -> AsyncIterator[tuple[RouterServer, AsyncClient]]:
-    """One place, taken by request `first`, which stands still before its first token."""
+    """A router with one place, which request `first` holds without getting its first token."""
     for prefill in cluster.prefills:
         prefill.gate.clear()
     async with (
@@ -50,7 +50,7 @@ async def full_router(
             await asyncio.gather(first, return_exceptions=True)
 
 
-async def test_a_request_beyond_the_places_waits_for_one(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_request_beyond_the_limit_waits(cluster: FakeCluster, card: ModelCard) -> None:
     async with full_router(cluster, card) as (router, client):
         second = asyncio.create_task(client.chat(HELLO))
         await eventually(lambda: router.runs.gate.controller.waiting == 1)
@@ -62,7 +62,7 @@ async def test_a_request_beyond_the_places_waits_for_one(cluster: FakeCluster, c
         assert (router.runs.gate.controller.running, router.runs.gate.controller.waiting) == (0, 0)
 
 
-async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
+async def test_a_request_that_rejects_waiting_gets_the_same_error_over_grpc_and_http(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with full_router(cluster, card) as (router, _), dial(router.host.endpoint) as channel:
@@ -104,10 +104,8 @@ async def test_who_rejects_waiting_is_refused_with_the_same_words_on_both_faces(
         assert router.runs.held == 1
 
 
-async def test_nothing_of_answers_and_refusals_waits_for_the_cycle_collector(
-    cluster: FakeCluster, card: ModelCard
-) -> None:
-    """A look for cycles costs milliseconds, in the middle of whatever it is that came then."""
+async def test_answers_and_refusals_leave_no_reference_cycles(cluster: FakeCluster, card: ModelCard) -> None:
+    """A garbage collection takes milliseconds and delays other requests."""
 
     def calls() -> int:
         return sum(type(item).__name__ in ("RPCState", "Run", "AbortError") for item in gc.get_objects())
@@ -147,10 +145,10 @@ async def test_nothing_of_answers_and_refusals_waits_for_the_cycle_collector(
         assert counters["slipstream_requests_finished_total"] >= 20
 
 
-async def test_a_full_router_refuses_before_it_looks_into_the_request(
+async def test_a_full_router_refuses_a_request_before_validating_it(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
-    """A defect that takes work to find is not looked for: the answer is "busy" and not what is wrong."""
+    """Validation of tools takes time, so the answer is "busy" and not the defect."""
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": 1}}}
     body = {"messages": HELLO, "tools": [broken], "options": {"rejectIfBusy": True}}
     async with (
@@ -167,7 +165,9 @@ async def test_a_full_router_refuses_before_it_looks_into_the_request(
             assert "required" in (await answer.json())["error"]["param"]
 
 
-async def test_what_fits_no_context_is_not_told_to_come_back(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_prompt_beyond_the_context_is_an_invalid_argument_even_when_busy(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
     too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
     async with full_router(cluster, card) as (router, client):
         with pytest.raises(errors.InvalidArgument, match="context"):
@@ -177,15 +177,15 @@ async def test_what_fits_no_context_is_not_told_to_come_back(cluster: FakeCluste
         assert router.runs.held == 1
 
 
-async def test_what_fits_no_context_waits_for_nothing(cluster: FakeCluster, card: ModelCard) -> None:
-    """It is refused as too long before it is queued: there it could be pushed out, or push out others."""
+async def test_a_prompt_beyond_the_context_is_not_queued(cluster: FakeCluster, card: ModelCard) -> None:
+    """In the queue it could be evicted or evict other requests."""
     too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
     async with full_router(cluster, card) as (router, client):
         waiting = [asyncio.create_task(client.chat(HELLO)) for _ in range(2)]
         await eventually(lambda: router.runs.gate.controller.waiting == 2)
-        told = await asyncio.gather(*(client.chat(too_long) for _ in range(3)), return_exceptions=True)
-        assert [type(error) for error in told] == [errors.InvalidArgument] * 3
-        assert all("context" in str(error) for error in told)
+        results = await asyncio.gather(*(client.chat(too_long) for _ in range(3)), return_exceptions=True)
+        assert [type(error) for error in results] == [errors.InvalidArgument] * 3
+        assert all("context" in str(error) for error in results)
         assert (router.runs.gate.controller.waiting, router.runs.held) == (2, 3)
         for task in waiting:
             task.cancel()
@@ -193,13 +193,13 @@ async def test_what_fits_no_context_waits_for_nothing(cluster: FakeCluster, card
         await eventually(lambda: router.runs.held == 1)
 
 
-async def test_few_wait_to_be_measured_and_the_others_in_the_queue(
+async def test_few_prompts_wait_for_measuring_and_the_others_in_the_queue(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("libs.common.service_bounds.MAX_MEASURED", 2)
     too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
     async with full_router(cluster, card) as (router, client):
-        async with router.runs._measuring:  # as if one were measured for ever
+        async with router.runs._measuring:  # stands for a measurement that does not end
             asked = [asyncio.create_task(client.chat(too_long)) for _ in range(5)]
             await eventually(lambda: router.runs.gate.controller.waiting == 3)
         await eventually(lambda: sum(task.done() for task in asked) == 2)
@@ -211,7 +211,7 @@ async def test_few_wait_to_be_measured_and_the_others_in_the_queue(
         await eventually(lambda: router.runs.held == 1)
 
 
-async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
+async def test_an_interactive_request_preempts_one_without_output(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     for prefill in cluster.prefills:
@@ -226,7 +226,7 @@ async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
             client.chat(HELLO, headers={"x-slipstream-priority": "interactive"}, request_id="urgent")
         )
         await eventually(lambda: router.counters.snapshot().get("slipstream_admission_preempted_total") == 1)
-        # The work it had begun is ended on the workers, before the urgent one is done.
+        # Its work on the workers is aborted before the urgent request ends.
         await eventually(lambda: any(prefill.aborted for prefill in cluster.prefills))
         assert not urgent.done()
         for prefill in cluster.prefills:
@@ -238,14 +238,14 @@ async def test_an_urgent_request_takes_the_place_of_one_that_has_shown_nothing(
         await eventually(lambda: not router.runs.held and not cluster.held)
 
 
-async def test_a_waiter_that_leaves_holds_nothing_and_the_deadline_counts_while_waiting(
+async def test_a_cancelled_waiting_request_holds_nothing_and_deadlines_count_while_waiting(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with full_router(cluster, card) as (router, client):
-        leaver = asyncio.create_task(client.chat(HELLO))
+        cancelled = asyncio.create_task(client.chat(HELLO))
         await eventually(lambda: router.runs.gate.controller.waiting == 1)
-        leaver.cancel()
-        await asyncio.gather(leaver, return_exceptions=True)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
         await eventually(lambda: router.runs.gate.controller.waiting == 0)
         with pytest.raises((errors.Overloaded, errors.DeadlineExceeded)):
             await client.chat(HELLO, timeout_s=0.3)
@@ -253,7 +253,7 @@ async def test_a_waiter_that_leaves_holds_nothing_and_the_deadline_counts_while_
         assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
 
 
-async def test_an_unknown_class_is_refused(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_an_unknown_priority_class_is_refused(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         with pytest.raises(errors.InvalidArgument, match="interactive, default, bulk"):
             await client.chat(HELLO, headers={"x-slipstream-priority": "vip"})

@@ -1,4 +1,4 @@
-"""The controller: bounded, work-conserving, in order, no starvation, preemption, repeatable."""
+"""The admission controller: bounded, work-conserving, ordered, free of starvation, deterministic."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _limits(**changes: Any) -> AdmissionLimits:
     return AdmissionLimits(**{**settings_, **changes})
 
 
-def _ask(key: str, priority: Priority = Priority.DEFAULT, **more: Any) -> AdmissionRequest:
+def _request(key: str, priority: Priority = Priority.DEFAULT, **more: Any) -> AdmissionRequest:
     return AdmissionRequest(key, more.pop("tenant", "t"), priority, prefill_tokens=10, **more)
 
 
 def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
-    """A random history, checked at every step; returns what the controller said."""
+    """Run a random history with checks at every step; return the controller's decisions."""
     rng, controller, limits = random.Random(seed), Admission(_limits()), _limits()
     now_ms = 0.0
     said: list[tuple[str, AdmissionDecision | Changes]] = []
@@ -49,7 +49,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     def poll() -> None:
         changes = controller.poll(UNKNOWN, now_ms)
         for key in changes.expired:
-            # Before its time is up only what could not end before its deadline.
+            # Before its maximum wait a request expires only if it cannot end before its deadline.
             assert now_ms >= waiting.pop(key)[1] or asks[key].deadline_ms is not None
         for key in changes.admitted:
             del waiting[key]
@@ -63,7 +63,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             priority = rng.choice(list(Priority))
             deadline_ms = rng.choice([None, now_ms + 50.0, now_ms + 1000.0])
             may_wait, tenant = rng.random() < 0.9, rng.choice("ab")
-            ask = _ask(f"k{step}", priority, tenant=tenant, may_wait=may_wait, deadline_ms=deadline_ms)
+            ask = _request(f"k{step}", priority, tenant=tenant, may_wait=may_wait, deadline_ms=deadline_ms)
             asks[ask.key] = ask
             overtakes = any(p <= priority for p, _ in waiting.values())
             told = controller.refuses(ask, UNKNOWN, now_ms)
@@ -104,7 +104,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
         assert controller.running == len(running) <= limits.max_running
         assert controller.waiting == len(waiting)
         if waiting and act >= 0.65:
-            assert len(running) == limits.max_running  # nobody waits beside a free place
+            assert len(running) == limits.max_running  # no request waits while a place is free
     return said
 
 
@@ -116,106 +116,107 @@ def test_any_history_is_bounded_ordered_and_repeatable(seed: int, steps: int) ->
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
-def test_no_class_starves_under_a_flood_of_the_highest(seed: int) -> None:
+def test_no_class_starves_under_overload_of_the_highest(seed: int) -> None:
     rng, wait_ms = random.Random(seed), dict.fromkeys(Priority, 1e9)
     controller = Admission(_limits(max_wait_ms=wait_ms, max_waiting=dict.fromkeys(Priority, 1e9)))
     running: list[str] = []
     for index in range(4):
-        controller.offer(_ask(f"first{index}"), UNKNOWN, 0.0)
+        controller.offer(_request(f"first{index}"), UNKNOWN, 0.0)
         controller.first_token(f"first{index}", 0.0)
         running.append(f"first{index}")
     lower = [f"low{index}" for index in range(5)]
     for index, key in enumerate(lower):
-        controller.offer(_ask(key, (Priority.BULK, Priority.DEFAULT)[index % 2]), UNKNOWN, 0.0)
+        controller.offer(_request(key, (Priority.BULK, Priority.DEFAULT)[index % 2]), UNKNOWN, 0.0)
     left, now_ms, ends = set(lower), 0.0, 0
     while left:
         now_ms += rng.uniform(5, 15)
         for more in range(2):
-            controller.offer(_ask(f"high{ends}.{more}", Priority.INTERACTIVE), UNKNOWN, now_ms)
+            controller.offer(_request(f"high{ends}.{more}", Priority.INTERACTIVE), UNKNOWN, now_ms)
         controller.end(running.pop(0), now_ms, output_tokens=5)
         ends += 1
         for key in controller.poll(UNKNOWN, now_ms).admitted:
             controller.first_token(key, now_ms)
             running.append(key)
             left.discard(key)
-        # All five have waited long at 200 ms; from then on every second place is theirs.
+        # At 200 ms all five are overdue; from then on every second place is theirs.
         assert now_ms < 200 + 15 * 2 * (len(lower) + 1)
 
 
-def test_a_higher_class_puts_back_the_newest_of_the_lowest_that_showed_nothing() -> None:
+def test_a_higher_class_preempts_the_newest_request_of_the_lowest_without_output() -> None:
     controller = Admission(_limits())
     for index, priority in enumerate((Priority.BULK, Priority.BULK, Priority.BULK, Priority.DEFAULT)):
-        controller.offer(_ask(f"k{index}", priority), UNKNOWN, float(index))
+        controller.offer(_request(f"k{index}", priority), UNKNOWN, float(index))
     controller.first_token("k2", 5.0)
-    decision = controller.offer(_ask("urgent", Priority.INTERACTIVE), UNKNOWN, 6.0)
+    decision = controller.offer(_request("urgent", Priority.INTERACTIVE), UNKNOWN, 6.0)
     assert decision.verdict is Verdict.ADMITTED
     assert decision.preempted == ("k1",)
     assert (controller.running, controller.waiting) == (4, 1)
-    # The one put back is let in when there is room, and only twice put back at all.
+    # A preempted request is admitted when a place is free, and is preempted at most twice.
     controller.end("k2", 7.0)
     assert controller.poll(UNKNOWN, 7.0).admitted == ("k1",)
-    assert controller.offer(_ask("urgent2", Priority.INTERACTIVE), UNKNOWN, 8.0).preempted == ("k1",)
+    assert controller.offer(_request("urgent2", Priority.INTERACTIVE), UNKNOWN, 8.0).preempted == ("k1",)
     controller.end("k0", 9.0)
     assert controller.poll(UNKNOWN, 9.0).admitted == ("k1",)
-    assert controller.offer(_ask("urgent3", Priority.INTERACTIVE), UNKNOWN, 10.0).preempted == ("k3",)
+    assert controller.offer(_request("urgent3", Priority.INTERACTIVE), UNKNOWN, 10.0).preempted == ("k3",)
 
 
-def test_a_full_queue_pushes_out_the_tenant_that_fills_it() -> None:
+def test_a_full_queue_evicts_a_request_of_the_tenant_that_fills_it() -> None:
     controller = Admission(_limits())
     for index in range(4):
-        controller.offer(_ask(f"r{index}"), UNKNOWN, 0.0)
+        controller.offer(_request(f"r{index}"), UNKNOWN, 0.0)
     for index in range(6):
         assert (
-            controller.offer(_ask(f"greedy{index}", tenant="greedy"), UNKNOWN, 0.0).verdict is Verdict.QUEUED
+            controller.offer(_request(f"greedy{index}", tenant="greedy"), UNKNOWN, 0.0).verdict
+            is Verdict.QUEUED
         )
-    assert controller.offer(_ask("more", tenant="greedy"), UNKNOWN, 0.0).verdict is Verdict.REJECTED
-    decision = controller.offer(_ask("modest", tenant="modest"), UNKNOWN, 0.0)
+    assert controller.offer(_request("more", tenant="greedy"), UNKNOWN, 0.0).verdict is Verdict.REJECTED
+    decision = controller.offer(_request("modest", tenant="modest"), UNKNOWN, 0.0)
     assert decision.verdict is Verdict.QUEUED
     assert decision.pushed_out == "greedy5"
     assert controller.waiting == 6
 
 
-def test_who_cannot_begin_in_time_is_told_at_once() -> None:
+def test_a_request_that_cannot_start_before_its_deadline_is_rejected_at_once() -> None:
     controller = Admission(_limits(max_waiting=dict.fromkeys(Priority, 100)))
     for index in range(4):
-        controller.offer(_ask(f"r{index}"), UNKNOWN, 0.0)
+        controller.offer(_request(f"r{index}"), UNKNOWN, 0.0)
     for index in range(40):
-        controller.offer(_ask(f"w{index}"), UNKNOWN, 0.0)
+        controller.offer(_request(f"w{index}"), UNKNOWN, 0.0)
     now_ms, running = 0.0, [f"r{index}" for index in range(4)]
     for _ in range(20):
         now_ms += 20.0
         controller.end(running.pop(0), now_ms)
         running += controller.poll(UNKNOWN, now_ms).admitted
-    # 20 wait and one ends every 20 ms: 420 ms.
-    late = controller.offer(_ask("late", deadline_ms=now_ms + 300), UNKNOWN, now_ms)
+    # 20 requests wait and one ends every 20 ms: 420 ms.
+    late = controller.offer(_request("late", deadline_ms=now_ms + 300), UNKNOWN, now_ms)
     assert late.verdict is Verdict.REJECTED
     assert 300 <= late.retry_after_ms <= 600
-    assert controller.offer(_ask("patient"), UNKNOWN, now_ms).verdict is Verdict.QUEUED
+    assert controller.offer(_request("patient"), UNKNOWN, now_ms).verdict is Verdict.QUEUED
 
 
-def test_decode_is_judged_at_the_end_of_the_prefill() -> None:
-    """Decode is full now and will be free when the prefill is done; and the other way round."""
+def test_decode_capacity_is_forecast_for_the_end_of_the_prefill() -> None:
+    """Decode may be full now and free at the end of the prefill, or the other way round."""
     capacity = Capacity(prefill_tokens_per_ms=1.0, decode_sequences=1)
     controller = Admission(_limits())
     soon = AdmissionRequest("soon", "t", prefill_tokens=1000, may_wait=False)
     late = AdmissionRequest("late", "t", prefill_tokens=3000, may_wait=False)
     controller.offer(AdmissionRequest("a", "t", prefill_tokens=100), capacity, 0.0)
     controller.first_token("a", 100.0)
-    # How long a decode lasts is not known yet: that it ends soon is not counted on.
+    # The duration of a decode is not known yet, so the forecast expects none to end.
     assert controller.offer(late, capacity, 100.0).verdict is Verdict.REJECTED
     controller.end("a", 2100.0, output_tokens=100)
     controller.offer(AdmissionRequest("b", "t", prefill_tokens=100), capacity, 3000.0)
     controller.first_token("b", 3100.0)
-    # It lasts 2000 ms: 1000 ms later it still runs, 3000 ms later it does not.
+    # A decode lasts 2000 ms: it still runs after 1000 ms and has ended after 3000 ms.
     assert controller.offer(soon, capacity, 3100.0).verdict is Verdict.REJECTED
     assert controller.offer(late, capacity, 3100.0).verdict is Verdict.ADMITTED
     naive = Admission(_limits(), naive_forecast=True)
     naive.offer(AdmissionRequest("a", "t", prefill_tokens=100), capacity, 0.0)
-    # Nothing decodes yet: the naive form lets everybody in.
+    # No sequence decodes yet: the naive forecast admits every request.
     assert naive.offer(soon, capacity, 1.0).verdict is Verdict.ADMITTED
 
 
-def test_kv_places_are_counted_and_unknown_capacity_refuses_nothing() -> None:
+def test_kv_capacity_is_counted_and_unknown_capacity_refuses_nothing() -> None:
     capacity = Capacity(decode_tokens=3000)
     controller = Admission(_limits())
     asks = [AdmissionRequest(f"k{i}", "t", context_tokens=1000, may_wait=False) for i in range(3)]

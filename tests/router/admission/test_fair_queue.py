@@ -1,4 +1,4 @@
-"""The fair queue: shares by tokens within a bound, order within a tenant, nothing lost."""
+"""The fair queue: tenants share by tokens within a bound, in order per tenant, without losses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_backlogged_tenants_differ_by_one_largest_item_of_each(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 200))
-def test_any_order_of_calls_loses_and_doubles_nothing(seed: int, steps: int) -> None:
+def test_any_order_of_calls_loses_and_repeats_no_item(seed: int, steps: int) -> None:
     rng, queue = random.Random(seed), FairQueue()
     waiting: list[str] = []
     for step in range(steps):
@@ -68,7 +68,7 @@ def test_any_order_of_calls_loses_and_doubles_nothing(seed: int, steps: int) -> 
         assert sorted(queue) == sorted(waiting)
 
 
-def test_a_tenant_that_was_away_saves_nothing_up() -> None:
+def test_an_idle_tenant_accumulates_no_credit() -> None:
     queue = FairQueue()
     for index in range(100):
         queue.push("busy", f"b{index}", 10)
@@ -80,7 +80,7 @@ def test_a_tenant_that_was_away_saves_nothing_up() -> None:
     assert 9 <= sum(item is not None and item[0] == "n" for item in first) <= 11
 
 
-def test_who_used_more_than_announced_waits_longer() -> None:
+def test_a_tenant_that_used_more_than_announced_waits_longer() -> None:
     queue = FairQueue()
     for index in range(20):
         queue.push("a", f"a{index}", 10)
@@ -90,7 +90,7 @@ def test_who_used_more_than_announced_waits_longer() -> None:
     assert sum(item is not None and item[0] == "b" for item in first) >= 5
 
 
-def test_an_item_waits_once() -> None:
+def test_an_item_is_queued_only_once() -> None:
     queue = FairQueue()
     queue.push("a", "x", 1)
     with pytest.raises(ValueError, match="waits already"):

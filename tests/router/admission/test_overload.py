@@ -1,4 +1,4 @@
-"""The controller on a virtual clock: the swing of the naive forecast, and ten times overload."""
+"""The controller on a virtual clock: oscillation of a naive forecast, and tenfold overload."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DECODE_PLACES = 32
 PREFILL_TOKENS = 8_000
 PREFILL_RATE = 1.0  # tokens a millisecond and worker: 8 s a prompt
 DECODE_MS = 24_000.0
-PATIENCE_MS = 500.0  # how long prefilled KV waits for a decode place
+HANDOFF_WAIT_MS = 500.0  # how long prefilled KV waits for a decode place
 CAPACITY = Capacity(PREFILL_WORKERS * PREFILL_RATE, PREFILL_WORKERS, DECODE_PLACES)
 
 
 @dataclass
-class Cluster:
-    """Prefill workers, then decode places; who finds no place there in time has been prefilled in vain."""
+class SimulatedCluster:
+    """Prefill workers and decode places; a prefill without a decode place in time is wasted."""
 
     controller: Admission
     may_wait: bool
@@ -36,8 +36,8 @@ class Cluster:
     decoding: int = 0
     good: int = 0
     wasted: int = 0
-    rejected: int = 0  # as they arrived
-    expired: int = 0  # after they had waited
+    rejected: int = 0  # at arrival
+    expired: int = 0  # after waiting
     _count: int = 0
 
     def at(self, when_ms: float, what: Callable[[], None]) -> None:
@@ -53,12 +53,12 @@ class Cluster:
         self.arrived_ms[key] = self.now_ms
         deadline_ms = None if self.deadline_ms is None else self.now_ms + self.deadline_ms
         tokens = PREFILL_TOKENS
-        ask = AdmissionRequest(
+        request = AdmissionRequest(
             key, "t", priority, tokens, tokens, 100, may_wait=self.may_wait, deadline_ms=deadline_ms
         )
-        decision = self.controller.offer(ask, CAPACITY, self.now_ms)
+        decision = self.controller.offer(request, CAPACITY, self.now_ms)
         if decision.verdict is Verdict.ADMITTED:
-            self.begin(key)
+            self.start_prefill(key)
         elif decision.verdict is Verdict.REJECTED:
             self.rejected += 1
 
@@ -66,31 +66,31 @@ class Cluster:
         changes = self.controller.poll(CAPACITY, self.now_ms)
         self.expired += len(changes.expired)
         for key in changes.admitted:
-            self.begin(key)
+            self.start_prefill(key)
 
     def tick(self) -> None:
-        """What the forecast lets in as time goes by, no event tells."""
+        """Poll regularly: requests that only the passing time admits cause no event."""
         self.poll()
         self.at(self.now_ms + 100.0, self.tick)
 
-    def begin(self, key: str) -> None:
+    def start_prefill(self, key: str) -> None:
         self.prefill_queue.append(key)
-        self.feed()
+        self.fill_prefill_workers()
 
-    def feed(self) -> None:
+    def fill_prefill_workers(self) -> None:
         while self.prefill_queue and self.prefilling < PREFILL_WORKERS:
             key = self.prefill_queue.pop(0)
             self.prefilling += 1
-            self.at(self.now_ms + PREFILL_TOKENS / PREFILL_RATE, lambda key=key: self.prefilled(key))  # type: ignore[misc]
+            self.at(self.now_ms + PREFILL_TOKENS / PREFILL_RATE, lambda key=key: self.end_prefill(key))  # type: ignore[misc]
 
-    def prefilled(self, key: str) -> None:
+    def end_prefill(self, key: str) -> None:
         self.prefilling -= 1
-        self.feed()
-        self.hand_over(key, until_ms=self.now_ms + PATIENCE_MS)
+        self.fill_prefill_workers()
+        self.hand_off(key, until_ms=self.now_ms + HANDOFF_WAIT_MS)
 
-    def hand_over(self, key: str, *, until_ms: float) -> None:
+    def hand_off(self, key: str, *, until_ms: float) -> None:
         if self.decoding >= DECODE_PLACES and self.now_ms < until_ms:
-            self.at(self.now_ms + 50.0, lambda: self.hand_over(key, until_ms=until_ms))
+            self.at(self.now_ms + 50.0, lambda: self.hand_off(key, until_ms=until_ms))
             return
         if self.decoding >= DECODE_PLACES:
             self.wasted += 1
@@ -99,9 +99,9 @@ class Cluster:
             return
         self.decoding += 1
         self.controller.first_token(key, self.now_ms)
-        self.at(self.now_ms + DECODE_MS, lambda: self.finish(key))
+        self.at(self.now_ms + DECODE_MS, lambda: self.end_decode(key))
 
-    def finish(self, key: str) -> None:
+    def end_decode(self, key: str) -> None:
         self.decoding -= 1
         self.controller.end(key, self.now_ms, output_tokens=100)
         took_ms = self.now_ms - self.arrived_ms[key]
@@ -109,16 +109,16 @@ class Cluster:
         self.poll()
 
 
-# What the fleet can do: both tiers, the narrower one counts.
+# The capacity of the fleet is that of its narrower tier.
 PEAK_PER_MS = min(PREFILL_WORKERS * PREFILL_RATE / PREFILL_TOKENS, DECODE_PLACES / DECODE_MS)
 
 
 def _simulate(
     *, naive: bool, load: float, minutes: float, may_wait: bool, seed: int, deadline_ms: float | None = None
-) -> tuple[Cluster, list[int], list[int]]:
-    """A Poisson stream of `load` times the peak; samples of both tiers after five minutes."""
+) -> tuple[SimulatedCluster, list[int], list[int]]:
+    """Simulate a Poisson stream of `load` times the peak; sample both tiers after five minutes."""
     limits = AdmissionLimits(max_running=4096, max_prefill_wait_ms=4_000.0)
-    cluster = Cluster(Admission(limits, naive_forecast=naive), may_wait, deadline_ms)
+    cluster = SimulatedCluster(Admission(limits, naive_forecast=naive), may_wait, deadline_ms)
     rng, when_ms, number = random.Random(seed), 0.0, 0
     end_ms = minutes * 60_000
     while when_ms < end_ms:
@@ -138,7 +138,7 @@ def _simulate(
     return cluster, prefill, decode
 
 
-def test_judging_decode_at_the_end_of_prefill_ends_the_swing_and_the_waste() -> None:
+def test_forecasting_decode_for_the_end_of_prefill_avoids_oscillation_and_waste() -> None:
     naive, naive_prefill, naive_decode = _simulate(naive=True, load=2.0, minutes=20, may_wait=False, seed=1)
     ahead, ahead_prefill, ahead_decode = _simulate(naive=False, load=2.0, minutes=20, may_wait=False, seed=1)
     print(
@@ -147,7 +147,7 @@ def test_judging_decode_at_the_end_of_prefill_ends_the_swing_and_the_waste() -> 
         f"prefill {statistics.mean(ahead_prefill):.1f} +- {statistics.pstdev(ahead_prefill):.1f}, "
         f"decode +- {statistics.pstdev(ahead_decode):.1f}, good {ahead.good}, wasted {ahead.wasted}"
     )
-    # The naive form swings, its tiers against each other, and throws prefilled work away.
+    # The naive forecast oscillates between its tiers and wastes prefills.
     assert statistics.pstdev(naive_prefill) > 2 * statistics.pstdev(ahead_prefill)
     assert statistics.correlation(naive_prefill, naive_decode) < -0.2
     assert naive.wasted > 0.1 * naive.good
@@ -164,5 +164,5 @@ def test_ten_times_overload_keeps_the_goodput_of_the_peak() -> None:
     assert over.good >= 0.95 * peak.good
     assert over.wasted <= 0.01 * over.good
     assert over.rejected > 5 * over.good
-    # Told as they came, but for a few that had a fair chance.
+    # Nearly all excess requests are rejected at arrival.
     assert over.expired < over.rejected / 10

@@ -1,4 +1,4 @@
-"""What one attempt makes of a connection that breaks, of a silent worker and of one that drains."""
+"""One attempt with a broken connection, a silent worker and a draining worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
 
 class Listener:
-    """What an attempt reports. The sequence may leave its worker when `leaves` says so."""
+    """Records an attempt's reports. The sequence may leave a draining worker if `leaves` is set."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -38,7 +38,7 @@ class Listener:
 
 
 class Sequence:
-    """A sequence, or a prompt on a prefill worker, that the test drives."""
+    """A sequence or a prompt on a prefill worker, driven by the test."""
 
     running, finished = True, False
 
@@ -80,8 +80,8 @@ def link(*, ready: bool = True, draining: bool = False, is_silent: bool = False)
     return made
 
 
-class Run:
-    """An attempt on links that the test makes, with or without a prefill worker."""
+class AttemptRig:
+    """An attempt on connections of the test, with or without a prefill worker."""
 
     def __init__(self, decode: Any, prefill: Any = None) -> None:
         self.listener, self.sequence, self.decode = Listener(), Sequence(), decode
@@ -128,10 +128,10 @@ class Run:
         ({"ready": True, "is_silent": True}, False),
     ],
 )
-async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_arrive(
+async def test_a_crash_counts_even_if_reported_before_the_last_tokens(
     state: dict[str, Any], is_crash: bool
 ) -> None:
-    run = Run(link(**state))
+    run = AttemptRig(link(**state))
     run.decode.ready = False
     for _ in range(2):
         run.attempt.on_tokens([7], None)
@@ -141,17 +141,17 @@ async def test_a_death_counts_also_when_it_is_known_before_the_last_tokens_arriv
     assert failure.is_crash is is_crash
 
 
-async def test_tokens_are_counted_and_the_sequence_leaves_a_worker_that_drains() -> None:
-    run = Run(link())
+async def test_tokens_are_counted_and_the_sequence_leaves_a_draining_worker() -> None:
+    run = AttemptRig(link())
     before = run.decode.tokens_in_flight
     run.attempt.on_tokens([8, 9], None)
     assert run.decode.tokens_in_flight == before + 2
     run.decode.draining = True
-    run.attempt.on_tokens([10], None)  # it may not leave yet
+    run.attempt.on_tokens([10], None)  # the listener does not allow leaving yet
     assert not run.listener.failures
     run.listener.leaves = True
     run.attempt.pause()
-    run.attempt.on_worker_draining(run.decode)  # its client does not read
+    run.attempt.on_worker_draining(run.decode)  # the client does not read
     assert not run.listener.failures
     run.attempt.resume()
     run.attempt.on_worker_draining(run.decode)
@@ -165,10 +165,10 @@ async def test_tokens_are_counted_and_the_sequence_leaves_a_worker_that_drains()
     assert (run.decode.tokens_in_flight, run.decode.listeners) == (0, set())
 
 
-async def test_decode_is_heard_after_the_first_token_and_not_while_it_is_paused() -> None:
-    run = Run(link(), link())
+async def test_decode_tokens_are_read_after_the_first_token_and_not_during_a_pause() -> None:
+    run = AttemptRig(link(), link())
     run.open()
-    assert len(run.started) == 1  # it pulls while prefill computes
+    assert len(run.started) == 1  # the sequence starts while prefill computes
     assert run.sequence.is_paused
     run.attempt.pause()
     run.first_token()
@@ -179,7 +179,7 @@ async def test_decode_is_heard_after_the_first_token_and_not_while_it_is_paused(
 
 
 async def test_a_first_token_without_a_handoff_fails_the_attempt() -> None:
-    run = Run(link(), link())
+    run = AttemptRig(link(), link())
     run.first_token()
     (failure,) = run.listener.failures
     assert (failure.worker, run.listener.tokens, run.started) == ("prefill/prefill-0/1", [], [])
@@ -196,7 +196,7 @@ async def test_a_first_token_without_a_handoff_fails_the_attempt() -> None:
     ],
 )
 async def test_a_silent_worker_fails_the_attempts_that_need_it(silent: str, when: str, fails: bool) -> None:
-    run = Run(link(), link())
+    run = AttemptRig(link(), link())
     links = {"prefill": run.attempt.workers.prefill, "decode": run.decode}
     run.open()
     run.sequence.running = when == "running"
@@ -208,7 +208,7 @@ async def test_a_silent_worker_fails_the_attempts_that_need_it(silent: str, when
 
 
 async def test_a_stopped_sequence_gives_its_statistics() -> None:
-    run = Run(link())
+    run = AttemptRig(link())
     aborted: list[bool] = []
     run.sequence.abort = lambda: aborted.append(True)  # type: ignore[attr-defined]
     stopping = asyncio.create_task(run.attempt.stop())

@@ -1,4 +1,4 @@
-"""What a first token teaches: each token of its prompt counts once, as computed or by its source."""
+"""Learning from a first token: each prompt token counts once, as computed or for its KV source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHED_TOKENS = 3_072
         (common_pb2.CACHE_TIER_PEER, "peer_token_ms"),
     ],
 )
-def test_the_time_of_loading_is_learnt_of_the_source(
+def test_the_time_of_a_restore_is_learnt_for_its_source(
     tier: common_pb2.CacheTier.ValueType, rate: str | None
 ) -> None:
     book = WorkerModels()
@@ -47,7 +47,7 @@ def test_the_time_of_loading_is_learnt_of_the_source(
         routed.observe(TokenBatch([1], cached=cached, prefill_ms=computed_ms + slow_ms))
     after = book.prefill_model("p0")
     for name in ("dram_token_ms", "nvme_token_ms", "peer_token_ms"):
-        if name == rate:  # some of the time is put down to the tokens that were computed
+        if name == rate:  # a part of the time counts for the computed tokens
             assert getattr(after, name) > 1.2 * getattr(before, name)
         else:
             assert getattr(after, name) == pytest.approx(getattr(before, name))

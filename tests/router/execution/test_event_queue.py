@@ -1,4 +1,4 @@
-"""The sink of a request: joined deltas say what single ones say; the buffer is bounded."""
+"""The sink of a request: joined deltas equal single ones, and the buffer is bounded."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ _deltas = st.lists(
 )
 
 
-def _said(deltas: list[router_pb2.Delta]) -> list[str]:
-    """What a client makes of them: characters in order with their kind, then the log probabilities."""
-    said: list[str] = []
+def _rendered(deltas: list[router_pb2.Delta]) -> list[str]:
+    """Return the characters that a client sees, in order and with their kind."""
+    rendered: list[str] = []
     for delta in deltas:
-        said += [f"r{c}" for c in delta.reasoning] + [f"t{c}" for c in delta.text]
+        rendered += [f"r{c}" for c in delta.reasoning] + [f"t{c}" for c in delta.text]
         for call in delta.tool_calls:
-            said += [f"id{call.index}"] * bool(call.id) + [f"{call.index}{c}" for c in call.arguments]
-    return said
+            rendered += [f"id{call.index}"] * bool(call.id) + [f"{call.index}{c}" for c in call.arguments]
+    return rendered
 
 
 @settings(max_examples=150, deadline=None)
 @given(_deltas)
-def test_joining_keeps_what_is_said_and_its_size(deltas: list[router_pb2.Delta]) -> None:
+def test_joining_deltas_keeps_their_content_and_size(deltas: list[router_pb2.Delta]) -> None:
     joined: list[router_pb2.Delta] = []
     for delta in deltas:
         copy = router_pb2.Delta()
         copy.CopyFrom(delta)
         if not (joined and join(joined[-1], copy)):
             joined.append(copy)
-    assert _said(joined) == _said(deltas)
+    assert _rendered(joined) == _rendered(deltas)
     assert sum(map(size_of, joined)) == sum(map(size_of, deltas))
     assert [p for d in joined for p in d.logprobs] == [p for d in deltas for p in d.logprobs]
     if deltas:
@@ -100,7 +100,7 @@ async def test_a_producer_is_resumed_by_the_reader_and_nothing_is_lost() -> None
     assert sink.waiting_bytes == 0
 
 
-async def test_the_error_comes_after_what_waits() -> None:
+async def test_an_error_comes_after_waiting_events() -> None:
     sink = ResponseQueue()
     sink.write([_delta("a")])
     sink.close(errors.Unavailable("gone"))
@@ -110,8 +110,8 @@ async def test_the_error_comes_after_what_waits() -> None:
         await sink.next_events()
 
 
-async def test_the_start_comes_alone_and_once() -> None:
-    """A request that was preempted begins again, and says so to its client only once."""
+async def test_the_start_event_comes_alone_and_once() -> None:
+    """A preempted request starts again, but its client gets only one start event."""
     sink = ResponseQueue()
     reader = asyncio.create_task(sink.next_events())
     await asyncio.sleep(0)
@@ -124,7 +124,7 @@ async def test_the_start_comes_alone_and_once() -> None:
     assert second.delta.text == "a"
 
 
-async def test_a_reader_of_more_than_the_start_is_not_woken_for_it() -> None:
+async def test_the_start_event_wakes_no_reader_that_waits_for_more() -> None:
     sink = ResponseQueue()
     sink.holds_start = True
     more = asyncio.create_task(sink.next_events())
@@ -139,7 +139,7 @@ async def test_a_reader_of_more_than_the_start_is_not_woken_for_it() -> None:
     assert (opening.started.request_id, event.delta.text) == ("r", "a")
 
 
-async def test_an_error_after_the_start_replaces_it() -> None:
+async def test_an_error_replaces_an_unread_start_event() -> None:
     sink = ResponseQueue()
     sink.holds_start = True
     sink.write([_started()])
@@ -148,22 +148,22 @@ async def test_an_error_after_the_start_replaces_it() -> None:
         await sink.next_events()
 
 
-async def test_a_start_that_is_released_comes_alone() -> None:
+async def test_a_released_start_event_comes_alone() -> None:
     sink = ResponseQueue()
     sink.holds_start = True
     reader = asyncio.create_task(sink.next_events())
     await asyncio.sleep(0)
     sink.release_start()
     await asyncio.sleep(0)
-    assert not reader.done()  # there is none yet
+    assert not reader.done()  # no start event exists yet
     sink.write([_started()])
     async with asyncio.timeout(60):
         (opening,) = await reader
     assert opening.started.request_id == "r"
 
 
-class Client:
-    """A connection that takes events while it is willing to."""
+class FakeConnection:
+    """A connection that accepts events while the test allows it."""
 
     def __init__(self) -> None:
         self.got = ""
@@ -181,10 +181,10 @@ class Client:
 def test_a_connection_and_the_reader_get_each_delta_once_and_in_order(
     plan: list[tuple[bool, int, bool]],
 ) -> None:
-    """Of each write: whether the connection takes it, its deltas, and whether the reader runs before it."""
+    """Each write has: whether the connection accepts it, its deltas, whether the reader runs before it."""
 
     async def run() -> None:
-        sink, client = ResponseQueue(), Client()
+        sink, client = ResponseQueue(), FakeConnection()
 
         async def read() -> None:
             while events := await sink.next_events():
@@ -213,7 +213,7 @@ def test_a_connection_and_the_reader_get_each_delta_once_and_in_order(
 
 
 async def test_the_last_delta_travels_with_the_end() -> None:
-    sink, client = ResponseQueue(), Client()
+    sink, client = ResponseQueue(), FakeConnection()
     sink.direct_writer = client
     reading = asyncio.create_task(sink.next_events())
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A question that was lost holds nobody up, and a peer that is slow is heard all the same."""
+"""`first_answer` repeats lost calls and accepts the answer of a slow peer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.router.workers.connection import first_answer
 
 
 class Peer:
-    """Answers the question of this number, and no other one."""
+    """Answers only the call of this number."""
 
     def __init__(self, answers: int, *, when_asked: int = 1, fails: int = 0) -> None:
         self.asked = self.dropped = 0
@@ -34,20 +34,20 @@ class Peer:
         return f"answer to {number}"
 
 
-async def test_a_lost_question_is_asked_again() -> None:
+async def test_a_lost_call_is_repeated() -> None:
     peer = Peer(answers=3)
     assert await asyncio.wait_for(first_answer(peer.ask, every_s=0.001), 60) == "answer to 3"
     assert peer.dropped == peer.asked - 1
 
 
-async def test_a_slow_peer_is_heard() -> None:
-    """It answers the first question after it was asked four more times."""
+async def test_a_late_answer_to_an_earlier_call_counts() -> None:
+    """The peer answers the first call after four more calls."""
     peer = Peer(answers=1, when_asked=5)
     assert await asyncio.wait_for(first_answer(peer.ask, every_s=0.001), 60) == "answer to 1"
     assert peer.dropped == peer.asked - 1 >= 4
 
 
-async def test_a_question_that_fails_ends_them_all() -> None:
+async def test_a_failed_call_cancels_the_others() -> None:
     peer = Peer(answers=0, fails=2)
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(first_answer(peer.ask, every_s=0.001), 60)

@@ -1,4 +1,4 @@
-"""A first token goes to its client before anything is learnt from it, and waits for nobody else's sake."""
+"""A first token is sent to its client before other work, and no client delays other requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.defaults import set_default
 
-_UNREAD_BYTES = 1  # a request waits once its client leaves so much unread
+_UNREAD_BYTES = 1  # the unread bytes at which a request pauses
 
 
 @pytest.fixture(autouse=True)
-def at_once(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are computed in no time, and clients that do not read are waited for."""
+def instant_prefill(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are computed at once, and clients may leave their answers unread."""
     for prefill in cluster.prefills:
         prefill.tells_progress = False
     set_default(monkeypatch, ResponseQueue.__init__, "max_waiting_bytes", _UNREAD_BYTES)
@@ -37,7 +37,7 @@ async def begin(router: RouterServer) -> RunningRequest:
 
 
 async def read_first(run: RunningRequest) -> None:
-    """Read up to the first token, and no more."""
+    """Read events up to the first token."""
     while not any(event.HasField("delta") for event in await run.sink.next_events()):
         pass
 
@@ -46,7 +46,7 @@ def prompts(cluster: FakeCluster) -> int:
     return sum(len(prefill.requests) for prefill in cluster.prefills)
 
 
-async def test_a_lone_request_is_answered_whole(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_lone_request_gets_its_whole_answer(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router:
         run, tokens = await begin(router), 0
         while events := await run.sink.next_events():
@@ -73,7 +73,9 @@ async def test_a_handoff_does_not_wait_for_a_client_that_reads_nothing(
     assert not cluster.held
 
 
-async def test_a_move_is_over_before_its_client_reads(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_move_to_another_worker_ends_before_its_client_reads(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
     for decode in cluster.decodes:
         decode.gate.clear()
     async with open_router(cluster, card) as router:
@@ -91,7 +93,7 @@ async def test_a_move_is_over_before_its_client_reads(cluster: FakeCluster, card
     assert not cluster.held
 
 
-async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
+async def test_a_first_token_is_sent_before_the_models_observe_it(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -116,7 +118,7 @@ async def test_it_is_with_its_client_before_anything_is_learnt_from_it(
             body = {"messages": HELLO, "stream": True, "max_tokens": 8}
             asking = asyncio.create_task(http.post(url, json=body).__aenter__())
             await eventually(lambda: prompts(cluster) == 1)
-            # Its handoff is known and it waits for the token alone: its decode sequence has begun.
+            # The decode sequence has started, so the request only waits for its first token.
             await eventually(lambda: any(decode.starts for decode in cluster.decodes))
             for prefill in cluster.prefills:
                 prefill.gate.set()

@@ -1,4 +1,4 @@
-"""A request from its start to its end, as its reader gets it."""
+"""A request's events from its start to its end, as a reader gets them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.router.support.fake_cluster import FakeCluster
 
 
 @pytest.mark.parametrize("wants_stats", [True, False])
-async def test_where_it_ran_is_said_to_a_reader_that_wants_to_know(
+async def test_the_trace_of_a_request_is_sent_on_demand(
     cluster: FakeCluster, card: ModelCard, wants_stats: bool
 ) -> None:
     request = GenerationRequest(PromptInput("in order"), sampling=Sampling(max_tokens=4))

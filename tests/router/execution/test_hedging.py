@@ -1,4 +1,4 @@
-"""Two attempts side by side: the first to deliver goes on, and each is released once, whatever happens."""
+"""Two concurrent attempts: the first that delivers continues, and each is released exactly once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 
 class FakeAttempt:
-    """An attempt that the test drives."""
+    """An attempt driven by the test."""
 
     span = INVALID_SPAN
     is_over = True
@@ -35,8 +35,8 @@ class FakeAttempt:
         self.released += 1
 
 
-class Hedged(HedgedAttempt):
-    """Attempts named "first" and "hedge", on workers of the same names."""
+class HedgedRig(HedgedAttempt):
+    """A hedged attempt with parts named "first" and "hedge", on workers of the same names."""
 
     def __init__(self) -> None:
         self.attempts = {name: FakeAttempt(name) for name in ("first", "hedge")}
@@ -109,15 +109,15 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.router.execution.hedging.choose_workers", choose)
 
 
-async def begin() -> tuple[Hedged, asyncio.Task[AttemptEnd | WorkerFailed]]:
-    hedged = Hedged()
+async def begin() -> tuple[HedgedRig, asyncio.Task[AttemptEnd | WorkerFailed]]:
+    hedged = HedgedRig()
     task = asyncio.create_task(hedged.run())
     await asyncio.wait_for(hedged.began.wait(), 30)
     return hedged, task
 
 
 @pytest.mark.parametrize("winner", ["first", "hedge"])
-async def test_the_winner_goes_on_and_the_other_is_released_at_once(winner: str) -> None:
+async def test_the_winner_continues_and_the_loser_is_released_at_once(winner: str) -> None:
     hedged, task = await begin()
     loser = "hedge" if winner == "first" else "first"
     hedged.deliver(winner, 7)
@@ -136,7 +136,7 @@ async def test_the_winner_goes_on_and_the_other_is_released_at_once(winner: str)
 
 
 @pytest.mark.parametrize("delivered", [None, "first", "hedge"])
-async def test_a_cancel_releases_both(delivered: str | None) -> None:
+async def test_a_cancel_releases_both_attempts(delivered: str | None) -> None:
     hedged, task = await begin()
     if delivered is not None:
         hedged.deliver(delivered, 7)
@@ -153,12 +153,12 @@ async def test_a_cancel_releases_both(delivered: str | None) -> None:
         ("hedge", "cancelled", "hedge"),
         ("hedge", "first wins", "hedge"),
         ("hedge", "first fails", "hedge"),
-        ("first", "cancelled", ""),  # the failed one's place counts until the other one decides
+        ("first", "cancelled", ""),  # the failed attempt counts as placed until the other one decides
         ("first", "hedge wins", "first"),
         ("first", "hedge fails", "hedge"),
     ],
 )
-async def test_who_failed_is_dropped_once_whatever_comes_next(
+async def test_a_failed_attempt_is_released_exactly_once(
     failing: str, then: str, lost: str, crashed: bool
 ) -> None:
     hedged, task = await begin()
@@ -181,7 +181,7 @@ async def test_who_failed_is_dropped_once_whatever_comes_next(
     assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
 
 
-async def test_nothing_is_shown_of_a_request_that_is_about_to_be_cancelled() -> None:
+async def test_a_cancelled_request_emits_nothing_more() -> None:
     hedged, task = await begin()
     hedged.state.is_closed = True
     hedged.deliver("first", 7)
@@ -190,7 +190,7 @@ async def test_nothing_is_shown_of_a_request_that_is_about_to_be_cancelled() -> 
     await asyncio.wait([task])
 
 
-async def test_what_a_batch_breaks_is_its_own_requests_error() -> None:
+async def test_an_error_while_handling_a_batch_fails_only_its_request() -> None:
     hedged, task = await begin()
     hedged.on_listener_error(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
@@ -198,8 +198,8 @@ async def test_what_a_batch_breaks_is_its_own_requests_error() -> None:
     assert [attempt.released for attempt in hedged.attempts.values()] == [1, 1]
 
 
-async def test_a_first_attempt_that_delivers_soon_is_alone() -> None:
-    hedged = Hedged()
+async def test_no_hedge_starts_if_the_first_attempt_delivers_soon() -> None:
+    hedged = HedgedRig()
     hedged.state.context.failover.hedge_policy.wait_ms = lambda **_: 60_000.0
     task = asyncio.create_task(hedged.run())
     await asyncio.sleep(0)

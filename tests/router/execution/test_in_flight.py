@@ -1,5 +1,4 @@
-"""What a router counts and enters for what it has sent itself, before any worker reports: tokens in flight by
-worker, and where a prompt's KV is about to be."""
+"""Tokens in flight and predicted blocks, which a router counts before any worker reports."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ LONG = [{"role": "user", "content": "Where is my order? " * 60}]
 
 
 def tokens_at(router: RouterServer, workers: Sequence[FakeWorker]) -> int:
-    """In flight there, as this router counts."""
+    """Return the tokens in flight at these workers by this router's count."""
     links = [router.fleet.find(worker.role, worker.instance) for worker in workers]
     return sum(link.tokens_in_flight for link in links if link is not None)
 
 
-async def test_tokens_are_counted_as_they_are_sent_computed_and_streamed(
+async def test_tokens_in_flight_follow_sending_computing_and_streaming(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     for prefill in cluster.prefills:
@@ -55,10 +54,10 @@ async def test_tokens_are_counted_as_they_are_sent_computed_and_streamed(
         await eventually(lambda: router.fleet.tokens_in_flight == 0 and not cluster.held)
 
 
-async def test_a_sibling_is_sent_where_the_prompt_is_about_to_be_held(
+async def test_a_sibling_is_placed_by_the_predicted_blocks_of_a_running_prompt(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
-    """Nobody has told of a block yet: the first one is still being computed when the second one is placed."""
+    """No worker has reported a block: the first prompt is still computed when the second is placed."""
     for worker in cluster.prefills:
         worker.gate.clear()
         worker.computes = 1
@@ -83,11 +82,10 @@ async def test_a_sibling_is_sent_where_the_prompt_is_about_to_be_held(
 
 
 @pytest.mark.parametrize("prefills", [2, 0])
-async def test_siblings_of_one_turn_know_of_each_other(
+async def test_simultaneous_siblings_are_placed_by_predicted_blocks(
     model: FakeModel, card: ModelCard, prefills: int
 ) -> None:
-    """They come together, so that none is sent before the next one is looked at. Also where decode workers
-    compute the prompts."""
+    """All siblings are placed before the first is sent, with prefill workers and with local prefill."""
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(FakeCluster(model, prefills=prefills))
         for worker in cluster.engines:

@@ -1,4 +1,4 @@
-"""What a request leaves for the interpreter's search for cycles, which takes milliseconds: nothing."""
+"""A request leaves nothing to the garbage collector, whose runs take milliseconds."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def held() -> collections.Counter[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_logged() -> Iterator[None]:
-    """Pytest keeps what is logged, and with it errors and the frames that they know."""
+def no_logging() -> Iterator[None]:
+    """Disable logging: pytest keeps log records with their errors and frames."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -51,7 +51,7 @@ def nothing_logged() -> Iterator[None]:
 
 @pytest.mark.parametrize("fails", ["before the first token", "after the first token", "never"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_nothing_of_a_request_waits_for_the_collector(
+async def test_a_request_leaves_no_reference_cycle(
     router: RouterServer, cluster: FakeCluster, fails: str, stream: bool
 ) -> None:
     if fails == "before the first token":

@@ -1,4 +1,4 @@
-"""Tokens to deltas: the answer does not depend on how tokens were batched, nor does resuming."""
+"""Tokens to deltas: neither the answer nor a resume depends on the batching of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.v1 import common_pb2, router_pb2
 
 
 def whole_answer(card: ModelCard) -> list[int]:
-    """Reasoning, text with characters of several tokens, two tool calls, the end."""
+    """Return reasoning, text with characters of several tokens, two tool calls and the end token."""
     encode, special = card.tokenizer.encode_text, card.tokenizer.special_id
     calls: list[int] = []
     for index in range(2):
@@ -35,7 +35,7 @@ def whole_answer(card: ModelCard) -> list[int]:
     ]
 
 
-def make(
+def make_processor(
     card: ModelCard, *, stop: Sequence[str] = (), resume_after: int = 0, logprobs: bool = False
 ) -> OutputProcessor:
     parser = ResponseParser(card.tokenizer, thinking=True, stop=stop)
@@ -50,7 +50,7 @@ def make(
 
 
 def fold(deltas: Sequence[router_pb2.Delta]) -> tuple[str, str, list[Any]]:
-    """All that a client is shown."""
+    """Return all content that a client gets."""
     calls: list[list[str]] = []
     for delta in deltas:
         for piece in delta.tool_calls:
@@ -69,14 +69,14 @@ def run(output: OutputProcessor, tokens: Sequence[int], cuts: Sequence[int]) -> 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([(), ("way",), ("zzz", "s w")]))
 @settings(max_examples=60, deadline=None)
-def test_any_batching_gives_the_same_answer_and_count(
+def test_any_batching_gives_the_same_answer_and_token_count(
     card: ModelCard, source: random.Random, stop: tuple[str, ...]
 ) -> None:
     tokens = whole_answer(card)
-    reference = make(card, stop=stop)
+    reference = make_processor(card, stop=stop)
     expected = fold(run(reference, tokens, range(1, len(tokens))))
     cuts = sorted(source.sample(range(1, len(tokens)), source.randrange(len(tokens) - 1)))
-    output = make(card, stop=stop)
+    output = make_processor(card, stop=stop)
     assert fold(run(output, tokens, cuts)) == expected
     assert output.tokens == reference.tokens
     assert output.reasoning_tokens == reference.reasoning_tokens
@@ -84,19 +84,19 @@ def test_any_batching_gives_the_same_answer_and_count(
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_resuming_at_any_offset_that_was_told_loses_and_repeats_nothing(
+def test_resuming_at_any_reported_offset_loses_and_repeats_nothing(
     card: ModelCard, data: st.DataObject
 ) -> None:
     tokens = whole_answer(card)
     size = data.draw(st.integers(1, 5))
-    deltas = run(make(card), tokens, range(size, len(tokens), size))
+    deltas = run(make_processor(card), tokens, range(size, len(tokens), size))
     seen = data.draw(st.integers(0, len(deltas)))
     offset = deltas[seen - 1].completion_tokens if seen else 0
-    rest = run(make(card, resume_after=offset), tokens, range(3, len(tokens), 3))
+    rest = run(make_processor(card, resume_after=offset), tokens, range(3, len(tokens), 3))
     assert fold([*deltas[:seen], *rest]) == fold(deltas)
 
 
-def test_reasoning_that_comes_together_is_taken_together(
+def test_reasoning_of_one_batch_is_parsed_in_one_call(
     card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = card.tokenizer.encode_text("Hmm 你好.")
@@ -109,25 +109,26 @@ def test_reasoning_that_comes_together_is_taken_together(
         return push(parser, ids)
 
     monkeypatch.setattr(ResponseParser, "push", count)
-    output = make(card)
+    output = make_processor(card)
     assert fold([event.delta for event in output.push(tokens)])[1] == "Hmm 你好."
     assert (taken, output.reasoning_tokens) == ([len(tokens)], len(tokens))
     output.push([*tokens, end, *tokens])
-    assert taken[1:] == [1] * (2 * len(tokens) + 1)  # where it ends each token counts for itself
+    # The batch with the end of the reasoning is parsed token by token.
+    assert taken[1:] == [1] * (2 * len(tokens) + 1)
     assert output.reasoning_tokens == 2 * len(tokens) + 1
 
 
 def test_an_answer_in_one_batch_is_one_message(card: ModelCard) -> None:
-    deltas = [event.delta for event in make(card).push(whole_answer(card))]
+    deltas = [event.delta for event in make_processor(card).push(whole_answer(card))]
     assert len(deltas) == 1
     text, reasoning, calls = fold(deltas)
     assert (text, reasoning) == ("On its way 😀.", "Hmm 你好.")
     assert calls == [[f"functions.look:{i}", "look", '{"city": "Ås"}'] for i in range(2)]
-    # The closing control tokens show nothing: resuming before them is as good as after.
+    # The closing control tokens have no content: a resume may start before or after them.
     assert deltas[-1].completion_tokens == len(whole_answer(card)) - 3
 
 
-def test_a_forced_beginning_is_shown_with_the_first_token(card: ModelCard) -> None:
+def test_a_forced_prefix_is_sent_with_the_first_token(card: ModelCard) -> None:
     encode, special = card.tokenizer.encode_text, card.tokenizer.special_id
     forced = [
         special("<|tool_calls_section_begin|>"),
@@ -143,11 +144,11 @@ def test_a_forced_beginning_is_shown_with_the_first_token(card: ModelCard) -> No
 
 
 @pytest.mark.parametrize("n_top", [0, 2])
-def test_logprobs_go_with_every_token_but_the_end(card: ModelCard, n_top: int) -> None:
+def test_every_token_but_the_end_token_has_logprobs(card: ModelCard, n_top: int) -> None:
     tokens = [*card.tokenizer.encode_text("😀 way"), card.stop_token_ids[-1]]
     top = [common_pb2.TokenLogprob(token_id=i, logprob=-1.0) for i in range(n_top)]
     logprobs = [common_pb2.PositionLogprobs(logprob=-0.25, top=top)] * len(tokens)
-    output = make(card, logprobs=True)
+    output = make_processor(card, logprobs=True)
     shown = [item for event in output.push(tokens, logprobs) for item in event.delta.logprobs]
     assert b"".join(item.token_bytes for item in shown).decode() == "😀 way"
     assert all(len(item.top) == n_top for item in shown)

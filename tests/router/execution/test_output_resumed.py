@@ -1,4 +1,4 @@
-"""What routers show and what the SDK makes of it agree: an answer cut anywhere goes on elsewhere, whole."""
+"""The SDK's answer is whole when a stream breaks anywhere and resumes at another router."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from services.router.execution.event_queue import join
 from services.router.request.model_card import ModelCard
 from slipstream.resume import Resumption
 from slipstream.v1 import common_pb2, router_pb2
-from tests.router.execution.test_output_processor import make, whole_answer
+from tests.router.execution.test_output_processor import make_processor, whole_answer
 
 
-class Gone(grpc.RpcError):
-    """A connection that broke."""
+class ConnectionLost(grpc.RpcError):
+    """The error of a broken connection."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
@@ -41,13 +41,13 @@ def answer(
     logprobs: bool,
     stop: tuple[str, ...],
 ) -> Iterator[router_pb2.GenerateEvent]:
-    """A router's deltas: tokens in frames of these sizes, deltas joined now and then as for a slow client."""
+    """Return a router's deltas for frames of these sizes, some of them joined as for a slow client."""
     tokens = whole_answer(card)
     positions = [
         common_pb2.PositionLogprobs(logprob=-n, top=[common_pb2.TokenLogprob(token_id=5, logprob=-n)])
         for n in range(len(tokens))
     ]
-    output = make(card, resume_after=after, logprobs=logprobs, stop=stop)
+    output = make_processor(card, resume_after=after, logprobs=logprobs, stop=stop)
     deltas: list[router_pb2.Delta] = []
     at = number = 0
     while at < len(tokens):
@@ -94,7 +94,7 @@ def test_an_answer_over_several_routers_is_the_answer_of_one(
         responses = answer(card, after=after, frames=frames, joins=joins, logprobs=logprobs, stop=stop)
         for _, response in zip(range(events), responses, strict=False):
             resumed.feed(response)
-        resumed.lost(Gone(), now_s=0.0)
+        resumed.lost(ConnectionLost(), now_s=0.0)
     after = resumed.request().resume_after_tokens
     for response in answer(card, after=after, frames=last[0], joins=last[1], logprobs=logprobs, stop=stop):
         resumed.feed(response)

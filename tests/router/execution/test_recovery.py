@@ -1,4 +1,4 @@
-"""Workers that fail: the request goes on elsewhere with the same text, or fails once, typed, and cleanly."""
+"""Worker failures: a request continues on other workers with the same text or gets one typed error."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from tests.router.support.fake_workers import FINGERPRINT
 
 
 async def expected(client: AsyncClient, **arguments: Any) -> str:
-    """The text without any fault."""
+    """Return the text of a run without faults."""
     text = (await client.chat(HELLO, seed=1, **arguments)).text
     assert len(text) > 10
     return text
 
 
 @pytest.mark.parametrize("fault", ["fail_before_ticket", "fail_before_token"])
-async def test_prefill_that_fails_is_replaced(fault: str, client: AsyncClient, cluster: FakeCluster) -> None:
+async def test_a_failed_prefill_is_retried_on_another_worker(
+    fault: str, client: AsyncClient, cluster: FakeCluster
+) -> None:
     before = await client.chat(HELLO, seed=1)
     assert before.stats is not None
     broken = next(worker for worker in cluster.prefills if worker.instance == before.stats.prefill_worker)
     setattr(broken, fault, errors.Unavailable("gone"))
     attempts = []
-    for _ in range(3):  # the first of them begins where the prompt is held
+    for _ in range(3):  # the first attempt starts at the worker that holds the prompt
         reply = await client.chat(HELLO, seed=1)
         assert reply.text == before.text
         assert reply.stats is not None
@@ -47,7 +49,7 @@ async def test_prefill_that_fails_is_replaced(fault: str, client: AsyncClient, c
 
 @pytest.mark.parametrize("fault", ["fail_after_tokens", "break_after_tokens"])
 @pytest.mark.parametrize("after", [3, 12])
-async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
+async def test_a_failed_decode_stream_is_resumed_on_another_worker(
     fault: str, after: int, client: AsyncClient, cluster: FakeCluster
 ) -> None:
     before = await client.chat(HELLO, seed=1)
@@ -58,7 +60,7 @@ async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
         after,
     )
     attempts: list[int] = []
-    while len(attempts) < 40 and 2 not in attempts:  # until one began there
+    while len(attempts) < 40 and 2 not in attempts:  # until an attempt starts there
         reply = await client.chat(HELLO, seed=1)
         assert reply.text == before.text
         assert reply.usage is not None
@@ -71,7 +73,7 @@ async def test_decode_that_fails_mid_stream_is_resumed_elsewhere(
     await eventually(lambda: not cluster.held)
 
 
-async def test_both_decode_workers_failing_in_turn_still_gives_the_text(
+async def test_the_text_is_whole_if_both_decode_workers_fail_in_turn(
     client: AsyncClient, cluster: FakeCluster
 ) -> None:
     text = await expected(client)
@@ -83,7 +85,7 @@ async def test_both_decode_workers_failing_in_turn_still_gives_the_text(
     assert reply.stats.attempts == 3
 
 
-async def test_a_worker_that_dies_while_streaming_is_survived(
+async def test_a_request_survives_the_crash_of_its_decode_worker(
     client: AsyncClient, cluster: FakeCluster
 ) -> None:
     text = await expected(client)
@@ -92,7 +94,7 @@ async def test_a_worker_that_dies_while_streaming_is_survived(
     stream = client.stream_chat(HELLO, seed=1)
     events = aiter(stream)
     await anext(events)
-    await eventually(lambda: any(worker.held for worker in cluster.decodes))  # prefill gave the first token
+    await eventually(lambda: any(worker.held for worker in cluster.decodes))  # prefill sent the first token
     victim = next(worker for worker in cluster.decodes if worker.held)
     await victim.kill()
     for worker in cluster.decodes:
@@ -115,7 +117,7 @@ async def test_without_prefill_workers_decode_computes_the_prompt(
         assert "the decode worker computes the prompt" in reply.stats.reason
 
 
-async def test_a_request_that_breaks_two_workers_is_quarantined(
+async def test_a_request_that_crashes_two_workers_is_quarantined(
     client: AsyncClient, cluster: FakeCluster, router: RouterServer
 ) -> None:
     for worker in cluster.decodes:
@@ -125,7 +127,7 @@ async def test_a_request_that_breaks_two_workers_is_quarantined(
     assert sum(len(worker.starts) for worker in cluster.decodes) == 2
     for worker in cluster.decodes:
         worker.refuse = None
-    with pytest.raises(errors.Quarantined):  # the same again, under another id
+    with pytest.raises(errors.Quarantined):  # the same request under another id
         await client.chat(HELLO)
     assert sum(len(worker.starts) for worker in cluster.decodes) == 2
     assert (await client.chat([{"role": "user", "content": "Something else"}])).finish_reason == "stop"
@@ -133,7 +135,7 @@ async def test_a_request_that_breaks_two_workers_is_quarantined(
     assert not router.runs.context.failover.quarantine.unproven
 
 
-async def test_a_stream_outlives_more_failures_than_attempts_without_progress(
+async def test_attempts_with_progress_do_not_count_against_the_attempt_limit(
     client: AsyncClient, cluster: FakeCluster
 ) -> None:
     """Each attempt adds three tokens and fails."""
@@ -146,7 +148,7 @@ async def test_a_stream_outlives_more_failures_than_attempts_without_progress(
     assert reply.stats.attempts > 5
 
 
-async def test_full_workers_refuse_typed_with_a_time_to_retry(
+async def test_full_workers_give_overloaded_with_a_retry_time(
     client: AsyncClient, cluster: FakeCluster
 ) -> None:
     for worker in cluster.prefills:
@@ -157,7 +159,9 @@ async def test_full_workers_refuse_typed_with_a_time_to_retry(
     assert not any(worker.starts for worker in cluster.decodes)
 
 
-async def test_a_workers_bad_request_is_not_repeated(client: AsyncClient, cluster: FakeCluster) -> None:
+async def test_an_invalid_argument_from_a_worker_is_not_retried(
+    client: AsyncClient, cluster: FakeCluster
+) -> None:
     for worker in cluster.prefills:
         worker.fail_before_ticket = errors.InvalidArgument("prompt", "is too long for this worker")
     with pytest.raises(errors.InvalidArgument):
@@ -175,7 +179,7 @@ async def test_an_empty_fleet_is_unavailable_at_once(model: FakeModel, card: Mod
             await client.chat(HELLO)
 
 
-async def test_a_router_that_comes_to_a_running_cluster_knows_it_before_it_serves(
+async def test_a_new_router_knows_the_running_cluster_before_it_serves(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.router.server._LOOK_ALONE_S", WAIT_S)
@@ -191,7 +195,7 @@ async def test_a_router_that_comes_to_a_running_cluster_knows_it_before_it_serve
 
 
 async def test_a_restarted_worker_is_used_again(client: AsyncClient, cluster: FakeCluster) -> None:
-    """A request that was placed waits for a worker to come back; the only decode worker restarts."""
+    """A placed request waits for the restart of the only decode worker."""
     text = await expected(client)
     await cluster.decodes[1].stop()
     for worker in cluster.decodes:
@@ -213,7 +217,7 @@ async def _drain(events: AsyncIterator[Any]) -> None:
 
 
 @pytest.mark.parametrize("moment", ["prefilling", "decoding"])
-async def test_a_client_that_goes_away_ends_its_request_everywhere(
+async def test_a_disconnected_client_ends_its_request_on_all_workers(
     moment: str, client: AsyncClient, cluster: FakeCluster, router: RouterServer
 ) -> None:
     for worker in cluster.engines:
@@ -231,11 +235,13 @@ async def test_a_client_that_goes_away_ends_its_request_everywhere(
     assert not router.fleet.tokens_in_flight
 
 
-async def test_stopping_the_router_ends_requests_and_releases(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_stopping_the_router_ends_and_releases_all_requests(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
     for worker in cluster.decodes:
         worker.gate.clear()
     async with open_router(cluster, card) as router:
-        client = AsyncClient(router.host.endpoint, resume_within_s=0)  # there is no other router
+        client = AsyncClient(router.host.endpoint, resume_within_s=0)  # no other router exists
         running = asyncio.create_task(client.chat(HELLO))
         await eventually(lambda: router.runs.held == 1)
     with pytest.raises(errors.SlipstreamError):
@@ -244,16 +250,16 @@ async def test_stopping_the_router_ends_requests_and_releases(cluster: FakeClust
     await client.close()
 
 
-async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card: ModelCard) -> None:
-    """It neither answers nor reports its load, and its connection stays open: as under SIGSTOP."""
+async def test_requests_leave_a_silent_worker(cluster: FakeCluster, card: ModelCard) -> None:
+    """The worker neither answers nor reports its load over an open connection, as under SIGSTOP."""
     async with (
         open_router(cluster, card, silence_s=1.0) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
-        # Reports come at least every second from an idle worker: make them come faster.
+        # Idle workers report every second; shorten that.
         text = await expected(client)
         for worker in cluster.workers:
-            worker.chatter()
+            worker.report_load_often()
         for worker in cluster.decodes:
             worker.gate.clear()
         stream = client.stream_chat(HELLO, seed=1)
@@ -261,7 +267,7 @@ async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card
         await anext(events)
         await eventually(
             lambda: any(worker.held for worker in cluster.decodes)
-        )  # prefill gave the first token
+        )  # prefill sent the first token
         silent = next(worker for worker in cluster.decodes if worker.held)
         silent.service.heard.clear()
         for worker in cluster.decodes:
@@ -278,7 +284,7 @@ async def test_a_worker_that_falls_silent_is_given_up(cluster: FakeCluster, card
         await eventually(lambda: link.ready)
 
 
-async def test_a_prefill_worker_that_falls_silent_fails_all_its_prompts_over(
+async def test_all_prompts_of_a_silent_prefill_worker_fail_over(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with (
@@ -287,7 +293,7 @@ async def test_a_prefill_worker_that_falls_silent_fails_all_its_prompts_over(
     ):
         text = await expected(client)
         for worker in cluster.workers:
-            worker.chatter()
+            worker.report_load_often()
         silent, other = cluster.prefills
         silent.gate.clear()
         before = len(silent.requests)
@@ -323,7 +329,7 @@ async def test_workers_of_another_tokenizer_are_not_used(cluster: FakeCluster, c
 async def test_a_rolling_upgrade_never_pairs_two_models(
     cluster: FakeCluster, card: ModelCard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """New decode workers come before new prefill workers: each request stays within one fingerprint."""
+    """New decode workers start before new prefill workers: each request stays within one fingerprint."""
     newer = replace(FINGERPRINT, model="newer")
     upgraded = cluster.add_decode("decode-9", newer)
     await upgraded.start()
@@ -336,9 +342,7 @@ async def test_a_rolling_upgrade_never_pairs_two_models(
         assert not upgraded.starts
 
 
-async def test_of_workers_that_left_the_prefix_index_keeps_nothing(
-    cluster: FakeCluster, card: ModelCard
-) -> None:
+async def test_the_prefix_index_drops_workers_that_left(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         reply = await client.chat([{"role": "user", "content": "Where is it? " * 200}], seed=1)
         assert reply.stats is not None

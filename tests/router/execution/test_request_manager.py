@@ -1,4 +1,4 @@
-"""One request's task: what ends it, alone and together."""
+"""One request's task: a deadline and a preemption at the same time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from services.router.execution.running_request import RunningRequest, execute
 from slipstream import errors
 
 
-class Place:
-    """Let in at first; put back by `preempt`, and then never let in again."""
+class FakeTicket:
+    """An admission ticket that is admitted at first, and never again after a preemption."""
 
     def __init__(self) -> None:
         self.began = self.preempted = False
@@ -27,15 +27,15 @@ class Place:
         self.began, self.preempted = False, True
 
 
-class Work:
+class EndlessWork:
     async def run(self) -> None:
         await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("deadline_first", [True, False])
-async def test_a_deadline_that_passes_while_a_request_is_put_back_ends_it(deadline_first: bool) -> None:
-    run, place = RunningRequest("r"), Place()
-    work: Any = Work()
+async def test_a_deadline_ends_a_request_that_is_being_preempted(deadline_first: bool) -> None:
+    run, place = RunningRequest("r"), FakeTicket()
+    work: Any = EndlessWork()
     run.ticket = place  # type: ignore[assignment]
     task = run.start(execute(run, lambda: work))
     await asyncio.sleep(0)

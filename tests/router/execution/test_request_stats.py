@@ -1,4 +1,4 @@
-"""What a request says of itself at its end."""
+"""The statistics that a request reports at its end."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ def stats(generated: int, steps: int, drafted: int, accepted: int) -> decode_pb2
     )
 
 
-def test_sequences_of_all_attempts_count_together_and_stay_as_they_were() -> None:
-    book, first = StatsRecorder(Clock(), began_s=9.0), stats(10, 8, 4, 2)
-    book.observe(TokenBatch([1], stats=first))
-    book.add_stats(None)
-    book.add_stats(stats(20, 16, 8, 6))
-    trail = book.message(30)
-    assert (trail.decode_steps, trail.drafted_steps) == (24, 12)
-    assert (trail.proposed_drafts, trail.accepted_drafts, trail.kv_bytes_pulled) == (24, 8, 200)
-    assert trail.acceptance_length == pytest.approx(1 + 8 / 12)
+def test_statistics_of_all_attempts_are_summed_without_changing_them() -> None:
+    recorder, first = StatsRecorder(Clock(), began_s=9.0), stats(10, 8, 4, 2)
+    recorder.observe(TokenBatch([1], stats=first))
+    recorder.add_stats(None)
+    recorder.add_stats(stats(20, 16, 8, 6))
+    trace = recorder.message(30)
+    assert (trace.decode_steps, trace.drafted_steps) == (24, 12)
+    assert (trace.proposed_drafts, trace.accepted_drafts, trace.kv_bytes_pulled) == (24, 8, 200)
+    assert trace.acceptance_length == pytest.approx(1 + 8 / 12)
     assert first == stats(10, 8, 4, 2)
 
 
-def test_times_run_from_when_it_came_to_its_first_and_last_token() -> None:
+def test_times_run_from_arrival_to_the_first_and_last_token() -> None:
     clock = Clock()
-    book = StatsRecorder(clock, began_s=9.0)
-    book.observe(TokenBatch([1]))
+    recorder = StatsRecorder(clock, began_s=9.0)
+    recorder.observe(TokenBatch([1]))
     clock.now_s = 12.0
-    book.observe(TokenBatch([2]))
+    recorder.observe(TokenBatch([2]))
     clock.now_s = 15.0
-    book.observe(TokenBatch([]))  # no token
-    trail = book.message(2)
-    assert (trail.ttft_ms, trail.decode_ms) == (1000.0, 2000.0)
-    assert (trail.decode_steps, trail.acceptance_length) == (0, 0.0)
+    recorder.observe(TokenBatch([]))  # no token
+    trace = recorder.message(2)
+    assert (trace.ttft_ms, trace.decode_ms) == (1000.0, 2000.0)
+    assert (trace.decode_steps, trace.acceptance_length) == (0, 0.0)
 
 
 def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attempt() -> None:
-    book = StatsRecorder(Clock(), began_s=9.0)
-    book.attempts = 1
-    book.observe(
+    recorder = StatsRecorder(Clock(), began_s=9.0)
+    recorder.attempts = 1
+    recorder.observe(
         TokenBatch([1], cached=[common_pb2.CachedTokens(tokens=64), common_pb2.CachedTokens(tokens=32)])
     )
-    book.attempts = 2
+    recorder.attempts = 2
     again = stats(1, 1, 0, 0)
     again.cached.add(tokens=500)
-    book.add_stats(again)
-    usage = book.usage(prompt_tokens=80, completion_tokens=2, reasoning_tokens=1)
+    recorder.add_stats(again)
+    usage = recorder.usage(prompt_tokens=80, completion_tokens=2, reasoning_tokens=1)
     assert (usage.cached_tokens, [item.tokens for item in usage.cached]) == (80, [64, 32])

@@ -1,4 +1,4 @@
-"""The index against a naive model of holders and blocks; bounds; events in order, with gaps, by snapshot."""
+"""The prefix index against a naive model of holders and blocks; its bounds; events, gaps, snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKER = common_pb2.CACHE_TIER_WORKER
 DRAM, NVME = common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_NVME
 HOLDERS = "abc"
 TIERS = (DRAM, NVME)
-# Prompts as letters for blocks: with common prefixes of any length, as prefixes of another, and unrelated.
+# Each letter is a block: prompts share prefixes of any length, extend others, or are unrelated.
 PROMPTS = ("pqrstuvw", "pqrstxyz", "pqabc", "pqrstu", "k", "lmnop", "lmnopqrstuvwxyz")
 A_LOT = 10**9
 
@@ -95,7 +95,7 @@ class Index(RuleBasedStateMachine):
         self.model = Model()
         self.now_s = 0.0
 
-    def is_right(self, found: int, true: int, most: int) -> bool:
+    def is_correct(self, found: int, true: int, most: int) -> bool:
         return found == true
 
     @rule(holder=st.sampled_from(HOLDERS), tier=st.sampled_from(TIERS), hashes=st.one_of(some_blocks, pieces))
@@ -113,7 +113,7 @@ class Index(RuleBasedStateMachine):
         """A snapshot in two pieces, of two tiers."""
         view = self.index.view(holder)
         view.apply(snapshot(view.sequence + 3, hashes, last=False, tier=DRAM))
-        self.lookups_are_right()
+        self.lookups_equal_the_model()
         view.apply(snapshot(view.sequence + 3, hashes[::2], tier=NVME))
         self.model.held[holder, DRAM], self.model.held[holder, NVME] = set(hashes), set(hashes[::2])
 
@@ -132,7 +132,7 @@ class Index(RuleBasedStateMachine):
         tenant=st.sampled_from("tu"),
     )
     def predict(self, holder: str, prompt: str, n: int, ttl_s: float, tenant: str) -> None:
-        """As placement does: one lookup, then two predictions."""
+        """Like placement: one lookup, then two predictions."""
         hashes = chain(prompt, n, tenant=tenant)
         self.index.find(hashes, tenant=tenant, now_s=self.now_s)
         for name in (holder, "c"):
@@ -148,7 +148,7 @@ class Index(RuleBasedStateMachine):
         self.index.clean_up(self.now_s, max_blocks=max_blocks)
 
     @invariant()
-    def lookups_are_right(self) -> None:
+    def lookups_equal_the_model(self) -> None:
         for tenant in "tu":
             for prompt in PROMPTS:
                 asked = chain(prompt, tenant=tenant)
@@ -156,7 +156,7 @@ class Index(RuleBasedStateMachine):
                 for holder in HOLDERS:
                     for tier in (None, *TIERS):
                         true = self.model.prefix(holder, asked, self.now_s, tier)
-                        assert self.is_right(found.blocks(holder, tier=tier), true, len(asked))
+                        assert self.is_correct(found.blocks(holder, tier=tier), true, len(asked))
 
     @invariant()
     def index_is_consistent(self) -> None:
@@ -177,12 +177,12 @@ class FullIndex(Index):
 
     max_bytes, max_tenant_bytes = 9_000, 5_000
 
-    def is_right(self, found: int, true: int, most: int) -> bool:
+    def is_correct(self, found: int, true: int, most: int) -> bool:
         return found <= true
 
     @precondition(lambda self: self.index.evicted_blocks)
     @rule()
-    def it_was_full(self) -> None:
+    def the_index_evicted(self) -> None:
         assert self.index.n_bytes <= self.max_bytes
 
 
@@ -213,7 +213,7 @@ def test_a_turn_extends_earlier_predictions() -> None:
     assert index.prefix_blocks("a", prompt, now_s=8.9) == 8
 
 
-def test_events_apply_in_order_and_a_gap_is_healed_by_a_snapshot() -> None:
+def test_events_apply_in_order_and_a_snapshot_repairs_a_gap() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 8)
     view = index.view("a")
     assert not index.knows("a")
@@ -273,7 +273,7 @@ def test_splits_and_merges_leave_no_stale_queue_entries() -> None:
     index.check()
 
 
-def test_a_list_of_hashes_that_grew_is_looked_up_again() -> None:
+def test_a_list_of_hashes_is_looked_up_again_after_it_grew() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 40)
     index.predict("b", prompt, tenant="t", now_s=0.0, ttl_s=50.0)
     index.predict("b", [*prompt[:30], *long_chain("b", 3)], tenant="t", now_s=0.0, ttl_s=50.0)
@@ -297,7 +297,7 @@ def test_several_holders_share_the_memory_of_a_block() -> None:
     assert index.n_bytes < 1.1 * alone < 1.1 * 35 * 4000
 
 
-def test_the_ends_of_cold_conversations_are_evicted_and_hot_ones_stay_whole() -> None:
+def test_ends_of_unused_conversations_are_evicted_and_used_ones_stay_whole() -> None:
     index = PrefixIndex(max_tenant_bytes=400_000)
     talks = [long_chain(f"talk{i}", 1000) for i in range(20)]
     for talk in talks:
@@ -334,7 +334,7 @@ def test_reports_on_a_tenants_blocks_keep_its_bound() -> None:
 
 
 def test_blocks_that_no_prompt_contained_are_found_once_one_does() -> None:
-    """As in a new router that has only an unordered snapshot."""
+    """A new router has only an unordered snapshot."""
     index = PrefixIndex()
     talks = [long_chain(f"talk{i}", 700) for i in range(5)]
     index.view("a").stored(WORKER, sorted(h for talk in talks for h in talk))
@@ -386,7 +386,7 @@ def test_unclaimed_blocks_of_an_evicted_chain_are_removed() -> None:
     assert index.evicted_blocks and (index.blocks, index.nodes, index.n_bytes) == (0, 0, 0)
 
 
-def test_hashes_with_equal_first_bytes_only_make_lookups_wrong() -> None:
+def test_colliding_hash_prefixes_only_cause_wrong_lookups() -> None:
     index, prompt = PrefixIndex(), long_chain("a", 30)
     twin = [bytes(h[:8]) + bytes(8) for h in prompt]
     other = [*long_chain("b", 7), *twin[3:9], twin[3], *twin[20:]]

@@ -16,7 +16,7 @@ N = 500
 
 
 def prompt(number: int) -> list[bytes]:
-    """The hashes of two blocks that no other prompt has."""
+    """Return the hashes of two blocks that no other prompt has."""
     return chain_hashes([number] * 32, root=b"r" * 16, salt=b"", block_tokens=16)
 
 
@@ -45,7 +45,7 @@ def test_a_holder_of_many_nodes_is_removed_in_small_steps(monkeypatch: pytest.Mo
     index.drop("a")
     assert removed == 0
     assert [index.prefix_blocks("a", prompt(number), now_s=0.0) for number in (0, 1)] == [0, 0]
-    # The holder is back before its removal is complete: its former blocks do not count.
+    # The holder returns before its removal is complete: its former blocks do not count.
     index.view("a").stored(WORKER, prompt(0))
     index.predict("c", prompt(N), tenant="t", now_s=0.0, ttl_s=50.0)
     most = 0
@@ -63,7 +63,7 @@ def test_a_holder_of_many_nodes_is_removed_in_small_steps(monkeypatch: pytest.Mo
 
 
 def test_simultaneous_expiries_are_checked_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that were removed or predicted again before they expired leave no stale queue entries."""
+    """Nodes removed or predicted again before their expiry leave no stale queue entries."""
     index, checked = PrefixIndex(), 0
     expire_predictions = BlockNode.expire_predictions
 
@@ -92,8 +92,8 @@ def test_simultaneous_expiries_are_checked_in_small_steps(monkeypatch: pytest.Mo
     assert checked == 0
 
 
-def test_the_rests_of_detached_nodes_are_gathered() -> None:
-    """A store reported blocks in no order and dropped most: the memory follows the blocks that are left."""
+def test_remaining_blocks_of_detached_nodes_are_merged() -> None:
+    """After unordered reports and many drops, memory is proportional to the remaining blocks."""
     index, random = PrefixIndex(), Random(7)
     prompts = [prompt(number) for number in range(10 * N)]
     reported = [block_hash for hashes in prompts for block_hash in hashes]

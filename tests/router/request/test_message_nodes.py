@@ -59,7 +59,7 @@ MESSAGES = st.one_of(
 
 @dataclass
 class Request:
-    """A request that was looked up and encoded, and is not finished yet."""
+    """An encoded request that is not finished yet."""
 
     tenant: str
     messages: list[Message]
@@ -72,7 +72,7 @@ class Request:
 
 
 class Conversations(RuleBasedStateMachine):
-    """Requests begin and finish in any order; `said` has all conversations so far."""
+    """Requests start and finish in any order; `conversations` holds all of them so far."""
 
     card: ModelCard
     max_bytes, max_tenant_bytes = 1 << 30, 1 << 30
@@ -80,7 +80,7 @@ class Conversations(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory = TokenCache(max_bytes=self.max_bytes, max_tenant_bytes=self.max_tenant_bytes)
-        self.said: list[list[Message]] = [[]]
+        self.conversations: list[list[Message]] = [[]]
         self.open: list[Request] = []
         self.unhashed: list[tuple[Request, Prompt]] = []
 
@@ -100,11 +100,11 @@ class Conversations(RuleBasedStateMachine):
         self, tenant: str, which: int, kept: int, more: list[Message], thinking: bool, tools: bool
     ) -> None:
         """A turn, a sibling, a repetition or a prefix of an earlier conversation, as new objects."""
-        before = self.said[which % len(self.said)]
+        before = self.conversations[which % len(self.conversations)]
         messages: list[Message] = json.loads(json.dumps([*before[: len(before) - kept // 4], *more]))
         if not messages:
             return
-        self.said.append(messages)
+        self.conversations.append(messages)
         options: dict[str, Any] = {"thinking": thinking, "tools": TOOLS if tools else []}
         request = GenerationRequest(ChatInput(messages=messages, **options))
         draft = PromptDraft.of(request, self.card, self.memory, tenant=tenant)
@@ -152,7 +152,7 @@ def below(node: MessageNode) -> list[MessageNode]:
 
 
 def check(node: MessageNode) -> None:
-    """Raises AssertionError for a node with inconsistent fields or with only one child."""
+    """Raise AssertionError for a node with inconsistent fields or with only one child."""
     n = len(node.keys)
     assert n
     assert [len(node.raw), len(node.reasoning), len(node.ends), len(node.sizes)] == [n] * 4
@@ -227,7 +227,7 @@ def test_tool_calls_and_reasoning_are_matched_in_raw_form(card: ModelCard) -> No
 def test_a_conversation_in_another_raw_form_is_rendered_once(
     card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each message is rendered alone, without finding each time which messages keep their reasoning."""
+    """Each message is rendered alone, and the messages that keep their reasoning are found only once."""
     memory, asked = TokenCache(), 0
     first = GenerationRequest(ChatInput(messages=[{"role": "user", "content": "hello"}], thinking=True))
     PromptDraft.of(first, card, TokenCache(), tenant="t").encode()  # fills the caches of the template
@@ -270,7 +270,7 @@ def test_arguments_that_are_equal_but_rendered_differently_are_rendered(card: Mo
 
 
 def test_hashes_of_a_merged_child_are_dropped_if_the_parent_lacks_some() -> None:
-    """They would be taken for the hashes of earlier blocks."""
+    """They would count as the hashes of earlier blocks."""
     for n_first, n_kept in ((0, 0), (1, 1), (2, 5)):
         first, child = MessageNode(), MessageNode()
         first.append((True, "a"), None, 0, bytes(ID_BYTES * 2 * BLOCK_TOKENS))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.parametrize("name", SAMPLING_RANGES)
 
 
 def _engine_params(request: GenerationRequest, card: ModelCard) -> SamplingParams:
-    """What the engine gets for a request, by the router's and the worker's mapping."""
+    """Return the engine's parameters by the router's and the worker's mapping."""
     draft = PromptDraft.of(request, card, TokenCache(), tenant="default")
     return parse_sampling(draft.finish(draft.encode(), request_id="r").sampling)
 
@@ -46,7 +46,7 @@ def test_a_field_that_is_left_out_has_its_default(name: str, card: ModelCard) ->
     assert getattr(_engine_params(GenerationRequest(PromptInput("hi")), card), name) == default
 
 
-def test_a_worker_refuses_what_is_out_of_range(name: str) -> None:
+def test_a_worker_refuses_values_out_of_range(name: str) -> None:
     row = SAMPLING_RANGES[name]
     good = {**SAMPLING_DEFAULTS, "max_tokens": 1}
     for bad in (row.high + 1, row.low - 1):
@@ -55,7 +55,7 @@ def test_a_worker_refuses_what_is_out_of_range(name: str) -> None:
                 parse_sampling(common_pb2.SamplingParams(**{**good, name: bad}))  # type: ignore[arg-type]
 
 
-def test_contract_sdk_and_docs_have_the_field(name: str) -> None:
+def test_protos_sdk_and_docs_have_the_field(name: str) -> None:
     row = SAMPLING_RANGES[name]
     stated = router_pb2.Sampling.DESCRIPTOR.fields_by_name[name]
     complete = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name]

@@ -1,4 +1,4 @@
-"""A cached conversation has the same ids and hashes, at the cost of its new messages."""
+"""A cached conversation has the same ids and hashes and encodes only its new messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_ids_and_hashes_are_those_of_the_whole_conversation(
         assert memory.n_bytes <= max_bytes
 
 
-def test_a_turn_pays_only_for_new_messages(card: ModelCard) -> None:
+def test_a_turn_encodes_only_new_messages(card: ModelCard) -> None:
     memory = TokenCache()
     history: Messages = [
         {"role": "user", "content": f"turn {i} " + "lorem ipsum dolor sit amet " * 200} for i in range(20)
@@ -76,7 +76,7 @@ def test_a_turn_pays_only_for_new_messages(card: ModelCard) -> None:
     assert (again.encoded_tokens <= tail, hashes_of(again)[1] < tail + BLOCK_TOKENS) == (True, True)
 
 
-def test_known_messages_are_not_rendered_again(card: ModelCard) -> None:
+def test_cached_messages_are_not_rendered_again(card: ModelCard) -> None:
     memory = TokenCache()
     rendered: list[int] = []
 
@@ -180,7 +180,7 @@ def test_the_chain_continues_with_the_answer_and_a_forced_prefix_counts(card: Mo
     assert chain.hashes == whole.hashes
 
 
-def test_memory_is_bounded_for_a_tenant_and_in_all(card: ModelCard) -> None:
+def test_memory_is_bounded_per_tenant_and_in_total(card: ModelCard) -> None:
     memory = TokenCache(max_bytes=60_000, max_tenant_bytes=40_000)
     for i in range(60):
         for tenant in ("loud", "quiet") if i < 4 else ("loud",):

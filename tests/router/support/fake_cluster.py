@@ -1,4 +1,4 @@
-"""The workers of one cluster in this process: by name, with one model for all of them."""
+"""The workers of a cluster in this process, with one shared model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeCluster:
         self.kvstore = FakeWorker(Role.KVSTORE, "kvstore-0", self.discovery, tls=tls)
 
     def add_decode(self, instance: str, fingerprint: Fingerprint = FINGERPRINT) -> FakeDecode:
-        """One more decode worker, or a new run of one; the caller starts it."""
+        """Add a decode worker or a new incarnation of one; the caller starts it."""
         self.decodes.append(FakeDecode(instance, self.discovery, self.model, self.prefills, fingerprint))
         return self.decodes[-1]
 

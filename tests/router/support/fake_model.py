@@ -1,4 +1,4 @@
-"""The scripted model of the fake workers: what it says is a function of the prompt and the position."""
+"""The scripted model of the fake workers: each token is a function of the prompt and the position."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class FakeModel:
         return int(answer[n]) if n < len(answer) else int(answer[-1])
 
     def finish(self, token: int, n: int, sampling: common_pb2.SamplingParams) -> Any:
-        """The finish reason when `token` is output number `n`, counted from 1."""
+        """Return the finish reason if `token` is output number `n`, counted from 1."""
         if token in sampling.stop_token_ids and not sampling.ignore_eos:
             return common_pb2.FINISH_REASON_STOP
         return common_pb2.FINISH_REASON_LENGTH if n >= sampling.max_tokens else 0
 
 
 def hashed_answer(ids: Sequence[int], *, end: int, length: int = 24) -> Answer:
-    """An answer of `length` ids drawn from `ids` by a hash of the prompt and the seed, then `end`."""
+    """Return an answer of `length` ids drawn from `ids` by a hash of prompt and seed, then `end`."""
 
     def answer(prompt: Sequence[int], sampling: common_pb2.SamplingParams) -> Sequence[int]:
         seed = sampling.seed if sampling.temperature else 0

@@ -1,7 +1,7 @@
 """Prefill and decode workers in this process over real gRPC, with a scripted model.
 
-They keep books like real ones: what is admitted must be released, handoffs included, and every
-request is checked (fingerprint, hashes, emitted tokens). Faults are switched on by attributes.
+They track what they hold like real ones: requests and handoffs must be released, and every
+request is checked (fingerprint, hashes, emitted tokens). Attributes switch faults on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKENS_A_FRAME = 3
 
 
 class MutableWorkerService(WorkerService):
-    """Its load stream falls silent while `heard` is cleared."""
+    """A worker service whose load stream is silent while `heard` is cleared."""
 
     heard: asyncio.Event
 
@@ -55,7 +55,7 @@ class MutableWorkerService(WorkerService):
 
 
 class FakeWorker:
-    """A process that serves WorkerService and one more, announced in discovery."""
+    """A worker with WorkerService and one other service, registered in discovery."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class FakeWorker:
     ) -> None:
         self.role, self.instance = role, instance
         self.host = ServiceHost("127.0.0.1:0", tls=tls)
-        self.held: set[str] = set()  # names of what is held for somebody
+        self.held: set[str] = set()  # names of held sequences and handoffs
         identity = WorkerIdentity(
             role,
             instance,
@@ -93,7 +93,7 @@ class FakeWorker:
     def take(
         self, request: prefill_pb2.StartPrefill | decode_pb2.StartSequence
     ) -> tuple[list[int], tuple[bytes, ...]]:
-        """A prompt and its block hashes, as real workers take it in."""
+        """Check and parse a prompt and its block hashes like real workers."""
         if request.fingerprint != FINGERPRINT.to_proto():
             raise errors.FingerprintMismatch("not the fake workers' model")
         prompt, hashes = parse_prompt(
@@ -112,8 +112,8 @@ class FakeWorker:
         self._discovery.announce(self.worker)
         self.announced = True
 
-    def chatter(self) -> None:
-        """Report the load every 50 ms from now on, as a busy worker does."""
+    def report_load_often(self) -> None:
+        """Report the load every 50 ms from now on, like a busy worker."""
 
         async def report() -> None:
             while True:
@@ -123,7 +123,7 @@ class FakeWorker:
         self._chatter = asyncio.create_task(report())
 
     async def kill(self) -> None:
-        """As kill -9: connections break; discovery has not noticed."""
+        """Simulate SIGKILL: connections break, and discovery does not know it yet."""
         await self.host.server.stop(None)
         self.held.clear()
 
@@ -145,11 +145,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.aborted: list[str] = []
         self.fail_before_ticket: errors.SlipstreamError | None = None
         self.fail_before_token: errors.SlipstreamError | None = None
-        self.computes: int | None = None  # so many tokens before the first one waits; None: all
+        self.computes: int | None = None  # prompt tokens computed before the gate; None: all
         self.tells_progress = True
-        self.gate = asyncio.Event()  # closed: the first token waits
+        self.gate = asyncio.Event()  # while cleared, the first token waits
         self.gate.set()
-        self.abort_gate = asyncio.Event()  # closed: an abort waits
+        self.abort_gate = asyncio.Event()  # while cleared, an abort waits
         self.abort_gate.set()
 
     async def Prefill(
@@ -167,7 +167,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         if self.fail_before_ticket is not None:
             raise self.fail_before_ticket
         handoff = f"{request.attempt.request_id}#{request.attempt.attempt}"
-        if handoff in self.aborted:  # by a call that was quicker than the stream
+        if handoff in self.aborted:  # by a call that overtook the stream
             raise errors.Aborted(f"{handoff} was aborted")
         self.held.add(handoff)
         try:
@@ -238,9 +238,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.starts: list[decode_pb2.StartSequence] = []
         self.aborted: list[str] = []
         self.refuse: errors.SlipstreamError | None = None
-        self.fail_after_tokens: int | None = None  # this many of a sequence, then its failure
-        self.break_after_tokens: int | None = None  # this many of a sequence, then the stream breaks
-        self.gate = asyncio.Event()  # closed: no frame after the first
+        self.fail_after_tokens: int | None = None  # tokens of a sequence before it fails
+        self.break_after_tokens: int | None = None  # tokens of a sequence before the stream breaks
+        self.gate = asyncio.Event()  # while cleared, only the first frame is sent
         self.gate.set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._streams = 0
@@ -285,7 +285,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             return
         self.held.add(name)
         task = self._tasks[name] = asyncio.create_task(self._run(start, prompt, name, out))
-        task.add_done_callback(lambda _: self.held.discard(name))  # cancelled before its first step, too
+        task.add_done_callback(lambda _: self.held.discard(name))  # also if cancelled before its first step
 
     async def _run(self, start: decode_pb2.StartSequence, prompt: list[int], name: str, out: Any) -> None:
         stats = decode_pb2.SequenceStats(kv_bytes_pulled=1000)

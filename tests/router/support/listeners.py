@@ -1,4 +1,4 @@
-"""What a request would hear of its streams, for a test to read one by one."""
+"""Listeners of worker streams that queue their calls, for a test to read one by one."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from slipstream.v1 import decode_pb2, prefill_pb2
 
 
 @dataclass
-class Arrival:
-    """Tokens that came together, and what came beside them."""
+class TokenArrival:
+    """Tokens of one frame, and the rest of their delta."""
 
     tokens: list[int]
     rest: decode_pb2.SequenceDelta | None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes after it."""
+        """Whether this is the last delta."""
         return self.rest is not None and bool(self.rest.finish_reason)
 
 
 class SequenceReader:
-    """A `SequenceListener`."""
+    """A `SequenceListener` that queues arrivals."""
 
     def __init__(self) -> None:
-        self.arrivals: asyncio.Queue[Arrival | Exception] = asyncio.Queue()
+        self.arrivals: asyncio.Queue[TokenArrival | Exception] = asyncio.Queue()
 
     def on_tokens(self, tokens: list[int], rest: decode_pb2.SequenceDelta | None) -> None:
-        self.arrivals.put_nowait(Arrival(tokens, rest))
+        self.arrivals.put_nowait(TokenArrival(tokens, rest))
 
     def on_sequence_failed(self, error: errors.SlipstreamError) -> None:
         self.arrivals.put_nowait(error)
@@ -37,8 +37,8 @@ class SequenceReader:
     def on_listener_error(self, error: Exception) -> None:
         self.arrivals.put_nowait(error)
 
-    async def next(self) -> Arrival:
-        """The next arrival. Raises why the sequence failed."""
+    async def next(self) -> TokenArrival:
+        """Return the next arrival, or raise the error of the sequence."""
         arrival = await asyncio.wait_for(self.arrivals.get(), 60)
         if isinstance(arrival, Exception):
             raise arrival
@@ -46,7 +46,7 @@ class SequenceReader:
 
 
 class PrefillReader:
-    """A `PrefillListener`."""
+    """A `PrefillListener` that queues events."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[prefill_pb2.PrefillEvent | Exception] = asyncio.Queue()
@@ -63,14 +63,14 @@ class PrefillReader:
         self.events.put_nowait(error)
 
     async def next(self) -> prefill_pb2.PrefillEvent:
-        """The next event. Raises why the prompt failed."""
+        """Return the next event, or raise the error of the prompt."""
         event = await asyncio.wait_for(self.events.get(), 60)
         if isinstance(event, Exception):
             raise event
         return event
 
     async def first_token(self) -> int:
-        """The token, after all other events."""
+        """Skip all other events and return the first token."""
         while not (event := await self.next()).HasField("first_token"):
             pass
         return event.first_token.token_id

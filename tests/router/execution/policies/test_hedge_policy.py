@@ -1,4 +1,4 @@
-"""A slow prefill is asked of a second worker: rarely, and only where that helps."""
+"""Hedging sends a slow prefill to a second worker: rarely, and only where that helps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 
 
-def bad_tail(limits: HedgeLimits | None = None) -> HedgePolicy:
+def policy_with_long_tail(limits: HedgeLimits | None = None) -> HedgePolicy:
     policy = HedgePolicy(limits)
     for number in range(100):
         policy.observe(500.0 if number % 20 == 0 else 10.0, uncached_tokens=100)
     return policy
 
 
-def test_a_bad_tail_is_hedged_where_most_have_answered() -> None:
-    wait_ms = bad_tail().wait_ms(uncached_tokens=100, cached_tokens=0, other_workers=1)
+def test_with_a_long_tail_a_hedge_starts_after_most_prefills_have_answered() -> None:
+    wait_ms = policy_with_long_tail().wait_ms(uncached_tokens=100, cached_tokens=0, other_workers=1)
     assert wait_ms is not None and 10.0 <= wait_ms <= 500.0
 
 
-def test_a_good_tail_is_not() -> None:
+def test_without_a_long_tail_no_hedge_starts() -> None:
     policy = HedgePolicy()
     for number in range(100):
         policy.observe(10.0 + number % 7, uncached_tokens=100)
@@ -39,7 +39,9 @@ def test_a_good_tail_is_not() -> None:
     st.integers(0, 10_000),
     st.integers(0, 3),
 )
-def test_never_long_cached_or_alone(samples: list[float], uncached: int, cached: int, others: int) -> None:
+def test_long_and_cached_prompts_and_lone_workers_are_not_hedged(
+    samples: list[float], uncached: int, cached: int, others: int
+) -> None:
     limits = HedgeLimits()
     policy = HedgePolicy(limits)
     for sample in samples:
@@ -64,7 +66,7 @@ def test_only_the_latest_samples_count(samples: list[float]) -> None:
 
 
 @given(st.lists(st.booleans(), max_size=400))
-def test_the_budget_bounds_the_extra_work(actions: list[bool]) -> None:
+def test_the_budget_bounds_the_number_of_hedges(actions: list[bool]) -> None:
     limits = HedgeLimits()
     policy, prefills, hedges = HedgePolicy(limits), 0, 0
     for hedged in actions:
@@ -76,14 +78,14 @@ def test_the_budget_bounds_the_extra_work(actions: list[bool]) -> None:
     assert hedges <= 1 + prefills * limits.budget_share + 1e-6
 
 
-async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_hedge_overtakes_a_slow_prefill_worker(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
-        # On a slow machine the other worker's prompts are hedged too: the budget is for all of them.
-        router.runs.context.failover.hedge_policy = bad_tail(
+        # On a slow machine the other worker's prompts are hedged too, from the same budget.
+        router.runs.context.failover.hedge_policy = policy_with_long_tail(
             HedgeLimits(budget_share=8.0, max_saved_hedges=100.0)
         )
         slow = cluster.prefills[0]
-        for number in range(40):  # until one began there
+        for number in range(40):  # until a prompt starts there
             question = [{"role": "user", "content": f"Where is order {number}?"}]
             slow.gate.clear()
             seen = len(slow.requests)
@@ -99,15 +101,17 @@ async def test_a_slow_prefill_worker_is_overtaken(cluster: FakeCluster, card: Mo
                 assert trail.attempts == 2
                 break
         else:
-            raise AssertionError("none began on the slow worker")
+            raise AssertionError("no prompt started on the slow worker")
         assert router.counters.snapshot()["slipstream_hedges_total"] >= 1
         await eventually(lambda: not cluster.held and not router.runs.held)
         assert not router.fleet.tokens_in_flight
 
 
-async def test_a_hedge_that_loses_leaves_no_trail(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_losing_hedge_is_released_and_the_statistics_name_the_winner(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
-        router.runs.context.failover.hedge_policy = bad_tail()
+        router.runs.context.failover.hedge_policy = policy_with_long_tail()
         for prefill in cluster.prefills:
             prefill.gate.clear()
         asked = asyncio.create_task(client.chat([{"role": "user", "content": "Where is it?"}], seed=1))
@@ -124,20 +128,20 @@ async def test_a_hedge_that_loses_leaves_no_trail(cluster: FakeCluster, card: Mo
 
 
 async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelCard) -> None:
-    """There is no second worker for it: nothing is asked of the budget that others need."""
+    """A pinned prefill has no second worker, so it does not use the hedge budget."""
     async with (
         open_router(cluster, card, allow_pinning=True) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
-        hedges = router.runs.context.failover.hedge_policy = bad_tail()
+        hedges = router.runs.context.failover.hedge_policy = policy_with_long_tail()
         asked: list[int] = []
         wait_ms = hedges.wait_ms
 
-        def noted(**case: int) -> float | None:
+        def recorded(**case: int) -> float | None:
             asked.append(case["other_workers"])
             return wait_ms(**case)
 
-        hedges.wait_ms = noted  # type: ignore[method-assign]
+        hedges.wait_ms = recorded  # type: ignore[method-assign]
         question = [{"role": "user", "content": "Where is it?"}]
         worker = cluster.prefills[0].instance
         reply = await client.chat(question, seed=1, headers={"x-slipstream-prefill": worker})

@@ -1,4 +1,4 @@
-"""The guilty request is found, after few deaths, and no innocent one ever fails with it."""
+"""Quarantine finds the request that crashes workers after few crashes and fails no other request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_request_alone_is_guilty_with_its_second_kill() -> None:
+def test_a_lone_request_is_quarantined_at_its_second_crash() -> None:
     quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
     quarantine.begin(poison, ["a"])
     quarantine.end(poison, crashed="a")
@@ -29,8 +29,8 @@ def test_a_request_alone_is_guilty_with_its_second_kill() -> None:
     assert quarantine.unproven == 0
 
 
-def test_a_request_whose_workers_others_kill_goes_on_where_it_got_further_in_between() -> None:
-    """Killed by somebody at token 5, and again at token 15: a request that kills would repeat itself."""
+def test_a_request_that_progressed_between_crashes_is_not_quarantined() -> None:
+    """Its workers crash at token 5 and at token 15; a crashing request would crash at the same token."""
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     for worker, tokens in (("a", 5), ("b", REPEAT_TOKENS + 1)):
         quarantine.begin(request, [worker])
@@ -42,7 +42,7 @@ def test_a_request_whose_workers_others_kill_goes_on_where_it_got_further_in_bet
     assert request.strikes == 0
 
 
-def test_the_third_death_is_one_too_many_wherever_it_comes() -> None:
+def test_a_third_crash_quarantines_despite_progress() -> None:
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     for worker in "ab":
         quarantine.begin(request, [worker])
@@ -56,8 +56,8 @@ def test_the_third_death_is_one_too_many_wherever_it_comes() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(kills_at=st.integers(0, PROOF_TOKENS - 1), lost=st.lists(st.integers(0, 4), min_size=2, max_size=2))
-def test_a_lone_killer_is_found_by_its_second_kill(kills_at: int, lost: list[int]) -> None:
-    """Wherever it kills, and however many of its last tokens never arrive."""
+def test_a_lone_crashing_request_is_found_at_its_second_crash(kills_at: int, lost: list[int]) -> None:
+    """The crash may come at any token, and any number of the last tokens may be lost."""
     quarantine, killer, done = Quarantine(Clock()), Suspect(b"killer"), 0
     for worker, missing in enumerate(lost):
         quarantine.begin(killer, [str(worker)])
@@ -71,7 +71,7 @@ def test_a_lone_killer_is_found_by_its_second_kill(kills_at: int, lost: list[int
                 quarantine.end(killer, crashed=str(worker))
 
 
-def test_what_was_found_guilty_is_refused_for_a_while() -> None:
+def test_a_quarantined_request_is_refused_for_a_time() -> None:
     clock = Clock()
     quarantine = Quarantine(clock)
     for number in range(MAX_QUARANTINED + 1):
@@ -79,14 +79,14 @@ def test_what_was_found_guilty_is_refused_for_a_while() -> None:
         quarantine.begin(poison, ["w"])
         with pytest.raises(Quarantined):
             quarantine.end(poison, crashed="w")
-    quarantine.check(b"poison 0")  # the oldest is forgotten: memory is bounded
+    quarantine.check(b"poison 0")  # the oldest entry is removed: memory is bounded
     with pytest.raises(Quarantined):
         quarantine.check(b"poison 1")
     clock.now_s += QUARANTINE_S
     quarantine.check(b"poison 1")
 
 
-def test_a_stream_under_way_gets_no_strike() -> None:
+def test_a_stream_with_enough_tokens_gets_no_strike() -> None:
     quarantine, stream = Quarantine(Clock()), Suspect(b"stream")
     for worker in ("a", "b", "c"):
         quarantine.begin(stream, [worker])
@@ -95,7 +95,7 @@ def test_a_stream_under_way_gets_no_strike() -> None:
     assert stream.strikes == 0
 
 
-def test_the_death_of_a_worker_it_had_left_is_not_held_against_it() -> None:
+def test_the_crash_of_a_worker_after_the_request_left_it_is_no_strike() -> None:
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     quarantine.begin(request, ["prefill", "decode"])
     quarantine.leave_workers(request, ["prefill"])
@@ -104,7 +104,7 @@ def test_the_death_of_a_worker_it_had_left_is_not_held_against_it() -> None:
     assert quarantine.unproven == 0
 
 
-def test_requests_under_suspicion_begin_one_by_one() -> None:
+def test_suspects_start_one_at_a_time_on_a_worker() -> None:
     quarantine = Quarantine(Clock())
     first, second = Suspect(b"1", strikes=1), Suspect(b"2", strikes=1)
     quarantine.begin(first, ["a"])
@@ -126,9 +126,13 @@ def test_requests_under_suspicion_begin_one_by_one() -> None:
     lost=st.integers(0, 4),
     progress=st.lists(st.integers(0, 40), min_size=12, max_size=12),
 )
-def test_a_crowd_with_one_killer(innocents: int, kills_at: int, lost: int, progress: list[int]) -> None:
-    """Workers die when the killer emits token `kills_at`; up to `lost` of its last tokens never arrive.
-    All run together at first; afterwards those who may begin do, in turn, and take a token each step."""
+def test_a_crashing_request_among_others_is_found(
+    innocents: int, kills_at: int, lost: int, progress: list[int]
+) -> None:
+    """Workers crash when the killer emits token `kills_at`; up to `lost` of its last tokens are lost.
+
+    All requests run together at first. Afterwards each one starts as soon as it may, and gets a token a step.
+    """
     quarantine = Quarantine(Clock())
     killer = Suspect(b"killer")
     crowd = [Suspect(f"innocent {n}".encode()) for n in range(innocents)]
@@ -166,16 +170,18 @@ def test_a_crowd_with_one_killer(innocents: int, kills_at: int, lost: int, progr
     assert killed
     assert deaths <= 4
     if innocents == 0:
-        assert deaths <= 3  # the first may have come after a proof
+        assert deaths <= 3  # the first crash may have come after PROOF_TOKENS tokens
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     ends=st.lists(st.tuples(st.booleans(), st.integers(0, PROOF_TOKENS - 1), st.booleans()), max_size=12),
 )
-def test_a_worker_that_was_killed_is_held_against_nobody(ends: list[tuple[bool, int, bool]]) -> None:
-    """A request alone: (whether it broke the worker, its tokens there, whether that is known at once). Guilty
-    is who broke two without getting further, or three."""
+def test_a_worker_killed_from_outside_is_no_strike(ends: list[tuple[bool, int, bool]]) -> None:
+    """`ends`: whether the request crashed the worker, its tokens there, whether the report comes at once.
+
+    The request is quarantined after two crashes without progress, or after three.
+    """
     quarantine, request, broken = Quarantine(Clock()), Suspect(b"request"), 0
     for number, (broke, tokens, at_once) in enumerate(ends):
         worker = f"w{number}"
@@ -191,12 +197,12 @@ def test_a_worker_that_was_killed_is_held_against_nobody(ends: list[tuple[bool, 
             break
         assert broken < 2 or (broken == 2 and (tokens > REPEAT_TOKENS or not broke))
         if not broke:
-            quarantine.record_kill(worker)  # now at the latest
+            quarantine.record_kill(worker)  # the report comes at the latest now
     assert quarantine.unproven == 0
 
 
-def test_a_hedge_is_charged_as_well() -> None:
-    """Its worker dies and the first one goes on: a strike, and the next death is the second."""
+def test_a_crash_under_a_hedge_is_a_strike() -> None:
+    """The hedge's worker crashes and the first attempt continues; the next crash is the second strike."""
     quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
     quarantine.begin(poison, ["prefill-0", "decode-0"])
     quarantine.add_workers(poison, ["prefill-1", "decode-0"])
@@ -209,7 +215,7 @@ def test_a_hedge_is_charged_as_well() -> None:
     assert quarantine.unproven == 0
 
 
-def test_a_hedge_that_was_merely_slower_is_no_reason_to_suspect() -> None:
+def test_a_slower_hedge_is_no_strike() -> None:
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     quarantine.begin(request, ["prefill-0", "decode-0"])
     quarantine.add_workers(request, ["prefill-1", "decode-1"])
@@ -219,8 +225,8 @@ def test_a_hedge_that_was_merely_slower_is_no_reason_to_suspect() -> None:
     assert quarantine.unproven == 0
 
 
-def test_one_death_that_two_attempts_saw_is_one_strike() -> None:
-    """The decode worker that an attempt and its hedge share dies: both fail of it."""
+def test_one_crash_under_two_attempts_is_one_strike() -> None:
+    """The decode worker of an attempt and its hedge crashes, and both attempts fail."""
     quarantine, request = Quarantine(Clock()), Suspect(b"request")
     quarantine.begin(request, ["prefill-0", "decode-0"])
     quarantine.add_workers(request, ["prefill-1", "decode-0"])
@@ -231,8 +237,8 @@ def test_one_death_that_two_attempts_saw_is_one_strike() -> None:
     assert quarantine.unproven == 0
 
 
-def test_who_leaves_before_the_verdict_was_there_when_the_worker_died() -> None:
-    """Two under suspicion, and one's client goes away while evidence against the other is waited for."""
+def test_a_suspect_that_ends_before_the_exit_report_still_shares_the_crash() -> None:
+    """One of two suspects is cancelled while the exit report for the other one is pending."""
     quarantine = Quarantine(Clock())
     poison, innocent = Suspect(b"poison", strikes=1), Suspect(b"innocent", strikes=1)
     for suspect in (poison, innocent):

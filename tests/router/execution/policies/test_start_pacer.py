@@ -1,4 +1,4 @@
-"""Turns of work on the event loop: in order, a few at a time, and a cancelled one holds nobody up."""
+"""StartPacer: requests start in order and a few per loop iteration; cancelled ones delay no other."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import asyncio
 from services.router.execution.policies.start_pacer import StartPacer
 
 
-async def test_a_burst_goes_on_a_few_a_turn_in_order() -> None:
-    turns, began, loop_turns = StartPacer(per_iteration=3), [], 0
+async def test_a_burst_starts_in_order_and_a_few_per_iteration() -> None:
+    pacer, started, iteration = StartPacer(per_iteration=3), [], 0
     done = asyncio.Event()
 
     async def work(number: int) -> None:
-        await turns.acquire()
-        began.append((number, loop_turns))
+        await pacer.acquire()
+        started.append((number, iteration))
         if number == 19:
             done.set()
 
     tasks = [asyncio.create_task(work(number)) for number in range(20)]
     async with asyncio.timeout(60):
         while not done.is_set():
-            loop_turns += 1
+            iteration += 1
             await asyncio.sleep(0)
     await asyncio.gather(*tasks)
-    assert [number for number, _ in began] == list(range(20))
-    by_turn = [turn for _, turn in began]
-    assert max(by_turn.count(turn) for turn in by_turn) <= 3
-    await asyncio.wait_for(turns.acquire(), 60)  # alone again: at once
+    assert [number for number, _ in started] == list(range(20))
+    by_iteration = [started_in for _, started_in in started]
+    assert max(by_iteration.count(started_in) for started_in in by_iteration) <= 3
+    await asyncio.wait_for(pacer.acquire(), 60)  # a lone request starts at once
 
 
-async def test_a_cancelled_one_holds_nobody_up() -> None:
-    turns = StartPacer(per_iteration=1)
-    tasks = [asyncio.create_task(turns.acquire()) for _ in range(6)]
+async def test_a_cancelled_request_delays_no_other() -> None:
+    pacer = StartPacer(per_iteration=1)
+    tasks = [asyncio.create_task(pacer.acquire()) for _ in range(6)]
     await asyncio.sleep(0)
     for task in tasks[2:4]:
         task.cancel()
