@@ -1,4 +1,4 @@
-"""Which commands the `slipstream` command has, with and without the server package."""
+"""The commands of `slipstream` with and without the server package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVER_COMMANDS = ("up", "down", "kill", "drain", "restart", "route")
 
 
 class Process(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers GetStatus."""
+    """A worker that answers GetStatus."""
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> Any:
         load = worker_pb2.LoadReport(requests_running=7)
@@ -29,12 +29,12 @@ class Process(worker_pb2_grpc.WorkerServiceServicer):
 
 @pytest.fixture
 def sdk_only(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command line where no other package adds commands."""
+    """The command line without commands of other packages."""
     monkeypatch.setattr(app_module, "entry_points", lambda group: ())
     return build_app()
 
 
-def test_version() -> None:
+def test_the_version_option_prints_the_version() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"slipstream {__version__}\n")
 
@@ -47,14 +47,14 @@ def test_the_server_package_adds_its_commands() -> None:
 
 
 @pytest.mark.parametrize("name", SERVER_COMMANDS)
-def test_without_it_a_command_names_the_package(sdk_only: Any, name: str) -> None:
+def test_a_server_command_without_the_package_names_it(sdk_only: Any, name: str) -> None:
     answer = CliRunner().invoke(sdk_only, [name, "--prefill", "2", "decode-0"])
     assert isinstance(answer.exception, FailedPrecondition)
     assert answer.exception.message.endswith("pip install slipstream-server")
     assert f"`slipstream {name}`" in answer.exception.message
 
 
-def test_without_it_the_other_commands_are_there(sdk_only: Any) -> None:
+def test_sdk_commands_exist_without_the_server_package(sdk_only: Any) -> None:
     listed = CliRunner().invoke(sdk_only, ["--help"]).output
     assert all(f"  {name} " in listed for name in ("chat", "status", "kv"))
     assert not any(f"  {name} " in listed for name in SERVER_COMMANDS)
@@ -62,7 +62,7 @@ def test_without_it_the_other_commands_are_there(sdk_only: Any) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-async def test_status_of_endpoints(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+async def test_status_shows_the_given_endpoints(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     server = grpc.aio.server()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Process(), server)  # type: ignore[abstract]
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -1,4 +1,4 @@
-"""`slipstream chat` against a real gRPC server that plays a router."""
+"""`slipstream chat` with a real gRPC server in place of a router."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _response(**event: Any) -> router_pb2.GenerateResponse:
 
 
 class Router(router_pb2_grpc.RouterServiceServicer):
-    """Says "You said X.", calls a tool when asked to, is overloaded when told so."""
+    """Answers "You said X.", calls a tool for "call", and is overloaded for "overload"."""
 
     def __init__(self) -> None:
         self.requests: list[router_pb2.GenerateRequest] = []
@@ -63,7 +63,7 @@ def router() -> Iterator[tuple[Router, str]]:
 
 
 def talk(endpoint: str, *lines: str) -> list[str]:
-    """Run a conversation with these input lines; returns the prompts that were shown."""
+    """Run a conversation with these input lines; return the printed prompts."""
     prompts: list[str] = []
     left = list(lines)
 
@@ -78,9 +78,7 @@ def talk(endpoint: str, *lines: str) -> list[str]:
     return prompts
 
 
-def test_turns_are_remembered_and_shown(
-    router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_turns_are_kept_and_printed(router: tuple[Router, str], capsys: pytest.CaptureFixture[str]) -> None:
     servicer, endpoint = router
     talk(endpoint, "hello", "  ", "again")
     shown = capsys.readouterr().out
@@ -101,7 +99,9 @@ def test_turns_are_remembered_and_shown(
     assert servicer.sessions[0].startswith("chat-")
 
 
-def test_a_failed_turn_is_forgotten(router: tuple[Router, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_turn_is_left_out_of_the_conversation(
+    router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     servicer, endpoint = router
     talk(endpoint, "overload", "hello")
     assert "error: try later" in capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_tools_are_answered_by_the_user(router: tuple[Router, str]) -> None:
     assert messages[3].tool_call_id == "functions.f:0"
 
 
-def test_no_cluster_and_bad_tools_are_told(tmp_path: Path) -> None:
+def test_a_missing_cluster_and_invalid_tools_raise_errors(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no cluster runs"):
         run_chat(ChatOptions(tmp_path, None, None, [], {}))
     tools = tmp_path / "tools.json"
@@ -130,5 +130,5 @@ def test_no_cluster_and_bad_tools_are_told(tmp_path: Path) -> None:
     assert read_tools(tools) == [{"type": "function"}]
 
 
-def test_the_example_declares_the_tools_that_the_demo_has() -> None:
+def test_the_example_declares_the_tools_of_the_demo() -> None:
     assert read_tools(ROOT / "docs" / "examples" / "tools.json") == TOOLS

@@ -19,7 +19,7 @@ ON_DISK = "slipstream_kvstore_blocks_nvme"
 
 
 async def kv(*arguments: str, exit_code: int = 0) -> str:
-    """Run the command; returns what it printed to standard output."""
+    """Run the command and return its standard output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "slipstream.cli", "kv", *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -32,7 +32,7 @@ async def kv(*arguments: str, exit_code: int = 0) -> str:
 
 
 async def kv_json(*arguments: str, exit_code: int = 0) -> Any:
-    """What is said of the one node; a listing that it does not answer soon is asked for again."""
+    """Return the command's JSON for the one node; retry a listing that the node does not answer in time."""
     for _ in range(5):
         (node,) = json.loads(await kv(*arguments, "--json", exit_code=exit_code))
         if arguments[0] not in ("ls", "stat") or not node["error"]:
@@ -58,7 +58,7 @@ async def store(tmp_path: Path) -> AsyncIterator[tuple[KvstoreProcess, Client]]:
         process.kill()
 
 
-async def test_ls_and_stat_tell_what_is_held(store: tuple[KvstoreProcess, Client]) -> None:
+async def test_ls_and_stat_report_held_blocks(store: tuple[KvstoreProcess, Client]) -> None:
     process, client = store
     node = ["--node", process.endpoint]
     await client.fetch([0, 1])
@@ -69,13 +69,13 @@ async def test_ls_and_stat_tell_what_is_held(store: tuple[KvstoreProcess, Client
     some = await kv_json("ls", *node, "--prefix", key(3).hex()[:2])
     assert [block["hash"] for block in some["blocks"]] == [key(3).hex()]
     assert len((await kv_json("ls", *node, "--limit", "2"))["blocks"]) == 2
-    said = await kv_json("stat", *node)
-    dram = said["tiers"]["dram"]
+    answer = await kv_json("stat", *node)
+    dram = answer["tiers"]["dram"]
     assert (dram["blocks"], dram["hits"], dram["pins"]) == (6, 2, 1)
     assert dram["hit_bytes"] == 2 * BLOCK_BYTES
     assert dram["mean_pin_ms"] > 0
-    assert said["tiers"]["nvme"]["bytes"] == 6 * BLOCK_BYTES
-    for tier in said["tiers"].values():
+    assert answer["tiers"]["nvme"]["bytes"] == 6 * BLOCK_BYTES
+    for tier in answer["tiers"].values():
         wrong = (
             "corrupt_blocks",
             "quarantined_bytes",
@@ -84,12 +84,12 @@ async def test_ls_and_stat_tell_what_is_held(store: tuple[KvstoreProcess, Client
             "unreachable_dropped",
         )
         assert [tier[name] for name in wrong] == [0] * len(wrong)
-    assert set(said["held"].values()) == {0}
+    assert set(answer["held"].values()) == {0}
     for words in (await kv("ls", *node), await kv("stat", *node)):
         assert process.endpoint in words
 
 
-async def test_verify_finds_what_rotted_on_disk_and_drops_it(
+async def test_verify_finds_and_drops_damaged_disk_blocks(
     store: tuple[KvstoreProcess, Client], tmp_path: Path
 ) -> None:
     process, client = store
@@ -103,8 +103,8 @@ async def test_verify_finds_what_rotted_on_disk_and_drops_it(
                 file.seek(found + 7)
                 file.write(b"\x00" if rotten[7] else b"\x01")
     assert (await kv_json("verify", *node, key(3).hex()))["corrupt"] == []
-    said = await kv_json("verify", *node, exit_code=1)
-    assert (said["corrupt"], said["verified"]) == ([key(4).hex()], 12)
+    answer = await kv_json("verify", *node, exit_code=1)
+    assert (answer["corrupt"], answer["verified"]) == ([key(4).hex()], 12)
     listed = await kv_json("ls", *node, "--prefix", key(4).hex())
     assert listed["blocks"][0]["tiers"] == ["dram"]
     assert (await kv_json("verify", *node))["verified"] == 11
@@ -115,7 +115,7 @@ async def test_verify_finds_what_rotted_on_disk_and_drops_it(
     assert status.ledger.blocks_orphaned == 0
 
 
-async def test_dropped_blocks_do_not_come_back_with_the_next_start(
+async def test_dropped_blocks_do_not_return_after_a_restart(
     store: tuple[KvstoreProcess, Client],
 ) -> None:
     process, client = store
@@ -128,7 +128,7 @@ async def test_dropped_blocks_do_not_come_back_with_the_next_start(
         "pool_kept": False,
         "error": "",
     }
-    await client.read(pinned, [0, 1])  # who reads it goes on
+    await client.read(pinned, [0, 1])  # a running read continues
     await client.release(pinned.lease_id)
     assert await client.lookup([0]) == []
     assert (await kv_json("drop", *node, "--all"))["blocks"] == 5
@@ -138,15 +138,15 @@ async def test_dropped_blocks_do_not_come_back_with_the_next_start(
     assert (await kv_json("ls", "--node", process.endpoint))["held"] == 0
 
 
-async def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path) -> None:
+async def test_invalid_commands_give_one_error_line(tmp_path: Path) -> None:
     for arguments, words in [
         (["drop", "--node", "127.0.0.1:1"], "name block hashes, or say --all"),
         (["drop", "--node", "127.0.0.1:1", "--all", key(1).hex()], "name block hashes, or say --all"),
         (["verify", "--node", "127.0.0.1:1", "xyz"], "is not the hash of a block"),
         (["ls", "--run-dir", str(tmp_path)], "no cluster"),
     ]:
-        said = await kv(*arguments, exit_code=1)
-        assert words in said, said
-        assert "Traceback" not in said
+        answer = await kv(*arguments, exit_code=1)
+        assert words in answer, answer
+        assert "Traceback" not in answer
     silent = await kv_json("verify", "--node", "127.0.0.1:1", exit_code=1)
     assert silent["error"]

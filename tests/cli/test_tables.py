@@ -1,4 +1,4 @@
-"""Tables of the command line: nothing is cut off, however narrow the terminal."""
+"""Tables of the command line truncate nothing on narrow terminals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.cli.tables import figures_table, print_table
 
 
 @pytest.mark.parametrize("columns", [20, 80, 200])
-def test_no_name_and_no_figure_is_cut_off(
+def test_names_and_figures_are_not_truncated(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -1,4 +1,4 @@
-"""`slipstream kv`, `status` and `chat` against servers that talk mTLS only."""
+"""`slipstream kv`, `status` and `chat` with servers that require mTLS."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENVIRONMENT = {
 async def slipstream(
     *arguments: str, environment: Mapping[str, str] | None = None, exit_code: int = 0, typed: str = ""
 ) -> tuple[str, str]:
-    """Run the command; returns what it printed to standard output and to standard error."""
+    """Run the command and return its standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "slipstream.cli", *arguments),
         stdin=asyncio.subprocess.PIPE,
@@ -50,7 +50,7 @@ async def slipstream(
 
 
 async def kv(node: KvstoreProcess, verb: str, *arguments: str, tries: int = 5, **how: Any) -> Any:
-    """What the verb says of the node; where that does not answer soon, it is asked again."""
+    """Return the verb's JSON for the node; retry while the node does not answer in time."""
     for _ in range(tries):
         output, _ = await slipstream("kv", verb, *arguments, "--node", node.endpoint, "--json", **how)
         (answer,) = json.loads(output)
@@ -61,7 +61,7 @@ async def kv(node: KvstoreProcess, verb: str, *arguments: str, tries: int = 5, *
 
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[KvstoreProcess]:
-    """It holds three blocks."""
+    """A node with three blocks."""
     process = KvstoreProcess(tmp_path, "socket", disk_bytes=0, arguments=FLAGS)
     process.start()
     memory = PageAlignedMemory(8 * BLOCK_BYTES)
@@ -78,8 +78,8 @@ async def node(tmp_path: Path) -> AsyncIterator[KvstoreProcess]:
 async def test_every_kv_verb_over_mtls(node: KvstoreProcess) -> None:
     listed = await kv(node, "ls", *FLAGS)
     assert {block["hash"] for block in listed["blocks"]} == {key(n).hex() for n in (1, 2, 3)}
-    told = await kv(node, "stat", environment=ENVIRONMENT)
-    assert told["tiers"]["dram"]["blocks"] == 3
+    stats = await kv(node, "stat", environment=ENVIRONMENT)
+    assert stats["tiers"]["dram"]["blocks"] == 3
     verified = await kv(node, "verify", *FLAGS)
     assert (verified["verified"], verified["corrupt"]) == (3, [])
     dropped = await kv(node, "drop", key(2).hex(), environment=ENVIRONMENT)
@@ -87,15 +87,15 @@ async def test_every_kv_verb_over_mtls(node: KvstoreProcess) -> None:
     assert (await kv(node, "ls", *FLAGS))["held"] == 2
 
 
-async def test_a_stranger_is_told_nothing(node: KvstoreProcess) -> None:
-    told = await kv(node, "stat", tries=1)
-    assert told["error"]
-    assert "tiers" not in told
+async def test_a_client_without_a_certificate_gets_no_data(node: KvstoreProcess) -> None:
+    stats = await kv(node, "stat", tries=1)
+    assert stats["error"]
+    assert "tiers" not in stats
     await kv(node, "verify", exit_code=1, tries=1)
 
 
 async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
-    """The record of a supervisor whose only service is the node."""
+    """The status command reads the record of a supervisor whose only service is the node."""
     pid = node.process.pid
     process = ProcessRecord("kv-0", "kvstore", "ready", pid, None, node.endpoint, None, 0, "")
     nowhere = "127.0.0.1:1"
@@ -103,7 +103,7 @@ async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
     write_record(tmp_path, record)
     lock = RunDirLock(tmp_path)
     arguments = ("status", "--run-dir", str(tmp_path), "--json")
-    for _ in range(10):  # one that does not answer soon is shown without its status
+    for _ in range(10):  # a worker that does not answer in time is shown without its status
         (worker,) = json.loads((await slipstream(*arguments, *FLAGS))[0])["workers"]
         if worker["status"]:
             break
@@ -127,7 +127,7 @@ async def test_chat_over_mtls(by: str) -> None:
 
 
 @pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",), ("chat",)])
-async def test_bad_files_are_named(verb: tuple[str, ...], tmp_path: Path) -> None:
+async def test_invalid_tls_files_are_named(verb: tuple[str, ...], tmp_path: Path) -> None:
     _, errors = await slipstream(*verb, "--tls-ca", str(FILES.ca), exit_code=1)
     assert "go together" in errors
     _, errors = await slipstream(*verb, *FLAGS[:4], "--tls-key", str(tmp_path / "none"), exit_code=1)

@@ -1,5 +1,7 @@
-"""Tests that need a CUDA device (`make test-gpu`). Where there is none, not one of them runs, and the last
-line says so."""
+"""Tests that need a CUDA device (`make test-gpu`).
+
+Without a device none of them runs, and the last line of the output reports it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import pytest
 import torch
 
 
-def missing() -> str:
-    """Why no test here can run; empty when there is a device."""
+def missing_device() -> str:
+    """Return the reason why no test can run, or an empty text if there is a device."""
     if torch.cuda.is_available():
         return ""
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -17,12 +19,12 @@ def missing() -> str:
 
 @pytest.fixture(scope="session")
 def cuda() -> str:
-    """The name of a device."""
-    if why := missing():
+    """The name of a CUDA device."""
+    if why := missing_device():
         pytest.skip(why)
     return "cuda:0"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if (why := missing()) and terminalreporter.stats.get("skipped"):
+    if (why := missing_device()) and terminalreporter.stats.get("skipped"):
         terminalreporter.write_line(f"NOTHING WAS TESTED ON A GPU: {why}", red=True, bold=True)

@@ -1,5 +1,4 @@
-"""KV in the memory of a CUDA device: registered by the same call, read into and out of, verified. The engine
-must be a Mooncake built with CUDA."""
+"""KV in CUDA memory: registered, read in both directions, verified. Needs a Mooncake built with CUDA."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ def filled(device: str, seed: int) -> PagedLatentCache:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def transports(cuda: str) -> AsyncIterator[tuple[MooncakeTransport, MooncakeTransport]]:
     if not built_with_cuda():
-        pytest.fail("the Mooncake that is installed is built without CUDA", pytrace=False)
+        pytest.fail("the installed Mooncake is built without CUDA", pytrace=False)
     pair = MooncakeTransport(), MooncakeTransport()
     yield pair
     for each in pair:
         await each.close()
 
 
-def test_the_cache_lies_on_the_device_and_names_its_own_bytes(cuda: str) -> None:
+def test_the_cache_is_on_the_device_and_reports_its_bytes(cuda: str) -> None:
     cache = PagedLatentCache(SHAPE, device=cuda)
     assert isinstance(cache.memory, torch.Tensor)
     assert cache.memory.device == cache.pages.device == torch.device(cuda)
@@ -56,7 +55,7 @@ def test_the_cache_lies_on_the_device_and_names_its_own_bytes(cuda: str) -> None
     assert not cache.memory.any()
 
 
-async def test_checksums_of_the_device_are_those_of_the_host(cuda: str) -> None:
+async def test_checksums_of_device_pages_equal_those_of_the_host(cuda: str) -> None:
     device, host = page_memory(filled(cuda, 1)), page_memory(filled("cpu", 1))
     assert await device.checksums(range(SHAPE.n_pages)) == await host.checksums(range(SHAPE.n_pages))
 
@@ -78,10 +77,10 @@ async def test_pages_move_between_host_and_device_in_both_directions(
     assert sorted(landed, key=lambda op: op.local_address) == sorted(reads, key=lambda op: op.local_address)
     assert [own.checksum(4), own.checksum(1)] == [theirs.checksum(1), theirs.checksum(4)]
     empty = checksum(bytes(size))
-    assert [own.checksum(page) for page in (0, 2, 3, 5)] == [empty] * 4  # nothing beside the destinations
+    assert [own.checksum(page) for page in (0, 2, 3, 5)] == [empty] * 4  # other pages are unchanged
 
 
-async def test_a_damaged_page_of_the_device_is_told_by_its_checksum(cuda: str) -> None:
+async def test_a_damaged_device_page_is_found_by_its_checksum(cuda: str) -> None:
     cache = filled(cuda, 3)
     pages = page_memory(cache)
     before = await pages.checksums([0, 1])
@@ -92,7 +91,7 @@ async def test_a_damaged_page_of_the_device_is_told_by_its_checksum(cuda: str) -
     assert after[1] != before[1]
 
 
-async def test_sockets_refuse_the_device_and_say_why(cuda: str) -> None:
+async def test_the_socket_transport_refuses_device_memory_with_the_reason(cuda: str) -> None:
     transport = SocketTransport()
     try:
         with pytest.raises(TransferRefused, match="host only, and not of cuda:0"):

@@ -1,4 +1,4 @@
-"""The vocabulary trainer: deterministic, and its files give a tokenizer that segments alike."""
+"""The vocabulary trainer is deterministic, and its files give a tokenizer with the same segmentation."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_pretokens_follow_kimis_pattern(text: str, expected: list[str]) -> None:
     assert list(pretokens(text)) == expected
 
 
-# Letters, marks, digits, scripts, spaces and line ends that the pattern treats apart.
+# Letters, marks, digits, scripts, spaces and line ends that the pattern distinguishes.
 _ALPHABET = "aBzǅʰªé天字かア한\u0301١٢Ⅷ½7'sStT\u017f \t\u00a0\u2003\r\n.,_-—!😀<|>"
 
 
 @given(st.text(st.sampled_from(_ALPHABET), max_size=30))
 def test_merges_never_cross_the_pretokens_that_training_used(tokenizer: Tokenizer, text: str) -> None:
-    """tiktoken's Rust pattern and the pattern of training cut at the same places."""
+    """tiktoken's Rust pattern and the pattern of training split at the same places."""
     ends, at = set(), 0
     for token_id in tokenizer.encode_text(text):
         at += len(tokenizer.token_bytes(token_id))
@@ -117,7 +117,7 @@ def test_words_with_several_leads_are_spelt_alike(tmp_path: Path) -> None:
         plain = tokenizer.encode_text(word)
         for lead in ' "(':
             assert tokenizer.encode_text(lead + word) == [*tokenizer.encode_text(lead), *plain]
-    # "city" stands after a space only.
+    # "city" occurs only after a space.
     assert len(tokenizer.encode_text(" city")) == 1
 
 

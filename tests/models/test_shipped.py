@@ -1,7 +1,7 @@
-"""The files in the repository: their size and layout, and what the model in them can do.
+"""The model files of the repository: their size and layout, and the quality of the model.
 
-The floors lie well below the figures of models/README.md: they catch broken files, a changed template or
-tokenizer, a wrong kernel; they are no measurement.
+The floors are well below the figures of models/README.md. They detect broken files, a changed template
+or tokenizer, or a wrong kernel, and do not measure quality.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def engine() -> PagedEngine:
     return build_engine(BASE_DIR, EngineOptions(weight_dtype="float32", draft_model_dir=EAGLE_DIR))
 
 
-def test_files_are_small_and_complete() -> None:
+def test_model_files_are_small_and_complete() -> None:
     files = [p for d in (BASE_DIR, EAGLE_DIR) for p in d.iterdir()]
     assert sum(p.stat().st_size for p in files) < 25_000_000
     names = {p.name for p in BASE_DIR.iterdir()}
@@ -51,7 +51,7 @@ def test_files_are_small_and_complete() -> None:
     )
 
 
-def test_config_is_what_the_settings_say(tokenizer: Tokenizer) -> None:
+def test_the_config_follows_the_settings(tokenizer: Tokenizer) -> None:
     config = json.loads((BASE_DIR / "config.json").read_text())
     settings = TrainingSettings()
     assert Architecture.from_config(config) == settings.base.architecture
@@ -64,7 +64,7 @@ def test_config_is_what_the_settings_say(tokenizer: Tokenizer) -> None:
     assert head["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(settings.eagle.output_layer_ids)
 
 
-def test_files_hold_trained_weights() -> None:
+def test_model_files_have_trained_weights() -> None:
     network, head = load_network(BASE_DIR), load_head(EAGLE_DIR)
     for module in (network, head):
         for name, p in module.named_parameters():
@@ -79,7 +79,7 @@ def test_calls_and_answers_are_mostly_right(engine: PagedEngine, tokenizer: Toke
     assert share(verdicts, "answer", "right") >= _ANSWER_FLOOR
 
 
-def test_drafts_are_mostly_accepted_and_change_nothing(engine: PagedEngine, tokenizer: Tokenizer) -> None:
+def test_drafts_are_mostly_accepted_and_change_no_token(engine: PagedEngine, tokenizer: Tokenizer) -> None:
     prompts = [turn.prompt_ids for turn in held_out_turns(tokenizer, 5)]
     stop = tokenizer.special_id(IM_END)
     plain = generate(engine, prompts, stop_token_id=stop)

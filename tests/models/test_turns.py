@@ -69,7 +69,7 @@ def test_answers_must_state_every_value() -> None:
     assert not judge(turn, Reply("Anna opened T-1234.", [("check_stock", {})])).right
 
 
-def test_share_counts_only_its_kind() -> None:
+def test_the_share_counts_only_turns_of_its_kind() -> None:
     verdicts = [judge(_call_turn(), Reply("", [("check_stock", {"sku": "AB-1234"})]))]
     verdicts.append(judge(_call_turn(), Reply("", [])))
     assert share(verdicts, "call", "right") == 0.5

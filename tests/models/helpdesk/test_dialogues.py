@@ -1,4 +1,4 @@
-"""Generated dialogues are deterministic, valid, and solvable from what they say."""
+"""Generated dialogues are deterministic, valid, and solvable from their own text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.helpdesk.tools import TOOLS_BY_NAME
 from models.settings import HELD_OUT_SEED, TRAIN_SEED
 
 
-def _said_before(dialogue: Dialogue, index: int) -> str:
+def _text_before(dialogue: Dialogue, index: int) -> str:
     parts = []
     for message in dialogue.messages[:index]:
         parts.append(str(message["content"]))
@@ -22,14 +22,14 @@ def _said_before(dialogue: Dialogue, index: int) -> str:
 
 
 @pytest.mark.parametrize("shape", [SHORT, LONG])
-def test_same_seed_same_dialogue(shape: Shape) -> None:
+def test_the_same_seed_gives_the_same_dialogue(shape: Shape) -> None:
     assert generate_dialogue(5, 3, shape) == generate_dialogue(5, 3, shape)
     assert generate_dialogue(5, 3, shape) != generate_dialogue(5, 4, shape)
     assert generate_dialogue(5, 3, shape) != generate_dialogue(6, 3, shape)
 
 
-def test_wording_is_pinned() -> None:
-    """The corpus is part of the recipe: a change of wording must be seen, and the model trained again."""
+def test_a_change_of_the_corpus_is_noticed() -> None:
+    """After a change of the corpus the model must be trained again."""
     dialogue = generate_dialogue(TRAIN_SEED, 3)
     assert dialogue.messages[3]["content"] == "When will my order arrive?"
 
@@ -44,7 +44,7 @@ def test_calls_follow_the_schema_and_copy_from_the_conversation(shape: Shape, co
                 assert call["id"].startswith(f"functions.{call['function']['name']}:")
                 arguments = json.loads(call["function"]["arguments"])
                 jsonschema.validate(arguments, schemas[call["function"]["name"]])
-                said = _said_before(dialogue, index)
+                said = _text_before(dialogue, index)
                 enums = TOOLS_BY_NAME[call["function"]["name"]].enums
                 for name, value in arguments.items():
                     assert name in enums or str(value) in said
@@ -53,12 +53,12 @@ def test_calls_follow_the_schema_and_copy_from_the_conversation(shape: Shape, co
 
 
 @pytest.mark.parametrize(("shape", "count"), [(SHORT, 300), (LONG, 5)])
-def test_answers_state_values_that_were_said_before(shape: Shape, count: int) -> None:
+def test_answers_state_only_values_from_the_conversation(shape: Shape, count: int) -> None:
     answers = 0
     for dialogue in generate_dialogues(HELD_OUT_SEED, count, shape=shape):
         for check in dialogue.checks:
             content = str(dialogue.messages[check.index]["content"])
-            said = _said_before(dialogue, check.index)
+            said = _text_before(dialogue, check.index)
             for value in check.values:
                 assert value in content
                 assert value in said
@@ -66,7 +66,7 @@ def test_answers_state_values_that_were_said_before(shape: Shape, count: int) ->
     assert answers > count
 
 
-def test_every_assistant_message_has_a_check_and_roles_alternate_as_openai_wants() -> None:
+def test_every_assistant_message_has_a_check_and_roles_follow_the_openai_order() -> None:
     for dialogue in generate_dialogues(HELD_OUT_SEED, 100):
         assistants = [i for i, m in enumerate(dialogue.messages) if m["role"] == "assistant"]
         assert [check.index for check in dialogue.checks] == assistants

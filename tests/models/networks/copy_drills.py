@@ -1,7 +1,7 @@
-"""Drills in copying: random tokens in which earlier stretches come again.
+"""Drills in copying: random tokens in which earlier stretches are repeated.
 
-Dialogues hold few tokens that only copying can predict, so a small model takes long to find out how to
-copy (induction heads, arXiv 2209.11895). In a drill, half of the tokens can be predicted by nothing else.
+In dialogues only few tokens require copying, so a small model takes long to learn it (induction heads,
+arXiv 2209.11895). In a drill half of the tokens are predictable only by copying.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from models.training.batches import Batch
 
 _FRESH_TOKENS = (3, 12)
 _COPIED_TOKENS = (4, 16)
-# Tokens of the stretch that are not counted: nothing says yet that it is a copy.
+# Tokens of the repeated stretch that are not counted, as they do not show yet that it is a copy.
 _LEAD_TOKENS = 2
 
 
 def drill_batch(tokenizer: Tokenizer, seed: int, index: int, *, rows: int, row_tokens: int) -> Batch:
-    """Batch `index` of the endless drills of `seed`; `generated` marks what is a copy."""
+    """Return batch `index` of the drills of `seed`; `generated` marks the copied tokens."""
     rng = Random(f"copy-drill:{seed}:{index}")
     values = _value_tokens(tokenizer)
     ids = torch.zeros(rows, row_tokens, dtype=torch.int64)
     copied = torch.zeros(rows, row_tokens, dtype=torch.bool)
     for row in range(rows):
-        # Half of the drills are of digits and letters, which is what order numbers and dates are made of.
+        # Half of the drills have digits and letters, as in order numbers and dates.
         vocabulary = values if rng.random() < 0.5 else range(tokenizer.base_vocab_tokens)
         tokens: list[int] = []
         marks: list[bool] = []
@@ -45,6 +45,6 @@ def drill_batch(tokenizer: Tokenizer, seed: int, index: int, *, rows: int, row_t
 
 
 def _value_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Tokens without a space or a lower-case letter: digits, capitals, punctuation inside of values."""
+    """Return tokens without a space or lower-case letter: digits, capitals, punctuation in values."""
     allowed = frozenset(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ-.:@")
     return [t for t in range(tokenizer.base_vocab_tokens) if set(tokenizer.token_bytes(t)) <= allowed]

@@ -1,4 +1,4 @@
-"""The first weights already copy; plain random ones do not."""
+"""The initial weights already copy; plain random weights do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _copied_share(network: Network) -> float:
     return float((best == batch.token_ids[:, 1:])[batch.generated[:, 1:]].float().mean())
 
 
-def test_copying_works_before_training() -> None:
+def test_initial_weights_copy_before_training() -> None:
     torch.manual_seed(3)
     network = Network(TrainingSettings().base.architecture).eval()
     assert _copied_share(network) < 0.05

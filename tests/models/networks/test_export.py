@@ -1,4 +1,4 @@
-"""Packing is exact, and an exported checkpoint gives back the network that training evaluated."""
+"""Packing is exact, and an exported checkpoint loads as the network that training evaluated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_quantized_weights_are_nearest_and_groups_of_zeros_stay_zero() -> None:
     assert not back[1, :32].any()
 
 
-def test_training_rounds_to_what_the_checkpoint_holds() -> None:
+def test_training_rounds_to_the_values_of_the_checkpoint() -> None:
     weight = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     rounded = fake_quantize(weight)
     scale = group_scales(weight)

@@ -31,7 +31,7 @@ _TINY = Architecture(
 
 
 def _randomised(a: Architecture) -> Network:
-    """bf16-exact weights, random norms and correction biases: defaults would hide mistakes."""
+    """Return a network with bf16-exact weights, random norms and biases: defaults would hide errors."""
     torch.manual_seed(0)
     network = Network(a).eval()
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_streams_are_residual_streams() -> None:
         torch.testing.assert_close(stream, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_do_not_see_the_future_or_each_other() -> None:
+def test_rows_do_not_depend_on_later_tokens_or_other_rows() -> None:
     network = _randomised(_TINY)
     ids = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
     changed = ids.clone()

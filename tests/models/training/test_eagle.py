@@ -1,4 +1,4 @@
-"""The head that is trained is the head that serves: unrolled training, replay and the drafter agree."""
+"""Unrolled training, replay and the serving drafter compute the same drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from models.turns import dialogue_turns
 
 
 class Shipped(NamedTuple):
-    """A tiny exported pair, and what its files hold."""
+    """A tiny exported model and head, with the tensors of their files."""
 
     base_dir: Path
     head_dir: Path
@@ -51,7 +51,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Shipped:
 def test_drafting_rows_lie_in_one_span() -> None:
     example = Example(list(range(30)), [(5, 9), (12, 13), (20, 28)])
     rows, ends = drafting_rows(example, 0, 30)
-    # Row i has seen token i + 1 of a span and drafts i + 2, which the span must still hold.
+    # Row i has the input token i + 1 of a span and drafts i + 2, which must still be in the span.
     assert rows.tolist() == [4, 5, 6, 19, 20, 21, 22, 23, 24, 25]
     assert ends.tolist() == [9] * 3 + [28] * 7
     rows, ends = drafting_rows(example, 6, 25)

@@ -1,4 +1,4 @@
-"""Training steps do what they say: balance, rounding, masks, schedule, going on after a stop."""
+"""Training steps: load balance, rounding, masks, schedule, and resuming after a stop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokenizer(settings: TrainingSettings, tmp_path_factory: pytest.TempPathFacto
     return make_tokenizer(settings, tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_stopping_and_going_on_gives_the_same_weights(
+def test_an_interrupted_training_gives_the_same_weights(
     settings: TrainingSettings, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     def run(path: Path, steps: int) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def test_stopping_and_going_on_gives_the_same_weights(
         torch.testing.assert_close(parts[name], tensor, atol=2e-3, rtol=2e-2, msg=name)
 
 
-def test_a_batch_can_be_learned_by_heart(settings: TrainingSettings, tokenizer: Tokenizer) -> None:
+def test_a_single_batch_can_be_memorised(settings: TrainingSettings, tokenizer: Tokenizer) -> None:
     network = make_network(settings).train()
     optimizer = build_optimizer(network, settings.base)
     batch = next(dialogue_batches(tokenizer, 1, step_tokens=600))

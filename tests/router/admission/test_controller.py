@@ -66,9 +66,9 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             ask = _request(f"k{step}", priority, tenant=tenant, may_wait=may_wait, deadline_ms=deadline_ms)
             asks[ask.key] = ask
             overtakes = any(p <= priority for p, _ in waiting.values())
-            told = controller.refuses(ask, UNKNOWN, now_ms)
+            refusal = controller.refuses(ask, UNKNOWN, now_ms)
             decision = controller.offer(ask, UNKNOWN, now_ms)
-            assert told == (decision if decision.verdict is Verdict.REJECTED else None)
+            assert refusal == (decision if decision.verdict is Verdict.REJECTED else None)
             said.append(("offer", decision))
             for key in decision.preempted:
                 victim = asks[key]

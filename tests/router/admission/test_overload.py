@@ -159,8 +159,8 @@ def test_ten_times_overload_keeps_the_goodput_of_the_peak() -> None:
     options = {"naive": False, "minutes": 8.0, "may_wait": True, "seed": 2, "deadline_ms": 60_000.0}
     peak, _, _ = _simulate(load=1.0, **options)  # type: ignore[arg-type]
     over, _, _ = _simulate(load=10.0, **options)  # type: ignore[arg-type]
-    told = f"rejected {over.rejected}, expired {over.expired}"
-    print(f"good at 1x {peak.good}, at 10x {over.good}, wasted {over.wasted}, {told}")
+    refused = f"rejected {over.rejected}, expired {over.expired}"
+    print(f"good at 1x {peak.good}, at 10x {over.good}, wasted {over.wasted}, {refused}")
     assert over.good >= 0.95 * peak.good
     assert over.wasted <= 0.01 * over.good
     assert over.rejected > 5 * over.good

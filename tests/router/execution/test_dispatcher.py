@@ -31,10 +31,10 @@ CACHED_TOKENS = 3_072
 def test_the_time_of_a_restore_is_learnt_for_its_source(
     tier: common_pb2.CacheTier.ValueType, rate: str | None
 ) -> None:
-    book = WorkerModels()
-    before = book.prefill_model("p0")
+    models = WorkerModels()
+    before = models.prefill_model("p0")
     links: Any = SimpleNamespace(prefill=SimpleNamespace(key="p0"), decode=SimpleNamespace(key="d0"))
-    fleet: Any = SimpleNamespace(book=book)
+    fleet: Any = SimpleNamespace(book=models)
     decision = place(
         PlacementRequest(PROMPT_TOKENS), PlacementFleet((PrefillWorker("p0"),), (DecodeWorker("d0"),))
     )
@@ -45,7 +45,7 @@ def test_the_time_of_a_restore_is_learnt_for_its_source(
     slow_ms = CACHED_TOKENS * 1.0 if rate else 0.0
     for _ in range(100):
         routed.observe(TokenBatch([1], cached=cached, prefill_ms=computed_ms + slow_ms))
-    after = book.prefill_model("p0")
+    after = models.prefill_model("p0")
     for name in ("dram_token_ms", "nvme_token_ms", "peer_token_ms"):
         if name == rate:  # a part of the time counts for the computed tokens
             assert getattr(after, name) > 1.2 * getattr(before, name)

@@ -335,8 +335,8 @@ async def test_a_rolling_upgrade_never_pairs_two_models(
     await upgraded.start()
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         await eventually(lambda: sum(link.ready for link in router.fleet.links()) == 6)
-        told = [r.getMessage() for r in caplog.records if "gets no requests" in r.getMessage()]
-        assert "decode/decode-9 gets no requests: its model differs from the others'" in told
+        messages = [r.getMessage() for r in caplog.records if "gets no requests" in r.getMessage()]
+        assert "decode/decode-9 gets no requests: its model differs from the others'" in messages
         for _ in range(5):
             assert (await client.chat(HELLO)).stats.decode_worker != "decode-9"  # type: ignore[union-attr]
         assert not upgraded.starts

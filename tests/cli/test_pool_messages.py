@@ -1,4 +1,4 @@
-"""What the command line says of the pool that KV stores share."""
+"""Messages of the command line about the pool of the kvstore nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 
 class Node(kvstore_pb2_grpc.KvstoreServiceServicer):
-    """Drops one block; its pool does not answer."""
+    """A kvstore that drops one block and whose pool does not answer."""
 
     async def DropBlocks(self, request: kvstore_pb2.DropBlocksRequest, context: Any) -> Any:
         return kvstore_pb2.DropBlocksResponse(dropped=1, blocks=1, pool_kept=True)
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-async def test_a_drop_says_that_the_pool_has_kept_its_copies(
+async def test_a_drop_reports_that_the_pool_kept_its_copies(
     capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
     server = grpc.aio.server()
