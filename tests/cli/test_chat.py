@@ -86,8 +86,8 @@ def test_turns_are_kept_and_printed(router: tuple[Router, str], capsys: pytest.C
         "You said hello.\n[prefill-1 -> decode-0; 9 prompt tokens, 4 cached; first token after 12 ms" in shown
     )
     first, second = servicer.requests
-    said = [(message.role, message.content[0].text) for message in second.chat.messages]
-    assert said == [
+    messages = [(message.role, message.content[0].text) for message in second.chat.messages]
+    assert messages == [
         (router_pb2.MESSAGE_ROLE_SYSTEM, "Be kind."),
         (router_pb2.MESSAGE_ROLE_USER, "hello"),
         (router_pb2.MESSAGE_ROLE_ASSISTANT, "You said hello."),

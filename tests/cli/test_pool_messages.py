@@ -31,5 +31,5 @@ async def test_a_drop_reports_that_the_pool_kept_its_copies(
         await drop_blocks(Nodes({"kv-0": f"127.0.0.1:{port}"}, None), b"", as_json=as_json)
     finally:
         await server.stop(None)
-    said = " ".join(capsys.readouterr().out.split())
-    assert ('"pool_kept": true' if as_json else "the pool did not answer: it has kept its copies") in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert ('"pool_kept": true' if as_json else "the pool did not answer: it has kept its copies") in output

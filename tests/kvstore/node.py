@@ -66,12 +66,12 @@ class KvstoreProcess:
             )
         deadline = time.monotonic() + 200
         while True:
-            said = log.read_bytes()[offset:].decode()
-            if " is ready at " in said:
-                self.endpoint = said.partition(" is ready at ")[2].split()[0]
+            output = log.read_bytes()[offset:].decode()
+            if " is ready at " in output:
+                self.endpoint = output.partition(" is ready at ")[2].split()[0]
                 return
-            assert self.process.poll() is None, said
-            assert time.monotonic() < deadline, said
+            assert self.process.poll() is None, output
+            assert time.monotonic() < deadline, output
             time.sleep(0.02)
 
     def terminate(self) -> int:

@@ -61,10 +61,10 @@ async def test_a_single_process_serves_and_ends_on_sigterm(model_dir: Path) -> N
 async def test_a_failed_start_gives_one_error_line(tmp_path: Path) -> None:
     process = await _start("--model", str(tmp_path))
     async with asyncio.timeout(100):
-        _, said = await process.communicate()
+        _, errors = await process.communicate()
     assert process.returncode == 1
-    assert b"config.json" in said.splitlines()[-1]
-    assert b"Traceback" not in said
+    assert b"config.json" in errors.splitlines()[-1]
+    assert b"Traceback" not in errors
 
 
 def test_tls_options_are_required_together(tmp_path: Path) -> None:

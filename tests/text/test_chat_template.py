@@ -115,7 +115,7 @@ def test_a_plain_answer_strips_the_reasoning_before_it(tokenizer: Tokenizer) -> 
     assert spans == [call, final]
 
 
-def test_reasoning_of_a_new_tool_loop_is_kept_beside_an_old_answer() -> None:
+def test_reasoning_of_a_new_tool_loop_is_kept_after_an_earlier_answer() -> None:
     old = [HELLO, {"role": "assistant", "content": "Hi", "reasoning_content": "old"}]
     text = _render([*old, *TOOL_LOOP], thinking=True)
     assert "<think></think>Hi" in text

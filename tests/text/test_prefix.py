@@ -65,9 +65,13 @@ def _message(tokenizer: Tokenizer, token_ids: list[int], *, thinking: bool) -> d
 
 @given(st.lists(any_text, min_size=1, max_size=3), _reply_text, _calls, any_text)
 def test_every_reply_without_thinking_is_a_prefix_of_the_next_prompt(
-    tokenizer: Tokenizer, said: list[str], content: str, calls: list[tuple[str, int, str]], following: str
+    tokenizer: Tokenizer,
+    questions: list[str],
+    content: str,
+    calls: list[tuple[str, int, str]],
+    following: str,
 ) -> None:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in said]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text} for text in questions]
     prompt = encode_chat(tokenizer, messages, [WEATHER_TOOL]).token_ids
     generated = _generated(tokenizer, None, content, calls)
     reply = _message(tokenizer, generated, thinking=False)
@@ -79,13 +83,13 @@ def test_every_reply_without_thinking_is_a_prefix_of_the_next_prompt(
 @given(any_text, _reply_text, _reply_text, _some_calls, any_text)
 def test_a_tool_loop_with_thinking_is_a_prefix_of_the_next_prompt(
     tokenizer: Tokenizer,
-    said: str,
+    question: str,
     reasoning: str,
     content: str,
     calls: list[tuple[str, int, str]],
     result: str,
 ) -> None:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": said}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     prompt = encode_chat(tokenizer, messages, thinking=True).token_ids
     generated = _generated(tokenizer, reasoning, content, calls)
     reply = _message(tokenizer, generated, thinking=True)

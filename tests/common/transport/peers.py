@@ -41,8 +41,8 @@ def start_peer(kind: str, n_bytes: int, seed: int) -> Peer:
         text=True,
     )
     assert process.stdout is not None
-    said = json.loads(process.stdout.readline())
-    return Peer(process, said["session"], said["address"])
+    ready = json.loads(process.stdout.readline())
+    return Peer(process, ready["session"], ready["address"])
 
 
 def end_peer(peer: Peer) -> None:

@@ -17,12 +17,12 @@ class StubbornTransfer:
     def __init__(self) -> None:
         self.release = asyncio.Event()
         self.started = False
-        self.told_to_stop = False
+        self.saw_stop = False
 
     async def __call__(self, stop: asyncio.Event) -> None:
         self.started = True
         await self.release.wait()
-        self.told_to_stop = stop.is_set()
+        self.saw_stop = stop.is_set()
 
 
 async def until_idle(reads: ReadSupervisor) -> None:
@@ -49,7 +49,7 @@ async def test_a_transfer_that_does_not_stop_keeps_its_destination_quarantined_u
         await reads.run(transfer, [op], slots=slots, timeout_s=0.01)
     transfer.release.set()
     await until_idle(reads)
-    assert transfer.told_to_stop
+    assert transfer.saw_stop
     assert not reads.quarantined(memory.address, 8192)
     assert not slots.locked()
 
@@ -71,7 +71,7 @@ async def test_a_cancel_waits_for_late_bytes_through_any_number_of_cancels() -> 
     transfer.release.set()
     with pytest.raises(asyncio.CancelledError):
         await run
-    assert transfer.told_to_stop
+    assert transfer.saw_stop
     assert reads.in_flight == 0
 
 

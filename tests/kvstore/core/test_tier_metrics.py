@@ -65,16 +65,16 @@ async def test_a_node_with_all_tiers_reports_every_gauge_and_kv_stat_shows_it() 
         assert gauges <= set(reported)
         # Call counters exist only after a call; here each gets a distinct value.
         values = {name: float(at) for at, name in enumerate((n for row in named().values() for n in row), 2)}
-        said = _node(NodeReply("kv", worker_pb2.GetStatusResponse(counters=values), ""))
+        report = _node(NodeReply("kv", worker_pb2.GetStatusResponse(counters=values), ""))
         for at, tier in enumerate(TIERS.values()):
-            shown = set(said["tiers"][tier].values())
+            shown = set(report["tiers"][tier].values())
             for what, names in named().items():
                 if "time" not in what:  # `kv stat` shows the mean of times
                     assert values[names[at]] in shown, (what, tier)
-            assert said["tiers"][tier]["mean_pin_ms"] == (
+            assert report["tiers"][tier]["mean_pin_ms"] == (
                 values[named()["time of pins, ms"][at]] / values[named()["pins"][at]]
             )
-            assert said["tiers"][tier]["mean_rewanted_gap_ms"] == (
+            assert report["tiers"][tier]["mean_rewanted_gap_ms"] == (
                 values[named()["time between the two, ms"][at]] / values[named()["evicted, then wanted"][at]]
             )
         servicer = KvstoreServicer(

@@ -153,9 +153,7 @@ async def opened(n_disks: int) -> AsyncIterator[Rig]:
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EMFILE, errno.ENOSPC])
-async def test_failed_writes_do_not_stop_reads_and_the_disk_comes_back(
-    one: Rig, call: str, code: int
-) -> None:
+async def test_failed_writes_do_not_stop_reads_and_the_disk_recovers(one: Rig, call: str, code: int) -> None:
     assert await one.put(*range(8)) == 8
     one.disks[0].failing[call] = code
     assert await one.put(*range(20, 24)) == 0

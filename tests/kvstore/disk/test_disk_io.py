@@ -95,9 +95,10 @@ async def test_files_are_buffered_with_a_warning_where_direct_io_is_refused(
             await check_all(tier, memory)
             assert tier.corrupt_blocks == tier.io_errors == 0
             tier.close()
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     assert (
-        said == [f"disk tier: the filesystem of {tmp_path / 'kv'} refuses direct I/O: files are buffered"] * 2
+        messages
+        == [f"disk tier: the filesystem of {tmp_path / 'kv'} refuses direct I/O: files are buffered"] * 2
     )
     assert not [name for name in os.listdir("/proc/self/fd") if "segment-" in _target(name)]
 

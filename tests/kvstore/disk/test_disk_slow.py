@@ -171,9 +171,9 @@ async def test_a_disk_that_is_dead_at_start_opens_when_it_heals(
     assert {key(n) for n in range(8)} <= reported
     assert await rig.served(*range(8)) == list(range(8))
     assert await rig.put(*range(30, 40)) == 10
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert sum("going on without it" in line for line in said) == 1
-    assert sum("is back" in line for line in said) == 1
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sum("going on without it" in line for line in messages) == 1
+    assert sum("is back" in line for line in messages) == 1
     await rig.close()
 
 

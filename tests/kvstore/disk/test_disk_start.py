@@ -128,19 +128,19 @@ def test_an_unusable_directory_is_refused_although_it_opens_in_the_background(
 def test_the_progress_time_out_extends_with_progress_and_ignores_its_own_pauses(
     steps: list[tuple[float, bool]], hangs_after_s: float
 ) -> None:
-    patience, now_s, n_steps, polls = ProgressTimeout(now_s=0.0, hangs_after_s=hangs_after_s), 0.0, 0, 0
+    progress, now_s, n_steps, polls = ProgressTimeout(now_s=0.0, hangs_after_s=hangs_after_s), 0.0, 0, 0
     for passed_s, on_step in steps:
         now_s += passed_s
         n_steps += on_step
         polls = 0 if on_step else polls + 1
-        if not patience.should_wait(n_steps=n_steps, now_s=now_s):
+        if not progress.should_wait(n_steps=n_steps, now_s=now_s):
             assert now_s >= START_WAIT_S or polls * 0.1 >= hangs_after_s - 1e-9
             return
     assert now_s < START_WAIT_S
 
 
 def test_a_disk_without_progress_times_out() -> None:
-    patience, now_s = ProgressTimeout(now_s=0.0), 0.0
-    while patience.should_wait(n_steps=0, now_s=now_s):
+    progress, now_s = ProgressTimeout(now_s=0.0), 0.0
+    while progress.should_wait(n_steps=0, now_s=now_s):
         now_s += 0.05
     assert now_s == pytest.approx(HANGS_AFTER_S, abs=0.06)

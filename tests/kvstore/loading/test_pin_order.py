@@ -28,8 +28,8 @@ def ends_when_shared(arrivals: Arrivals) -> list[Fraction]:
     ends: dict[int, Fraction] = {}
     now = Fraction(0)
     while len(ends) < len(arrivals):
-        here = [pin for pin, (came, _) in enumerate(arrivals) if came <= now and pin not in ends]
-        later = [came - now for came, _ in arrivals if came > now]
+        here = [pin for pin, (arrival, _) in enumerate(arrivals) if arrival <= now and pin not in ends]
+        later = [arrival - now for arrival, _ in arrivals if arrival > now]
         if not here:
             now += min(later)
             continue
@@ -51,8 +51,8 @@ def order_read(arrivals: Arrivals) -> list[tuple[int, int]]:
     read: list[tuple[int, int]] = []
     left = len(owners)
     while left:
-        for pin, (came, n_blocks) in enumerate(arrivals):
-            if came == len(read):
+        for pin, (arrival, n_blocks) in enumerate(arrivals):
+            if arrival == len(read):
                 order.add(pin, [bytes([pin, at]) for at in range(n_blocks)])
         first = order.first()
         if first is None:
@@ -75,9 +75,9 @@ def test_no_pin_ends_more_than_one_block_later_than_under_equal_sharing(arrivals
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), FEW)
-def test_pins_of_equal_length_keep_their_arrival_order(came: list[int], n_blocks: int) -> None:
-    read = [block for block in order_read([(at, n_blocks) for at in sorted(came)]) if block[0] >= 0]
-    assert read == [(pin, at) for pin in range(len(came)) for at in range(n_blocks)]
+def test_pins_of_equal_length_keep_their_arrival_order(arrival: list[int], n_blocks: int) -> None:
+    read = [block for block in order_read([(at, n_blocks) for at in sorted(arrival)]) if block[0] >= 0]
+    assert read == [(pin, at) for pin in range(len(arrival)) for at in range(n_blocks)]
 
 
 OPERATIONS = st.lists(

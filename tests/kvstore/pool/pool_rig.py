@@ -67,7 +67,7 @@ class Member:
         sizes = await self.pool.find([key(number) for number in numbers], wait_s=5)
         promotion = self.pool.promote(sizes)
         await promotion.wait(timeout_s=timeout_s)
-        came = set()
+        delivered = set()
         for number in numbers:
             block = promotion.pop(key(number))
             if block is not None:
@@ -75,10 +75,10 @@ class Member:
                 assert bytes(memory_at(address, block.n_bytes)) == payload(number)
                 assert block.value == checksum(payload(number))
                 self.dram.table.unhold(block)
-                came.add(number)
+                delivered.add(number)
         promotion.close()
         self.drop_from_memory(numbers)
-        return came
+        return delivered
 
     async def at_rest(self) -> None:
         """Wait until no block is held or staged."""

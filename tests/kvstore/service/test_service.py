@@ -55,7 +55,7 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     assert await client.put(numbers) == 20
     assert await client.lookup([*numbers, 99]) == [DRAM] * 20
     assert await client.fetch(numbers) == [DRAM] * 20
-    assert await client.put(numbers) == 0  # a second put costs nothing
+    assert await client.put(numbers) == 0  # a second put stores nothing
     status = await client.wait_status(lambda s: s.counters[ON_DISK] == 20)
     assert status.role == common_pb2.WORKER_ROLE_KVSTORE
     assert status.transport == transport_value(client.transport.kind)
@@ -360,6 +360,6 @@ def dead_writer(kind: str) -> tuple[str, int]:
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as writer:
         assert writer.stdout is not None
-        said = json.loads(writer.stdout.readline())
+        ready = json.loads(writer.stdout.readline())
         writer.kill()
-    return said["session"], said["address"]
+    return ready["session"], ready["address"]

@@ -44,10 +44,10 @@ def test_calls_follow_the_schema_and_copy_from_the_conversation(shape: Shape, co
                 assert call["id"].startswith(f"functions.{call['function']['name']}:")
                 arguments = json.loads(call["function"]["arguments"])
                 jsonschema.validate(arguments, schemas[call["function"]["name"]])
-                said = _text_before(dialogue, index)
+                text_before = _text_before(dialogue, index)
                 enums = TOOLS_BY_NAME[call["function"]["name"]].enums
                 for name, value in arguments.items():
-                    assert name in enums or str(value) in said
+                    assert name in enums or str(value) in text_before
                 calls += 1
     assert calls > count
 
@@ -58,10 +58,10 @@ def test_answers_state_only_values_from_the_conversation(shape: Shape, count: in
     for dialogue in generate_dialogues(HELD_OUT_SEED, count, shape=shape):
         for check in dialogue.checks:
             content = str(dialogue.messages[check.index]["content"])
-            said = _text_before(dialogue, check.index)
+            text_before = _text_before(dialogue, check.index)
             for value in check.values:
                 assert value in content
-                assert value in said
+                assert value in text_before
             answers += check.kind == "answer"
     assert answers > count
 

@@ -40,21 +40,21 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     """Run a random history with checks at every step; return the controller's decisions."""
     rng, controller, limits = random.Random(seed), Admission(_limits()), _limits()
     now_ms = 0.0
-    said: list[tuple[str, AdmissionDecision | Changes]] = []
+    decisions: list[tuple[str, AdmissionDecision | Changes]] = []
     running: set[str] = set()
     shown: set[str] = set()
     waiting: dict[str, tuple[Priority, float]] = {}
-    asks: dict[str, AdmissionRequest] = {}
+    requests: dict[str, AdmissionRequest] = {}
 
     def poll() -> None:
         changes = controller.poll(UNKNOWN, now_ms)
         for key in changes.expired:
             # Before its maximum wait a request expires only if it cannot end before its deadline.
-            assert now_ms >= waiting.pop(key)[1] or asks[key].deadline_ms is not None
+            assert now_ms >= waiting.pop(key)[1] or requests[key].deadline_ms is not None
         for key in changes.admitted:
             del waiting[key]
             running.add(key)
-        said.append(("poll", changes))
+        decisions.append(("poll", changes))
 
     for step in range(steps):
         act = rng.random()
@@ -63,15 +63,17 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             priority = rng.choice(list(Priority))
             deadline_ms = rng.choice([None, now_ms + 50.0, now_ms + 1000.0])
             may_wait, tenant = rng.random() < 0.9, rng.choice("ab")
-            ask = _request(f"k{step}", priority, tenant=tenant, may_wait=may_wait, deadline_ms=deadline_ms)
-            asks[ask.key] = ask
+            request = _request(
+                f"k{step}", priority, tenant=tenant, may_wait=may_wait, deadline_ms=deadline_ms
+            )
+            requests[request.key] = request
             overtakes = any(p <= priority for p, _ in waiting.values())
-            refusal = controller.refuses(ask, UNKNOWN, now_ms)
-            decision = controller.offer(ask, UNKNOWN, now_ms)
+            refusal = controller.refuses(request, UNKNOWN, now_ms)
+            decision = controller.offer(request, UNKNOWN, now_ms)
             assert refusal == (decision if decision.verdict is Verdict.REJECTED else None)
-            said.append(("offer", decision))
+            decisions.append(("offer", decision))
             for key in decision.preempted:
-                victim = asks[key]
+                victim = requests[key]
                 assert key not in shown
                 assert victim.may_wait
                 assert victim.priority > priority
@@ -82,11 +84,11 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
                 del waiting[decision.pushed_out]
             if decision.verdict is Verdict.ADMITTED:
                 assert not overtakes
-                running.add(ask.key)
+                running.add(request.key)
             elif decision.verdict is Verdict.QUEUED:
                 assert may_wait
                 assert len(running) == limits.max_running or overtakes
-                waiting[ask.key] = (priority, min(deadline_ms or now_ms + 500.0, now_ms + 500.0))
+                waiting[request.key] = (priority, min(deadline_ms or now_ms + 500.0, now_ms + 500.0))
             else:
                 assert limits.min_retry_after_ms <= decision.retry_after_ms <= limits.max_retry_after_ms
         elif act < 0.65 and running:
@@ -105,7 +107,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
         assert controller.waiting == len(waiting)
         if waiting and act >= 0.65:
             assert len(running) == limits.max_running  # no request waits while a place is free
-    return said
+    return decisions
 
 
 @settings(max_examples=80, deadline=None)
@@ -219,7 +221,7 @@ def test_decode_capacity_is_forecast_for_the_end_of_the_prefill() -> None:
 def test_kv_capacity_is_counted_and_unknown_capacity_refuses_nothing() -> None:
     capacity = Capacity(decode_tokens=3000)
     controller = Admission(_limits())
-    asks = [AdmissionRequest(f"k{i}", "t", context_tokens=1000, may_wait=False) for i in range(3)]
-    verdicts = [controller.offer(ask, capacity, 0.0).verdict for ask in asks]
+    requests = [AdmissionRequest(f"k{i}", "t", context_tokens=1000, may_wait=False) for i in range(3)]
+    verdicts = [controller.offer(request, capacity, 0.0).verdict for request in requests]
     assert verdicts == [Verdict.ADMITTED, Verdict.ADMITTED, Verdict.REJECTED]
-    assert controller.offer(asks[2], UNKNOWN, 0.0).verdict is Verdict.ADMITTED
+    assert controller.offer(requests[2], UNKNOWN, 0.0).verdict is Verdict.ADMITTED

@@ -53,7 +53,6 @@ class HedgedRig(HedgedAttempt):
             failover=SimpleNamespace(quarantine=quarantine, hedge_policy=policy),
             fleet=SimpleNamespace(has_substitute=lambda link: True),
         )
-        self.noted: list[Any] = []
         state: Any = SimpleNamespace(
             context=context,
             suspect=SimpleNamespace(strikes=0, workers=()),

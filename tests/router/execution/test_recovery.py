@@ -269,7 +269,7 @@ async def test_requests_leave_a_silent_worker(cluster: FakeCluster, card: ModelC
             lambda: any(worker.held for worker in cluster.decodes)
         )  # prefill sent the first token
         silent = next(worker for worker in cluster.decodes if worker.held)
-        silent.service.heard.clear()
+        silent.service.load_gate.clear()
         for worker in cluster.decodes:
             if worker is not silent:
                 worker.gate.set()
@@ -280,7 +280,7 @@ async def test_requests_leave_a_silent_worker(cluster: FakeCluster, card: ModelC
         link = router.fleet.find(Role.DECODE, silent.instance)
         assert link is not None
         assert not link.ready
-        silent.service.heard.set()
+        silent.service.load_gate.set()
         await eventually(lambda: link.ready)
 
 
@@ -300,14 +300,14 @@ async def test_all_prompts_of_a_silent_prefill_worker_fail_over(
         first_choice = {"x-slipstream-prefill": silent.instance}
         asked = [asyncio.create_task(client.chat(HELLO, seed=1, headers=first_choice)) for _ in range(2)]
         await eventually(lambda: len(silent.requests) == before + 2)
-        silent.service.heard.clear()
+        silent.service.load_gate.clear()
         async with asyncio.timeout(WAIT_S):
             replies = await asyncio.gather(*asked)
         assert all(reply.text == text for reply in replies)
         assert {reply.stats.prefill_worker for reply in replies if reply.stats} == {other.instance}
         link = router.fleet.find(Role.PREFILL, silent.instance)
         assert link is not None and not link.ready and not link.listeners
-        silent.service.heard.set()
+        silent.service.load_gate.set()
         silent.gate.set()
         await eventually(lambda: link.ready and not cluster.held)
 

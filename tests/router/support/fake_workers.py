@@ -44,13 +44,13 @@ TOKENS_A_FRAME = 3
 
 
 class MutableWorkerService(WorkerService):
-    """A worker service whose load stream is silent while `heard` is cleared."""
+    """A worker service whose load stream is silent while `load_gate` is cleared."""
 
-    heard: asyncio.Event
+    load_gate: asyncio.Event
 
     async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
         async for response in super().WatchLoad(request, context):
-            await self.heard.wait()
+            await self.load_gate.wait()
             yield response
 
 
@@ -82,8 +82,8 @@ class FakeWorker:
             ledger=lambda: worker_pb2.Ledger(sequences=len(self.held)),
             counters=lambda: {"slipstream_decode_steps_total": 7.0},
         )
-        self.service.heard = asyncio.Event()
-        self.service.heard.set()
+        self.service.load_gate = asyncio.Event()
+        self.service.load_gate.set()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, self.host.server)
         self.worker = Worker(role, instance, self.host.endpoint, identity.incarnation, fingerprint.digest)
         self._discovery = discovery

@@ -84,10 +84,10 @@ class Processes:
             )
         self._stack.push_async_callback(self._end, process)
         async with asyncio.timeout(WAIT_S):
-            while " is ready at " not in (said := log.read_text()):
-                assert process.returncode is None, said
+            while " is ready at " not in (output := log.read_text()):
+                assert process.returncode is None, output
                 await asyncio.sleep(0.02)
-        endpoint = said.partition(" is ready at ")[2].split()[0]
+        endpoint = output.partition(" is ready at ")[2].split()[0]
         channel = dial(endpoint, tls=self._tls)
         self._stack.push_async_callback(channel.close)
         return Process(process, endpoint, channel)
@@ -289,20 +289,20 @@ async def stderr_of_a_failed_start(role: str, *arguments: str) -> list[str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    said, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+    output, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
     assert process.returncode == 1
-    assert b"Traceback" not in said
-    return said.decode().splitlines()
+    assert b"Traceback" not in output
+    return output.decode().splitlines()
 
 
 async def test_a_worker_that_cannot_listen_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        said = await stderr_of_a_failed_start("prefill", "--engine", "fake", "--listen", address)
-    assert address in said[-1]
+        output = await stderr_of_a_failed_start("prefill", "--engine", "fake", "--listen", address)
+    assert address in output[-1]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_without_its_model_names_the_missing_file(tmp_path: Path, role: str) -> None:
-    said = await stderr_of_a_failed_start(role, "--model", str(tmp_path), "--transport", "socket")
-    assert f"w cannot start: model_dir: cannot read {tmp_path / 'config.json'}" in said[-1]
+    output = await stderr_of_a_failed_start(role, "--model", str(tmp_path), "--transport", "socket")
+    assert f"w cannot start: model_dir: cannot read {tmp_path / 'config.json'}" in output[-1]

@@ -94,11 +94,11 @@ async def test_a_hedge_overtakes_a_slow_prefill_worker(cluster: FakeCluster, car
             began_there = any(r.attempt.attempt == 1 for r in slow.requests[seen:])
             slow.gate.set()
             assert reply.text == (await client.chat(question, seed=1)).text
-            trail = reply.stats
-            assert trail is not None
-            assert trail.prefill_worker != slow.instance
+            stats = reply.stats
+            assert stats is not None
+            assert stats.prefill_worker != slow.instance
             if began_there:
-                assert trail.attempts == 2
+                assert stats.attempts == 2
                 break
         else:
             raise AssertionError("no prompt started on the slow worker")

@@ -135,9 +135,9 @@ def test_a_crashing_request_among_others_is_found(
     """
     quarantine = Quarantine(Clock())
     killer = Suspect(b"killer")
-    crowd = [Suspect(f"innocent {n}".encode()) for n in range(innocents)]
-    done = {suspect: 0 for suspect in (killer, *crowd)}
-    for suspect, tokens in zip(crowd, progress, strict=False):
+    others = [Suspect(f"innocent {n}".encode()) for n in range(innocents)]
+    done = {suspect: 0 for suspect in (killer, *others)}
+    for suspect, tokens in zip(others, progress, strict=False):
         done[suspect] = tokens
     deaths, running, killed = 0, set[Suspect](), False
     worker = "w0"
@@ -152,7 +152,7 @@ def test_a_crashing_request_among_others_is_found(
             for suspect in running:
                 done[suspect] += 1
                 quarantine.observe(suspect, 1)
-            if killed and all(suspect.strikes == 0 for suspect in crowd):
+            if killed and all(suspect.strikes == 0 for suspect in others):
                 break
             continue
         deaths += 1
@@ -165,7 +165,7 @@ def test_a_crashing_request_among_others_is_found(
                 killed = True
         running.clear()
         worker = f"w{deaths}"
-        if killed and not crowd:
+        if killed and not others:
             break
     assert killed
     assert deaths <= 4
