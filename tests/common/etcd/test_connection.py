@@ -31,10 +31,10 @@ def deadline_exceeded() -> grpc.aio.AioRpcError:
 
 @asynccontextmanager
 async def open_connections(
-    pulse: Callable[[Any, float], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
+    probe: Callable[[Any, float], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Connections]:
     monkeypatch.setattr(connection, "PROBE_AFTER_S", 0.001)
-    connections = Connections(lambda: _channel(), pulse, linger_s=0.001)
+    connections = Connections(lambda: _channel(), probe, linger_s=0.001)
     yield connections
     await connections.close()
 
@@ -55,13 +55,13 @@ async def test_a_slow_member_gets_longer_time_outs_instead_of_ever_new_connectio
     answered = [0]
     slow_s = 5 * connection.PROBE_TIMEOUT_S
 
-    async def pulse(channel: Any, timeout_s: float) -> None:
+    async def probe(channel: Any, timeout_s: float) -> None:
         if timeout_s < slow_s:
             raise deadline_exceeded()
         answered[0] += 1
         monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", slow_s)  # the answer took that long
 
-    async with open_connections(pulse, monkeypatch) as connections, asyncio.timeout(60):
+    async with open_connections(probe, monkeypatch) as connections, asyncio.timeout(60):
         while answered[0] < 20:
             if not connections.current.has_answered:  # some call uses each connection
                 await connections.current.answer_of(answer())
@@ -79,7 +79,7 @@ async def test_the_time_out_returns_to_its_minimum_after_an_answer(
     monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", 60.0)  # no answer takes half as long in this test
     monkeypatch.setattr(connection, "MAX_PROBE_TIMEOUT_S", 480.0)
 
-    async def pulse(channel: Any, timeout_s: float) -> None:
+    async def probe(channel: Any, timeout_s: float) -> None:
         asked.append(timeout_s)
         if len(asked) in (1, 3):
             raise deadline_exceeded()
@@ -87,7 +87,7 @@ async def test_the_time_out_returns_to_its_minimum_after_an_answer(
             metadata = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, metadata, metadata)
 
-    async with open_connections(pulse, monkeypatch) as connections, asyncio.timeout(60):
+    async with open_connections(probe, monkeypatch) as connections, asyncio.timeout(60):
         while len(asked) < 4:
             if not connections.current.has_answered:
                 await connections.current.answer_of(answer())
@@ -97,19 +97,19 @@ async def test_the_time_out_returns_to_its_minimum_after_an_answer(
 
 
 @pytest.mark.timeout(120)
-async def test_an_unanswered_pulse_is_ignored_while_other_calls_are_answered(
+async def test_an_unanswered_probe_is_ignored_while_other_calls_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[float] = []
 
-    async def pulse(channel: Any, timeout_s: float) -> None:
+    async def probe(channel: Any, timeout_s: float) -> None:
         asked.append(timeout_s)
         await asyncio.sleep(0.002)
         if len(asked) < 8:
             await connections.current.answer_of(answer())
         raise deadline_exceeded()
 
-    async with open_connections(pulse, monkeypatch) as connections, asyncio.timeout(60):
+    async with open_connections(probe, monkeypatch) as connections, asyncio.timeout(60):
         first = connections.current
         await first.answer_of(answer())
         while not connections.n_replaced:

@@ -148,9 +148,9 @@ def test_a_number_that_is_not_finite_or_too_low_names_its_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     words = f"must be a number of at least 0, not {float(text)}"
-    assert refused(capsys, SLIPSTREAM_SHARE=text) == f"SLIPSTREAM_SHARE: {words}"
-    assert refused(capsys, f"--share={text}") == f"--share: {words}"
-    assert f"share: {words}" in refused(
+    assert error_of(capsys, SLIPSTREAM_SHARE=text) == f"SLIPSTREAM_SHARE: {words}"
+    assert error_of(capsys, f"--share={text}") == f"--share: {words}"
+    assert f"share: {words}" in error_of(
         capsys, file=f"share = {text}".replace("1e999", "inf"), tmp_path=tmp_path
     )
 

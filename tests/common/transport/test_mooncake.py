@@ -81,13 +81,13 @@ async def test_the_destination_of_a_trickling_peer_stays_quarantined_until_the_t
         assert not engine.quarantined(memory.address + size, size)
         with pytest.raises(TransferRefused, match="quarantined"):
             await engine.read(peer.session, [late], timeout_s=5)
-        beside = ReadOp(memory.address + size, peer.address, size)
-        await read_with_retries(engine, peer.session, [beside])  # other reads succeed
+        other_read = ReadOp(memory.address + size, peer.address, size)
+        await read_with_retries(engine, peer.session, [other_read])  # other reads succeed
         assert memory.view(size, size) == pattern(size, 1)
         proxy.cut()
         await eventually(lambda: not engine.quarantined(memory.address, size), timeout_s=60)
         memory.view(0, size)[:] = bytes(size)
-    await read_with_retries(engine, peer.session, [beside])
+    await read_with_retries(engine, peer.session, [other_read])
     assert memory.view(0, size) == bytes(size)  # no late byte
     await read_with_retries(engine, peer.session, [late])
 
