@@ -66,12 +66,12 @@ class KvstoreProcess:
             )
         deadline = time.monotonic() + 200
         while True:
-            output = log.read_bytes()[offset:].decode()
-            if " is ready at " in output:
-                self.endpoint = output.partition(" is ready at ")[2].split()[0]
+            printed = log.read_bytes()[offset:].decode()
+            if " is ready at " in printed:
+                self.endpoint = printed.partition(" is ready at ")[2].split()[0]
                 return
-            assert self.process.poll() is None, output
-            assert time.monotonic() < deadline, output
+            assert self.process.poll() is None, printed
+            assert time.monotonic() < deadline, printed
             time.sleep(0.02)
 
     def terminate(self) -> int:

@@ -84,10 +84,10 @@ class Processes:
             )
         self._stack.push_async_callback(self._end, process)
         async with asyncio.timeout(WAIT_S):
-            while " is ready at " not in (output := log.read_text()):
-                assert process.returncode is None, output
+            while " is ready at " not in (printed := log.read_text()):
+                assert process.returncode is None, printed
                 await asyncio.sleep(0.02)
-        endpoint = output.partition(" is ready at ")[2].split()[0]
+        endpoint = printed.partition(" is ready at ")[2].split()[0]
         channel = dial(endpoint, tls=self._tls)
         self._stack.push_async_callback(channel.close)
         return Process(process, endpoint, channel)
