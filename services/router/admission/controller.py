@@ -1,18 +1,18 @@
-"""Who may run now, who waits, who is told to come back: one controller for live and queued work. Pure.
+"""Admits, queues or rejects requests: one controller for live and queued work. Pure.
 
     controller = Admission(AdmissionLimits())
     decision = controller.offer(ask, capacity, now_ms)     # ADMITTED, QUEUED or REJECTED, at once
     controller.first_token(key, now_ms)                    # from here on it cannot be preempted
     controller.end(key, now_ms, output_tokens=...)         # ended, in whatever way and state
-    changes = controller.poll(capacity, now_ms)            # after any of these, and now and then while
-                                                           # somebody waits: who left the queue, and why
+    changes = controller.poll(capacity, now_ms)            # after any of these, and periodically while
+                                                           # requests wait: which ones left the queue
 
 Order: classes are strict, but work of a lower class that has waited `promote_ms` goes before every second
-request of a higher one. In a class tenants share by tokens (fair_queue.py). A request runs when it
-fits: a place is free, its prefill begins in time and decode will have room when its prefill is done
-(admission_forecast.py); alone, any request fits. A full queue pushes out the newest request of the tenant
-that has most of it. A higher class may put back requests of lower classes that have shown nothing yet.
-Work that is not urgent offers itself in class BULK, where `may_wait` False asks: is there room now?
+request of a higher one. In a class tenants share by tokens (fair_queue.py). A request runs when it fits: a
+place is free, its prefill begins in time and decode will have room when its prefill is done (forecast.py).
+A request that would run alone always fits. A full queue pushes out the newest request of the tenant with the
+most. A higher class may preempt requests of lower classes that have no token yet. Work that is not urgent is
+of class BULK; with `may_wait` False it runs now or is rejected.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from services.router.admission.types import (
     Verdict,
 )
 
-# Of the time that a request has to spare the wait that it is let into the queue with may take this share.
+# A request enters the queue if its expected wait is at most this share of the time to its latest begin.
 _WAIT_SHARE = 0.5
-# Sequences of one batch end together, so a good many ends make a mean.
+# Sequences of one batch end together, so the mean covers many ends.
 _END_DECAY = 0.97
 _ADMITTED = AdmissionDecision(Verdict.ADMITTED)
 
@@ -66,13 +66,13 @@ class Admission:
         self._limits = limits
         self._forecast = Forecast(naive=naive_forecast)
         self._running: dict[str, _Running] = {}
-        # The same by what they do: few are in prefill, and of the others the forecast needs the number alone.
+        # The same requests by phase. Few are in prefill; of the others the forecast needs only the number.
         self._prefilling: dict[str, _Running] = {}
         self._decoding: dict[str, _Running] = {}
         self._classes = {priority: _Class(FairQueue(limits.tenant_weights)) for priority in Priority}
-        self._where: dict[str, Priority] = {}  # of what waits
+        self._where: dict[str, Priority] = {}  # of waiting requests
         self._last_end_ms: float | None = None
-        # Times between ends and their number, older ones weighing less.
+        # The sum of the times between ends and their number, with decaying weights.
         self._between_ends_ms, self._ends = 0.0, 0.0
         self._served_promoted = False
 
@@ -88,13 +88,13 @@ class Admission:
 
     @property
     def crowded(self) -> bool:
-        """Whether somebody waits or all places are taken."""
+        """Whether requests wait or all places are taken."""
         return bool(self._where) or len(self._running) >= self._limits.max_running
 
-    # ---- what happens
+    # ---- events
 
     def offer(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision:
-        """A request comes."""
+        """Admit, queue or reject a new request."""
         outlook = self._outlook(ask, capacity, now_ms)
         late, behind = _is_late(ask, now_ms, outlook), self._queued_before(ask.priority)
         if not late and not behind and self._fits(ask, capacity, outlook):
@@ -115,11 +115,11 @@ class Admission:
         return AdmissionDecision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
 
     def refuses(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision | None:
-        """What `offer` would say, if that is a refusal. Changes nothing."""
+        """The refusal that `offer` would return, if it would. Changes nothing."""
         return self._refusal(ask, capacity, now_ms, self._outlook(ask, capacity, now_ms))
 
     def waits(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> bool:
-        """Whether `offer` would let it wait. Changes nothing."""
+        """Whether `offer` would queue the request. Changes nothing."""
         outlook = self._outlook(ask, capacity, now_ms)
         if self._refusal(ask, capacity, now_ms, outlook) is not None:
             return False
@@ -144,7 +144,7 @@ class Admission:
         return AdmissionDecision(Verdict.REJECTED, reason, self._retry_after_ms(ask.priority, now_ms))
 
     def first_token(self, key: str, now_ms: float) -> None:
-        """A request showed its first token: it decodes. Unknown keys are fine."""
+        """Move a request from prefill to decode. Unknown keys are ignored."""
         running = self._prefilling.pop(key, None)
         if running is not None:
             self._decoding[key] = running
@@ -152,7 +152,7 @@ class Admission:
             self._forecast.observe_first_token(now_ms - running.admitted_ms)
 
     def end(self, key: str, now_ms: float, *, output_tokens: int = 0) -> None:
-        """A request ended, or its caller left the queue. Unknown keys are fine."""
+        """Remove a request that ended, or whose caller left the queue. Unknown keys are ignored."""
         running = self._running.pop(key, None)
         if running is None:
             self._leave(key)
@@ -168,7 +168,7 @@ class Admission:
         self._classes[ask.priority].queue.charge(ask.tenant, used_tokens - ask.cost_tokens)
 
     def poll(self, capacity: Capacity, now_ms: float) -> Changes:
-        """Let in whoever fits, in order, and drop whoever waited too long."""
+        """Admit the requests that fit, in order, and drop those that waited too long."""
         expired = [
             key
             for of_class in self._classes.values()
@@ -202,7 +202,7 @@ class Admission:
     def _outlook(
         self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
     ) -> Outlook:
-        """Behind those that run (`without` names those in prefill that do not count)."""
+        """After all running requests but those in prefill named by `without`."""
         prefilling: Collection[Load] = self._prefilling.values()
         if without:
             prefilling = [running for key, running in self._prefilling.items() if key not in without]
@@ -212,7 +212,7 @@ class Admission:
     def _fits(
         self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()
     ) -> bool:
-        """Whether the request may run beside those that run, of which `outlook` does not count `without`."""
+        """Whether the request may run now beside the others; `outlook` does not count those of `without`."""
         running = len(self._running) - len(without)
         if not running:
             return True
@@ -269,15 +269,15 @@ class Admission:
         return until_ms if ask.deadline_ms is None else min(until_ms, ask.deadline_ms)
 
     def _latest_begin_ms(self, ask: AdmissionRequest) -> float:
-        """When it is too late to begin: what is cut off by its deadline was work for nothing."""
+        """The latest begin: a request that its deadline cuts off would waste its work."""
         if ask.deadline_ms is None:
             return math.inf
         return ask.deadline_ms - self._forecast.run_ms(ask.output_tokens)
 
     def _most_wait_ms(self, ask: AdmissionRequest, now_ms: float) -> float:
-        """The longest expected wait with which it is worth waiting.
+        """The longest expected wait with which a request enters the queue.
 
-        A queue as long as deadlines allow would let in only those whose time is nearly up.
+        A queue as long as deadlines allow would admit requests only shortly before their deadlines.
         """
         most_ms = self._limits.max_wait_ms[ask.priority]
         return min(most_ms, _WAIT_SHARE * (self._latest_begin_ms(ask) - now_ms))
@@ -299,7 +299,7 @@ class Admission:
         return len(self._classes[priority].waiting) >= self._limits.max_waiting[priority]
 
     def _newest_of_longest(self, ask: AdmissionRequest) -> str | None:
-        """The newest request of the tenant that has most waiting, if that is not the asking one."""
+        """The newest request of the tenant with the most in the queue, if that is another tenant."""
         queue = self._classes[ask.priority].queue
         longest = queue.longest()
         if longest is None or longest[2] < queue.waiting_of(ask.tenant) + 2:
@@ -313,15 +313,15 @@ class Admission:
         return key
 
     def _queued_before(self, priority: Priority) -> bool:
-        """Whether somebody waits whom a request of this class must not overtake."""
+        """Whether requests wait that one of this class must not overtake."""
         return bool(self._where) and any(c.waiting for p, c in self._classes.items() if p <= priority)
 
     def _is_promoted(self, priority: Priority) -> bool:
-        """Whether the class is served out of turn: another one above it waits."""
+        """Whether a class above waits while this one is served."""
         return any(c.waiting for p, c in self._classes.items() if p < priority)
 
     def _next_class(self, now_ms: float) -> Priority | None:
-        """The class to serve: the highest that waits, or every other time one that has waited long."""
+        """The class to serve: the highest with requests, or every other time one that has waited long."""
         waiting = [priority for priority in Priority if self._classes[priority].waiting]
         if not waiting:
             return None
@@ -332,20 +332,20 @@ class Admission:
                     return priority
         return waiting[0]
 
-    # ---- how long it takes
+    # ---- expected times
 
     def _observe_end(self, now_ms: float) -> None:
-        """The time between ends counts while somebody waits: only then do ends make room for the queue."""
+        """Measure the time between ends while requests wait: only then does an end admit another one."""
         if self._where and self._last_end_ms is not None:
             self._between_ends_ms = _END_DECAY * self._between_ends_ms + now_ms - self._last_end_ms
             self._ends = _END_DECAY * self._ends + 1.0
         self._last_end_ms = now_ms if self._where else None
 
     def _expected_wait_ms(self, priority: Priority, now_ms: float) -> float:
-        """Behind those that wait in this class and above it.
+        """The expected wait after the requests of this class and those above.
 
-        Nothing for the first to wait: turning that one away too, by an old measure, would end the measuring.
-        Before anything ended, what runs tells how long it takes at least.
+        It is 0 in an empty queue: rejecting the first request by an old mean would end the measurement.
+        Before the first end, the age of the oldest running request is the estimate.
         """
         ahead = sum(len(c.waiting) for p, c in self._classes.items() if p <= priority)
         if self._ends:

@@ -2,8 +2,8 @@
 
 Each tenant's items leave first in, first out. Between tenants the one whose next item has the lowest start
 tag goes first; taking an item moves its tenant's tag on by the item's cost over the tenant's weight, and
-virtual time to the tag it had. A tenant that comes back after a pause starts at virtual time: it has saved
-up nothing and owes nothing. Over any time in which two tenants both have items waiting, what they were
+virtual time to the tag before. A tenant that returns after a pause starts at virtual time: it has no credit
+and no debt. Over any time in which two tenants both have items waiting, what they were
 served (tokens over weight) differs by at most one largest item of each (Goyal, Vin, Cheng 1996).
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class _Tenant:
     start_tag: float
-    order: int  # settles ties: who came first
+    order: int  # of arrival, for tenants with equal tags
     costs: dict[str, float] = field(default_factory=dict)  # by item, in order of arrival
 
 
@@ -68,20 +68,20 @@ class FairQueue:
         self._virtual = max(self._virtual, tenant.start_tag)
         tenant.start_tag += tenant.costs.pop(item) / self._weights.get(owner, 1.0)
         del self._owners[item]
-        self._forget()
+        self._drop_idle_tenants()
         return item
 
     def remove(self, item: str) -> bool:
-        """The item will not be served; it costs its tenant nothing. False when it was not there."""
+        """Remove an item, which costs its tenant nothing. False when it was not there."""
         owner = self._owners.pop(item, None)
         if owner is None:
             return False
         del self._tenants[owner].costs[item]
-        self._forget()
+        self._drop_idle_tenants()
         return True
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """A served item took this many tokens more (or, negative, fewer) than it was said to cost."""
+        """Correct the cost of a served item by this many tokens."""
         known = self._tenants.get(tenant)
         if known is not None:
             moved = known.start_tag + tokens / self._weights.get(tenant, 1.0)
@@ -104,8 +104,8 @@ class FairQueue:
         waiting = [tenant for tenant in self._tenants.values() if tenant.costs]
         return min(waiting, key=lambda tenant: (tenant.start_tag, tenant.order), default=None)
 
-    def _forget(self) -> None:
-        """Tenants without items that virtual time has passed are as good as new ones."""
+    def _drop_idle_tenants(self) -> None:
+        """Drop tenants without items whose tag is not after virtual time, where a new tenant starts."""
         if not self._owners:
             self._tenants.clear()
             return

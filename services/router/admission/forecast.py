@@ -1,10 +1,10 @@
-"""What the fleet will carry when a request that comes now has been prefilled. Pure; times in milliseconds.
+"""The load of the fleet at the end of a new request's prefill. Pure; times in milliseconds.
 
-A request loads prefill at once and decode only after its prefill. Judging decode by its load of *now*
-(`naive`) admits too many while decode is idle; all of them arrive there one prefill time later, together,
-when too many are then turned away: prefill and decode swing in opposite phase (Mooncake, arXiv 2407.00079).
-So decode is judged at now + prefill time: without the sequences that will have ended by then (each decode
-is taken to last as long as recent ones), with those that will have come from prefill.
+A request loads prefill at once and decode only after its prefill. A rule that compares the load of decode
+*now* (`naive`) admits too many requests while decode is idle. They all arrive there one prefill time later,
+and the rule then rejects too many: prefill and decode swing in opposite phase (Mooncake, arXiv 2407.00079).
+So the rule compares the load of decode at now + prefill time: without the sequences that will have ended by
+then, if each lasts as long as recent ones, and with those that will have come from prefill.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST_OUTPUT_TOKENS = 256.0
 
 
 class Capacity(msgspec.Struct, frozen=True, gc=False):
-    """What the whole fleet can do. 0 = unknown, which refuses nothing."""
+    """The capacity of the whole fleet. 0 = unknown, which refuses nothing."""
 
     prefill_tokens_per_ms: float = 0.0  # of all prefill workers together
     prefill_workers: int = 1
@@ -31,7 +31,7 @@ class Capacity(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Load:
-    """One admitted request, as far as the forecast knows it."""
+    """One admitted request."""
 
     prefill_tokens: int  # to be computed
     context_tokens: int  # of the prompt, cached ones included
@@ -40,7 +40,7 @@ class Load:
 
 
 class Outlook(msgspec.Struct, frozen=True, gc=False):
-    """A moment ahead: when the request's prefill would end, and decode's load then without it."""
+    """When the request's prefill would end, and the load of decode at that time without the request."""
 
     wait_ms: float  # before its prefill begins
     prefill_ms: float
@@ -49,7 +49,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Usual:
-    """What a figure usually is at most: its running mean and two mean deviations (as TCP's time-out)."""
+    """The usual maximum of a figure: its running mean and two mean deviations (as TCP's time-out)."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
@@ -68,7 +68,7 @@ class _Usual:
 
 
 class Forecast:
-    """Recent means, and the outlook made from them."""
+    """Running means of recent requests, and the outlook computed from them."""
 
     def __init__(self, *, naive: bool = False) -> None:
         self._naive = naive
@@ -78,11 +78,11 @@ class Forecast:
         self.output_tokens = _FIRST_OUTPUT_TOKENS
 
     def observe_first_token(self, after_ms: float) -> None:
-        """A request showed its first token so long after it was let in."""
+        """Add the time from admission to the first token."""
         self._first_token_ms.add(after_ms)
 
     def observe_decode(self, decode_ms: float, output_tokens: float) -> None:
-        """A sequence ended: first token to last, and how many there were (2 at least)."""
+        """Add the time from the first token to the last of a sequence, of at least 2 tokens."""
         if math.isinf(self.decode_ms):
             self.decode_ms = decode_ms
         self.decode_ms += _WEIGHT * (decode_ms - self.decode_ms)
@@ -90,7 +90,7 @@ class Forecast:
         self._token_ms.add(decode_ms / (output_tokens - 1))
 
     def run_ms(self, output_tokens: int) -> float:
-        """How long a request usually runs at most, from being let in to its end; 0 while nothing is known."""
+        """The usual maximum of the time from admission to the end; 0 before any observation."""
         return self._first_token_ms.most + self._token_ms.most * min(output_tokens, self.output_tokens)
 
     def outlook(
@@ -101,12 +101,12 @@ class Forecast:
         capacity: Capacity,
         now_ms: float,
     ) -> Outlook:
-        """For a request of that many tokens to compute, behind all of these."""
+        """For a request of so many tokens to compute, after all of these."""
         rate, workers = capacity.prefill_tokens_per_ms, capacity.prefill_workers
         wait_ms = prefill_ms = 0.0
         if rate:
             if len(prefilling) >= workers:
-                # Its turn comes when so many of them are done that a worker is left over.
+                # Its prefill begins when fewer of them are left than there are workers.
                 ends_ms = sorted([load.prefilled_ms for load in prefilling])
                 wait_ms = max(0.0, ends_ms[len(ends_ms) - workers] - now_ms)
             prefill_ms = prefill_tokens * workers / rate  # one prompt runs on one worker
@@ -121,12 +121,12 @@ class Forecast:
     def _decoding_at(
         self, then_ms: float, prefilling: Collection[Load], decoding: Collection[Load], now_ms: float
     ) -> tuple[Collection[Load], Collection[Load]]:
-        """Those that will have come from prefill, and those that decode already and still will."""
+        """The requests that will have come from prefill, and those that decode now and still will."""
         if self._naive:
             return (), decoding
-        least_ms = then_ms - self.decode_ms  # whose prefill ended later has not ended then
+        least_ms = then_ms - self.decode_ms  # a request whose prefill ends later still decodes then
         come = [load for load in prefilling if least_ms < load.prefilled_ms <= then_ms]
-        # One that outlasts the mean goes on for about half a mean more.
+        # A request that outlasts the mean runs for about half a mean more.
         if now_ms + self.decode_ms / 2 > then_ms:
             return come, decoding
         return come, [load for load in decoding if load.prefilled_ms > least_ms]

@@ -1,4 +1,4 @@
-"""Admission on the event loop: places of requests, told when they are let in, put back or turned away."""
+"""Admission on the event loop: a ticket for each request, which is admitted, preempted or rejected."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from services.router.admission.types import (
 from services.router.workers.connection import WorkerConnection
 from slipstream import errors
 
-# How often what waits is looked at again: the forecast changes as time goes by.
+# The interval between polls while requests wait: the forecast changes with time.
 TICK_S = 0.05
-# A worker is given this share of sequences above its batch, so that it never runs dry.
+# A worker gets this many sequences for each place of its batch, so that the batch stays full.
 BATCH_MARGIN = 1.25
 _WEIGHT = 0.05
 
 
 class AdmissionTicket:
-    """One request's place in the controller. `end` it, always."""
+    """One request's place in the controller. Its owner calls `end` in any case."""
 
     def __init__(self, gate: AdmissionGate, ask: AdmissionRequest, on_preempt: Callable[[], None]) -> None:
         self.ask = ask
-        self.began = False  # it was let in and has started; set by its task
-        self.preempted = False  # it has to stop and wait again; cleared by its task
+        self.began = False  # admitted and started; set by its task
+        self.preempted = False  # it stops and waits again; cleared by its task
         self._gate = gate
         self._on_preempt: Callable[[], None] | None = on_preempt
         self._admitted = False
@@ -43,7 +43,7 @@ class AdmissionTicket:
         self._waiter: asyncio.Future[None] | None = None
 
     async def admitted(self) -> None:
-        """Return when the request may run. Raises Overloaded when it will not."""
+        """Return when the request may run. Raises Overloaded when it is rejected."""
         while not self._admitted:
             raise_once(self)
             self._waiter = asyncio.get_running_loop().create_future()
@@ -53,24 +53,24 @@ class AdmissionTicket:
                 self._waiter = None
 
     def first_token(self) -> None:
-        """It shows its first token."""
+        """Report the first token."""
         self._gate.controller.first_token(self.ask.key, self._gate.now_ms())
 
     def end(self, *, output_tokens: int = 0) -> None:
-        """It ended, and nothing of it is held."""
+        """Report the end, when the request holds nothing any more."""
         self._gate.end(self, output_tokens=output_tokens)
 
     def over(self) -> None:
-        """Nothing of it is left to be preempted."""
+        """Ignore preemption from now on."""
         self._on_preempt = None
 
     def admit(self) -> None:
-        """From the gate."""
+        """Called by the gate."""
         self._admitted = True
         self._wake()
 
     def put_back(self) -> None:
-        """From the gate."""
+        """Called by the gate."""
         self._admitted = False
         if self.began:
             self.began, self.preempted = False, True
@@ -78,7 +78,7 @@ class AdmissionTicket:
                 self._on_preempt()
 
     def turn_away(self, error: errors.SlipstreamError) -> None:
-        """From the gate."""
+        """Called by the gate."""
         self._error = error
         self._wake()
 
@@ -88,7 +88,7 @@ class AdmissionTicket:
 
 
 class AdmissionGate:
-    """The controller, its clock, and what it knows of the fleet and of the size of requests."""
+    """The controller with its clock, the capacity of the fleet, and the estimate of a request's tokens."""
 
     def __init__(
         self,
@@ -116,24 +116,24 @@ class AdmissionGate:
         return int(context * self._uncached_share), int(context)
 
     def observe_prompt(self, chars: int, *, prompt_tokens: int, cached_tokens: int) -> None:
-        """What a finished request's prompt really was."""
+        """Correct the estimate by a finished request."""
         if chars and prompt_tokens:
             self._chars_per_token += _WEIGHT * (chars / prompt_tokens - self._chars_per_token)
             self._uncached_share += _WEIGHT * (1 - cached_tokens / prompt_tokens - self._uncached_share)
 
     def refuse_early(self, ask: AdmissionRequest) -> None:
-        """Raises Overloaded where `offer` would. To be asked while `crowded`, before a request is looked
-        into: to tell busy from idle early is the whole point."""
+        """Raises Overloaded where `offer` would. Called while `crowded`, before the request is parsed, to
+        save that work."""
         decision = self.controller.refuses(ask, self.capacity(), self.now_ms())
         if decision is not None:
             self._refuse(decision)
 
     def waits(self, ask: AdmissionRequest) -> bool:
-        """Whether `offer` would let it wait."""
+        """Whether `offer` would queue the request."""
         return self.controller.waits(ask, self.capacity(), self.now_ms())
 
     def offer(self, ask: AdmissionRequest, *, on_preempt: Callable[[], None]) -> AdmissionTicket:
-        """A place for a request, let in or waiting. Raises Overloaded at once when there is none."""
+        """A ticket for a request, admitted or waiting. Raises Overloaded at once when it is rejected."""
         decision = self.controller.offer(ask, self.capacity(), self.now_ms())
         for key in decision.preempted:
             self._counters.add("slipstream_admission_preempted_total")
@@ -153,30 +153,30 @@ class AdmissionGate:
         raise errors.Overloaded(BUSY_MESSAGE, retry_after_ms=decision.retry_after_ms)
 
     def end(self, place: AdmissionTicket, *, output_tokens: int) -> None:
-        """A place is given up."""
+        """Remove a ticket."""
         if self._places.get(place.ask.key) is place:
             del self._places[place.ask.key]
             self.controller.end(place.ask.key, self.now_ms(), output_tokens=output_tokens)
             self._poll()
 
     def gauges(self) -> dict[str, float]:
-        """For the table of metrics."""
+        """The metrics of admission."""
         return {
             "slipstream_admission_running": float(self.controller.running),
             "slipstream_admission_waiting": float(self.controller.waiting),
         }
 
     def close(self) -> None:
-        """No more ticks."""
+        """Stop polling."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def capacity(self) -> Capacity:
-        """Of all workers that answer; what any of them does not tell is unknown.
+        """The capacity of all ready workers; a figure that one of them does not report is unknown.
 
-        KV places are not counted here: sequences share the pages of their common prefixes, so only the
-        workers know what is free, and they queue for it.
+        It has no KV pages: sequences share the pages of their common prefixes, so only the workers know how
+        many are free, and queue for them.
         """
         rates: list[float] = []
         batches: list[int] = []
@@ -222,5 +222,5 @@ class AdmissionGate:
 
 
 def priority_of(name: str) -> Priority:
-    """The class by its name; "" is DEFAULT. KeyError for a name that is none."""
+    """The class by its name; "" is DEFAULT. KeyError for an unknown name."""
     return Priority[name.upper()] if name else Priority.DEFAULT

@@ -1,4 +1,4 @@
-"""The words of admission: what is asked, what is answered, and the limits. Pure; times in milliseconds."""
+"""Requests, decisions and limits of admission. Pure; times in milliseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from libs.common import service_bounds
 
-# What a client is told, on both faces. The code is 3040 of the Workers AI error table.
+# The refusal of the HTTP and gRPC servers. The code is 3040 of the Workers AI error table.
 BUSY_CODE = "3040"
 BUSY_MESSAGE = "Capacity temporarily exceeded, please try again."
 
@@ -27,7 +27,7 @@ PRIORITIES: Mapping[str, Priority] = {priority.name.lower(): priority for priori
 
 
 class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request, by estimates. `prefill_tokens` are those expected to be computed."""
+    """The estimates of one request. `prefill_tokens`: the tokens that it has to compute."""
 
     key: str
     tenant: str
@@ -40,7 +40,7 @@ class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def cost_tokens(self) -> int:
-        """What its tenant is charged, until it is known better."""
+        """The charge of its tenant until the request ends."""
         return max(1, self.prefill_tokens + self.output_tokens)
 
 
@@ -71,7 +71,7 @@ class AdmissionLimits:
 
 
 class Verdict(enum.Enum):
-    """What becomes of an offer."""
+    """The answer to an offer."""
 
     ADMITTED = "admitted"
     QUEUED = "queued"
@@ -79,7 +79,7 @@ class Verdict(enum.Enum):
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True, gc=False):
-    """`preempted` were put back into the queue; `pushed_out` is out of it. Both are keys."""
+    """`preempted` requests return to the queue, `pushed_out` leaves it. Both are keys."""
 
     verdict: Verdict
     reason: str = ""
