@@ -38,14 +38,14 @@ DEATH_REPORT_WAIT_S = 1.0
 MAX_PROMPT_MEMORY_BYTES = 128 << 20
 MAX_TENANT_PROMPT_MEMORY_BYTES = 64 << 20
 # The router sends shorter prefixes whole: a reference would save nothing.
-LEAST_NAMED_TOKENS = 1024
+MIN_PREFIX_REF_TOKENS = 1024
 # Memory of a router's prefix index: about 30 bytes a block, for any number of holders.
 MAX_PREFIX_INDEX_BYTES = 512 << 20
 MAX_TENANT_PREFIX_INDEX_BYTES = 256 << 20
 # Sessions whose placement a router without etcd remembers.
 MAX_LOCAL_SESSIONS = 100_000
 # Blocks that a router assumes to be in a worker's prompt cache.
-MAX_BELIEVED_BLOCKS = 131_072
+MAX_REMOTE_CACHE_BLOCKS = 131_072
 
 
 def _by_class(values: tuple[float, ...], unit: str) -> str:
@@ -109,7 +109,7 @@ _TOGETHER: tuple[_Row, ...] = (
     ),
     (
         "Prompt blocks that a router assumes in one worker's cache",
-        f"{MAX_BELIEVED_BLOCKS}",
+        f"{MAX_REMOTE_CACHE_BLOCKS}",
         "prompts are sent whole",
     ),
 )

@@ -42,7 +42,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_attempts_total", "counter", "Attempts made for requests, retries included."),
     Metric("slipstream_hedges_total", "counter", "Attempts made because a prefill was slow."),
     Metric("slipstream_quarantined_total", "counter", "Requests refused because they crashed workers."),
-    Metric("slipstream_moves_total", "counter", "Streams moved off a draining decode worker."),
+    Metric("slipstream_drain_failovers_total", "counter", "Streams moved off a draining decode worker."),
     Metric("slipstream_prompt_tokens_total", "counter", "Prompt tokens, including cached ones."),
     Metric("slipstream_prompt_tokens_encoded_total", "counter", "Prompt tokens that the tokenizer encoded."),
     Metric("slipstream_prompt_tokens_hashed_total", "counter", "Prompt tokens hashed for block hashes."),

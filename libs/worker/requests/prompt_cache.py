@@ -144,7 +144,7 @@ class PromptCache:
         block_tokens: int,
         max_bytes: int = service_bounds.MAX_PROMPT_MEMORY_BYTES,
         max_tenant_bytes: int = service_bounds.MAX_TENANT_PROMPT_MEMORY_BYTES,
-        min_tokens: int = service_bounds.LEAST_NAMED_TOKENS,
+        min_tokens: int = service_bounds.MIN_PREFIX_REF_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`min_tokens`: shorter prompts are not cached."""

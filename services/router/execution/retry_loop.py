@@ -34,7 +34,7 @@ async def run_attempts(state: RequestState) -> AttemptEnd:
             return outcome
         log.warning("%s attempt %d: %s", state.request_id, state.stats.attempts, outcome.error)
         if outcome.is_drain:
-            state.context.counters.add("slipstream_moves_total")
+            state.context.counters.add("slipstream_drain_failovers_total")
         await state.flush()
         if state.output.stopped:  # the flushed text contained a stop string
             return AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP)

@@ -90,7 +90,7 @@ class RemotePromptCache:
     limit falls when the worker did not know a prefix, and rises slowly as blocks are sent.
     """
 
-    def __init__(self, *, max_blocks: int = service_bounds.MAX_BELIEVED_BLOCKS) -> None:
+    def __init__(self, *, max_blocks: int = service_bounds.MAX_REMOTE_CACHE_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._limit = float(max_blocks)
         self._recent: dict[bytes, None] = {}
@@ -138,7 +138,7 @@ class SentPrompt(Generic[R]):
 class PromptSender:
     """Writes prompts into the requests of one stream, and tracks what the worker at its end caches."""
 
-    def __init__(self, *, min_tokens: int = service_bounds.LEAST_NAMED_TOKENS) -> None:
+    def __init__(self, *, min_tokens: int = service_bounds.MIN_PREFIX_REF_TOKENS) -> None:
         self.remote = RemotePromptCache()
         self._min_tokens = min_tokens
 

@@ -74,12 +74,12 @@ def test_a_drained_process_drops_no_stream_and_ends(
     """It is told to leave while streams are in flight; a decode worker's begin to move before they go on."""
     comes_back.append(instance)
     drain = Aside(lambda: drain_process(run_dir(fakes), instance, timeout_s=WAIT_S))
-    said, moved = len(fakes.said), fakes.counted("slipstream_moves_total")
+    said, moved = len(fakes.said), fakes.counted("slipstream_drain_failovers_total")
 
     def begin_to_leave() -> None:
         drain.start()
         if instance == "decode-0":
-            until(lambda: fakes.counted("slipstream_moves_total") > moved, what="a stream leaves")
+            until(lambda: fakes.counted("slipstream_drain_failovers_total") > moved, what="a stream leaves")
 
     runs = disturbed_in_flight(fakes, load, expected, disturb=begin_to_leave)
     drain.join()

@@ -29,7 +29,7 @@ from tests.support.clusters import engine_gate
 POISON_SEED = 666_000_000
 # Of a router: options that are in seconds and count what the machine's load makes longer.
 PATIENCE_S = {"silence_s": 6.0, "recovery_wait_s": 300.0}
-LEAST_NAMED_TOKENS = 64
+MIN_PREFIX_REF_TOKENS = 64
 
 
 def poison_the_engine(run_dir: Path, instance: str) -> None:
@@ -54,7 +54,7 @@ def name_short_prompts() -> None:
     """Before anything is imported that reads the bound."""
     from libs.common import service_bounds
 
-    vars(service_bounds)["LEAST_NAMED_TOKENS"] = LEAST_NAMED_TOKENS
+    vars(service_bounds)["MIN_PREFIX_REF_TOKENS"] = MIN_PREFIX_REF_TOKENS
 
 
 def redirect_peers(endpoints: dict[str, str]) -> None:
