@@ -130,7 +130,7 @@ class LendingRule:
 
 
 class Slipstream:
-    """The router's `place` with its index, books and turns, in `n_routers` routers that share nothing.
+    """The router's `place` with its index, models and round robin, in `n_routers` routers that share nothing.
 
     Requests go to the routers in turn. What a worker holds is heard of EVENT_DELAY_MS later; the requests
     of the other routers REPORT_DELAY_MS later; how fast workers are is learnt from first tokens. `lends`:
@@ -159,11 +159,11 @@ class Slipstream:
     ) -> None:
         assert self._sim is not None
 
-        def tell() -> None:
+        def report() -> None:
             for router in self._routers:
                 router.blocks_changed(worker, new, evicted)
 
-        self._sim.at(now_ms + EVENT_DELAY_MS, tell)
+        self._sim.at(now_ms + EVENT_DELAY_MS, report)
 
     def _router_of(self, run: Run) -> _Router:
         return self._routers[run.request.number % len(self._routers)]
@@ -192,14 +192,14 @@ class _Router:
             return found.blocks(holder, tier=tier) * BLOCK_TOKENS
 
         stored = tokens(_STORE_NAME)
-        told = {name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names}
+        confirmed = {name: tokens(name, tier=common_pb2.CACHE_TIER_WORKER) for name in names}
         wish = PlacementRequest(
             request.prompt_tokens,
             seed=request.number,
             output_tokens=EXPECTED_OUTPUT_TOKENS,
-            prefill_held={name: tokens(name) for name in names},
-            prefill_told=told,
-            prefill_lent=told if self._lends else {},
+            prefill_expected_tokens={name: tokens(name) for name in names},
+            prefill_confirmed_tokens=confirmed,
+            prefill_lendable_tokens=confirmed if self._lends else {},
             store_held={_STORE_NAME: HeldTokens(stored, stored)},
             content_key=request.hashes[0] if request.hashes else b"",
         )
@@ -220,17 +220,16 @@ class _Router:
             now_s=now_s,
             ttl_s=PREDICTED_TTL_S + 2 * wait_s,
         )
-        leg = next(leg for leg in decision.legs if leg.instance == decision.prefill)
-        self._mine[run.request.number] = (run, leg)
+        self._mine[run.request.number] = (run, decision.chosen[0])
 
     def computed(self, run: Run, sim: Simulation) -> None:
-        _, leg = self._mine.pop(run.request.number)
+        _, predicted = self._mine.pop(run.request.number)
         from_peer = run.read_tokens if run.peer is not None else 0
         self._book.observe_prefill(
             f"p{run.prefill}",
-            ahead_tokens=leg.ahead_tokens,
-            ahead_requests=leg.ahead_requests,
-            longer_tokens=leg.longer_tokens,
+            ahead_tokens=predicted.ahead_tokens,
+            ahead_requests=predicted.ahead_requests,
+            longer_tokens=predicted.longer_tokens,
             uncached_tokens=run.uncached_tokens,
             prompt_tokens=run.request.prompt_tokens,
             dram_tokens=run.read_tokens - from_peer,

@@ -1,4 +1,4 @@
-"""`slipstream route`: where a request would run in a fleet, and why. Both come from JSON files."""
+"""`slipstream route`: where a request would run in a fleet, and why. Both are read from JSON files."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def show_route(fleet_path: Path, request_path: Path, *, as_json: bool) -> None:
     decision = place(
         request_from_json(_read(request_path, "request")), fleet_from_json(_read(fleet_path, "fleet"))
     )
-    said = explanation(decision)
+    shown = explanation(decision)
     if as_json:
-        print(json.dumps(said, indent=2))
+        print(json.dumps(shown, indent=2))
         return
     console = Console(width=200, highlight=False)
-    console.print(_table(said))
-    console.print(_choice(said), markup=False)
+    console.print(_table(shown))
+    console.print(_choice(shown), markup=False)
 
 
-def _table(said: dict[str, Any]) -> Table:
+def _table(shown: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("", "part", "worker", "held", "loads", "computes"):
         justify: Literal["left", "right"] = "left" if heading in ("", "part", "worker") else "right"
@@ -53,8 +53,8 @@ def _table(said: dict[str, Any]) -> Table:
     for term in _TERMS:
         table.add_column(term.removesuffix("_ms").replace("_", " ") + " ms", justify="right")
     table.add_column("refused", min_width=30)
-    chosen = {("prefill", said["prefill"]), ("decode" if said["prefill"] else "local", said["decode"])}
-    for row in said["candidates"]:
+    chosen = {("prefill", shown["prefill"]), ("decode" if shown["prefill"] else "local", shown["decode"])}
+    for row in shown["candidates"]:
         loads = f"{row['loaded_tokens']} from {row['source']}" if row["source"] else ""
         table.add_row(
             "*" if (row["part"], row["instance"]) in chosen else "",
@@ -69,13 +69,14 @@ def _table(said: dict[str, Any]) -> Table:
     return table
 
 
-def _choice(said: dict[str, Any]) -> str:
-    terms = [f"{name.removesuffix('_ms')} {value:.1f}" for name, value in said["cost"].items() if value]
-    where = f"prefill {said['prefill']}, decode {said['decode']}" if said["prefill"] else said["decode"]
+def _choice(shown: dict[str, Any]) -> str:
+    terms = [f"{name.removesuffix('_ms')} {value:.1f}" for name, value in shown["cost"].items() if value]
+    where = f"prefill {shown['prefill']}, decode {shown['decode']}" if shown["prefill"] else shown["decode"]
+    reasons = shown["reason"].replace("; ", "\n")
     return (
-        f"\n{where}; KV from {said['source']}, {said['cached_tokens']} tokens cached, "
-        f"{said['uncached_tokens']} to compute{'; cold' if said['cold'] else ''}\n"
-        f"{said['reason']}\nmilliseconds: {', '.join(terms)}"
+        f"\n{where}; KV from {shown['source']}, {shown['cached_tokens']} tokens cached, "
+        f"{shown['uncached_tokens']} to compute{'; cold' if shown['cold'] else ''}\n"
+        f"{reasons}\nmilliseconds: {', '.join(terms)}"
     )
 
 

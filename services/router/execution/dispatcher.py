@@ -1,4 +1,4 @@
-"""One request to its workers: the snapshot, the decision, and what comes of it back into the books."""
+"""Chooses the workers of a request, and reports its times and its blocks to the models and the index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
 from services.router.execution.attempt_types import TokenBatch, WorkerPair
 from services.router.placement.policy import place
-from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest, WorkerCandidate
+from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest
 from services.router.prefix_index.index import PrefixMatch
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
@@ -20,9 +20,9 @@ from slipstream.v1 import common_pb2
 
 # How long an entry made at routing time waits for the worker's own event, beyond the predicted time.
 PREDICTED_TTL_S = 5.0
-# Decode workers tell nobody what their pages hold after a sequence: a guess of how long it is there.
+# Decode workers do not report the blocks that they keep after a sequence: how long they are predicted there.
 DECODE_HELD_S = 60.0
-# Sequences whose length nobody knows are taken to have this many tokens.
+# The expected length of an answer is at most this.
 EXPECTED_OUTPUT_TOKENS = 256
 
 
@@ -45,18 +45,18 @@ class PlacementQuery(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Assignment:
-    """A request's workers, and its memory of what was expected of them."""
+    """A request's workers, and what the decision predicted of them."""
 
     workers: WorkerPair
     decision: PlacementDecision
-    _ask: PlacementQuery
+    _query: PlacementQuery
     _chosen_s: float
     _fleet: RouterFleet
 
     def note_begun(self) -> None:
-        """The attempt begins. To be called in the iteration of the event loop in which the workers were
-        chosen: the next placement has to know of it before the workers' reports do."""
-        fleet, ask, cost = self._fleet, self._ask, self.decision.cost
+        """Predict the prompt's blocks on the worker that computes it. To be called in the iteration of the
+        event loop in which the workers were chosen: the next placement needs it before any report comes."""
+        fleet, query, cost = self._fleet, self._query, self.decision.cost
         prefill = self.workers.prefill
         if prefill is not None and self.decision.cold:
             fleet.spread.placed(prefill.key)
@@ -64,25 +64,25 @@ class Assignment:
         predicted_s = (cost.queue_ms + cost.prefill_ms + cost.load_ms) / 1e3
         fleet.index.predict(
             computes.key,
-            ask.hashes,
-            tenant=ask.tenant,
+            query.hashes,
+            tenant=query.tenant,
             now_s=self._chosen_s,
             ttl_s=PREDICTED_TTL_S + 2 * predicted_s,
         )
 
     def observe(self, batch: TokenBatch) -> None:
-        """Tokens came: their times correct the models of the workers."""
+        """Correct the models of the workers by the times of these tokens."""
         prefill, book = self.workers.prefill, self._fleet.book
         if batch.prefill_ms is not None and prefill is not None:
             cached = {item.tier: item.tokens for item in batch.cached or ()}
-            leg = self._prefill_leg()
+            predicted = self.decision.chosen[0]
             book.observe_prefill(
                 prefill.key,
-                ahead_tokens=leg.ahead_tokens,
-                ahead_requests=leg.ahead_requests,
-                longer_tokens=leg.longer_tokens,
-                uncached_tokens=max(self._ask.prompt_tokens - sum(cached.values()), 1),
-                prompt_tokens=self._ask.prompt_tokens,
+                ahead_tokens=predicted.ahead_tokens,
+                ahead_requests=predicted.ahead_requests,
+                longer_tokens=predicted.longer_tokens,
+                uncached_tokens=max(self._query.prompt_tokens - sum(cached.values()), 1),
+                prompt_tokens=self._query.prompt_tokens,
                 dram_tokens=cached.get(common_pb2.CACHE_TIER_DRAM, 0),
                 nvme_tokens=cached.get(common_pb2.CACHE_TIER_NVME, 0)
                 + cached.get(common_pb2.CACHE_TIER_POOL, 0),
@@ -96,25 +96,19 @@ class Assignment:
                 transfer_ms=batch.stats.transfer_ms,
             )
 
-    def _prefill_leg(self) -> WorkerCandidate:
-        for leg in self.decision.legs:
-            if leg.instance == self.decision.prefill:
-                return leg
-        raise Internal(f"prefill worker {self.decision.prefill} was chosen and not weighed")
-
 
 class Dispatcher:
-    """Decides by what the fleet's books and the prefix index say."""
+    """Places requests by the loads of the fleet and by the prefix index."""
 
     def __init__(self, fleet: RouterFleet, *, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._clock = clock
 
-    def choose(self, ask: PlacementQuery) -> Assignment:
+    def choose(self, query: PlacementQuery) -> Assignment:
         """Workers for one attempt; `note_begun` is to follow. Raises Unavailable."""
         now_s = self._clock()
-        fleet = self._fleet.loads(ask.fingerprint, without=ask.without)
-        decision = place(self._request(ask, now_s), fleet)
+        fleet = self._fleet.loads(query.fingerprint, without=query.without)
+        decision = place(self.request(query, now_s), fleet)
         prefill = self._link(Role.PREFILL, decision.prefill)
         decode = self._fleet.find(Role.DECODE, decision.decode)
         kvstore = self._link(Role.KVSTORE, decision.kvstore)
@@ -129,51 +123,52 @@ class Dispatcher:
             peer_endpoint=peer.worker.endpoint if peer is not None else "",
             uncached_tokens=decision.uncached_tokens,
         )
-        return Assignment(workers, decision, ask, now_s, self._fleet)
+        return Assignment(workers, decision, query, now_s, self._fleet)
 
     def ended(self, assignment: Assignment, hashes: Sequence[bytes], *, tenant: str) -> None:
-        """The sequence ran to its end: its decode worker holds the KV of these blocks for a while."""
+        """Predict the blocks of a finished sequence on its decode worker for a while."""
         self._fleet.index.predict(
             assignment.workers.decode.key, hashes, tenant=tenant, now_s=self._clock(), ttl_s=DECODE_HELD_S
         )
 
-    def _request(self, ask: PlacementQuery, now_s: float) -> PlacementRequest:
-        block_tokens = ask.fingerprint.block_tokens
-        index, session, known_tokens = self._fleet.index, ask.session, ask.known_tokens
-        found = index.find(ask.hashes, tenant=ask.tenant, now_s=now_s)
-        prefill_held: dict[str, int] = {}
-        told: dict[str, int] = {}
+    def request(self, query: PlacementQuery, now_s: float) -> PlacementRequest:
+        """What placement needs to know of a request: the query, and who holds how much of its prompt."""
+        block_tokens = query.fingerprint.block_tokens
+        index, session, known_tokens = self._fleet.index, query.session, query.known_tokens
+        found = index.find(query.hashes, tenant=query.tenant, now_s=now_s)
+        expected: dict[str, int] = {}
+        confirmed: dict[str, int] = {}
         for link in self._fleet.links_of(Role.PREFILL):
-            instance = link.worker.instance
-            prefill_held[instance] = found.blocks(link.key) * block_tokens
-            if index.knows(link.key):
-                told[instance] = found.blocks(link.key, tier=common_pb2.CACHE_TIER_WORKER) * block_tokens
+            instance, key = link.worker.instance, link.key
+            expected[instance] = found.blocks(key) * block_tokens
+            if index.knows(key):
+                confirmed[instance] = found.blocks(key, tier=common_pb2.CACHE_TIER_WORKER) * block_tokens
             elif instance == session.prefill:
-                # The session's record stands in for a worker that has not told what it holds.
-                prefill_held[instance] = max(prefill_held[instance], known_tokens)
-        decode_held: dict[str, int] = {}
+                # The session's record stands in for the reports of a worker that has sent none.
+                expected[instance] = max(expected[instance], known_tokens)
+        decode_expected: dict[str, int] = {}
         for link in self._fleet.links_of(Role.DECODE):
             instance = link.worker.instance
-            decode_held[instance] = found.blocks(link.key) * block_tokens
+            decode_expected[instance] = found.blocks(link.key) * block_tokens
             if instance == session.decode and not index.knows(link.key):
-                decode_held[instance] = max(decode_held[instance], known_tokens)
+                decode_expected[instance] = max(decode_expected[instance], known_tokens)
         return PlacementRequest(
-            prompt_tokens=ask.prompt_tokens,
-            seed=ask.seed,
-            fingerprint=ask.fingerprint.digest.hex(),
-            output_tokens=max(1, min(ask.max_output_tokens, EXPECTED_OUTPUT_TOKENS)),
-            prefill_held=prefill_held,
-            prefill_told=told,
-            prefill_lent=told,
-            decode_held=decode_held,
-            store_held=self._held_in_stores(ask, found),
-            content_key=ask.hashes[0] if ask.hashes else b"",
-            pinned_prefill=ask.pinned_prefill,
-            may_skip_prefill=ask.may_skip_prefill,
+            prompt_tokens=query.prompt_tokens,
+            seed=query.seed,
+            fingerprint=query.fingerprint.digest.hex(),
+            output_tokens=max(1, min(query.max_output_tokens, EXPECTED_OUTPUT_TOKENS)),
+            prefill_expected_tokens=expected,
+            prefill_confirmed_tokens=confirmed,
+            prefill_lendable_tokens=confirmed,
+            decode_expected_tokens=decode_expected,
+            store_held=self._held_in_stores(query, found),
+            content_key=query.hashes[0] if query.hashes else b"",
+            pinned_prefill=query.pinned_prefill,
+            may_skip_prefill=query.may_skip_prefill,
         )
 
-    def _held_in_stores(self, ask: PlacementQuery, found: PrefixMatch) -> dict[str, HeldTokens]:
-        block_tokens, index = ask.fingerprint.block_tokens, self._fleet.index
+    def _held_in_stores(self, query: PlacementQuery, found: PrefixMatch) -> dict[str, HeldTokens]:
+        block_tokens, index = query.fingerprint.block_tokens, self._fleet.index
         held: dict[str, HeldTokens] = {}
         for link in self._fleet.links_of(Role.KVSTORE):
             instance = link.worker.instance
@@ -181,7 +176,7 @@ class Dispatcher:
                 in_memory = found.blocks(link.key, tier=common_pb2.CACHE_TIER_DRAM)
                 held[instance] = HeldTokens(found.blocks(link.key) * block_tokens, in_memory * block_tokens)
             else:
-                tokens = ask.known_tokens if instance == ask.session.kvstore else 0
+                tokens = query.known_tokens if instance == query.session.kvstore else 0
                 held[instance] = HeldTokens(tokens, tokens)
         return held
 

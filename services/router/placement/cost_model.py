@@ -1,16 +1,16 @@
-"""How long things take on a worker, learnt from what workers report. Pure.
+"""How long prefill, decode steps and reads of KV take on a worker, fitted to its reports. Pure.
 
-A duration is a sum of known quantities times unknown rates, duration_ms = sum(rate_j * quantity_j). The
-rates are fitted as reports come, by least squares on *relative* errors:
+A duration is a sum of known quantities times unknown rates, duration_ms = sum(rate_j * quantity_j). Each
+report fits the rates again, by least squares on *relative* errors:
 
     minimise  sum_i m^age_i * ((y_i - rate . x_i) / max(y_i, rate . x_i))^2
             + prior_weight * sum_j ((rate_j - prior_j) / prior_j)^2       with  0 <= low_j <= rate_j <= high_j
 
-So one report more than twice too slow counts as one bad report and not as a hundred; what is seldom
-seen (a tier, a long prompt) stays near its prior; predictions never fall when a quantity rises; and no
-series of reports, however wrong, leads outside of the bounds. Old reports fade with `m`.
-The normal equations have at most seven unknowns; each report costs a few sweeps of coordinate
-descent, fewer once the rates stand.
+So a report that is a hundred times too slow counts as one bad report and not as a hundred. The rate of a
+rare quantity (a tier, a long prompt) stays near its prior. Predictions never fall when a quantity rises, and
+no series of reports, however wrong, leads outside of the bounds. Old reports fade with `m`.
+The normal equations have at most seven unknowns; each report costs a few sweeps of coordinate descent, fewer
+once the rates are stable.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import msgspec
 
 MEMORY_REPORTS = 64  # a report this old weighs 1/e
 PRIOR_WEIGHT = 0.5  # reports that a prior is worth
-ROLE_WEIGHT = 4.0  # reports of a worker that what all of its role have shown is worth
-# A rate is never believed to be this many times its prior, or its inverse.
+ROLE_WEIGHT = 4.0  # reports of a worker that the rates of its role are worth
+# A rate is at most this many times its prior, and at least its inverse times the prior.
 _MAX_OFF = 1e4
 _FLOOR_MS = 0.05
 _SWEEPS = 6
-# A sweep that moves no rate by more than this share is the last: the next report brings the next one.
+# A sweep that moves no rate by more than this share is the last: the next report continues.
 _CONVERGED = 0.01
 
 
@@ -44,14 +44,14 @@ class RateFit:
         self.lean(prior, PRIOR_WEIGHT)
         self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
         self._keep = 1.0 - 1.0 / memory_reports
-        # The normal equations of the quantities seen so far: most workers show few, and the rates of the
-        # others stay at their priors.
+        # The normal equations of the quantities in any report so far; the rates of the others stay at their
+        # priors.
         self._seen: list[int] = []
         self._a: list[list[float]] = []
         self._b: list[float] = []
 
     def lean(self, prior: Sequence[float], weight: float) -> None:
-        """From now on these rates are the prior, worth `weight` reports. The bounds stay."""
+        """Make these rates the prior, worth `weight` reports. The bounds stay."""
         leaned = (weight, *prior)
         if leaned == self._leaned:
             return
@@ -64,7 +64,7 @@ class RateFit:
         return sum([rate * x for rate, x in zip(self.rates, quantities, strict=True)])
 
     def observe(self, quantities: Sequence[float], duration_ms: float) -> None:
-        """Take in a report. Anything that is no duration (negative, infinite, nan) is ignored."""
+        """Add a report. A value that is no duration (negative, infinite, nan) is ignored."""
         if not 0.0 <= duration_ms < 1e9 or not any(quantities):
             return
         unseen: list[int] = []
@@ -85,8 +85,8 @@ class RateFit:
         self._solve()
 
     def fade(self, kept: float) -> None:
-        """What was reported so far weighs `kept` of what it did, unless a report came since the last call:
-        the rates go back towards the prior."""
+        """Multiply the weight of all reports by `kept`, unless one was added since the last call: the rates
+        return towards the prior."""
         if self.reports == self._reports_at_fade:
             self._a = [[a * kept for a in row] for row in self._a]
             self._b = [b * kept for b in self._b]
@@ -138,12 +138,15 @@ class PrefillModel(msgspec.Struct, frozen=True, gc=False):
 
     def compute_ms(self, uncached_tokens: int, prompt_tokens: int) -> float:
         """Computing the last `uncached_tokens` of a prompt."""
-        pairs = attention_pairs(uncached_tokens, prompt_tokens)
+        return self.compute_pairs_ms(uncached_tokens, attention_pairs(uncached_tokens, prompt_tokens))
+
+    def compute_pairs_ms(self, uncached_tokens: int, pairs: float) -> float:
+        """`compute_ms` with the `attention_pairs` of these tokens."""
         return self.request_ms + self.token_ms * uncached_tokens + self.attention_ms * pairs
 
     def queue_ms(self, tokens: int, requests: int, longer_tokens: int = 0) -> float:
-        """Computing what goes before: so many tokens of so many requests. `longer_tokens`: of prompts that
-        need more, which may get a share of the time all the same."""
+        """Computing the prompts that are served first. `longer_tokens`: of prompts that need more, which may
+        get a share of the time all the same."""
         return self.request_ms * requests + self.token_ms * tokens + self.longer_token_ms * longer_tokens
 
     def load_ms(self, dram_tokens: int, nvme_tokens: int, peer_tokens: int = 0) -> float:
@@ -184,7 +187,7 @@ class PrefillFit:
 
     def __init__(self, prior: PrefillModel | None = None) -> None:
         p = prior or PrefillModel()
-        self._model: PrefillModel | None = None  # made when asked for after a report: each placement asks
+        self._model: PrefillModel | None = None  # made at the first use after a report
         self._fit = RateFit(
             (
                 p.request_ms,
@@ -199,12 +202,12 @@ class PrefillFit:
 
     @property
     def reports(self) -> int:
-        """Observations taken in."""
+        """The number of reports."""
         return self._fit.reports
 
     @property
     def model(self) -> PrefillModel:
-        """As known now."""
+        """The current rates."""
         if self._model is None:
             self._model = PrefillModel(*self._fit.rates)
         return self._model
@@ -222,7 +225,7 @@ class PrefillFit:
         peer_tokens: int = 0,
         longer_tokens: int = 0,
     ) -> None:
-        """One request: what was to go before it, what it computed and loaded, and how long all took."""
+        """Add a request: the prompts served first, the tokens computed and loaded, and the time of it all."""
         quantities = (
             1.0 + ahead_requests,
             float(ahead_tokens + uncached_tokens),
@@ -236,7 +239,7 @@ class PrefillFit:
         self._model = None
 
     def lean_on(self, role: PrefillFit) -> None:
-        """What the role has shown by now is this worker's prior."""
+        """Make the rates of the role this worker's prior."""
         self._fit.lean(role._fit.rates, ROLE_WEIGHT)
 
     def fade(self, kept: float) -> None:
@@ -256,30 +259,30 @@ class DecodeFit:
 
     @property
     def reports(self) -> int:
-        """Observations taken in."""
+        """The number of reports."""
         return self._step.reports + self._pull.reports
 
     @property
     def model(self) -> DecodeModel:
-        """As known now."""
+        """The current rates."""
         if self._model is None:
             self._model = DecodeModel(*self._step.rates, *self._pull.rates)
         return self._model
 
     def observe_step(self, *, sequences: int, context_tokens: int, step_ms: float) -> None:
-        """A recent step time and the batch it was of."""
+        """Add a step time and its batch."""
         if sequences:
             self._model = None
             self._step.observe((1.0, float(sequences), context_tokens * 1e-3), step_ms)
 
     def observe_pull(self, *, n_bytes: int, transfer_ms: float) -> None:
-        """One handoff."""
+        """Add the transfer of a handoff."""
         if n_bytes:
             self._model = None
             self._pull.observe((1.0, n_bytes / (1 << 20)), transfer_ms)
 
     def lean_on(self, role: DecodeFit) -> None:
-        """What the role has shown by now is this worker's prior."""
+        """Make the rates of the role this worker's prior."""
         self._step.lean(role._step.rates, ROLE_WEIGHT)
         self._pull.lean(role._pull.rates, ROLE_WEIGHT)
 

@@ -1,7 +1,7 @@
-"""What placement decided and why, as JSON. Pure.
+"""A placement and the reasons for it, as JSON. Pure.
 
-The fields are those of `placement_types`. Used by `slipstream route`, by traces and by the debug header; what
-`slipstream route` reads is in `placement_input.py`.
+The fields are those of `types.py`. `slipstream route`, traces and the debug header show them. `fleet_json.py`
+reads the input of `slipstream route`.
 """
 
 from __future__ import annotations
@@ -13,32 +13,39 @@ from msgspec.structs import asdict, fields
 
 from services.router.placement.types import Cost, PlacementDecision, WorkerCandidate
 
-# A client that sends DEBUG_HEADER "1" is told the placement under PLACEMENT_HEADER: a header of the HTTP
-# answer, a trailer of the gRPC one.
+# A client that sends DEBUG_HEADER "1" gets the placement under PLACEMENT_HEADER: a header of the HTTP answer,
+# a trailer of the gRPC one.
 DEBUG_HEADER = "x-slipstream-debug"
 PLACEMENT_HEADER = "x-slipstream-placement"
 
-# A header or trailer has room for no more; the cheapest candidates are the ones of interest.
+# The bound of a header. The cheapest candidates are listed first, and of these no more than fit.
 HEADER_BYTES = 4 << 10
 _HEADER_CANDIDATES = 8
 
 
 def explanation(decision: PlacementDecision) -> dict[str, Any]:
-    """All of a decision: the choice, its terms, and every candidate with its terms."""
-    said = {
-        f.name: getattr(decision, f.name) for f in fields(PlacementDecision) if f.name not in ("cost", "legs")
+    """All of a decision: the choice, its reasons and terms, and every candidate with its terms."""
+    shown = {
+        field.name: getattr(decision, field.name)
+        for field in fields(PlacementDecision)
+        if field.name not in ("cost", "reasons", "chosen", "candidates")
     }
-    candidates = [_candidate(leg) for leg in decision.legs]
-    return {**said, "cost": _terms(decision.cost), "candidates": candidates}
+    return {
+        **shown,
+        "cost": _terms(decision.cost),
+        "reasons": [asdict(reason) for reason in decision.reasons],
+        "candidates": [_candidate(candidate) for candidate in decision.candidates],
+    }
 
 
 def header_text(decision: PlacementDecision) -> str:
     """An explanation for a header: ASCII, one line, bounded; the cheapest candidates of each part."""
-    said = explanation(decision)
-    candidates = sorted(said["candidates"], key=lambda c: (bool(c["refused"]), c["cost"]["total_ms"]))
+    shown = explanation(decision)
+    del shown["reasons"]  # in words in "reason"
+    candidates = sorted(shown["candidates"], key=lambda c: (bool(c["refused"]), c["cost"]["total_ms"]))
     for count in range(_HEADER_CANDIDATES, -1, -1):
-        said["candidates"] = candidates[:count]
-        text = json.dumps(said, separators=(",", ":"))
+        shown["candidates"] = candidates[:count]
+        text = json.dumps(shown, separators=(",", ":"))
         if len(text) <= HEADER_BYTES:
             return text
     return json.dumps({"prefill": decision.prefill, "decode": decision.decode})
@@ -61,13 +68,12 @@ def span_attributes(decision: PlacementDecision) -> dict[str, str | float | int 
     }
 
 
-def _candidate(leg: WorkerCandidate) -> dict[str, Any]:
-    row = asdict(leg)
-    row["cost"] = _terms(leg.cost)
+def _candidate(candidate: WorkerCandidate) -> dict[str, Any]:
+    row = {name: value for name, value in asdict(candidate).items() if not name.endswith("_ms")}
+    row["cost"] = _terms(candidate.cost)
     row["transport"], row["region"] = row.pop("group")
     return row
 
 
 def _terms(cost: Cost) -> dict[str, float]:
-    terms = {f.name: round(getattr(cost, f.name), 3) for f in fields(Cost)}
-    return {**terms, "total_ms": round(cost.total_ms, 3)}
+    return {name: round(value, 3) for name, value in asdict(cost).items()}

@@ -1,6 +1,6 @@
-"""A fleet and a request to weigh, from JSON: the fields of `placement_types`. Others have defaults.
+"""A fleet and a request for placement, from JSON: the fields of `types.py`, with the same defaults. Pure.
 
-Files are written by hand: every value is looked at, and what is wrong is named by its path. Pure.
+People write these files: every value is checked, and an error names the path of the wrong one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def request_from_json(document: Any) -> PlacementRequest:
 
 
 def _record(kind: type[T], document: Any, path: str, **readers: Read) -> T:
-    """A record by its fields' types, or by the reader that is named for one."""
+    """A record, read by the types of its fields; `readers` are for fields with a bound of their own."""
     if not isinstance(document, Mapping):
         raise InvalidArgument(path, "must be an object")
     known = {field.name: field for field in msgspec.structs.fields(kind)}
@@ -150,8 +150,8 @@ def _optional(read: Read) -> Read:
 
 
 def _check_names(rows: tuple[Any, ...], path: str) -> None:
-    """Who is named twice would be two workers, and what the request says of one would hold for both. To
-    placement no name is nobody."""
+    """Refuse equal names, for which the maps of a request would count twice, and empty ones, which stand for
+    no worker in a decision."""
     seen: set[str] = set()
     for index, row in enumerate(rows):
         if not row.instance:

@@ -1,65 +1,57 @@
-"""When a prompt's turn comes on a prefill worker, and whose turn it puts off. Pure.
+"""How long a prompt waits on a prefill worker, and which queued prompts it delays. Pure.
 
-A worker computes those of its prompts first that need least (libs/common/prefill_order.py). So of two prompts
-the shorter delays the longer, whichever came first: a new prompt waits for those that need no more than it
-does, and each of the others waits for it. A delay counts by what the delayed one needs itself: to one that
-needs ten times as much as the new one, the new one is a tenth of a delay. A prompt more in a queue only
-ever adds to the two. How much the longer ones delay the new one all the same is learnt
+A worker computes the prompts that need least first (libs/common/prefill_order.py). Of two prompts the shorter
+one therefore delays the longer one, whichever came first: a new prompt waits for those that need no more than
+it does, and each of the others waits for it. A delay is weighted by what the delayed prompt needs: to one
+that needs ten times as much, the new prompt is a tenth of a delay. One more queued prompt only ever adds to
+wait and delays. How much longer prompts delay a shorter one all the same is fitted
 (`PrefillModel.longer_token_ms`): about nothing, or all of it on a worker that computes in order.
+
+Of requests of other routers only the sums are known, from the worker's report. They count as equal to each
+other; tokens of no known number of requests count as served first.
 """
 
 from __future__ import annotations
 
-import msgspec
-
-from libs.common.prefill_order import goes_before
 from services.router.placement.types import PrefillWorker
 
-
-class QueueDelay(msgspec.Struct, frozen=True, gc=False):
-    """A prompt waits for `ahead_tokens` of `ahead_requests`; others, which need `behind_tokens`, wait for it,
-    and that counts as much as `delays` requests of its own size would. Of those of which only sums are known
-    `behind_tokens` are what they need beyond its own size each."""
-
-    ahead_tokens: int
-    ahead_requests: int
-    behind_tokens: int
-    delays: float
+# (tokens ahead, requests ahead, tokens of longer prompts, delays, load): see `queue_delay`.
+QueueDelay = tuple[int, int, int, float, int]
 
 
-def turn_of(uncached_tokens: int, worker: PrefillWorker) -> QueueDelay:
-    """The place of a prompt that needs so many tokens."""
-    tokens = requests = behind_tokens = 0
+def queue_delay(worker: PrefillWorker, uncached_tokens: int, prompt_tokens: int) -> QueueDelay:
+    """The delay for a prompt of which `uncached_tokens` are to be computed on the worker.
+
+    The prompt waits for the tokens and requests ahead. The longer prompts wait for it, and their delays weigh
+    as much as `delays` requests of its own size. Of other routers' requests only the tokens beyond that size
+    each count as longer ones. The load is what bounded load compares: no queued prompt counts for more than
+    the new one, which may overtake it.
+    """
+    ahead_tokens = ahead_requests = longer_tokens = load_tokens = 0
     delays = 0.0
-    for theirs in worker.queue:
-        if goes_before(theirs, uncached_tokens):
-            tokens, requests = tokens + theirs, requests + 1
-        else:
-            behind_tokens += theirs
-            delays += uncached_tokens / theirs
-    other_tokens, others = _others(worker, tokens + behind_tokens)
-    if others and not goes_before(other_tokens, uncached_tokens * others):
-        # What each of them needs is not known: one that needs more must not make the worker more attractive.
-        # Their delays count in full, so of their tokens only those beyond: one more, however short, adds.
-        behind_tokens, delays = behind_tokens + other_tokens - uncached_tokens * others, delays + others
-    else:
-        tokens, requests = tokens + other_tokens, requests + others
-    return QueueDelay(tokens, requests, behind_tokens, delays)
-
-
-def load_of(prompt_tokens: int, worker: PrefillWorker) -> int:
-    """The load that bounded load goes by: no prompt there counts for more than this one, which may
-    overtake it."""
-    own = known = 0
     for tokens in worker.queue:
-        known += tokens
-        own += tokens if tokens < prompt_tokens else prompt_tokens
-    other_tokens, others = _others(worker, known)
-    return own + (min(other_tokens, prompt_tokens * others) if others else other_tokens)
-
-
-def _others(worker: PrefillWorker, known_tokens: int) -> tuple[int, int]:
-    """Tokens and number of the requests of which only the sums are known, which are taken to be equal.
-    Tokens of no known number of requests are taken to go first. `known_tokens`: of the queue."""
-    tokens, requests = worker.queued_tokens - known_tokens, worker.queued_requests - len(worker.queue)
-    return tokens if tokens > 0 else 0, requests if requests > 0 else 0
+        if tokens <= uncached_tokens:  # as libs.common.prefill_order.goes_before
+            ahead_tokens += tokens
+            ahead_requests += 1
+        else:
+            longer_tokens += tokens
+            delays += uncached_tokens / tokens
+            load_tokens += tokens if tokens < prompt_tokens else prompt_tokens
+    load_tokens += ahead_tokens
+    other_tokens = worker.queued_tokens - ahead_tokens - longer_tokens
+    if other_tokens < 0:
+        other_tokens = 0
+    other_requests = worker.queued_requests - len(worker.queue)
+    if other_requests <= 0:
+        return ahead_tokens + other_tokens, ahead_requests, longer_tokens, delays, load_tokens + other_tokens
+    most_tokens, needed_tokens = prompt_tokens * other_requests, uncached_tokens * other_requests
+    load_tokens += other_tokens if other_tokens < most_tokens else most_tokens
+    if other_tokens <= needed_tokens:
+        ahead_tokens += other_tokens
+        ahead_requests += other_requests
+    else:
+        # Each of them may need more than is known: one that needs more must not make the worker cheaper.
+        # So their delays count in full, and only what they need beyond this prompt is longer.
+        longer_tokens += other_tokens - needed_tokens
+        delays += other_requests
+    return ahead_tokens, ahead_requests, longer_tokens, delays, load_tokens

@@ -1,24 +1,24 @@
-"""Whose turn it is to get a request that nobody holds anything of. Pure."""
+"""Round robin of cold requests, of which no worker holds KV, over prefill workers. Pure."""
 
 from __future__ import annotations
 
 
 class ColdRoundRobin:
-    """Numbers the cold requests; a worker's turn is the number of the last one it got, 0 = none."""
+    """Numbers the cold requests. A worker's turn is the number of its last one, 0 = none."""
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
         self._count = 0
 
     def turn(self, worker: str) -> int:
-        """When the worker last got one."""
+        """The number of the worker's last cold request."""
         return self._turns.get(worker, 0)
 
     def placed(self, worker: str) -> None:
-        """The worker gets one now."""
+        """Give the worker the next number."""
         self._count += 1
         self._turns[worker] = self._count
 
     def forget(self, worker: str) -> None:
-        """The worker is gone. Idempotent."""
+        """Drop a departed worker. Idempotent."""
         self._turns.pop(worker, None)

@@ -1,7 +1,7 @@
-"""What placement weighs and what it decides. Pure.
+"""The records that placement reads, and the decision that it returns. Pure.
 
-One request makes some two hundred of these records. `gc=False` keeps them out of garbage collection: no
-record refers to one that refers back.
+A decision makes some hundred of these records. `gc=False` keeps them out of garbage collection: no record
+refers to one that refers back.
 """
 
 from __future__ import annotations
@@ -12,43 +12,46 @@ import msgspec
 
 from services.router.placement.cost_model import DecodeModel, PrefillModel
 
+Group = tuple[str, str]  # transport, region: KV moves only between workers of one group
+
 
 class HeldTokens(msgspec.Struct, frozen=True, gc=False):
-    """The leading tokens of a prompt whose KV a kvstore holds: `dram_tokens` of them in memory."""
+    """How many leading tokens of a prompt have KV in a kvstore: `dram_tokens` of them in memory."""
 
     tokens: int = 0
     dram_tokens: int = 0
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
-    """What placement needs to know of a request.
+    """The properties of a request that decide where it runs.
 
-    The `held` maps give, by instance, how many leading tokens of the prompt have KV there. They may be
-    wrong, which costs time. `prefill_held` counts also what a worker is about to hold, `prefill_told` only
-    what it has said that it holds (workers that are not in it: all), and `prefill_lent` what of that can be
-    read there. `content_key` spreads what no kvstore holds yet, so that equal prompts meet.
+    The maps give, by instance, how many leading tokens of the prompt have KV there; an instance that is not
+    in a map has none. A wrong entry costs time and nothing else. `seed` breaks ties; `content_key` picks the
+    kvstore of a prompt that no kvstore holds yet, so that equal prompts share one.
     """
 
     prompt_tokens: int
     seed: int = 0
-    fingerprint: str = ""  # only workers of the same may run it
+    fingerprint: str = ""  # a worker runs the request only if its fingerprint is the same
     output_tokens: int = 256  # expected
-    prefill_held: Mapping[str, int] = msgspec.field(default_factory=dict)
-    prefill_told: Mapping[str, int] = msgspec.field(default_factory=dict)
-    prefill_lent: Mapping[str, int] = msgspec.field(default_factory=dict)
-    decode_held: Mapping[str, int] = msgspec.field(default_factory=dict)
+    # Reported by the worker, or predicted from the requests that were sent to it.
+    prefill_expected_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
+    # Reported by the worker. A worker that is not in it has all that is expected of it.
+    prefill_confirmed_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
+    # Readable by other prefill workers.
+    prefill_lendable_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
+    decode_expected_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
     store_held: Mapping[str, HeldTokens] = msgspec.field(default_factory=dict)
     content_key: bytes = b""
     pinned_prefill: str = ""
-    may_skip_prefill: bool = False  # the decode worker may compute the prompt
+    may_skip_prefill: bool = False  # a decode worker may compute the prompt itself
 
 
 class PrefillWorker(msgspec.Struct, frozen=True, gc=False):
-    """One prefill worker. `refused`: why it may not be used now ("" = it may).
+    """One prefill worker. `refused`: the reason why it gets no requests now, "" = it gets requests.
 
-    `queued_tokens` of `queued_requests` were sent to it, by any router, and are not computed yet. Of some of
-    these requests, this router's own, `queue` has the tokens one by one.
-    `known` is False while its reports are stale: then only this router's own counts are in them.
+    `queued_tokens` of `queued_requests` wait or run there, sent by any router. `queue` lists the tokens of
+    this router's own requests among them, one number a request.
     """
 
     instance: str
@@ -56,30 +59,25 @@ class PrefillWorker(msgspec.Struct, frozen=True, gc=False):
     transport: str = ""
     region: str = ""
     refused: str = ""
-    known: bool = True
     queued_tokens: int = 0
     queued_requests: int = 0
     queue: tuple[int, ...] = ()
-    cold_turn: int = 0  # when it last got a cold request, counted by this router; 0 = never
+    cold_turn: int = 0  # number of the last cold request that this router sent there; 0 = none
     model: PrefillModel = msgspec.field(default_factory=PrefillModel)
 
 
 class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
-    """One decode worker; see PrefillWorker. `context_tokens` are those of its `sequences`.
-
-    `queued_tokens`: prompts that it computes itself. `free_blocks`: pages free or evictable, None = unknown.
-    """
+    """One decode worker; see PrefillWorker. `sequences` run there, with `context_tokens` in all."""
 
     instance: str
     fingerprint: str = ""
     transport: str = ""
     region: str = ""
     refused: str = ""
-    known: bool = True
     context_tokens: int = 0
     sequences: int = 0
-    queued_tokens: int = 0
-    free_blocks: int | None = None
+    queued_tokens: int = 0  # of prompts that it computes itself
+    free_blocks: int | None = None  # pages that are free or can be evicted; None = unknown
     max_sequences: int = 0  # 0 = unknown
     block_tokens: int = 64
     block_bytes: int = 0  # 0 = unknown
@@ -88,7 +86,7 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class KvStore(msgspec.Struct, frozen=True, gc=False):
-    """One kvstore node."""
+    """One kvstore node. `refused`: as for a PrefillWorker."""
 
     instance: str
     transport: str = ""
@@ -97,7 +95,7 @@ class KvStore(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlacementFleet(msgspec.Struct, frozen=True, gc=False):
-    """The workers at one moment. `region_ms`: the way from this router to a region; 0 where not named."""
+    """All workers at one moment. `region_ms`: the round trip from this router by region; 0 if not named."""
 
     prefill: tuple[PrefillWorker, ...] = ()
     decode: tuple[DecodeWorker, ...] = ()
@@ -106,71 +104,92 @@ class PlacementFleet(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cost(msgspec.Struct, frozen=True, gc=False):
-    """Predicted milliseconds, term by term."""
+    """Predicted milliseconds, term by term, and their sum, by which candidates are compared."""
 
-    queue_ms: float = 0.0  # until what was sent before, and is served before, is computed
-    prefill_ms: float = 0.0  # computing what is not held
-    load_ms: float = 0.0  # restoring what a kvstore or another prefill worker holds
-    transfer_ms: float = 0.0  # KV from prefill to decode
-    decode_queue_ms: float = 0.0  # until there are pages and a place in the batch
-    step_ms: float = 0.0  # own time per token, weighted
-    others_ms: float = 0.0  # delay of others: of prompts that it goes before, of tokens in the batch
-    region_ms: float = 0.0  # the way to another region
-
-    @property
-    def total_ms(self) -> float:
-        """What is compared."""
-        return (
-            self.queue_ms
-            + self.prefill_ms
-            + self.load_ms
-            + self.transfer_ms
-            + self.decode_queue_ms
-            + self.step_ms
-            + self.others_ms
-            + self.region_ms
-        )
-
-    def plus(self, other: Cost) -> Cost:
-        """Term by term."""
-        return Cost(
-            self.queue_ms + other.queue_ms,
-            self.prefill_ms + other.prefill_ms,
-            self.load_ms + other.load_ms,
-            self.transfer_ms + other.transfer_ms,
-            self.decode_queue_ms + other.decode_queue_ms,
-            self.step_ms + other.step_ms,
-            self.others_ms + other.others_ms,
-            self.region_ms + other.region_ms,
-        )
+    queue_ms: float = 0.0  # computing the prompts that the worker serves first
+    prefill_ms: float = 0.0  # computing the tokens without KV
+    load_ms: float = 0.0  # reading KV from a kvstore or from another prefill worker
+    transfer_ms: float = 0.0  # moving KV from prefill to decode
+    decode_queue_ms: float = 0.0  # waiting for pages and for a place in the batch
+    step_ms: float = 0.0  # the request's own decode steps, weighted
+    others_ms: float = 0.0  # delay of other requests: queued prompts, and sequences of the batch
+    region_ms: float = 0.0  # the round trip to the region
+    total_ms: float = 0.0
 
 
-class WorkerCandidate(msgspec.Struct, frozen=True, gc=False):
-    """One way to run one part of the request: `part` is prefill, decode, or local (both on decode)."""
+class WorkerCandidate(msgspec.Struct, gc=False):
+    """One way to run one part of the request. `part`: prefill, decode, or local (both on a decode worker).
+
+    pricing.py makes a candidate, and selection.py may set `refused`; nothing changes it after that. The terms
+    of its cost are those of `Cost`; they are fields here because a record for each would cost 0.1 us.
+    """
 
     part: str
     instance: str
-    cost: Cost
-    held_tokens: int = 0  # on the worker itself
-    source: str = ""  # what `loaded_tokens` come from: a kvstore, or with `from_peer` a prefill worker
-    from_peer: bool = False
-    loaded_tokens: int = 0
-    ahead_tokens: int = 0  # to be computed there before it, of `ahead_requests`
+    group: Group
+    refused: str  # the reason why it may not be used, "" = it may
+    total_ms: float
+    held_tokens: int  # with KV on the worker itself
+    load_tokens: int  # in flight there, as bounded load counts them
+    others_ms: float
+    transfer_ms: float = 0.0
+    decode_queue_ms: float = 0.0
+    step_ms: float = 0.0
+    uncached_tokens: int = 0  # to compute; 0 for part "decode"
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    load_ms: float = 0.0
+    ahead_tokens: int = 0  # computed before this request, of `ahead_requests`
     ahead_requests: int = 0
-    longer_tokens: int = 0  # of prompts there that need more
-    uncached_tokens: int = 0  # to compute; 0 for a decode leg
-    load_tokens: int = 0  # in flight there
-    group: tuple[str, str] = ("", "")  # transport, region
+    longer_tokens: int = 0  # of queued prompts that need more than this one
     cold_turn: int = 0
-    refused: str = ""
+    loaded_tokens: int = 0
+    source: str = ""  # where `loaded_tokens` are read: a kvstore, or with `from_peer` a prefill worker
+    from_peer: bool = False
+
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens of the prompt that are not computed."""
+        return self.held_tokens + self.loaded_tokens
+
+    @property
+    def cost(self) -> Cost:
+        """The terms, without the way to the region."""
+        return Cost(
+            self.queue_ms,
+            self.prefill_ms,
+            self.load_ms,
+            self.transfer_ms,
+            self.decode_queue_ms,
+            self.step_ms,
+            self.others_ms,
+            0.0,
+            self.total_ms,
+        )
+
+
+class ChoiceReason(msgspec.Struct, frozen=True, gc=False):
+    """Why one part of the request runs where it runs. `rule` is one of explanation.py.
+
+    With rule "cost", `term` of `against` exceeds the same term of `chosen` by `difference_ms`, and no other
+    term differs more. `against` is the cheapest usable alternative, or a worker that holds more KV.
+    """
+
+    part: str  # prefill, decode, local or pair
+    chosen: str
+    rule: str
+    text: str
+    against: str = ""
+    term: str = ""  # a field of Cost
+    difference_ms: float = 0.0
 
 
 class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     """Where to run. `prefill` "": the decode worker computes the prompt itself.
 
-    `kvstore` is where KV comes from and new blocks go to; `peer`, a prefill worker, is to be read first.
-    `source` names the one that is expected to hold something of use, or says "worker" or "nothing".
-    `cached_tokens` need not be computed, as predicted.
+    `kvstore` is the node that KV is read from and new blocks are written to. `peer` is a prefill worker to
+    read from first. `source` names the one of the two that is expected to hold KV beyond the worker's own,
+    else it is "worker" or "nothing". `cached_tokens` are not computed, as predicted.
     """
 
     prefill: str
@@ -183,4 +202,8 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int = 0
     uncached_tokens: int = 0
     cost: Cost = msgspec.field(default_factory=Cost)
-    legs: tuple[WorkerCandidate, ...] = ()
+    reasons: tuple[ChoiceReason, ...] = ()
+    # The candidates that run the request: prefill and decode, or local alone.
+    chosen: tuple[WorkerCandidate, ...] = ()
+    # All prefill and decode workers, and decode workers that may compute the prompt as part "local".
+    candidates: tuple[WorkerCandidate, ...] = ()

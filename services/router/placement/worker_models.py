@@ -1,4 +1,4 @@
-"""What was learnt of each worker's speed, and of each role's for workers not yet known. Pure."""
+"""The fitted speed of each worker, and of each role for workers without reports. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from services.router.placement.cost_model import DecodeFit, DecodeModel, PrefillFit, PrefillModel
 
-# A new worker is taken to be like its role once the role is known this well.
+# A new worker has the rates of its role once the role has this many reports.
 _ROLE_REPORTS = 8
-# From then on the role learns from each so-manieth report.
+# From then on every fourth report updates the role.
 _ROLE_SHARE = 4
-# What is known of a worker that nothing is heard of counts for 1/e of what it did after so long.
+# After so long without a report the rates of a worker weigh 1/e.
 FADE_S = 30.0
 
-# Workers of which nothing is known yet.
+# The rates before any report.
 _ANY_PREFILL = PrefillModel()
 _ANY_DECODE = DecodeModel()
 
@@ -25,7 +25,7 @@ _Fit = TypeVar("_Fit", PrefillFit, DecodeFit)
 
 
 class WorkerModels:
-    """Fits by worker; the name of a worker is that of one run of it."""
+    """Fits by worker: each process of a worker has a name of its own."""
 
     def __init__(self) -> None:
         self._prefill: dict[str, PrefillFit] = {}
@@ -35,7 +35,7 @@ class WorkerModels:
         self._all_decode = DecodeFit()
 
     def prefill_model(self, worker: str, *, tokens_per_s: float = 0.0) -> PrefillModel:
-        """How fast the worker computes prompts. `tokens_per_s`: what it says itself, 0 = nothing."""
+        """How fast the worker computes prompts. `tokens_per_s`: the speed in its load report, 0 = none."""
         fit = self._prefill.get(worker)
         if fit is not None:
             return fit.model
@@ -64,16 +64,16 @@ class WorkerModels:
         peer_tokens: int = 0,
         longer_tokens: int = 0,
     ) -> None:
-        """A prompt got its first token; see PrefillFit."""
+        """Add the time of a first token; see PrefillFit."""
         fit = self._prefill.get(worker)
         if fit is None:
             fit = self._prefill[worker] = PrefillFit(self.prefill_model(worker))
         role_is_known = self._all_prefill.reports >= _ROLE_REPORTS
         if role_is_known:
-            # Reports are noisy: by its own alone each of equal workers would look different.
+            # Reports are noisy: fitted to its own reports alone, each of equal workers would look different.
             fit.lean_on(self._all_prefill)
         self._prefill_reports += 1
-        # What the role is like changes slowly.
+        # The rates of a role change slowly.
         role_too = not role_is_known or not self._prefill_reports % _ROLE_SHARE
         for each in (fit, self._all_prefill)[: 1 + role_too]:
             each.observe(
@@ -89,30 +89,31 @@ class WorkerModels:
             )
 
     def observe_step(self, worker: str, *, sequences: int, context_tokens: int, step_ms: float) -> None:
-        """A decode worker's report."""
+        """Add the step time in a decode worker's load report."""
         for fit in (self._decode_fit(worker), self._all_decode):
             fit.observe_step(sequences=sequences, context_tokens=context_tokens, step_ms=step_ms)
 
     def observe_pull(self, worker: str, *, n_bytes: int, transfer_ms: float) -> None:
-        """A sequence ended that had pulled its prompt's KV."""
+        """Add the transfer time of a sequence that ended."""
         for fit in (self._decode_fit(worker), self._all_decode):
             fit.observe_pull(n_bytes=n_bytes, transfer_ms=transfer_ms)
 
     def fade(self, elapsed_s: float) -> None:
-        """To be called every few seconds. A worker of which nothing was heard meanwhile is taken to be more
-        and more like its role: one that was slow, and is avoided for it, would never show that it is quick
-        again."""
+        """Move the rates of workers without new reports towards those of their role, every few seconds.
+
+        Without this, a worker that is avoided because it was slow could never show that it is fast again.
+        """
         kept = math.exp(-elapsed_s / FADE_S)
         _fade(self._prefill.values(), self._all_prefill, kept)
         _fade(self._decode.values(), self._all_decode, kept)
 
     def forget(self, worker: str) -> None:
-        """The worker is gone; what it taught about its role stays. Idempotent."""
+        """Drop a departed worker. Its reports still count for the role. Idempotent."""
         self._prefill.pop(worker, None)
         self._decode.pop(worker, None)
 
     def known(self) -> Mapping[str, PrefillModel | DecodeModel]:
-        """All models by worker, to look at."""
+        """All models by worker."""
         models: dict[str, PrefillModel | DecodeModel] = {w: f.model for w, f in self._prefill.items()}
         return models | {w: f.model for w, f in self._decode.items()}
 

@@ -73,16 +73,20 @@ class _Holder:
 class PrefixMatch:
     """Which holders have how much of one prompt. Valid until the index changes."""
 
-    __slots__ = ("_holders", "_now_s", "_path")
+    __slots__ = ("_holders", "_nodes", "_now_s")
 
     def __init__(self, path: ChainPath, holders: dict[str, _Holder], *, now_s: float) -> None:
-        self._path = path
         self._holders = holders
         self._now_s = now_s
+        # The claims on each node, and how many of its blocks belong to the prompt.
+        self._nodes = [
+            (node.confirmed, node.predicted, min(node.n_keys, path.n_blocks - node.first_block))
+            for node in path.nodes
+        ]
 
     def blocks(self, holder: str, *, tier: int | None = None) -> int:
         """How many leading blocks the holder has or will have; with `tier`, those it has in that tier."""
-        known = self._holders.get(holder) if self._path.nodes else None
+        known = self._holders.get(holder) if self._nodes else None
         if known is None:
             return 0
         tiers = known.view.tiers
@@ -92,16 +96,15 @@ class PrefixMatch:
 
     def _prefix(self, tiers: Iterable[ConfirmedBlocks], predicted: PredictedBlocks | None) -> int:
         n_held = 0
-        for node in self._path.nodes:
+        for confirmed, predictions, n_asked in self._nodes:
             bits = 0
             for claims in tiers:
-                if claims in node.confirmed:
-                    bits |= node.confirmed[claims]
-            if predicted is not None and predicted in node.predicted:
-                bits |= _predicted_bits(node.predicted[predicted], self._now_s)
+                if claims in confirmed:
+                    bits |= confirmed[claims]
+            if predicted in predictions and predicted is not None:
+                bits |= _predicted_bits(predictions[predicted], self._now_s)
             if not bits:
                 return n_held
-            n_asked = min(node.n_keys, self._path.n_blocks - node.first_block)
             n_blocks = leading_ones(bits)
             if n_blocks < n_asked:
                 return n_held + n_blocks

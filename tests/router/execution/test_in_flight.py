@@ -69,7 +69,11 @@ async def test_a_sibling_is_placed_by_the_predicted_blocks_of_a_running_prompt(
         decisions = [run.decision() for run in router.runs.running]
         first, second = (decision for decision in decisions if decision is not None)
         for decision, is_held in ((first, False), (second, True)):
-            held = {leg.instance: leg.held_tokens for leg in decision.legs if leg.part == "prefill"}
+            held = {
+                candidate.instance: candidate.held_tokens
+                for candidate in decision.candidates
+                if candidate.part == "prefill"
+            }
             assert (held[first.prefill] > 200) == is_held
             other = next(name for name in held if name != first.prefill)
             assert held[other] == 0
@@ -99,7 +103,9 @@ async def test_simultaneous_siblings_are_placed_by_predicted_blocks(
         for run in runs:
             decision = run.decision()
             assert decision is not None
-            held.append(max(leg.held_tokens for leg in decision.legs if leg.part == part))
+            held.append(
+                max(candidate.held_tokens for candidate in decision.candidates if candidate.part == part)
+            )
         assert held[0] == 0 and min(held[1:]) > 200
         await eventually(lambda: sum(len(decode.starts) for decode in cluster.decodes) == len(runs))
         for worker in cluster.engines:

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import fields, replace
 
 from services.router.placement.cost_model import DecodeModel, PrefillModel
-from services.router.placement.kv_source import best_source
-from services.router.placement.policy import LOAD_BOUND, LOCAL_MAX_TOKENS, place
-from services.router.placement.prefill_queue import load_of
+from services.router.placement.kv_source import find_sources
+from services.router.placement.policy import LOCAL_MAX_TOKENS, place
+from services.router.placement.prefill_queue import queue_delay
 from services.router.placement.round_robin import ColdRoundRobin
+from services.router.placement.selection import LOAD_BOUND
 from services.router.placement.types import (
     Cost,
     DecodeWorker,
@@ -41,7 +42,6 @@ def prefill_workers(draw: st.DrawFn, i: int) -> PrefillWorker:
         transport=transport,
         region=region,
         refused=draw(refusals),
-        known=draw(st.booleans()),
         queued_tokens=draw(counts),
         queued_requests=draw(st.integers(0, 20)),
         queue=tuple(draw(st.lists(st.integers(0, 50_000), max_size=3))),
@@ -93,10 +93,10 @@ def requests(draw: st.DrawFn) -> PlacementRequest:
         seed=draw(st.integers(0, 1 << 64)),
         fingerprint="A",
         output_tokens=draw(st.integers(1, 2000)),
-        prefill_held=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
-        prefill_told=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
-        prefill_lent=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
-        decode_held=draw(st.dictionaries(st.sampled_from(["d0", "d1", "gone"]), held)),
+        prefill_expected_tokens=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
+        prefill_confirmed_tokens=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
+        prefill_lendable_tokens=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
+        decode_expected_tokens=draw(st.dictionaries(st.sampled_from(["d0", "d1", "gone"]), held)),
         store_held={name: HeldTokens(max(a, b), min(a, b)) for name, (a, b) in stores.items()},
         content_key=draw(st.binary(max_size=4)),
         may_skip_prefill=draw(st.booleans()),
@@ -142,9 +142,9 @@ def test_only_eligible_and_compatible_workers_are_chosen(
         peer = next(p for p in fleet.prefill if p.instance == decision.peer)
         assert not peer.refused and peer.fingerprint == request.fingerprint
         assert (peer.transport, peer.region) == (decode.transport, decode.region)
-        there = request.prefill_held.get(decision.prefill, 0)
-        assert request.prefill_lent[decision.peer] > min(
-            there, request.prefill_told.get(decision.prefill, there)
+        there = request.prefill_expected_tokens.get(decision.prefill, 0)
+        assert request.prefill_lendable_tokens[decision.peer] > min(
+            there, request.prefill_confirmed_tokens.get(decision.prefill, there)
         )
         assert decision.source == decision.peer
     assert 1 <= decision.uncached_tokens <= request.prompt_tokens
@@ -179,12 +179,12 @@ def test_of_stores_that_hold_the_same_each_order_gives_the_same() -> None:
     stores = tuple(KvStore(name) for name in ("k0", "k1", "k2"))
     held = {name: HeldTokens(512, 512) for name in ("k0", "k1")}
     request = PlacementRequest(prompt_tokens=1024, seed=0, fingerprint="A", store_held=held)
-    chosen = {
-        best_source(
-            request, PlacementFleet(stores=order), group=("", ""), held=0, model=PrefillModel(token_ms=1.0)
-        ).instance
-        for order in itertools.permutations(stores)
-    }
+    chosen = set()
+    for order in itertools.permutations(stores):
+        sources = find_sources(request, PlacementFleet(stores=order))["", ""]
+        source, _, _ = sources.best_read(0, 1024.0, PrefillModel(token_ms=1.0))
+        assert source is not None
+        chosen.add(source.instance)
     assert len(chosen) == 1
     assert chosen <= held.keys()
 
@@ -225,8 +225,8 @@ def test_no_worker_gets_more_than_the_bound_allows(request: PlacementRequest, fl
     except Unavailable:
         return
     for name, workers, held_by in (
-        (decision.prefill, fleet.prefill, request.prefill_held),
-        (decision.decode, fleet.decode, request.decode_held),
+        (decision.prefill, fleet.prefill, request.prefill_expected_tokens),
+        (decision.decode, fleet.decode, request.decode_expected_tokens),
     ):
         if not name:
             continue
@@ -246,7 +246,7 @@ def test_no_worker_gets_more_than_the_bound_allows(request: PlacementRequest, fl
 def _load(worker: PrefillWorker | DecodeWorker, request: PlacementRequest) -> int:
     if isinstance(worker, DecodeWorker):
         return worker.context_tokens
-    return load_of(request.prompt_tokens, worker)
+    return queue_delay(worker, request.prompt_tokens, request.prompt_tokens)[4]
 
 
 @given(requests(), fleets())
@@ -258,13 +258,12 @@ def test_every_term_is_named_and_they_sum_to_what_is_compared(
         decision = place(request, fleet)
     except Unavailable:
         return
-    for cost in (decision.cost, *(leg.cost for leg in decision.legs)):
-        terms = [getattr(cost, f.name) for f in fields(Cost)]
+    for cost in (decision.cost, *(leg.cost for leg in decision.candidates)):
+        terms = [getattr(cost, f.name) for f in fields(Cost) if f.name != "total_ms"]
         assert all(term >= 0 for term in terms)
         assert cost.total_ms == pytest.approx(sum(terms))
     if decision.prefill:
-        legs = [leg for leg in decision.legs if leg.instance in (decision.prefill, decision.decode)]
-        parts = sum(leg.cost.total_ms for leg in legs if leg.part != "local")
+        parts = sum(candidate.total_ms for candidate in decision.chosen)
         assert decision.cost.total_ms - decision.cost.region_ms == pytest.approx(parts)
     assert decision.decode in decision.reason
 
@@ -279,7 +278,7 @@ def _idle(n: int) -> PlacementFleet:
 def test_an_idle_fleet_goes_back_to_where_the_kv_is(n: int, tokens: int, seed: int) -> None:
     fleet = replace(_idle(n), decode=tuple(DecodeWorker(f"d{i}", block_bytes=1 << 16) for i in range(n)))
     request = PlacementRequest(
-        tokens, seed, prefill_held={"p1": tokens // 2}, decode_held={"d1": tokens // 2}
+        tokens, seed, prefill_expected_tokens={"p1": tokens // 2}, decode_expected_tokens={"d1": tokens // 2}
     )
     decision = place(request, fleet)
     assert (decision.prefill, decision.decode, decision.source) == ("p1", "d1", "worker")
@@ -290,10 +289,12 @@ def test_affinity_yields_to_load() -> None:
         (PrefillWorker("p0", queued_tokens=100_000), PrefillWorker("p1")),
         (DecodeWorker("d0", context_tokens=100_000, sequences=10), DecodeWorker("d1")),
     )
-    request = PlacementRequest(1000, 1, prefill_held={"p0": 900}, decode_held={"d0": 900})
+    request = PlacementRequest(
+        1000, 1, prefill_expected_tokens={"p0": 900}, decode_expected_tokens={"d0": 900}
+    )
     decision = place(request, fleet)
     assert (decision.prefill, decision.decode) == ("p1", "d1")
-    assert "p0 holds 900 tokens but is busier" in decision.reason
+    assert "p0 holds 900 tokens but is refused: 100000 tokens in flight" in decision.reason
 
 
 def test_a_wrong_model_cannot_make_a_hot_spot() -> None:
@@ -313,7 +314,7 @@ def test_a_wrong_model_cannot_make_a_hot_spot() -> None:
 
 def test_a_stale_report_is_unknown_and_not_full() -> None:
     fleet = PlacementFleet(
-        (PrefillWorker("p0", known=False), PrefillWorker("p1", queued_tokens=5_000)), (DecodeWorker("d0"),)
+        (PrefillWorker("p0"), PrefillWorker("p1", queued_tokens=5_000)), (DecodeWorker("d0"),)
     )
     assert place(PlacementRequest(1000, 0), fleet).prefill == "p0"
 
@@ -327,7 +328,8 @@ def test_a_burst_of_siblings_is_spread_within_the_bound(n: int, sizes: list[int]
     for seed, size in enumerate(sizes):
         prefill = tuple(PrefillWorker(name, queued_tokens=load) for name, load in loads.items())
         chosen = place(
-            PlacementRequest(size, seed, prefill_held=held), PlacementFleet(prefill, (DecodeWorker("d0"),))
+            PlacementRequest(size, seed, prefill_expected_tokens=held),
+            PlacementFleet(prefill, (DecodeWorker("d0"),)),
         ).prefill
         loads[chosen] += size - held.get(chosen, 0)
         held[chosen] = 90
@@ -342,7 +344,8 @@ def test_siblings_of_one_burst_meet_while_that_is_cheaper() -> None:
     for seed in range(4):
         prefill = tuple(PrefillWorker(name, queued_tokens=load) for name, load in loads.items())
         decision = place(
-            PlacementRequest(10_100, seed, prefill_held=held), PlacementFleet(prefill, (DecodeWorker("d0"),))
+            PlacementRequest(10_100, seed, prefill_expected_tokens=held),
+            PlacementFleet(prefill, (DecodeWorker("d0"),)),
         )
         loads[decision.prefill] += decision.uncached_tokens
         held[decision.prefill] = 10_000  # what the router enters when it places
@@ -366,11 +369,13 @@ def test_a_short_prompt_is_computed_on_decode_when_prefill_is_far_behind() -> No
     busy = PlacementFleet(
         (PrefillWorker("p0", queued_tokens=50_000),), (DecodeWorker("d0"), DecodeWorker("d1", sequences=9))
     )
-    turn = PlacementRequest(8_000, 0, decode_held={"d0": 7_900, "d1": 7_900}, may_skip_prefill=True)
+    turn = PlacementRequest(
+        8_000, 0, decode_expected_tokens={"d0": 7_900, "d1": 7_900}, may_skip_prefill=True
+    )
     decision = place(turn, busy)
     assert (decision.prefill, decision.decode, decision.uncached_tokens) == ("", "d0", 100)
-    assert "on d0" in decision.reason
-    long = replace(turn, decode_held={"d0": 8_000 - LOCAL_MAX_TOKENS - 1})
+    assert "prefill wait is 25000.0 ms longer on p0 with d0" in decision.reason
+    long = replace(turn, decode_expected_tokens={"d0": 8_000 - LOCAL_MAX_TOKENS - 1})
     assert place(long, busy).prefill == "p0"
     assert place(replace(turn, may_skip_prefill=False), busy).prefill == "p0"
 
@@ -383,18 +388,7 @@ def test_a_region_that_holds_the_session_is_used_until_it_is_full() -> None:
             region_ms={"far": 100.0},
         )
 
-    held = PlacementRequest(10_000, 0, prefill_held={"there": 9_900})
+    held = PlacementRequest(10_000, 0, prefill_expected_tokens={"there": 9_900})
     assert place(held, fleet(0)).decode == "d-there"
     assert place(held, fleet(30_000)).decode == "d-here"
     assert place(PlacementRequest(10_000, 0), fleet(0)).decode == "d-here"
-
-
-def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:
-    with pytest.raises(Unavailable, match="no decode"):
-        place(PlacementRequest(1), PlacementFleet((PrefillWorker("p0"),)))
-    alone = PlacementFleet((), (DecodeWorker("d0"),))
-    with pytest.raises(Unavailable, match="no prefill"):
-        place(PlacementRequest(1), alone)
-    assert place(PlacementRequest(5_000, may_skip_prefill=True), alone).prefill == ""
-    with pytest.raises(Unavailable, match="p9"):
-        place(PlacementRequest(1, pinned_prefill="p9"), _idle(1))

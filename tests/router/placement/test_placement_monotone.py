@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.router.placement.candidates import prefill_leg
 from services.router.placement.policy import place
+from services.router.placement.pricing import price_prefill
 from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
 
 few = st.integers(0, 4_000)
@@ -48,7 +48,7 @@ def fleets(draw: st.DrawFn) -> PlacementFleet:
 def requests(draw: st.DrawFn) -> PlacementRequest:
     prompt = draw(st.integers(10, 8_000))
     held = st.dictionaries(st.sampled_from(["p0", "p1"]), st.integers(0, prompt), max_size=1)
-    return PlacementRequest(prompt, draw(st.integers(0, 99)), prefill_held=draw(held))
+    return PlacementRequest(prompt, draw(st.integers(0, 99)), prefill_expected_tokens=draw(held))
 
 
 @given(requests(), fleets(), st.data())
@@ -72,7 +72,7 @@ def test_a_prefill_worker_with_more_to_do_is_not_chosen_for_it(
     longer = replace(worker, queued_tokens=worker.queued_tokens + more)
     ahead = [tokens for tokens in worker.queue if tokens + more <= request.prompt_tokens]
     grown = [one_known, one_unknown, longer]
-    if ahead and not request.prefill_held:  # it goes before the new one, whatever is more of it
+    if ahead and not request.prefill_expected_tokens:  # it goes before the new one, whatever is more of it
         queue = tuple(tokens + more if tokens == ahead[0] else tokens for tokens in worker.queue)
         added = sum(queue) - sum(worker.queue)
         grown.append(replace(worker, queue=queue, queued_tokens=worker.queued_tokens + added))
@@ -91,12 +91,9 @@ def test_one_more_of_other_routers_never_makes_a_worker_cheaper(
     )
     busier = replace(worker, queued_tokens=worker.queued_tokens + more, queued_requests=queued_requests + 1)
     fuller = replace(worker, queued_tokens=worker.queued_tokens + more)
-    before, *after = (
-        prefill_leg(PlacementRequest(prompt), each, PlacementFleet((each,))).cost
-        for each in (worker, busier, fuller)
-    )
-    for cost in after:
-        assert cost.total_ms >= before.total_ms * (1 - 1e-9)
+    before, *after = price_prefill(PlacementRequest(prompt), (worker, busier, fuller), {})
+    for candidate in after:
+        assert candidate.total_ms >= before.total_ms * (1 - 1e-9)
 
 
 @given(requests(), fleets(), st.data())

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from services.router.placement.cost_model import PrefillModel
 from services.router.placement.policy import place
-from services.router.placement.prefill_queue import load_of
+from services.router.placement.prefill_queue import queue_delay
 from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
+from slipstream.errors import Unavailable
 
 QUICK = PrefillModel(token_ms=0.01)
 DECODE = (DecodeWorker("d0"),)
@@ -32,15 +33,21 @@ def test_the_bound_is_a_quarter_above_the_fair_share_of_those_that_may_be_used()
         PrefillWorker("p2", queued_tokens=10**6, fingerprint="another"),
     ):
         assert place(request, two(5_100, 2_000, other)).prefill == "p1"
-    assert place(replace(request, prefill_held={"p0": 100}), two(5_100, 2_000)).prefill == "p0"
+    assert place(replace(request, prefill_expected_tokens={"p0": 100}), two(5_100, 2_000)).prefill == "p0"
 
 
 def test_a_prompt_in_a_queue_weighs_no_more_than_the_one_that_may_overtake_it() -> None:
     long = PrefillWorker("p0", queued_tokens=100_000, queued_requests=1, queue=(100_000,))
-    assert (load_of(500, long), load_of(200_000, long)) == (500, 100_000)
     unknown = replace(long, queued_requests=3, queued_tokens=150_000)
-    assert (load_of(500, unknown), load_of(200_000, unknown)) == (1_500, 150_000)
-    assert load_of(500, replace(long, queued_requests=0, queue=())) == 100_000
+    unnumbered = replace(long, queued_requests=0, queue=())
+    for worker, prompt, load in (
+        (long, 500, 500),
+        (long, 200_000, 100_000),
+        (unknown, 500, 1_500),
+        (unknown, 200_000, 150_000),
+        (unnumbered, 500, 100_000),
+    ):
+        assert queue_delay(worker, prompt, prompt)[4] == load
 
 
 @pytest.mark.parametrize("held", [0, 400], ids=["cold", "held by all"])
@@ -49,7 +56,8 @@ def test_equals_are_drawn_by_seed(held: int) -> None:
         tuple(PrefillWorker(f"p{i}") for i in range(4)), tuple(DecodeWorker(f"d{i}") for i in range(4))
     )
     requests = [
-        PlacementRequest(500, seed, prefill_held={f"p{i}": held for i in range(4)}) for seed in range(400)
+        PlacementRequest(500, seed, prefill_expected_tokens={f"p{i}": held for i in range(4)})
+        for seed in range(400)
     ]
     for chosen in (
         Counter(place(request, fleet).prefill for request in requests),
@@ -63,7 +71,10 @@ def test_of_equals_the_one_that_holds_most_is_taken() -> None:
         (PrefillWorker("p0"),), tuple(DecodeWorker(f"d{i}", block_bytes=0) for i in range(4))
     )
     for seed in range(20):
-        assert place(PlacementRequest(500, seed, decode_held={"d1": 100, "d2": 200}), fleet).decode == "d2"
+        assert (
+            place(PlacementRequest(500, seed, decode_expected_tokens={"d1": 100, "d2": 200}), fleet).decode
+            == "d2"
+        )
 
 
 def test_a_cold_request_passes_over_a_turn_that_costs_a_tenth_more_but_not_one_that_costs_half() -> None:
@@ -92,14 +103,14 @@ def test_a_region_is_as_much_farther_as_its_way_takes() -> None:
 
 def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
     request = PlacementRequest(
-        1_000, prefill_held={"p0": 990}, decode_held={"d0": 900}, may_skip_prefill=True
+        1_000, prefill_expected_tokens={"p0": 990}, decode_expected_tokens={"d0": 900}, may_skip_prefill=True
     )
 
     def fleet(queued_tokens: int) -> PlacementFleet:
         model = PrefillModel(token_ms=1.0)
         return PlacementFleet((PrefillWorker("p0", queued_tokens=queued_tokens, model=model),), DECODE)
 
-    parts = {leg.part: leg.cost.total_ms for leg in place(request, fleet(0)).legs}
+    parts = {leg.part: leg.cost.total_ms for leg in place(request, fleet(0)).candidates}
     ahead_ms = parts["prefill"] + parts["decode"] - parts["local"]  # of the local way, with nothing queued
     at_margin = round(25 - ahead_ms)
     assert at_margin > 5
@@ -114,3 +125,14 @@ def test_a_pinned_worker_is_used_however_busy() -> None:
     )
     decision = place(PlacementRequest(10, pinned_prefill="p0", may_skip_prefill=True), fleet)
     assert (decision.prefill, "pinned" in decision.reason) == ("p0", True)
+
+
+def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:
+    with pytest.raises(Unavailable, match="no decode"):
+        place(PlacementRequest(1), PlacementFleet((PrefillWorker("p0"),)))
+    alone = PlacementFleet((), (DecodeWorker("d0"),))
+    with pytest.raises(Unavailable, match="no prefill"):
+        place(PlacementRequest(1), alone)
+    assert place(PlacementRequest(5_000, may_skip_prefill=True), alone).prefill == ""
+    with pytest.raises(Unavailable, match="p9"):
+        place(PlacementRequest(1, pinned_prefill="p9"), PlacementFleet((PrefillWorker("p0"),), DECODE))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.router.placement.cost_model import PrefillModel
-from services.router.placement.kv_source import best_source, lenders
+from services.router.placement.kv_source import KvSource, find_sources
 from services.router.placement.policy import place
-from services.router.placement.prefill_queue import QueueDelay, load_of, turn_of
+from services.router.placement.prefill_queue import queue_delay
 from services.router.placement.types import (
     DecodeWorker,
     HeldTokens,
@@ -35,9 +35,21 @@ def workers(draw: st.DrawFn) -> PrefillWorker:
 
 
 def delay_tokens(uncached: int, worker: PrefillWorker) -> float:
-    """What the prompt waits for and what waits for it."""
-    turn = turn_of(uncached, worker)
-    return turn.ahead_tokens + turn.delays * uncached
+    """The tokens that the prompt waits for, and those of its own that others wait for."""
+    ahead_tokens, _, _, delays, _ = queue_delay(worker, uncached, uncached)
+    return ahead_tokens + delays * uncached
+
+
+def best_read(
+    request: PlacementRequest, fleet: PlacementFleet, *, held: int, model: PrefillModel
+) -> tuple[KvSource | None, float]:
+    """The source of a worker of the group without names, and the time to read it and compute the rest."""
+    compute_ms = model.compute_ms(request.prompt_tokens - held, request.prompt_tokens)
+    sources = find_sources(request, fleet).get(("", ""))
+    if sources is None:
+        return None, compute_ms
+    source, load_ms, rest_ms = sources.best_read(held, compute_ms, model)
+    return source, load_ms + rest_ms
 
 
 @given(workers(), st.integers(1, 100_000), tokens)
@@ -53,28 +65,27 @@ def test_a_longer_queue_never_costs_less(worker: PrefillWorker, uncached: int, m
     ]
     for each in longer:
         assert delay_tokens(uncached, each) >= delay_tokens(uncached, worker) * (1 - 1e-9)
-        assert load_of(uncached, each) >= load_of(uncached, worker)
+        assert queue_delay(each, uncached, uncached)[4] >= queue_delay(worker, uncached, uncached)[4]
 
 
 @given(workers(), st.integers(1, 100_000), st.integers(0, 10_000))
 def test_a_longer_prompt_never_waits_less(worker: PrefillWorker, uncached: int, more: int) -> None:
-    before, after = turn_of(uncached, worker), turn_of(uncached + more, worker)
-    assert after.ahead_tokens >= before.ahead_tokens
-    assert after.behind_tokens <= before.behind_tokens
+    before, after = (queue_delay(worker, each, 200_000) for each in (uncached, uncached + more))
+    assert after[0] >= before[0]  # tokens ahead
+    assert after[2] <= before[2]  # tokens of longer prompts
 
 
 @given(st.lists(st.integers(1, 100_000)), st.integers(1, 100_000), st.integers(0, 50_000))
 def test_a_delay_counts_by_what_the_delayed_one_needs(queue: list[int], uncached: int, more: int) -> None:
-    turn = turn_of(
-        uncached,
-        PrefillWorker("p0", queued_tokens=sum(queue), queued_requests=len(queue), queue=tuple(queue)),
-    )
+    worker = PrefillWorker("p0", queued_tokens=sum(queue), queued_requests=len(queue), queue=tuple(queue))
+    ahead_tokens, _, longer_tokens, delays, _ = queue_delay(worker, uncached, uncached)
     longer = [tokens for tokens in queue if tokens > uncached]
-    assert 0.0 <= turn.delays <= len(longer)
-    assert (turn.ahead_tokens, turn.behind_tokens) == (sum(queue) - sum(longer), sum(longer))
+    assert 0.0 <= delays <= len(longer)
+    assert (ahead_tokens, longer_tokens) == (sum(queue) - sum(longer), sum(longer))
     further = [tokens + more if tokens > uncached else tokens for tokens in queue]
-    again = turn_of(uncached, PrefillWorker("p0", queued_requests=len(queue), queue=tuple(further)))
-    assert again.delays <= turn.delays and again.ahead_tokens == turn.ahead_tokens
+    again = PrefillWorker("p0", queued_requests=len(queue), queue=tuple(further))
+    tokens_then, _, _, delays_then, _ = queue_delay(again, uncached, uncached)
+    assert delays_then <= delays and tokens_then == ahead_tokens
 
 
 @given(
@@ -103,28 +114,26 @@ def test_a_source_saves_time_and_is_one_that_may_be_read(
     request = PlacementRequest(
         prompt,
         fingerprint="A",
-        prefill_lent=lent,
+        prefill_lendable_tokens=lent,
         store_held={"k0": HeldTokens(stored, draw(st.integers(0, stored)))},
     )
     held = draw(st.integers(0, prompt - 1))
-    able = lenders(request, fleet)
-    assert all(not w.refused and w.fingerprint == "A" for w in able)
-    source = best_source(request, fleet, group=("", ""), held=held, model=model, peers=able)
-    with_source_ms = source.load_ms + model.compute_ms(prompt - held - source.tokens, prompt)
-    assert with_source_ms <= model.compute_ms(prompt - held, prompt)
-    if not source.instance:
-        assert (source.tokens, source.load_ms) == (0, 0.0)
+    able = {w.instance for w in fleet.prefill if not w.refused and w.fingerprint == "A"}
+    source, total_ms = best_read(request, fleet, held=held, model=model)
+    assert total_ms <= model.compute_ms(prompt - held, prompt)
+    if source is None:
         return
-    assert 0 < source.tokens <= prompt - 1 - held
-    if source.peer:
-        assert source.instance in {w.instance for w in able}
-        assert held + source.tokens <= lent[source.instance]
+    assert held < source.tokens <= prompt - 1
+    if source.is_peer:
+        assert source.instance in able
+        assert source.tokens <= lent[source.instance]
     else:
-        assert not fleet.stores[0].refused and held + source.tokens <= stored
+        assert not fleet.stores[0].refused and source.tokens <= stored
     # More to read there is never dearer.
-    richer = replace(request, prefill_lent={**lent, source.instance: prompt} if source.peer else lent)
-    again = best_source(richer, fleet, group=("", ""), held=held, model=model, peers=lenders(richer, fleet))
-    assert again.load_ms + model.compute_ms(prompt - held - again.tokens, prompt) <= with_source_ms + 1e-6
+    richer = replace(
+        request, prefill_lendable_tokens={**lent, source.instance: prompt} if source.is_peer else lent
+    )
+    assert best_read(richer, fleet, held=held, model=model)[1] <= total_ms + 1e-6
 
 
 def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
@@ -132,12 +141,14 @@ def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
         (PrefillWorker("p0", queued_tokens=50_000), PrefillWorker("p1"), PrefillWorker("p2")),
         (DecodeWorker("d0"),),
     )
-    request = PlacementRequest(10_000, 0, prefill_held={"p0": 9_000, "p1": 1_000}, prefill_lent={"p0": 8_000})
+    request = PlacementRequest(
+        10_000, 0, prefill_expected_tokens={"p0": 9_000, "p1": 1_000}, prefill_lendable_tokens={"p0": 8_000}
+    )
     decision = place(request, fleet)
     assert (decision.peer, decision.source, decision.cached_tokens) == ("p0", "p0", 8_000)
     assert decision.prefill in ("p1", "p2") and decision.kvstore == ""
     # What it is only about to hold cannot be read; a kvstore that has as much is read rather than a worker.
-    assert place(replace(request, prefill_lent={}), fleet).peer == ""
+    assert place(replace(request, prefill_lendable_tokens={}), fleet).peer == ""
     stored = replace(request, store_held={"k0": HeldTokens(8_000, 8_000)})
     with_store = place(stored, replace(fleet, stores=(KvStore("k0"),)))
     assert (with_store.peer, with_store.source, with_store.kvstore) == ("", "k0", "k0")
@@ -148,14 +159,15 @@ def test_kv_comes_from_a_peer_where_its_own_worker_is_busy() -> None:
 
 def test_a_short_prompt_goes_before_long_ones_and_they_wait_for_it() -> None:
     worker = PrefillWorker("p0", queued_tokens=50_500, queued_requests=2, queue=(50_000, 500))
-    assert turn_of(1_000, worker) == QueueDelay(500, 1, behind_tokens=50_000, delays=1_000 / 50_000)
-    assert turn_of(50_000, worker) == QueueDelay(50_500, 2, behind_tokens=0, delays=0.0)
+    assert queue_delay(worker, 1_000, 1_000)[:4] == (500, 1, 50_000, 1_000 / 50_000)
+    assert queue_delay(worker, 50_000, 50_000)[:4] == (50_500, 2, 0, 0.0)
     # Others' requests are known in all: here two of 3,000 tokens each.
     shared = replace(worker, queued_tokens=56_500, queued_requests=4)
-    assert turn_of(1_000, shared) == QueueDelay(500, 1, 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000)
-    assert turn_of(3_000, shared) == QueueDelay(6_500, 3, 50_000, 3_000 / 50_000)
+    longer_tokens, delays = 50_000 + 6_000 - 2 * 1_000, 2 + 1_000 / 50_000
+    assert queue_delay(shared, 1_000, 1_000)[:4] == (500, 1, longer_tokens, delays)
+    assert queue_delay(shared, 3_000, 3_000)[:4] == (6_500, 3, 50_000, 3_000 / 50_000)
     decision = place(PlacementRequest(1_000, 0), PlacementFleet((worker,), (DecodeWorker("d0"),)))
-    leg = next(leg for leg in decision.legs if leg.part == "prefill")
+    leg = next(leg for leg in decision.candidates if leg.part == "prefill")
     assert leg.cost.queue_ms == worker.model.queue_ms(500, 1, 50_000)
     assert leg.cost.others_ms == pytest.approx(worker.model.queue_ms(1_000, 1) / 50)
 
@@ -166,15 +178,15 @@ def test_a_peer_is_not_disturbed_for_what_it_saves_of_a_stores_time_within_the_e
         request = PlacementRequest(
             prompt_tokens=tokens + 64,
             fingerprint="fp",
-            prefill_lent={"p0": tokens},
+            prefill_lendable_tokens={"p0": tokens},
             store_held={"k0": HeldTokens(tokens, tokens)},
         )
-        fleet = PlacementFleet((PrefillWorker("p0", fingerprint="fp"),), (), (KvStore("k0"),))
-        able = lenders(request, fleet)
-        source = best_source(request, fleet, group=("", ""), held=0, model=rates, peers=able)
-        assert source.peer is peer
-        alone = replace(fleet, stores=())
-        assert best_source(request, alone, group=("", ""), held=0, model=rates, peers=able).peer
+        prefill = tuple(PrefillWorker(name, fingerprint="fp") for name in ("p0", "p1"))
+        fleet = PlacementFleet(prefill, (), (KvStore("k0"),))
+        source, _ = best_read(request, fleet, held=0, model=rates)
+        assert source is not None and source.is_peer is peer
+        source, _ = best_read(request, replace(fleet, stores=()), held=0, model=rates)
+        assert source is not None and source.is_peer
 
 
 def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
@@ -184,19 +196,19 @@ def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
     )
     request = PlacementRequest(
         10_000,
-        prefill_held={"p0": 9_500, "p1": 9_000},
-        prefill_told={"p0": 0, "p1": 9_000},
-        prefill_lent={"p0": 0, "p1": 9_000},
+        prefill_expected_tokens={"p0": 9_500, "p1": 9_000},
+        prefill_confirmed_tokens={"p0": 0, "p1": 9_000},
+        prefill_lendable_tokens={"p0": 0, "p1": 9_000},
     )
     decision = place(request, fleet)
     assert (decision.prefill, decision.peer) == ("p0", "p1")
     assert (decision.cached_tokens, decision.uncached_tokens) == (9_500, 500)
     # Not where it has told that it holds as much, nor where nobody else has it: then a sibling computes it.
-    assert place(replace(request, prefill_told={"p0": 9_500}), fleet).peer == ""
-    alone = place(replace(request, prefill_lent={"p0": 0}), fleet)
+    assert place(replace(request, prefill_confirmed_tokens={"p0": 9_500}), fleet).peer == ""
+    alone = place(replace(request, prefill_lendable_tokens={"p0": 0}), fleet)
     assert (alone.prefill, alone.peer, alone.cached_tokens) == ("p0", "", 9_500)
     # Workers of which nothing is told are taken at what they are predicted to hold.
-    assert place(replace(request, prefill_told={}), fleet).peer == ""
+    assert place(replace(request, prefill_confirmed_tokens={}), fleet).peer == ""
 
 
 @given(st.integers(2, 50_000), st.data())
@@ -214,7 +226,10 @@ def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
     )
     lender = replace(fleet, prefill=(fleet.prefill[0], PrefillWorker("p1", queued_tokens=10**9, model=model)))
     request = PlacementRequest(
-        prompt, prefill_held={"p0": held}, prefill_told={"p0": told}, prefill_lent={"p1": lent}
+        prompt,
+        prefill_expected_tokens={"p0": held},
+        prefill_confirmed_tokens={"p0": told},
+        prefill_lendable_tokens={"p1": lent},
     )
     decision = place(request, lender)
     assert decision.prefill == "p0"

@@ -27,7 +27,7 @@ FLEET: dict[str, Any] = {
 }
 REQUEST: dict[str, Any] = {
     "prompt_tokens": 4_000,
-    "prefill_held": {"p0": 3_900},
+    "prefill_expected_tokens": {"p0": 3_900},
     "store_held": {"k0": {"tokens": 2_000, "dram_tokens": 2_000}},
     "content_key": "00ff",
 }
@@ -62,6 +62,11 @@ def test_json_names_every_candidate_term_and_the_choice(tmp_path: Path) -> None:
     for cost in (said["cost"], *(c["cost"] for c in said["candidates"])):
         assert cost["total_ms"] == pytest.approx(sum(v for k, v in cost.items() if k != "total_ms"), abs=0.01)
     assert said["candidates"][2]["refused"] == "does not answer"
+    why = said["reasons"][0]
+    assert (why["part"], why["chosen"], why["rule"]) == ("prefill", "p1", "only"), (
+        "p0 is beyond the load bound"
+    )
+    assert "p0 holds 3900 tokens but is refused: 90000 tokens in flight" in said["reason"]
 
 
 def test_the_table_says_the_same(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
             "prefill[0].queued_tokens",
         ),
         ({**FLEET, "prefill": [{"instance": "p", "queue": 5}]}, REQUEST, "prefill[0].queue"),
-        ({**FLEET, "prefill": [{"instance": "p", "known": 1}]}, REQUEST, "prefill[0].known"),
+        (FLEET, {**REQUEST, "may_skip_prefill": 1}, "request.may_skip_prefill"),
         ({**FLEET, "prefill": [{"instance": "p"}] * 2}, REQUEST, "prefill[1].instance"),
         (
             {**FLEET, "prefill": [{"instance": "p", "model": {"token_ms": float("nan")}}]},
@@ -113,8 +118,8 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
         (FLEET, {"prompt_tokens": "x"}, "request.prompt_tokens"),
         (FLEET, {"prompt_tokens": 0}, "request.prompt_tokens"),
         (FLEET, {"prompt_tokens": 1.5}, "request.prompt_tokens"),
-        (FLEET, {**REQUEST, "prefill_held": 5}, "request.prefill_held"),
-        (FLEET, {**REQUEST, "prefill_held": {"p0": -1}}, "request.prefill_held.p0"),
+        (FLEET, {**REQUEST, "prefill_expected_tokens": 5}, "request.prefill_expected_tokens"),
+        (FLEET, {**REQUEST, "prefill_expected_tokens": {"p0": -1}}, "request.prefill_expected_tokens.p0"),
         (FLEET, {**REQUEST, "store_held": [1]}, "request.store_held"),
         (FLEET, {**REQUEST, "store_held": {"k0": 2}}, "request.store_held.k0"),
         (FLEET, {**REQUEST, "seed": "a"}, "request.seed"),
