@@ -18,10 +18,10 @@ from bench.cache.policy import Production
 from bench.cache.traces import LOADS
 from bench.cache.workloads import WORKLOADS
 from libs.common.transport.registered_memory import PAGE_BYTES
+from services.kvstore.policy.adaptive import HIT_DENSITY
 
 CAPACITIES = (300, 1_000, 3_000)
 SCALE_BLOCKS = 1_000
-HIT_DENSITY = 3
 COLUMNS = ("lru", "arc", "s3fifo", "hit_density", "adaptive")
 
 

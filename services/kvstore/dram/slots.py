@@ -32,6 +32,9 @@ class Slot:
     index: int
     slot_bytes: int
 
+    def __hash__(self) -> int:
+        return self.slab << 24 ^ self.index
+
 
 @dataclass(slots=True, eq=False)
 class Block(Generic[ValueT]):
@@ -159,10 +162,12 @@ class SlotTable(Generic[ValueT]):
         slot_bytes = page_rounded(n_bytes)
         if n_bytes < 1 or not self.slots_per_slab(slot_bytes):
             return list(keys)
-        kept = self.policy(slot_bytes).offer(keys)
+        policy = self.policy(slot_bytes)
+        kept = policy.offer(keys)
         if len(kept) < len(keys) and self._room(slot_bytes) >= len(keys):
             return list(keys)
-        return kept
+        # A size that has no slab yet takes one from another size.
+        return kept if policy.capacity_blocks else list(keys)
 
     def allocate(self, n_bytes: int, *, tenant: bytes = NOBODY) -> Slot | None:
         """A slot for `n_bytes`, evicting what may go; None when nothing may, or too much is the tenant's."""
@@ -239,10 +244,13 @@ class SlotTable(Generic[ValueT]):
         """The block is no longer there. Its slot becomes free when nobody holds it."""
         if block.gone:
             return
+        self.policy(block.slot.slot_bytes).discard(block.key)
+        self._remove(block)
+
+    def _remove(self, block: Block[ValueT]) -> None:
         block.gone = True
         del self._blocks[block.key]
         self._slabs[block.slot.slab].blocks.remove(block.key)
-        self.policy(block.slot.slot_bytes).discard(block.key)
         if self.quota is not None:
             self.quota.discard(block.key)
         if block.holds:
@@ -345,8 +353,8 @@ class SlotTable(Generic[ValueT]):
 
     def _evict_block(self, block: Block[ValueT]) -> None:
         self.evictions += 1
-        self.drop(block)
         self.policy(block.slot.slot_bytes).evicted(block.key)
+        self._remove(block)
 
     def _make_tenant_room(self, quota: TenantQuota, tenant: bytes, slot_bytes: int) -> bool:
         """Evict blocks of the tenant until it may take the slot; False when they do not suffice."""

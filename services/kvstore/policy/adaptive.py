@@ -1,9 +1,9 @@
 """Which block of a tier goes when room is needed, and which is not worth taking in. Pure.
 
-Several well-known policies run as simulated caches beside each other, on all blocks or, where there are
-many, on a sample by hash at a capacity that is as much smaller (miniature simulation: Waldspurger,
-Saemundsson, Ahmad and Park, USENIX ATC 2017). The live policy of the tier is the one whose simulated cache
-gets the most hits (docs/adr/0010-choose-eviction-policy-by-shadow-caches.md).
+Several well-known policies run as simulated caches beside each other. The tier keeps what the one with the
+most hits holds (docs/adr/0010-choose-eviction-policy-by-shadow-caches.md). Above SIMULATED_BLOCKS they see a
+sample by hash at a capacity that is as much smaller (miniature simulation: Waldspurger, Saemundsson, Ahmad
+and Park, USENIX ATC 2017), and the tier has a cache of its own of the same policy.
 
     want      a request wanted a chain            -> the simulated caches serve it and are compared
     offer     blocks are there to be stored       -> those that the live policy keeps
@@ -14,26 +14,27 @@ gets the most hits (docs/adr/0010-choose-eviction-policy-by-shadow-caches.md).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from services.kvstore.policy.arc import ArcPolicy
-from services.kvstore.policy.base import EvictionPolicy, Floats, Ints
-from services.kvstore.policy.history import BlockRecord, History
+from services.kvstore.policy.base import EvictionPolicy
+from services.kvstore.policy.history import N_KINDS, BlockRecord, History
 from services.kvstore.policy.hit_density import HitDensityPolicy
 from services.kvstore.policy.lru import LruPolicy
-from services.kvstore.policy.reuse import ReuseModel
+from services.kvstore.policy.reuse import Floats, Ints, ReuseModel
 from services.kvstore.policy.s3fifo import S3FifoPolicy
+from services.kvstore.policy.selector import PolicySelector
 
 # Up to so many blocks a simulated cache has the tier's capacity and sees every block.
-SIMULATED_BLOCKS = 1024
-# Blocks that a policy takes over from the one before it at each want, so that no want takes long.
-ADOPT_BLOCKS = 8192
-# After so many capacities of wanted blocks a hit counts half.
-HALF_LIFE_CAPACITIES = 64
-# Hits by which another policy must lead to be followed: a part of the capacity, and at least so many.
-MARGIN_PART = 1 / 128
-MIN_MARGIN_BLOCKS = 8.0
+SIMULATED_BLOCKS = 32_768
+# The policies by number; after them hit density.
+_PAPERS: tuple[Callable[[int], EvictionPolicy], ...] = (LruPolicy, ArcPolicy, S3FifoPolicy)
+HIT_DENSITY = len(_PAPERS)
+N_POLICIES = HIT_DENSITY + 1
+# The weight of one eviction in the mean age at which blocks of a kind leave.
+_LIFETIME_WEIGHT = 1 / 64
 
 
 class AdaptivePolicy:
@@ -41,19 +42,15 @@ class AdaptivePolicy:
 
     def __init__(self, capacity_blocks: int, *, simulated_blocks: int = SIMULATED_BLOCKS) -> None:
         self.capacity_blocks = capacity_blocks
-        self.sample_rate = max(1, -(-capacity_blocks // simulated_blocks))
+        self._simulated_blocks = simulated_blocks
+        self.sample_rate = self._rate(capacity_blocks)
         self.history = History(capacity_blocks, sample_rate=self.sample_rate)
         self.model = ReuseModel(self.history)
-        simulated_capacity = capacity_blocks // self.sample_rate
-        self._simulated = [
-            self._new(policy, simulated_capacity)
-            for policy in (LruPolicy, ArcPolicy, S3FifoPolicy, HitDensityPolicy)
-        ]
-        self._selector = PolicySelector(len(self._simulated), capacity_blocks)
-        self.live = self._live_of(self._simulated[0])
-        self._condemned: OrderedDict[BlockRecord, None] = OrderedDict()
-        self._before: EvictionPolicy | None = None  # from which the live policy takes over, a few at a time
-        self._to_adopt: Iterator[BlockRecord] = iter(())
+        self._selector = PolicySelector(N_POLICIES, capacity_blocks)
+        self._simulated = [self._new(number, self._simulated_capacity) for number in range(N_POLICIES)]
+        self.live = self._live_of(0)
+        self._condemned: OrderedDict[BlockRecord, None] = OrderedDict()  # in the tier, not in `live`
+        self._lifetimes = [0.0] * N_KINDS  # the mean age of what `live` evicted; 0: nothing
         self._is_swept = False
         self._now_ms = 0.0
         self.rewanted_blocks = 0  # evicted, and then wanted
@@ -74,31 +71,29 @@ class AdaptivePolicy:
         path, waits = self.history.want(chain)
         self.model.record(waits, wanted=True)
         self._count_rewanted(path)
-        self._serve(path)
+        leader = self._selector.judge(self._serve(path), len(path))
+        if leader is not None:
+            self.follow(leader)
         self._forget_old()
         self.model.learn_if_due()
 
     def offer(self, keys: Sequence[bytes]) -> list[bytes]:
         """Blocks that could be stored, each after the one before it in its chain; those worth it."""
-        records = [self._known(key) for key in keys]
-        held = self.live.held
-        missing = [record for record in records if record not in held]
-        if missing:
-            self._take(missing)
-        return [record.key for record in records if record in held]
+        get, live = self.history.get, self.live
+        new = [key for key in keys if get(key) is None]
+        if new:
+            self._begin(new)
+        return [key for key in keys if get(key) in live]
 
     def publish(self, key: bytes) -> None:
         """The block is in the tier now."""
-        record = self._known(key)
+        record = self.history.get(key) or self._begin([key])[0]
         if not record.present:
             record.present = True
             record.holders += 1
-        if record not in self.live.held:
-            self._take([record])
-            if record not in self.live.held:
-                self._condemned[record] = None
-        if len(self.history) > self.history.max_blocks:
-            self._forget_old()
+        if record not in self.live:
+            self._condemned[record] = None
+        self._forget_old()
 
     def discard(self, key: bytes) -> None:
         """The block is not in the tier any more. The live policy goes on as if it were."""
@@ -113,25 +108,24 @@ class AdaptivePolicy:
         record = self.history.get(key)
         if record is not None:
             record.evicted_ms = self._now_ms
-            if record.present:
-                self.discard(key)
+            self.discard(key)
 
     def victim(self) -> bytes | None:
         """A block to evict next; None once all were named. A block that was named and stays, because it is
         held, is named again after all others, or after `spared`."""
         while True:
-            while self._condemned:
-                record, _ = self._condemned.popitem(last=False)
-                return record.key
-            while len(self.live):
-                record = self.live.evict()
-                if record.present:
-                    return record.key
+            if self._condemned:
+                return self._condemned.popitem(last=False)[0].key
+            while not self._condemned and len(self.live):
+                self.live.evict()
+                self._condemn_evicted()
+            if self._condemned:
+                continue
             if self._is_swept:
                 self._is_swept = False
                 return None
             self._is_swept = True
-            self._condemn(self._strangers())
+            self._condemn_strangers()
 
     def spared(self, key: bytes) -> None:
         """The block that was named is still there: it was held, and is not any more."""
@@ -139,9 +133,8 @@ class AdaptivePolicy:
         if record is None or not record.present or record in self.live:
             return
         if len(self.live) < self.live.capacity_blocks:
-            self.live.adopt(record)
-            self._condemned.pop(record, None)
-        else:
+            self.live.serve([record])
+        if record not in self.live:
             self._condemned[record] = None
 
     def expected_reuse(self, key: bytes) -> float:
@@ -164,27 +157,39 @@ class AdaptivePolicy:
         return record.parent.key if record.parent is not None else None, record.depth, record.kind
 
     def values(self, kinds: Ints, ages: Ints) -> Floats:
-        """What keeping blocks of these kinds and ages is worth to the policy that is followed."""
-        return self.live.values(kinds, ages)
+        """What keeping blocks of these kinds and ages is worth to the policy that is followed.
+
+        Of ARC and S3-FIFO no more is known than the mean age at which each kind leaves."""
+        if isinstance(self.live, LruPolicy):
+            return -ages.astype(float)
+        if isinstance(self.live, HitDensityPolicy):
+            return self.model.values_of(kinds, ages)
+        lifetimes = np.array(self._lifetimes)
+        lifetimes[lifetimes == 0] = max(1.0, lifetimes.max())
+        found: Floats = -ages / lifetimes[kinds]
+        return found
 
     def resize(self, capacity_blocks: int) -> None:
         """The tier has room for so many blocks from now on."""
         self.capacity_blocks = capacity_blocks
-        self.history.resize(capacity_blocks)
+        rate = self._rate(capacity_blocks)
+        self.history.resize(capacity_blocks, sample_rate=rate)
         self._selector.resize(capacity_blocks)
+        if rate != self.sample_rate:
+            self._sample_again(rate)
         for policy in self._simulated:
-            policy.capacity_blocks = capacity_blocks // self.sample_rate
-            policy.trim()
-        self.live.capacity_blocks = capacity_blocks
-        self._condemn(self.live.trim())
+            policy.resize(self._simulated_capacity)
+        self.live.resize(capacity_blocks)
+        self._condemn_evicted()
 
     def follow(self, number: int) -> None:
-        """Follow the policy of that number, in the order LRU, ARC, S3-FIFO, hit density."""
+        """Follow the policy of that number: LRU, ARC, S3-FIFO, hit density."""
         self._selector.leader = number
-        self._adopt_all()
-        before, self.live = self.live, self._live_of(self._simulated[number])
-        self._before = before
-        self._to_adopt = iter(list(self.history.records()))
+        before, self.live = self.live, self._live_of(number)
+        if before not in self._simulated:
+            before.release()
+        self._condemned.clear()
+        self._condemn_strangers()
 
     def pin(self, number: int) -> None:
         """Follow the policy of that number for ever."""
@@ -193,91 +198,88 @@ class AdaptivePolicy:
 
     def check(self) -> None:
         """AssertionError unless caches and holders are counted right."""
-        caches = (*self._simulated, self.live, *([self._before] if self._before is not None else ()))
-        policies = {id(policy): policy for policy in caches}.values()
+        policies = {id(policy): policy for policy in (*self._simulated, self.live)}.values()
         for policy in policies:
             policy.check()
+        counting = [policy for policy in policies if not isinstance(policy, LruPolicy)]
         for record in self.history.records():
-            holders = sum(record in policy for policy in policies) + record.present
-            assert record.holders == holders
-        assert all(record.present for record in self._condemned)
+            assert record.holders == sum(record in policy for policy in counting) + record.present
+        assert all(record.present and record not in self.live for record in self._condemned)
 
-    def _new(self, policy: type[EvictionPolicy], capacity_blocks: int) -> EvictionPolicy:
-        if policy is HitDensityPolicy:
+    @property
+    def _simulated_capacity(self) -> int:
+        return self.capacity_blocks // self.sample_rate
+
+    def _rate(self, capacity_blocks: int) -> int:
+        return max(1, -(-capacity_blocks // self._simulated_blocks))
+
+    def _new(self, number: int, capacity_blocks: int) -> EvictionPolicy:
+        if number == HIT_DENSITY:
             return HitDensityPolicy(capacity_blocks, self.history, self.model)
-        return policy(capacity_blocks, self.history)
+        return _PAPERS[number](capacity_blocks)
 
-    def _live_of(self, simulated: EvictionPolicy) -> EvictionPolicy:
-        """One of the same policy and the whole size."""
-        live = self._new(type(simulated), self.capacity_blocks)
-        live.follow(simulated, self.sample_rate)
-        return live
+    def _live_of(self, number: int) -> EvictionPolicy:
+        """The simulated cache itself where it sees every block, else an empty one of the whole size."""
+        if self.sample_rate == 1:
+            return self._simulated[number]
+        return self._new(number, self.capacity_blocks)
 
-    def _serve(self, path: Sequence[BlockRecord]) -> None:
-        sampled = path if self.sample_rate == 1 else [record for record in path if record.sampled]
-        if sampled:
-            hits = [policy.count_hits(sampled) * self.sample_rate for policy in self._simulated]
-            leader = self._selector.judge(hits, len(path))
-            for policy in self._simulated:
-                policy.serve(sampled)
-            if leader is not None:
-                self.follow(leader)
-        if self._before is not None:
-            self._adopt(path)
-            if self._adopt(islice(self._to_adopt, ADOPT_BLOCKS)) < ADOPT_BLOCKS:
-                self._adopt_all()
-        self._condemn(self.live.serve(path))
+    def _serve(self, path: Sequence[BlockRecord]) -> list[int]:
+        """Serve the chain in all caches; the hits of the simulated ones."""
+        rate, live = self.sample_rate, self.live
+        sampled = path if rate == 1 else [record for record in path if record.sampled]
+        hits = []
+        for policy in self._simulated:
+            hits.append(policy.serve(sampled) * rate)
+            if policy is not live:
+                policy.evicted.clear()
+        if rate != 1:
+            live.serve(path)
+        self._condemn_evicted()
         if self._condemned:
             for record in path:
-                if record in self.live.held:
-                    self._condemned.pop(record, None)
+                if record in self._condemned and record in live:
+                    del self._condemned[record]
+        return hits
 
-    def _adopt(self, records: Iterable[BlockRecord]) -> int:
-        """Take over those of the records that the policy before held; how many were looked at."""
-        looked, live, before = 0, self.live, self._before
-        for record in records:
-            looked += 1
-            if record.present and before is not None and record in before.held and record not in live.held:
-                live.adopt(record)
-        self._condemn(live.trim())
-        return looked
+    def _begin(self, keys: Sequence[bytes]) -> list[BlockRecord]:
+        """Records of blocks that no request wanted."""
+        path = [self.history.begin(key) for key in keys]
+        self._serve(path)
+        return path
 
-    def _adopt_all(self) -> None:
-        if self._before is not None:
-            self._adopt(self._to_adopt)
-            self._before.release()
-            self._before = None
+    def _condemn_evicted(self) -> None:
+        """What the live policy evicted goes before all that it holds."""
+        live, now, lifetimes = self.live, self.history.now, self._lifetimes
+        for record in live.evicted:
+            age, lifetime = now - record.last, lifetimes[record.kind]
+            lifetimes[record.kind] = lifetime + (age - lifetime) * _LIFETIME_WEIGHT if lifetime else age
+            if record.present and record not in live:
+                self._condemned[record] = None
+        live.evicted.clear()
 
-    def _take(self, missing: Sequence[BlockRecord]) -> None:
-        """Blocks are there to be stored that the live policy does not hold yet, or not any more."""
-        new = [record for record in missing if record.sampled and not record.holders - record.present]
-        for policy in self._simulated:
-            if new:
-                policy.serve(new)
-        self._condemn(self.live.serve(missing))
-        for record in missing:
-            if record in self.live:
-                self._condemned.pop(record, None)
-
-    def _condemn(self, records: Iterable[BlockRecord]) -> None:
-        """Those of them that are in the tier go before all that the live policy holds."""
-        for record in records:
-            if record.present:
+    def _condemn_strangers(self) -> None:
+        """Condemn what is in the tier and not in the live policy, the longest not wanted first."""
+        for record in self.history.records():
+            if record.present and record not in self.live:
                 self._condemned[record] = None
 
-    def _strangers(self) -> list[BlockRecord]:
-        """Blocks that are in the tier and not in the live policy, the ends of chains first."""
-        found = [
-            record for record in self.history.records() if record.present and record not in self.live.held
-        ]
-        return sorted(found, key=lambda record: (record.last, -record.depth))
+    def _sample_again(self, rate: int) -> None:
+        """Build the simulated caches for another rate from what is remembered, the oldest first."""
+        for policy in {id(policy): policy for policy in (*self._simulated, self.live)}.values():
+            policy.release()
+        self.sample_rate = rate
+        self._simulated = [self._new(number, self._simulated_capacity) for number in range(N_POLICIES)]
+        self.live = self._live_of(self._selector.leader)
+        for record in list(self.history.records()):
+            record.sampled = self.history.is_sampled(record.key)
+            self._serve([record])
+        self._condemned.clear()
+        self._condemn_strangers()
 
     def _forget_old(self) -> None:
         if len(self.history) > self.history.max_blocks:
             self.model.record(self.history.forget_old(), wanted=False)
-
-    def _known(self, key: bytes) -> BlockRecord:
-        return self.history.get(key) or self.history.begin(key)
 
     def _count_rewanted(self, path: Sequence[BlockRecord]) -> None:
         for record in path:
@@ -285,29 +287,3 @@ class AdaptivePolicy:
                 self.rewanted_blocks += 1
                 self.rewanted_gap_ms += self._now_ms - record.evicted_ms
                 record.evicted_ms = -1.0
-
-
-class PolicySelector:
-    """Compares the hits of the simulated caches, of which older ones count less."""
-
-    def __init__(self, n_policies: int, capacity_blocks: int) -> None:
-        self.leader = 0
-        self.changes = 0
-        self.is_pinned = False  # the leader stays
-        self._hits = [0.0] * n_policies
-        self.resize(capacity_blocks)
-
-    def resize(self, capacity_blocks: int) -> None:
-        """Judge by the half-life and the margin of this capacity from now on."""
-        self._half_life = HALF_LIFE_CAPACITIES * max(1, capacity_blocks)
-        self._margin = max(MIN_MARGIN_BLOCKS, capacity_blocks * MARGIN_PART)
-
-    def judge(self, hits: Sequence[int], n_blocks: int) -> int | None:
-        """The policy to follow from now on, if it is another one. `hits`: those of a chain of `n_blocks`."""
-        kept = 0.5 ** (n_blocks / self._half_life)
-        sums = self._hits = [kept * before + found for before, found in zip(self._hits, hits, strict=True)]
-        best = max(sums)
-        if best - sums[self.leader] <= self._margin or self.is_pinned:
-            return None
-        self.changes += 1
-        return sums.index(best)

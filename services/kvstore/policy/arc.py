@@ -6,65 +6,102 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from services.kvstore.policy.base import EvictionPolicy, Queue
-from services.kvstore.policy.history import BlockRecord, History
+from services.kvstore.policy.history import BlockRecord
 
 
 class ArcPolicy(EvictionPolicy):
-    """Blocks wanted once and blocks wanted again, each least recent first; hits among the evicted of one
-    kind give it room."""
+    """Queues blocks wanted once and blocks wanted again apart; a hit among the recently evicted of one
+    queue gives that queue more room."""
 
     name: ClassVar[str] = "arc"
 
-    def __init__(self, capacity_blocks: int, history: History) -> None:
-        super().__init__(capacity_blocks, history)
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks)
         self._recent: Queue = Queue()
         self._frequent: Queue = Queue()
         self._recent_ghosts: Queue = Queue()
         self._frequent_ghosts: Queue = Queue()
-        self._target_blocks = 0.0  # for `_recent`
+        self._target_blocks = 0.0  # of `_recent`
 
-    def follow(self, simulated: EvictionPolicy, scale: int) -> None:
-        assert isinstance(simulated, ArcPolicy)
-        self._target_blocks = min(float(self.capacity_blocks), simulated._target_blocks * scale)
+    def __contains__(self, record: object) -> bool:
+        return record in self._recent or record in self._frequent
 
-    def serve(self, path: Sequence[BlockRecord]) -> list[BlockRecord]:
-        evicted = super().serve(path)
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._frequent)
+
+    def serve(self, path: Sequence[BlockRecord]) -> int:
+        recent, frequent, hits = self._recent, self._frequent, 0
+        for record in path:
+            if record not in frequent and record not in recent:
+                break
+            hits += 1
+        if self.capacity_blocks > 0:
+            for record in reversed(path):
+                if record in frequent:
+                    frequent.move_to_end(record)
+                elif record in recent:
+                    del recent[record]
+                    frequent[record] = None
+                else:
+                    self._miss(record)
+        return hits
+
+    def evict(self) -> None:
+        self._evict(in_frequent_ghosts=False)
+
+    def resize(self, capacity_blocks: int) -> None:
+        super().resize(capacity_blocks)
+        self._target_blocks = min(self._target_blocks, float(capacity_blocks))
         self._trim_ghosts()
-        return evicted
 
-    def adopt(self, record: BlockRecord) -> None:
-        self._push(record, self._recent if record.wants < 2 else self._frequent)
-
-    def _hit(self, record: BlockRecord) -> None:
-        self._push(record, self._frequent)
+    def release(self) -> None:
+        for record in (*self._recent, *self._frequent):
+            record.holders -= 1
 
     def _miss(self, record: BlockRecord) -> None:
-        recent, frequent = self._recent_ghosts, self._frequent_ghosts
-        if record in recent:
-            step = max(1.0, len(frequent) / len(recent))
+        record.holders += 1
+        recent_ghosts, frequent_ghosts = self._recent_ghosts, self._frequent_ghosts
+        is_full = len(self._recent) + len(self._frequent) >= self.capacity_blocks
+        if record in recent_ghosts:
+            step = max(1.0, len(frequent_ghosts) / len(recent_ghosts))
             self._target_blocks = min(float(self.capacity_blocks), self._target_blocks + step)
-            del recent[record]
-            self._push(record, self._frequent)
-        elif record in frequent:
-            step = max(1.0, len(recent) / len(frequent))
+            if is_full:
+                self._evict(in_frequent_ghosts=False)
+            del recent_ghosts[record]
+            self._frequent[record] = None
+        elif record in frequent_ghosts:
+            step = max(1.0, len(recent_ghosts) / len(frequent_ghosts))
             self._target_blocks = max(0.0, self._target_blocks - step)
-            del frequent[record]
-            self._push(record, self._frequent)
+            if is_full:
+                self._evict(in_frequent_ghosts=True)
+            del frequent_ghosts[record]
+            self._frequent[record] = None
         else:
-            self._push(record, self._recent)
+            if is_full:
+                self._evict(in_frequent_ghosts=False)
+            self._recent[record] = None
+            self._trim_ghosts()
 
-    def _pop_victim(self) -> BlockRecord:
-        queues = [self._recent, self._frequent]
-        if len(self._recent) <= self._target_blocks:
-            queues.reverse()
-        found = self._oldest_end(queues[0]) or self._oldest_end(queues[1]) or self._any_end(queues)
-        ghosts = self._recent_ghosts if self.held[found] is self._recent else self._frequent_ghosts
-        ghosts[found] = None
-        return self._drop(found)
+    def _evict(self, *, in_frequent_ghosts: bool) -> None:
+        """The paper's REPLACE, and its case IV.A where `_recent` has the whole capacity."""
+        recent, frequent, target = self._recent, self._frequent, self._target_blocks
+        is_long = len(recent) > target or (in_frequent_ghosts and len(recent) == int(target))
+        if recent and (is_long or not frequent):
+            record = recent.popitem(last=False)[0]
+            self._recent_ghosts[record] = None
+        elif frequent:
+            record = frequent.popitem(last=False)[0]
+            self._frequent_ghosts[record] = None
+        else:
+            return
+        record.holders -= 1
+        self.evicted.append(record)
 
     def _trim_ghosts(self) -> None:
-        while self._recent_ghosts and len(self._recent) + len(self._recent_ghosts) > self.capacity_blocks:
-            self._recent_ghosts.popitem(last=False)
-        ghosts = len(self._recent_ghosts) + len(self._frequent_ghosts)
-        for _ in range(min(ghosts - self.capacity_blocks, len(self._frequent_ghosts))):
-            self._frequent_ghosts.popitem(last=False)
+        """Keep at most one capacity of recent blocks and ghosts, and two of all."""
+        capacity = self.capacity_blocks
+        recent_ghosts, frequent_ghosts = self._recent_ghosts, self._frequent_ghosts
+        while recent_ghosts and len(self._recent) + len(recent_ghosts) > capacity:
+            recent_ghosts.popitem(last=False)
+        while frequent_ghosts and len(self) + len(recent_ghosts) + len(frequent_ghosts) > 2 * capacity:
+            frequent_ghosts.popitem(last=False)

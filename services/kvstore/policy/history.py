@@ -1,7 +1,7 @@
-"""What an eviction policy remembers of blocks, held or not: chains, wants and kinds. Pure.
+"""What the eviction policies remember of blocks, held or not: chains, wants and kinds. Pure.
 
-Time is counted in wanted blocks, as cache pressure is. A kind is what is known of a block when it is wanted:
-how often that was, how long after the want before, and for a first want whether the block ends its chain.
+Time is counted in wanted blocks, as cache pressure is. The kind of a block says how often it was wanted and
+how long after the want before; of a block wanted once, whether it ends its chain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ FREQUENCY_OF_KIND = (0, 0, 0, *(f for f in range(1, N_FREQUENCIES) for _ in rang
 
 
 class BlockRecord:
-    """One remembered block. `holders` counts the caches that hold it, the tier itself included."""
+    """One remembered block.
+
+    `present`: the tier has it. `holders` counts the tier and the caches that hold it. LRU does not count: it
+    holds no block old enough to be forgotten. `evicted_ms`: when the policy evicted it, below 0 after a want.
+    """
 
     __slots__ = (
         "depth",
@@ -52,7 +56,7 @@ class BlockRecord:
         self.kind = FREE
         self.holders = 0
         self.present = False
-        self.evicted_ms = -1.0  # below 0: the tier did not evict it since it was last wanted
+        self.evicted_ms = -1.0
 
 
 class Wait:
@@ -72,11 +76,10 @@ class History:
     def __init__(self, capacity_blocks: int, *, sample_rate: int) -> None:
         """One block in `sample_rate` is sampled, by its hash."""
         self.now = 0  # wanted blocks so far
-        self.resize(capacity_blocks)
+        self.resize(capacity_blocks, sample_rate=sample_rate)
         # By the records' rows, for numpy; kind FREE where there is no record.
         self.last = array("q")
         self.kind = array("q")
-        self._sample_rate = sample_rate
         self._records: OrderedDict[bytes, BlockRecord] = OrderedDict()
         self.get = self._records.get  # the record of a block, or None
         self._free_rows: list[int] = []
@@ -88,25 +91,26 @@ class History:
         """All records; they must not change meanwhile."""
         return self._records.values()
 
-    def resize(self, capacity_blocks: int) -> None:
-        """The tier has room for so many blocks from now on."""
+    def resize(self, capacity_blocks: int, *, sample_rate: int) -> None:
+        """The tier has room for so many blocks from now on; records keep their place in the sample or not."""
         self.capacity_blocks = capacity_blocks
+        self._sample_rate = sample_rate
         most = max(capacity_blocks, MAX_GHOST_BLOCKS)
         # Blocks remembered at most, but for those that some cache holds.
         self.max_blocks = capacity_blocks + max(MIN_GHOST_BLOCKS, min(4 * capacity_blocks, most))
 
     def want(self, chain: Sequence[bytes]) -> tuple[list[BlockRecord], list[Wait]]:
         """The records of a wanted chain in its order, new where needed, and the waits that ended."""
-        records = self._records
+        get = self.get
         self.now += len(chain)
         path: list[BlockRecord] = []
         parent: BlockRecord | None = None
         for key in dict.fromkeys(chain):
-            record = records.get(key)
+            record = get(key)
             if record is None:
                 record = self._new(key, parent)
-            elif parent is not None and record.parent is None and not _is_ancestor(record, parent):
-                self._adopt(record, parent)
+            elif record.parent is None and parent is not None and not record.holders:
+                self._link(record, parent)
             path.append(record)
             parent = record
         return path, self._note_wants(path)
@@ -118,38 +122,51 @@ class History:
         self._set_kind(record, FIRST_WANT)
         return record
 
+    def is_sampled(self, key: bytes) -> bool:
+        """Whether the simulated caches see the block."""
+        return (crc32(key) * 0x9E3779B1 >> 16) % self._sample_rate == 0
+
     def forget_old(self) -> list[Wait]:
         """Forget what is beyond `max_blocks` and in no cache, the longest not wanted first."""
         waits: list[Wait] = []
-        records = self._records
+        records, kinds, free_rows = self._records, self.kind, self._free_rows
+        kind_before = last_before = -1
         for _ in range(len(records) - self.max_blocks):
-            key, record = next(iter(records.items()))
+            key, record = records.popitem(last=False)
             if record.holders:
-                records.move_to_end(key)
+                records[key] = record
                 continue
-            waits.append(Wait(record.kind, self.now - record.last))
-            self.kind[record.row] = FREE
-            self._free_rows.append(record.row)
-            del records[key]
+            if record.kind == kind_before and record.last == last_before:
+                waits[-1].n_blocks += 1
+            else:
+                kind_before, last_before = record.kind, record.last
+                waits.append(Wait(kind_before, self.now - last_before))
+            kinds[record.row] = FREE
+            free_rows.append(record.row)
         return waits
 
     def _note_wants(self, path: Sequence[BlockRecord]) -> list[Wait]:
+        """Count the want in each record. Neighbours mostly have one past: their kind is computed once."""
         waits: list[Wait] = []
         now, move_to_end = self.now, self._records.move_to_end
-        last, kind = self.last, self.kind
-        for at in range(len(path) - 1, -1, -1):
-            record = path[at]
+        lasts, kinds = self.last, self.kind
+        wants_before = last_before = kind_before = kind = -1
+        ends_chain = True
+        for record in reversed(path):
             move_to_end(record.key)
-            gap = now - record.last
-            if record.wants:
-                if waits and waits[-1].kind == record.kind and waits[-1].age == gap:
-                    waits[-1].n_blocks += 1
-                else:
-                    waits.append(Wait(record.kind, gap))
-            record.wants += 1
-            record.last = last[record.row] = now
-            ends_chain = at == len(path) - 1
-            record.kind = kind[record.row] = self._kind_of(record.wants, gap, ends_chain=ends_chain)
+            wants, last = record.wants, record.last
+            if wants != wants_before or last != last_before or record.kind != kind_before:
+                wants_before, last_before, kind_before = wants, last, record.kind
+                kind = self._kind_of(wants + 1, now - last, ends_chain=ends_chain)
+                if wants:
+                    waits.append(Wait(kind_before, now - last))
+            elif wants:
+                waits[-1].n_blocks += 1
+            if ends_chain:
+                ends_chain, wants_before = False, -1
+            record.wants = wants + 1
+            record.last = lasts[record.row] = now
+            record.kind = kinds[record.row] = kind
         return waits
 
     def _kind_of(self, wants: int, gap: int, *, ends_chain: bool) -> int:
@@ -166,19 +183,18 @@ class History:
             row = len(self.last)
             self.last.append(0)
             self.kind.append(FREE)
-        rate = self._sample_rate
-        sampled = rate == 1 or (crc32(key) * 0x9E3779B1 >> 16) % rate == 0
+        sampled = self._sample_rate == 1 or self.is_sampled(key)
         record = self._records[key] = BlockRecord(key, parent, row, sampled=sampled)
         return record
+
+    def _link(self, record: BlockRecord, parent: BlockRecord) -> None:
+        """Put a block that was met without its chain into it; no cache counts on its place yet."""
+        if not _is_ancestor(record, parent):
+            record.parent, record.depth = parent, parent.depth + 1
 
     def _set_kind(self, record: BlockRecord, kind: int) -> None:
         record.kind = self.kind[record.row] = kind
         self.last[record.row] = record.last
-
-    def _adopt(self, record: BlockRecord, parent: BlockRecord) -> None:
-        """A block that was met without its chain is met in it; caches count the children of those held."""
-        if not record.holders:
-            record.parent, record.depth = parent, parent.depth + 1
 
 
 def _is_ancestor(record: BlockRecord, below: BlockRecord | None) -> bool:

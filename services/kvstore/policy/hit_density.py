@@ -3,6 +3,7 @@
 The value of a block is the hits it is expected to give for the room and time it takes, learned for kinds of
 blocks and ages (`policy/reuse.py`). There is a queue for each kind; the oldest blocks of the queues are
 compared, and with them a block that would come: one that is worth less than all of them is not taken in.
+Only ends of chains leave: a block is of no use without those before it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import heapq
 from collections.abc import Sequence
 from typing import ClassVar
 
-from services.kvstore.policy.base import EvictionPolicy, Floats, Ints, Queue
+from services.kvstore.policy.base import EvictionPolicy, Queue
 from services.kvstore.policy.history import N_KINDS, BlockRecord, History
-from services.kvstore.policy.reuse import ReuseModel, bins_of
+from services.kvstore.policy.reuse import ReuseModel
+
+# Records of a queue that are looked at for an end before another queue is.
+MAX_TRIES = 8
 
 
 class HitDensityPolicy(EvictionPolicy):
@@ -22,60 +26,104 @@ class HitDensityPolicy(EvictionPolicy):
     name: ClassVar[str] = "hit_density"
 
     def __init__(self, capacity_blocks: int, history: History, model: ReuseModel) -> None:
-        super().__init__(capacity_blocks, history)
+        super().__init__(capacity_blocks)
+        self._history = history
         self._model = model
         self._queues = [Queue() for _ in range(N_KINDS)]
+        self._held: dict[BlockRecord, Queue] = {}  # and the queue of each
+        self._children: dict[BlockRecord, int] = {}  # held blocks that come after a block
         # A heap of (the value of a queue's oldest end or less, the queue's kind); not of all queues.
         self._heads: list[tuple[float, int]] = []
 
-    def serve(self, path: Sequence[BlockRecord]) -> list[BlockRecord]:
-        held = self.held
-        missing = [record for record in path if record not in held]
-        if missing:
-            for record in reversed(path):
-                if record in held:
-                    self._hit(record)  # what is wanted now makes no room for the rest of its chain
-        self._reset_heads()
-        taken, evicted = self._make_room(missing)
+    def __contains__(self, record: object) -> bool:
+        return record in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def serve(self, path: Sequence[BlockRecord]) -> int:
+        held, queues = self._held, self._queues
+        hits = 0
+        for record in path:
+            if record not in held:
+                break
+            hits += 1
+        missing: list[BlockRecord] = []
         for record in reversed(path):
-            if record in held:
-                self._hit(record)
-            elif record in taken:
-                self._miss(record)
-        return evicted
+            queue = held.get(record)
+            if queue is None:
+                missing.append(record)
+                continue
+            kinds_queue = queues[record.kind]
+            if kinds_queue is queue:
+                queue.move_to_end(record)
+            else:
+                del queue[record]
+                kinds_queue[record] = None
+                held[record] = kinds_queue
+        if missing:
+            self._take(missing)
+        return hits
 
-    def values(self, kinds: Ints, ages: Ints) -> Floats:
-        found: Floats = self._model.values[kinds, bins_of(ages)]
-        return found
-
-    def adopt(self, record: BlockRecord) -> None:
-        self._push(record, self._queues[record.kind])
-
-    def _hit(self, record: BlockRecord) -> None:
-        self._push(record, self._queues[record.kind])
-
-    def _miss(self, record: BlockRecord) -> None:
-        self._push(record, self._queues[record.kind])
-
-    def _make_room(self, missing: Sequence[BlockRecord]) -> tuple[set[BlockRecord], list[BlockRecord]]:
-        """(blocks to take in, blocks evicted for them): as far as each is worth what goes for it."""
-        taken: set[BlockRecord] = set()
-        evicted: list[BlockRecord] = []
-        for record in missing:
-            if len(self) + len(taken) >= self.capacity_blocks:
-                least = self._least()
-                if least is None or self._model.value(record.kind, 0) < least[0]:
-                    break  # those after it are of no use without it
-                evicted.append(self._drop(least[1]))
-            taken.add(record)
-        return taken, evicted
-
-    def _pop_victim(self) -> BlockRecord:
+    def evict(self) -> None:
+        if not self._held:
+            return
+        self._reset_heads()
         least = self._least()
-        if least is None:
+        self._drop(least[1] if least is not None else self._any_end())
+
+    def check(self) -> None:
+        super().check()
+        children: dict[BlockRecord, int] = {}
+        for record, queue in self._held.items():
+            assert record in queue
+            if record.parent is not None:
+                children[record.parent] = children.get(record.parent, 0) + 1
+        assert children == self._children
+
+    def release(self) -> None:
+        """The policy is used no more."""
+        for record in self._held:
+            record.holders -= 1
+
+    def _take(self, missing: Sequence[BlockRecord]) -> None:
+        """Take in blocks, given from the end of their chain, as far as each is worth what leaves for it."""
+        room, taken = self.capacity_blocks - len(self._held), len(missing)
+        if taken > room:
             self._reset_heads()
+        for number, record in enumerate(reversed(missing)):
+            if number < room:
+                continue
             least = self._least()
-        return self._drop(least[1] if least is not None else self._any_end(self._queues))
+            if least is None or self._model.value(record.kind, 0) < least[0]:
+                taken = number  # those after it are of no use without it
+                break
+            self._drop(least[1])
+        for record in missing[len(missing) - taken :]:
+            self._push(record)
+
+    def _push(self, record: BlockRecord) -> None:
+        record.holders += 1
+        queue = self._held[record] = self._queues[record.kind]
+        queue[record] = None
+        parent = record.parent
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+
+    def _drop(self, record: BlockRecord) -> None:
+        del self._held.pop(record)[record]
+        record.holders -= 1
+        self.evicted.append(record)
+        parent = record.parent
+        if parent is None:
+            return
+        if self._children[parent] > 1:
+            self._children[parent] -= 1
+            return
+        del self._children[parent]
+        queue = self._held.get(parent)  # `parent` is an end now: back from where it was passed over
+        if queue is not None and parent.last <= next(iter(queue)).last:
+            queue.move_to_end(parent, last=False)
 
     def _least(self) -> tuple[float, BlockRecord] | None:
         """The value of the block worth least, and the block; None when all are of the chain wanted now."""
@@ -91,6 +139,21 @@ class HitDensityPolicy(EvictionPolicy):
                 return found, record
             heapq.heapreplace(heads, (found, kind))
         return None
+
+    def _oldest_end(self, queue: Queue) -> BlockRecord | None:
+        """The oldest end in the queue; None when it is not among the first MAX_TRIES records. What is passed
+        over becomes the youngest."""
+        children = self._children
+        for _ in range(min(MAX_TRIES, len(queue))):
+            record = next(iter(queue))
+            if record not in children:
+                return record
+            queue.move_to_end(record)
+        return None
+
+    def _any_end(self) -> BlockRecord:
+        """Some end, however far it is. Every cache has one."""
+        return next(record for record in self._held if record not in self._children)
 
     def _reset_heads(self) -> None:
         self._heads = [(-1.0, kind) for kind, queue in enumerate(self._queues) if queue]

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from services.kvstore.policy.base import EvictionPolicy, Floats, Ints, Queue
-from services.kvstore.policy.history import BlockRecord, History
+from services.kvstore.policy.base import EvictionPolicy, Queue
+from services.kvstore.policy.history import BlockRecord
 
 
 class LruPolicy(EvictionPolicy):
-    """The block that was not wanted for longest goes; within a chain its end."""
+    """Evicts the block whose last want is longest ago; within a chain the end."""
 
     name: ClassVar[str] = "lru"
 
-    def __init__(self, capacity_blocks: int, history: History) -> None:
-        super().__init__(capacity_blocks, history)
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks)
         self._queue: Queue = Queue()
 
-    def values(self, kinds: Ints, ages: Ints) -> Floats:
-        return -ages.astype(float)
+    def __contains__(self, record: object) -> bool:
+        return record in self._queue
 
-    def adopt(self, record: BlockRecord) -> None:
-        self._push(record, self._queue)
+    def __len__(self) -> int:
+        return len(self._queue)
 
-    def _hit(self, record: BlockRecord) -> None:
-        self._queue.move_to_end(record)
+    def serve(self, path: Sequence[BlockRecord]) -> int:
+        queue, hits = self._queue, 0
+        for record in path:
+            if record not in queue:
+                break
+            hits += 1
+        move_to_end = queue.move_to_end
+        for record in reversed(path):
+            queue[record] = None
+            move_to_end(record)
+        for _ in range(len(queue) - self.capacity_blocks):
+            self.evict()
+        return hits
 
-    def _miss(self, record: BlockRecord) -> None:
-        self._push(record, self._queue)
-
-    def _pop_victim(self) -> BlockRecord:
-        return self._drop(self._oldest_end(self._queue) or self._any_end([self._queue]))
+    def evict(self) -> None:
+        if self._queue:
+            self.evicted.append(self._queue.popitem(last=False)[0])

@@ -11,9 +11,12 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
-from services.kvstore.policy.base import Floats, Ints
 from services.kvstore.policy.history import FREE, FREQUENCY_OF_KIND, N_FREQUENCIES, N_KINDS, History, Wait
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 # Ages: two bins an octave, up to 2^26 wanted blocks.
 N_BINS = 52
@@ -69,6 +72,11 @@ class ReuseModel:
     def value(self, kind: int, age: int) -> float:
         """The value of keeping a block of that kind and age."""
         return self.value_rows[kind][bin_of(age)]
+
+    def values_of(self, kinds: Ints, ages: Ints) -> Floats:
+        """As `value`, of many."""
+        found: Floats = self.values[kinds, bins_of(ages)]
+        return found
 
     def learn_if_due(self) -> None:
         """Compute the values again, once in so many wanted blocks."""

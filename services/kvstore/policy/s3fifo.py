@@ -2,78 +2,82 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import ClassVar
 
-from services.kvstore.policy.base import MAX_TRIES, EvictionPolicy, Queue
-from services.kvstore.policy.history import BlockRecord, History
+from services.kvstore.policy.base import EvictionPolicy, Queue
+from services.kvstore.policy.history import BlockRecord
 
 MAX_USES = 3
 SMALL_PART = 10  # the small queue has one block in so many
 
 
 class S3FifoPolicy(EvictionPolicy):
-    """A small queue from which only blocks wanted again go on, a main queue with second chances, and the
-    evicted of the small one, which come back into the main one."""
+    """A small queue, which only blocks wanted again leave for the main queue, and ghosts of the small one."""
 
     name: ClassVar[str] = "s3fifo"
 
-    def __init__(self, capacity_blocks: int, history: History) -> None:
-        super().__init__(capacity_blocks, history)
-        self._small: Queue = Queue()
-        self._main: Queue = Queue()
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks)
+        self._small: OrderedDict[BlockRecord, int] = OrderedDict()  # and the uses since it came
+        self._main: OrderedDict[BlockRecord, int] = OrderedDict()
         self._ghosts: Queue = Queue()
-        self._uses: dict[BlockRecord, int] = {}  # since it came into its queue
 
-    def adopt(self, record: BlockRecord) -> None:
-        self._push(record, self._small if record.wants < 2 else self._main)
-        self._uses[record] = 0
+    def __contains__(self, record: object) -> bool:
+        return record in self._small or record in self._main
 
-    def _hit(self, record: BlockRecord) -> None:
-        uses = self._uses
-        if uses[record] < MAX_USES:
-            uses[record] += 1
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def serve(self, path: Sequence[BlockRecord]) -> int:
+        small, main = self._small, self._main
+        hits, found = 0, 0
+        for at, record in enumerate(path):
+            queue = main if record in main else small if record in small else None
+            if queue is None:
+                continue
+            uses = queue[record]
+            if uses < MAX_USES:
+                queue[record] = uses + 1
+            hits += found == at
+            found += 1
+        if found < len(path) and self.capacity_blocks > 0:
+            for record in reversed(path):
+                if record not in main and record not in small:
+                    self._miss(record)
+        return hits
 
     def _miss(self, record: BlockRecord) -> None:
+        record.holders += 1
+        while len(self._small) + len(self._main) >= self.capacity_blocks:
+            self.evict()
         if record in self._ghosts:
             del self._ghosts[record]
-            self._push(record, self._main)
+            self._main[record] = 0
         else:
-            self._push(record, self._small)
-        self._uses[record] = 0
+            self._small[record] = 0
 
-    def _pop_victim(self) -> BlockRecord:
-        passed = 0  # blocks that others come after
-        while passed < MAX_TRIES:
-            if not self._main or len(self._small) > self.capacity_blocks // SMALL_PART:
-                record, turn = next(iter(self._small)), self._turn_small
+    def evict(self) -> None:
+        small, main = self._small, self._main
+        while small or main:
+            if not main or len(small) >= max(1, self.capacity_blocks // SMALL_PART):
+                record, uses = small.popitem(last=False)
+                if uses > 1:
+                    main[record] = 0
+                    continue
+                self._ghosts[record] = None
+                if len(self._ghosts) > self.capacity_blocks:
+                    self._ghosts.popitem(last=False)
             else:
-                record, turn = next(iter(self._main)), self._turn_main
-            passed += record in self._children
-            if turn(record):
-                return record
-        return self._forget(self._any_end([self._small, self._main]))
+                record, uses = main.popitem(last=False)
+                if uses:
+                    main[record] = uses - 1
+                    continue
+            record.holders -= 1
+            self.evicted.append(record)
+            return
 
-    def _turn_small(self, record: BlockRecord) -> bool:
-        """The oldest of the small queue goes (True), or on into the main one."""
-        if self._uses[record] > 1 or record in self._children:
-            self._uses[record] = 0
-            self._push(record, self._main)
-            return False
-        self._ghosts[record] = None
-        if len(self._ghosts) > self.capacity_blocks:
-            self._ghosts.popitem(last=False)
-        self._forget(record)
-        return True
-
-    def _turn_main(self, record: BlockRecord) -> bool:
-        """The oldest of the main queue goes (True), or is used up a little."""
-        if self._uses[record] or record in self._children:
-            self._uses[record] = max(0, self._uses[record] - 1)
-            self._main.move_to_end(record)
-            return False
-        self._forget(record)
-        return True
-
-    def _forget(self, record: BlockRecord) -> BlockRecord:
-        del self._uses[record]
-        return self._drop(record)
+    def release(self) -> None:
+        for record in (*self._small, *self._main):
+            record.holders -= 1

@@ -178,3 +178,24 @@ def test_publishing_a_block_twice_and_unholding_too_often_are_defects() -> None:
     assert block is not None
     with pytest.raises(ValueError, match="not held"):
         table.unhold(block)
+
+
+def test_blocks_of_a_second_size_are_stored_when_memory_is_full_of_the_first() -> None:
+    table: SlotTable[int] = SlotTable(n_slabs=4, slab_bytes=8 * PAGE_BYTES)
+
+    def store(first: int, n_blocks: int, n_bytes: int) -> int:
+        keys = [number.to_bytes(16) for number in range(first, first + n_blocks)]
+        table.touch(keys)
+        stored = 0
+        for key in table.offer([key for key in keys if table.get(key) is None], n_bytes):
+            slot = table.allocate(n_bytes)
+            if slot is not None:
+                table.publish(key, slot, n_bytes, 0)
+                stored += 1
+        return stored
+
+    assert store(0, 32, PAGE_BYTES) == 32
+    assert store(100, 3, 2 * PAGE_BYTES) == 3
+    assert store(200, 3, 2 * PAGE_BYTES) == 3  # one slab has 4 slots: two of the first blocks went
+    assert sum(table.get(number.to_bytes(16)) is not None for number in range(32)) == 24
+    table.check()
