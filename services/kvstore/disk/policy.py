@@ -48,7 +48,7 @@ class DiskPolicy:
         """`sampled_blocks`: how many the miniature holds at that capacity, and all if there are not more."""
         self.rate = max(1, -(-capacity_blocks // sampled_blocks))
         small = max(1, capacity_blocks // self.rate)
-        self.sampled_policy = AdaptivePolicy(small, simulated_blocks=small)
+        self.sampled_policy = AdaptivePolicy(small)
 
     @property
     def changes(self) -> int:
