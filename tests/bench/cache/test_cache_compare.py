@@ -20,7 +20,9 @@ def test_a_row_has_the_hits_of_each_cache_and_what_the_tier_lacks(capsys: pytest
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["load"] for row in rows] == ["zipf", "chats"]
     for row in rows:
-        assert row["gap"] == pytest.approx(max(row[name] for name in COLUMNS[:-1]) - row["adaptive"], abs=0.02)
+        assert row["gap"] == pytest.approx(
+            max(row[name] for name in COLUMNS[:-1]) - row["adaptive"], abs=0.02
+        )
         assert row["under_lru"] == pytest.approx(row["lru"] - row["adaptive"], abs=0.02)
     chains = LOADS["zipf"](random.Random("zipf3"), 150, SCALE_BLOCKS)
     lru, blocks = Lru(64), sum(map(len, chains))
