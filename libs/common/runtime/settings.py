@@ -215,7 +215,12 @@ def _typed(row: Row, source: str, value: Any) -> Any:
     accepted = {float: (int, float), Path: (str,)}.get(row.type, (row.type,))
     if not isinstance(value, accepted) or (isinstance(value, bool) and row.type is not bool):
         raise ValueError(f"{source}: must be {_KINDS[row.type]}, not {value!r}")
-    return row.type(value)
+    try:
+        return row.type(value)
+    except OverflowError:  # a whole number that no float can hold
+        raise ValueError(
+            f"{source}: must be {_KINDS[row.type]}, not one of {len(str(value))} digits"
+        ) from None
 
 
 def _checked(row: Row, source: str, value: Any) -> Any:

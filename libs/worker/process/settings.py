@@ -24,7 +24,7 @@ class WorkerSettings(TierSettings):
     engine: str = setting(
         "fake: deterministic, without torch, for tests", default="torch", choices=("torch", "fake")
     )
-    threads: int | None = setting("CPU threads of the model", default=None, default_text=_BY_OMP)
+    threads: int | None = setting("CPU threads of the model", default=None, default_text=_BY_OMP, least=1)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class EngineSettings(WorkerSettings):
     """What workers that own KV pages are given."""
 
     kv_memory_bytes: int | None = setting("size of the KV cache", default=None, default_text="by the model")
-    block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64)
-    max_batch: int = setting("sequences in one engine step", default=64)
-    step_tokens: int = setting("rows of one step, prefill chunks included", default=512)
+    block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64, least=1)
+    max_batch: int = setting("sequences in one engine step", default=64, least=1)
+    step_tokens: int = setting("rows of one step, prefill chunks included", default=512, least=1)
     restore_floor_ms: float = setting(
         "how long any prompt may wait for KV of others, however quick it is to compute", default=FLOOR_MS
     )

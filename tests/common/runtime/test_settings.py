@@ -155,6 +155,22 @@ def test_a_number_that_is_not_finite_or_too_low_names_its_setting(
     )
 
 
+def test_a_whole_number_that_no_float_can_hold_names_its_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = refused(capsys, file="share = 1" + 400 * "0", tmp_path=tmp_path)
+    assert words.endswith("share: must be a number, not one of 401 digits")
+
+
+@pytest.mark.parametrize("name", ["BLOCK_TOKENS", "MAX_BATCH", "STEP_TOKENS", "THREADS"])
+def test_sizes_of_an_engine_are_at_least_one(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    environment = {f"SLIPSTREAM_{name}": "0"}
+    given = ["--instance", "decode-0"]
+    with pytest.raises(SystemExit):
+        load_settings(DecodeSettings, program="p", description="", arguments=given, environment=environment)
+    assert f"SLIPSTREAM_{name}: must be a whole number of at least 1, not 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
