@@ -53,7 +53,8 @@ class PinClient(MultiplexedClient[_Receiver, _Command]):
         return answer
 
     async def _exchange(self, command: kvstore_pb2.PinCommand, *, timeout_s: float) -> kvstore_pb2.PinAnswer:
-        if self._is_closed:
+        # A retired stream may belong to a channel that closes, so it opens no second call.
+        if self._is_closed or (self._is_retired and not self.is_open):
             raise errors.Unavailable(f"the stream to {self.peer} was closed")
         command.handle = handle = self.new_handle()
         command.deadline_ms = max(1, int(timeout_s * 1e3))

@@ -18,6 +18,7 @@ from libs.worker.pins.pin_calls import PinCalls
 from libs.worker.pins.pin_client import MAX_PINS_IN_FLIGHT, PinClient
 from libs.worker.pins.pin_lease import ReaderPins
 from slipstream import errors
+from slipstream.rpc.dial import dial
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.support.stubs.partial_servicer import partial_servicer
 from tests.worker.nodes import WAIT_S, eventually
@@ -140,6 +141,29 @@ async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_open
         await calls.pin(endpoint, named("on a stream"))
         assert successor.streams == 1
         await calls.close()
+
+
+async def test_a_retired_stream_opens_no_second_call(peers: Peers) -> None:
+    lender = partial_servicer(Lender)
+    async with serving(lender) as endpoint:
+        channel = dial(endpoint)
+        client = PinClient(channel, lender="lender")
+        pinning = [
+            asyncio.create_task(client.ask(kvstore_pb2.PinCommand(pin=named(f"p{n}")), timeout_s=WAIT_S))
+            for n in range(MAX_PINS_IN_FLIGHT)
+        ]
+        late = asyncio.create_task(
+            client.ask(kvstore_pb2.PinCommand(pin=named("late", waits=True)), timeout_s=WAIT_S)
+        )
+        await asyncio.sleep(0)
+        client.retire()
+        await asyncio.gather(*pinning)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        await channel.close()
+        with pytest.raises(errors.Unavailable):
+            await client.ask(kvstore_pb2.PinCommand(pin=named("again")), timeout_s=WAIT_S)
+        assert not client.receivers and not client.is_open
 
 
 async def test_a_time_out_and_a_cancel_end_the_pin_at_the_lender_and_no_other(
