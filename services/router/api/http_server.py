@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler
 
 from libs.common import service_bounds
@@ -61,12 +62,12 @@ class HttpServer:
             [
                 self._generation("/v1/chat/completions", parse_chat, chat=True),
                 self._generation("/v1/completions", parse_completion, chat=False),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._model),
-                web.get("/healthz", self._ready),
-                web.get("/healthz/ready", self._ready),
-                web.get("/healthz/live", self._live),
-                web.get("/metrics", self._metrics_text),
+                _get("/v1/models", self._models),
+                _get("/v1/models/{name:.+}", self._model),
+                _get("/healthz", self._ready),
+                _get("/healthz/ready", self._ready),
+                _get("/healthz/live", self._live),
+                _get("/metrics", self._metrics_text),
             ]
         )
         return web.AppRunner(
@@ -80,7 +81,8 @@ class HttpServer:
     # ---- generation
 
     def _generation(self, path: str, parse: Parser, *, chat: bool) -> web.RouteDef:
-        return web.post(path, partial(self._generate, span=f"POST {path}", parse=parse, chat=chat))
+        handler = partial(self._generate, span=f"POST {path}", parse=parse, chat=chat)
+        return web.post(path, handler, expect_handler=_on_expect)
 
     async def _generate(
         self, request: web.Request, *, span: str, parse: Parser, chat: bool
@@ -214,6 +216,21 @@ class HttpServer:
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(text=await self._metrics.render(), content_type="text/plain")
+
+
+def _get(path: str, handler: Handler) -> web.RouteDef:
+    return web.get(path, handler, expect_handler=_on_expect)
+
+
+async def _on_expect(request: web.Request) -> web.StreamResponse | None:
+    """Answers an Expect header, before the middlewares: 100 Continue, or 417 in OpenAI's error shape."""
+    if request.version < HttpVersion11:
+        return None
+    if request.headers["Expect"].lower() != "100-continue":
+        return failure_response(request, web.HTTPExpectationFailed())
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # what precedes the response belongs to none
+    return None
 
 
 @web.middleware

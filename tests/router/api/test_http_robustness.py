@@ -184,4 +184,6 @@ async def test_an_expectation_of_something_else_is_refused(router: RouterServer)
     writer.write(post(b"{}").replace(b"\r\nHost", b"\r\nExpect: a miracle\r\nHost"))
     async with asyncio.timeout(60):
         assert (await reader.readline()).startswith(b"HTTP/1.1 417")
+        await reader.readuntil(b"\r\n\r\n")
+        assert json.loads(await reader.readuntil(b"}}"))["error"]["message"] == "Expectation Failed"
     writer.close()
