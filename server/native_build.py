@@ -66,12 +66,15 @@ class NativeLibrary:
         output = ROOT / self.path
         try:
             return output.exists() and output.with_suffix(".digest").read_text() == self.digest()
-        except FileNotFoundError:
+        except (OSError, ValueError):  # no record, or one that cannot be read
             return False
 
-    def write_digest(self) -> None:
-        """Write the digest next to the library in the source tree."""
-        (ROOT / self.path).with_suffix(".digest").write_text(self.digest())
+    def write_digest(self, digest: str) -> None:
+        """Write the digest next to the library in the source tree. Raises BuildFailed."""
+        try:
+            (ROOT / self.path).with_suffix(".digest").write_text(digest)
+        except OSError as error:
+            raise BuildFailed(f"{self.module}: its digest cannot be written: {error}") from None
 
 
 def libraries(machine: str | None = None) -> list[NativeLibrary]:
@@ -87,8 +90,12 @@ def libraries(machine: str | None = None) -> list[NativeLibrary]:
     return [*found, NativeLibrary("services.kvstore.disk.native._disk_io", _SHARED)]
 
 
-def compile_library(library: NativeLibrary, output: Path) -> None:
-    """Compile into `output`, which is replaced atomically. Raises BuildFailed."""
+def compile_library(library: NativeLibrary, output: Path) -> str:
+    """Compile into `output`, which appears whole or not at all. Raises BuildFailed.
+
+    Returns the digest that the sources had before the compiler read them.
+    """
+    digest = library.digest()
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_suffix(f".{os.getpid()}.tmp")
     sources = sorted(library.source_dir.glob("*.c"))
@@ -101,14 +108,14 @@ def compile_library(library: NativeLibrary, output: Path) -> None:
         raise BuildFailed(f"{library.module} does not compile: {detail}") from None
     finally:
         unfinished.unlink(missing_ok=True)
+    return digest
 
 
 def build_in_place(wanted: Iterable[NativeLibrary]) -> None:
     """Compile the libraries into the source tree, in parallel. Raises BuildFailed."""
 
     def build(library: NativeLibrary) -> None:
-        compile_library(library, ROOT / library.path)
-        library.write_digest()
+        library.write_digest(compile_library(library, ROOT / library.path))
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(build, wanted))

@@ -18,19 +18,24 @@ _LIBRARIES: dict[str, NativeLibrary] = {library.module: library for library in l
 class BuildNative(build_ext):
     """Compiles each library with its own flags and without Python headers."""
 
+    def initialize_options(self) -> None:
+        """See `Command`."""
+        super().initialize_options()
+        self._digests: dict[str, str] = {}
+
     def get_ext_filename(self, fullname: str) -> str:
         """A file name without the interpreter's version, which the library does not depend on."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile one library into the build's output folder."""
-        compile_library(_LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name)))
+        """Compile one library to where the build collects it."""
+        self._digests[ext.name] = compile_library(_LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name)))
 
     def copy_extensions_to_source(self) -> None:
         """Of an editable install: beside each library goes the digest of its sources."""
         super().copy_extensions_to_source()
-        for library in _LIBRARIES.values():
-            library.write_digest()
+        for name, digest in self._digests.items():
+            _LIBRARIES[name].write_digest(digest)
 
 
 class NativeWheel(bdist_wheel):

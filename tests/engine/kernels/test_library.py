@@ -57,7 +57,50 @@ def test_a_library_is_outdated_when_a_source_or_a_flag_differs(
     assert not built.is_current()
     build_in_place([built])
     assert built.is_current()
-    (tmp_path / built.path).with_suffix(".digest").unlink()
+    record = (tmp_path / built.path).with_suffix(".digest")
+    record.write_bytes(b"\xff")
+    assert not built.is_current()
+    record.unlink()
+    assert not built.is_current()
+
+
+def test_a_source_that_changes_while_it_is_compiled_leaves_the_library_outdated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kind = BUILD["NativeLibrary"]
+    monkeypatch.setitem(kind.digest.__globals__, "ROOT", tmp_path)
+    built = kind("pack.lib", ("-shared", "-fPIC"))
+    built.source_dir.mkdir(parents=True)
+    source = built.source_dir / "lib.c"
+    source.write_text("int answer(void) { return 42; }\n")
+
+    class Edited:
+        """Stands in for `subprocess`: an editor saves while the compiler runs."""
+
+        SubprocessError = subprocess.SubprocessError
+
+        @staticmethod
+        def run(command: list[str], **how: Any) -> None:
+            subprocess.run(command, **how)
+            source.write_text("int answer(void) { return 43; }\n")
+
+    monkeypatch.setitem(kind.digest.__globals__, "subprocess", Edited)
+    BUILD["build_in_place"]([built])
+    assert not built.is_current()
+
+
+def test_a_digest_that_cannot_be_written_fails_the_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kind = BUILD["NativeLibrary"]
+    monkeypatch.setitem(kind.digest.__globals__, "ROOT", tmp_path)
+    built = kind("pack.lib", ("-shared", "-fPIC"))
+    (tmp_path / built.path).with_suffix(".digest").mkdir(parents=True)
+    built.source_dir.mkdir(parents=True)
+    (built.source_dir / "lib.c").write_text("int answer(void) { return 42; }\n")
+    assert not built.is_current()
+    with pytest.raises(BUILD["BuildFailed"], match="cannot be written"):
+        BUILD["build_in_place"]([built])
     assert not built.is_current()
 
 
