@@ -137,6 +137,17 @@ async def test_a_start_that_is_refused_fails_alone_and_ends_with_statistics() ->
     assert not stream.running
 
 
+async def test_a_start_that_breaks_is_logged_with_its_handle(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(start: decode_pb2.StartSequence, emit: Emit) -> tuple[asyncio.Task[None], Cancel]:
+        raise KeyError(start.handle)
+
+    stream = DecodeStream(breaks)
+    stream.begin(decode_pb2.StartSequence(handle=8))
+    (delta,) = (await _frame(stream)).deltas
+    assert delta.failure.reason == "Internal"
+    assert "command 8 failed" in caplog.text
+
+
 class StandingClock:
     def time(self) -> float:
         return 0.0

@@ -128,7 +128,7 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
     def fail(self, handle: int, error: Exception) -> None:
         """Send a command's failure. An error outside the tree of slipstream.errors is logged."""
         if not isinstance(error, errors.SlipstreamError):
-            log.error("%s: a command failed", type(self).__name__, exc_info=error)
+            log.error("%s: command %d failed", type(self).__name__, handle, exc_info=error)
             error = errors.Internal("internal error")
         self.put(self.failure(handle, error))
 
