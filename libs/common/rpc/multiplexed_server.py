@@ -84,8 +84,7 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
         """The message with these events."""
 
     async def join(self) -> None:
-        """Wait for events that join the next frame: those of this iteration of the event loop."""
-        await asyncio.sleep(0)
+        """Wait for more events for the next frame. Without a wait it holds those that are ready."""
 
     def begin(self, command: CommandT) -> None:
         """Start a command, or fail it. A stream that closes starts none: its end is their answer."""

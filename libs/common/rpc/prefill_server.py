@@ -37,6 +37,9 @@ class PrefillStream(ServerStream[prefill_pb2.StartPrefill, prefill_pb2.PrefillEv
             self.begin(start)
         self.cancel(request.cancels)
 
+    async def join(self) -> None:
+        await asyncio.sleep(0)  # for the events of other prompts in this iteration of the event loop
+
     async def run(self, start: prefill_pb2.StartPrefill) -> None:
         """Pass on a prompt's events under a span of its own."""
         attempt = start.attempt
