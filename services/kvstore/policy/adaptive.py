@@ -80,7 +80,7 @@ class AdaptivePolicy:
     def offer(self, keys: Sequence[bytes]) -> list[bytes]:
         """Blocks that could be stored, each after the one before it in its chain; those worth it."""
         get, live = self.history.get, self.live
-        new = [key for key in keys if get(key) is None]
+        new = [key for key in dict.fromkeys(keys) if get(key) is None]
         if new:
             self._begin(new)
         return [key for key in keys if get(key) in live]
@@ -172,10 +172,11 @@ class AdaptivePolicy:
     def resize(self, capacity_blocks: int) -> None:
         """The tier has room for so many blocks from now on."""
         self.capacity_blocks = capacity_blocks
-        rate = self._rate(capacity_blocks)
-        self.history.resize(capacity_blocks, sample_rate=rate)
         self._selector.resize(capacity_blocks)
-        if rate != self.sample_rate:
+        rate, before = self._rate(capacity_blocks), self.sample_rate
+        is_near = before < 2 * rate < 4 * before
+        self.history.resize(capacity_blocks, sample_rate=before if is_near else rate)
+        if not is_near:
             self._sample_again(rate)
         for policy in self._simulated:
             policy.resize(self._simulated_capacity)
@@ -265,15 +266,14 @@ class AdaptivePolicy:
                 self._condemned[record] = None
 
     def _sample_again(self, rate: int) -> None:
-        """Build the simulated caches for another rate from what is remembered, the oldest first."""
+        """Begin with empty caches that see one block in `rate`; what the tier has leaves before the new."""
         for policy in {id(policy): policy for policy in (*self._simulated, self.live)}.values():
             policy.release()
         self.sample_rate = rate
         self._simulated = [self._new(number, self._simulated_capacity) for number in range(N_POLICIES)]
         self.live = self._live_of(self._selector.leader)
-        for record in list(self.history.records()):
+        for record in self.history.records():
             record.sampled = self.history.is_sampled(record.key)
-            self._serve([record])
         self._condemned.clear()
         self._condemn_strangers()
 
