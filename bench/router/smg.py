@@ -27,7 +27,7 @@ from libs.text.tokenizer import Tokenizer
 from supervisor.ports import free_ports
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
-_NEEDED = ("smg", "smg_grpc_proto")
+_NEEDED = ["smg", "smg_grpc_proto", "h2"]
 _START_S = 60.0
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1
@@ -83,7 +83,7 @@ async def interpreter(where: Path) -> Path:
     if process.returncode or out.strip() != b"[]":
         found = (out + error).decode(errors="replace").strip()
         raise SmgUnusable(
-            f"{python} cannot run SMG; it wants Python 3.11 and `pip install smg smg-grpc-proto`. "
+            f"{python} cannot run SMG; it wants Python 3.11 and `pip install smg smg-grpc-proto h2`. "
             f"Missing there: {found}"
         )
     return python

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived
+from h2.settings import SettingCodes, Settings
 
-from bench.fakes.http2_frames import MessageReader, frame
+from bench.fakes.grpc_client import GrpcConnection
+from bench.fakes.http2 import MessageReader, prefixed
 from bench.fakes.http2_server import GrpcServerConnection
-from bench.router.grpc_client import GrpcConnection
 from bench.router.pace import Pace
 from bench.router.smg_worker import Asked, PacedScheduler
 
@@ -119,7 +122,7 @@ async def test_a_client_that_goes_takes_its_sequences_along() -> None:
 
 
 class Wire(asyncio.Transport):
-    """What the server wrote."""
+    """Keeps what the server writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,37 +131,38 @@ class Wire(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += bytes(data)
 
-    def take(self) -> list[tuple[int, int, bytes]]:
-        """Frames since the last call: kind, flags, payload."""
-        frames, data, self.written = [], self.written, b""
-        while data:
-            size = int.from_bytes(data[:3], "big")
-            frames.append((data[3], data[4], data[9 : 9 + size]))
-            data = data[9 + size :]
-        return frames
-
 
 async def test_a_closed_window_holds_tokens_back_until_it_opens() -> None:
     scheduler = PacedScheduler(Pace(0.0, 0.0, 0.0), TextCodec(), ANSWER, tier="decode")
     stepping = asyncio.create_task(scheduler.run())
     connection, wire = GrpcServerConnection(scheduler), Wire()
     connection.connection_made(wire)
-    wire.take()
-    request = b"\x00" + struct.pack(">I", len(PROMPT)) + PROMPT.encode()
-    path = b"\x04" + bytes([len(METHOD)]) + METHOD.encode()  # a literal, its name in the static table
-    opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 10))
-    for byte in opening + frame(1, 4, 1, path) + frame(0, 1, 1, request):  # in pieces as small as can be
-        connection.data_received(bytes([byte]))
-    settings, headers, first = wire.take()
-    assert (settings[:2], headers[0], first) == ((4, 1), 1, (0, 0, b"\x00\x00\x00\x00\x037 1"))
+    client = H2Connection(H2Configuration(client_side=True))
+    received = b""
+
+    def exchange() -> None:
+        nonlocal received
+        for byte in client.data_to_send():  # in pieces as small as can be
+            connection.data_received(bytes([byte]))
+        written, wire.written = wire.written, b""
+        events = client.receive_data(written)
+        received += b"".join(event.data for event in events if isinstance(event, DataReceived))
+
+    client.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 10})
+    client.initiate_connection()
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", METHOD), (":authority", "a")]
+    client.send_headers(1, headers)
+    client.send_data(1, prefixed(PROMPT.encode()), end_stream=True)
+    exchange()
     for _ in range(10):
         await asyncio.sleep(0)
-    second = wire.take()
-    assert second == [(0, 0, b"\x00\x00")]  # two bytes of ten were left
-    connection.data_received(frame(8, 0, 1, struct.pack(">I", 1000)))
+    exchange()
+    assert received == prefixed(b"7 1") + b"\x00\x00"  # ten bytes
+    client.increment_flow_control_window(1000, 1)
+    exchange()
     async with asyncio.timeout(60):
         while scheduler.held:
             await asyncio.sleep(0)
-    rest = b"".join(payload for kind, _, payload in [*second, *wire.take()] if kind == 0)
-    assert [message.decode() for message in MessageReader().whole(rest)] == EXPECTED[1:]
+    exchange()
+    assert [message.decode() for message in MessageReader().complete(received)] == EXPECTED
     stepping.cancel()

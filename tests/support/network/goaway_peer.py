@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bench.fakes.http2_frames import GOAWAY, SETTINGS, frame
+from hyperframe.frame import GoAwayFrame, SettingsFrame
 
 NO_ERROR, INTERNAL_ERROR = 0, 2
 NO_STREAM, ANY_STREAM = 0, 2**31 - 1
@@ -17,7 +16,8 @@ _CHUNK_BYTES = 64 << 10
 
 def farewell(last_stream: int = NO_STREAM, why: int = NO_ERROR) -> bytes:
     """Its settings, and that no stream beyond `last_stream` is looked at."""
-    return frame(SETTINGS, 0, 0, b"") + frame(GOAWAY, 0, 0, struct.pack(">II", last_stream, why))
+    goaway = GoAwayFrame(0, last_stream_id=last_stream, error_code=why)
+    return SettingsFrame(0).serialize() + goaway.serialize()
 
 
 @asynccontextmanager

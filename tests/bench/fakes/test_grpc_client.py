@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.router.grpc_client import GrpcConnection
+from bench.fakes.grpc_client import GrpcConnection
 
 WAIT_S = 60.0
 METHOD = "/bench.Echo/Parts"
