@@ -2,13 +2,12 @@
 
     python -m bench.acceptance [--dialogues 200] [--drafts 3] [--json]
 
-Every assistant turn of the dialogues is generated greedily from its correct history, with drafts, as
-a decode worker does it. The acceptance length is the mean number of tokens a decode step emits, the
-bonus token counted; the first token of a turn comes from prefill and is no decode step.
+The engine generates every assistant turn greedily from its correct history, with drafts, as a decode worker
+does. The acceptance length is the mean number of tokens of a decode step, the bonus token included; the
+first token of a turn comes from prefill and is no decode step.
 
-`--cached-prefixes` lets turns of a dialogue reuse each other's KV. A reused position has no feature,
-so the head then sees less of the prompt: what that costs is the difference of the two figures.
-`--compare` also runs without drafts: is the text identical, and how much faster are decode steps.
+`--cached-prefixes` lets the turns of a dialogue reuse each other's KV. A reused position has no feature, so
+the head then sees less of the prompt. `--compare` also runs without drafts and compares text and speed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from slipstream.errors import SlipstreamError
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceOptions:
-    """What to measure. `weight_dtype` "auto" is what the checkpoint holds."""
+    """Options of a run. `weight_dtype` "auto" keeps the checkpoint's."""
 
     base_dir: Path = BASE_DIR
     eagle_dir: Path = EAGLE_DIR
@@ -49,10 +48,10 @@ class AcceptanceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What was measured.
+    """The figures of a run.
 
-    `accepted_at[j]`: share of the steps in which draft j (from 0) was accepted. `identical` and
-    `speedup` (of whole runs, prefill included) are None without a comparison.
+    `accepted_at[j]`: share of the steps that accepted draft j (from 0). `identical` and `speedup` (of whole
+    runs, prefill included) are None without a comparison.
     """
 
     acceptance_length: float
@@ -69,7 +68,7 @@ class Acceptance:
 
 
 def measure(options: AcceptanceOptions) -> Acceptance:
-    """Runs the engine and the head over the dialogues."""
+    """Run the engine and the head over the dialogues."""
     tokenizer = Tokenizer.from_dir(options.base_dir)
     turns = held_out_turns(tokenizer, options.dialogues)
     prompts = [turn.prompt_ids for turn in turns]

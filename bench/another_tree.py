@@ -11,8 +11,10 @@ _PARTS = ("bench", "libs", "services", "slipstream")
 
 
 def another_tree(commit: str, folder: Path, *, benchmark: Path) -> Path:
-    """Unpacks a commit's sources into a folder, with `benchmark` and the models as they are here. To run them
-    there, be there and say so in PYTHONPATH. Raises CalledProcessError without such a commit."""
+    """Unpack a commit's sources into a folder, with this tree's `benchmark` and models.
+
+    To run them, start a process in that folder with PYTHONPATH set to it. Raises CalledProcessError without
+    such a commit."""
     archive = subprocess.run(
         ["git", "archive", commit, *_PARTS], cwd=ROOT, stdout=subprocess.PIPE, check=True
     )

@@ -1,20 +1,19 @@
-"""How soon everybody lets go of a request that is cancelled, at every stage, on a real cluster.
+"""The time until every process has released a cancelled request, at every stage, on a real cluster.
 
     python -m bench.cancel [--rounds 10] [--json] [--only decode,restore] [--transport socket]
 
-Router, prefill, decode, drafter and kvstore are processes of their own and run the shipped model. A request
-is cancelled, by ending its stream or by `Abort`, when it is at one of these stages:
+Router, prefill, decode, drafter and kvstore are separate processes and run the shipped model. A request is
+cancelled, by closing its stream or by `Abort`, at one of these stages:
 
-    queued    waits for KV pages behind another prompt
-    prefill   is being computed
+    queued    the request waits for KV pages behind another prompt
+    prefill   a worker computes its prompt
     pull      decode has some of its blocks and waits for the rest
-    decode    has tokens; the drafter knows it
-    restore   has its blocks pinned in the kvstore and reads them
+    decode    the request has tokens, and the drafter runs it
+    restore   a worker has pinned its blocks in the kvstore and reads them
 
-Printed are milliseconds from the cancel to the first answer of each process in which nothing of the request
-is left (`all`: of the last of them), and for `Abort` until its call returned: the acknowledgement. Blocks
-that were computed before the cancel are still stored, which is no work of the request: what the workers
-hold for that alone is not waited for.
+Printed are milliseconds from the cancel to the first status of each process without the request (`all`: of
+the last process), and for `Abort` until the call returned (`acknowledged`). Blocks computed before the cancel
+are still stored afterwards; the benchmark does not wait for that.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ STAGES = ("queued", "prefill", "pull", "decode", "restore")
 WAYS = ("cancel", "abort")
 PROMPT_WORDS = 2000
 _LIMIT_S = 60.0
-# Between two questions to a process. Asked without a pause the processes and this one kept two cores busy
-# with nothing but answers, and a cancel waited in line behind them, over 100 ms at times.
+# Between two status calls to a process. Calls without a pause keep two cores busy, and a cancel then waits
+# behind them for over 100 ms at times.
 _PAUSE_S = 0.003
-_TRIES = 8  # a stage that is over before it was seen, or is left out, is tried again
+_TRIES = 8  # a stage that ends before a status shows it is tried again
 _ENGINES = ("prefill-0", "decode-0")
-# What one request holds. Blocks and reservations for storing what was computed outlive it.
+# Ledger entries of one request. Blocks and reservations for storing its KV outlive it.
 _OF_REQUEST = ("sequences", "handoffs", "pins", "streams")
 
 Status = worker_pb2.GetStatusResponse
 
 
 class Missed(Exception):
-    """The stage was over before it was seen."""
+    """The stage ended before a status showed it."""
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class Times:
 
 
 class Fleet:
-    """The processes and what they say of themselves."""
+    """The processes of the cluster, and calls to them."""
 
     def __init__(self, cluster: ClusterSupervisor) -> None:
         record = cluster.record()
@@ -102,15 +101,15 @@ class Fleet:
         return dict(zip(names, await asyncio.gather(*map(self.status, names)), strict=True))
 
     async def until(self, holds: Callable[[Mapping[str, Status]], bool], running: Running) -> None:
-        """Ask until it holds. Missed when the request ends before."""
+        """Poll until the condition holds. Raises Missed when the request ends before."""
         async with asyncio.timeout(_LIMIT_S):
             while not holds(await self.all()):
                 if running.ended:
                     raise Missed(running.ended)
                 await asyncio.sleep(_PAUSE_S)
 
-    async def settle(self) -> None:
-        """Nothing is held, nothing waits to be stored."""
+    async def wait_idle(self) -> None:
+        """Wait until every ledger is empty. Raises RuntimeError at the deadline."""
         problems: list[str] = []
         await wait_until_idle(self.endpoints, problems, timeout_s=_LIMIT_S)
         if problems:
@@ -123,16 +122,16 @@ class Fleet:
 
 
 class Running:
-    """One request that is being read."""
+    """A request whose stream a task reads."""
 
     def __init__(self, request_id: str, stream: AsyncStream) -> None:
         self.request_id = request_id
         self.stream = stream
         self.tokens = 0
-        self.ended = ""  # why, as the client hears it
+        self.ended = ""  # the reason that the client got
 
     async def read(self) -> None:
-        """Until it ends, however it does."""
+        """Read the stream to its end or its error."""
         try:
             async for event in self.stream:
                 self.tokens = event.completion_tokens
@@ -149,7 +148,7 @@ class Cancels:
         self._numbers = itertools.count()
 
     async def measure(self, stage: str, way: str, rounds: int) -> Times:
-        """The whole figure of one stage and way."""
+        """Run all rounds of one stage and one way to cancel."""
         times = Times()
         reach = {
             "queued": self._queued,
@@ -160,23 +159,23 @@ class Cancels:
         }[stage]
         for _ in range(rounds):
             for attempt in range(_TRIES):
-                await self._fleet.settle()
+                await self._fleet.wait_idle()
                 gc.collect()
                 try:
                     await reach(way, times)
                     break
                 except Missed as missed:
                     if attempt + 1 == _TRIES:
-                        print(f"{stage} was not seen: {missed}", file=sys.stderr)
+                        print(f"no request was cancelled in stage {stage}: {missed}", file=sys.stderr)
                         return times
-        await self._fleet.settle()
+        await self._fleet.wait_idle()
         return times
 
     # ---- stages
 
     async def _queued(self, way: str, times: Times) -> None:
         def waiting(each: Mapping[str, Status]) -> bool:
-            """In whatever line it stands: a worker's for pages, or the router's for capacity."""
+            """The request waits at a worker for pages, or at the router for capacity."""
             in_router = each["router-0"].counters.get("slipstream_admission_waiting", 0)
             return bool(in_router or any(status.load.requests_waiting for status in each.values()))
 
@@ -184,12 +183,12 @@ class Cancels:
             await self._fleet.until(
                 lambda each: any(each[name].ledger.blocks_held for name in _ENGINES), first
             )
-            # The first one goes on meanwhile: only what is counted by sequence is the second one's for sure.
+            # The first request continues, so only the count of sequences shows the second one.
             await self._end_when(waiting, way, times, held=("sequences",), others=1)
 
     async def _in_prefill(self, way: str, times: Times) -> None:
         def computing(each: Mapping[str, Status]) -> bool:
-            """On a prefill worker, or on decode where the router finds that quicker."""
+            """A prefill worker computes, or decode where the router's placement prefers it."""
             return any(
                 each[name].ledger.blocks_held and each[name].load.prefill_tokens_in_flight
                 for name in _ENGINES
@@ -215,9 +214,9 @@ class Cancels:
 
     async def _in_restore(self, way: str, times: Times) -> None:
         prompt = self._words()
-        for other in (prompt, self._words()):  # the second takes the first one's pages
+        for other in (prompt, self._words()):  # the second prompt evicts the pages of the first
             await self._fleet.client.complete(other, max_tokens=1, temperature=0.0, timeout_s=_LIMIT_S)
-            await self._fleet.settle()
+            await self._fleet.wait_idle()
         await self._end_when(lambda each: each["kvstore-0"].ledger.pins > 0, way, times, prompt=prompt)
 
     # ---- a request and its end
@@ -260,7 +259,7 @@ class Cancels:
     async def _gone(
         self, instance: str, before: Status, began_s: float, held: Sequence[str], others: int
     ) -> float:
-        """Milliseconds until the process holds no more than before, or than so many other requests do."""
+        """Milliseconds until the ledger is back at `before`, or at the entries of `others` requests."""
         while True:
             now = await self._fleet.status(instance)
             if all(getattr(now.ledger, name) <= max(getattr(before.ledger, name), others) for name in held):
@@ -286,12 +285,12 @@ class Cancels:
 
 
 def words(number: int, count: int) -> str:
-    """A prompt that no other number has a block of."""
+    """A prompt that shares no block with the prompt of another number."""
     return f"{number} {time.time_ns()} " + " ".join(f"order {number + i}" for i in range(count // 2))
 
 
 def kv_memory_bytes() -> int:
-    """A cache in which one of the prompts has room, and no second one beside it."""
+    """The size of a cache with room for one of the prompts but not for two."""
     n_tokens = len(Tokenizer.from_dir(DEFAULT_MODEL).encode_text(words(10**4, PROMPT_WORDS)))
     config = load_config(DEFAULT_MODEL)
     page = CacheShape(1, config.n_layers, 64, config.latent_width, config.dtype)
@@ -299,7 +298,7 @@ def kv_memory_bytes() -> int:
 
 
 async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
-    """All stages asked for."""
+    """Start the cluster and measure the chosen stages."""
     memory = ["--kv-memory-bytes", str(kv_memory_bytes())]
     config = ClusterConfig(
         run_dir=run_dir,
@@ -311,7 +310,7 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
     )
     report: dict[str, object] = {"rounds": options.rounds, "transport": options.transport}
     heap.freeze_heap()
-    gc.disable()  # this process's pauses are not the cluster's: it collects between two rounds
+    gc.disable()  # `measure` collects between two rounds, so that no pause falls into a measurement
     async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
         fleet = Fleet(cluster)
         try:
@@ -327,7 +326,7 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
 
 
 def show(report: dict[str, object]) -> None:
-    """One line a process."""
+    """Print one line per process."""
     for figure, rows in report.items():
         if not isinstance(rows, dict):
             print(f"{figure}: {rows}")

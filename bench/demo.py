@@ -1,9 +1,9 @@
-"""`make demo`: the whole cluster in separate processes, and a customer's conversation with its agent.
+"""`make demo`: the whole cluster in separate processes, and a customer's conversation with an agent.
 
-Every word of the agent comes from the shipped model through the public gRPC API. After each turn the
-demo shows where it ran, how much of the prompt was cached and in which tier, and how fast it was. One
-turn is prefilled by another worker than the first and still finds its prefix in the kvstore; one turn
-runs with the drafter killed. The last line is one JSON object; exit status 1 when something was wrong.
+The agent's text comes from the shipped model through the public gRPC API. After each turn the demo prints
+its workers, the cached tokens of the prompt by tier, and its speed. Another worker prefills one of the turns,
+and finds the prefix in the kvstore; one turn runs without the drafter, which was killed. The last line is one
+JSON object; exit status 1 means that a check failed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from supervisor.plan import ClusterConfig
 
 SESSION = "demo"
 MAX_CALLS_A_TURN = 3
-# The demo names the prefill worker of each turn, so that the move is always the same.
+# The demo chooses the prefill worker of each turn, so that every run moves at the same turn.
 PIN_PREFILL_HEADER = "x-slipstream-prefill"
 FIRST_WORKER, OTHER_WORKER = "prefill-0", "prefill-1"
 BOLD, DIM, RED, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
-    """Print at once; without colours when nobody watches."""
+    """Print and flush; without colours unless the output is a terminal."""
     if not sys.stdout.isatty():
         for code in (BOLD, DIM, RED, RESET):
             text = text.replace(code, "")
@@ -47,7 +47,7 @@ def say(text: str = "", *, end: str = "\n") -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """The running conversation and what its requests measured."""
+    """The running conversation, its replies and the problems found."""
 
     client: AsyncClient
     messages: list[dict[str, Any]] = field(
@@ -57,7 +57,7 @@ class Conversation:
     problems: list[str] = field(default_factory=list)
 
     async def ask(self, headers: dict[str, str]) -> Reply:
-        """One request over the whole conversation so far, streamed to the terminal."""
+        """Send the conversation so far, and stream the reply to the terminal."""
         stream = self.client.stream_chat(
             self.messages,
             tools=TOOLS,
@@ -80,7 +80,7 @@ class Conversation:
         return stream.reply
 
     async def turn(self, turn: Turn, headers: dict[str, str]) -> list[Reply]:
-        """The customer's message, the calls it leads to, and the answer; returns the turn's replies."""
+        """Run a customer's message, the tool calls it leads to, and the answer; returns the replies."""
         say(f"  {BOLD}customer{RESET}  {turn.user}")
         self.messages.append({"role": "user", "content": turn.user})
         replies = [await self.ask(headers)]
@@ -106,7 +106,7 @@ class Conversation:
 
 
 def parse_arguments(text: str) -> Any:
-    """The call's arguments; an empty object when the model wrote no JSON (the tool then says so)."""
+    """The call's arguments; an empty object, which the tool reports, when the model wrote no JSON."""
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError:
@@ -115,28 +115,28 @@ def parse_arguments(text: str) -> Any:
 
 
 def show(replies: Sequence[Reply]) -> None:
-    """One line for each request of a turn: where, what was cached, how fast."""
+    """Print one line for each request of a turn: workers, cached tokens, speed."""
     for reply in replies:
-        trail, usage = reply.stats, reply.usage
-        assert trail is not None
+        stats, usage = reply.stats, reply.usage
+        assert stats is not None
         assert usage is not None
         tiers = ", ".join(f"{tokens} {tier}" for tier, tokens in usage.cached_by_tier.items() if tokens)
-        speed = (usage.completion_tokens - 1) / trail.decode_ms * 1e3 if trail.decode_ms else 0.0
+        tokens_per_s = (usage.completion_tokens - 1) / stats.decode_ms * 1e3 if stats.decode_ms else 0.0
         drafts = "no drafts"
-        if trail.drafted_steps:
-            drafts = f"acceptance length {trail.acceptance_length:.2f}"
-            if trail.drafted_steps < trail.decode_steps:
-                drafts += f" in {trail.drafted_steps} of {trail.decode_steps} steps"
+        if stats.drafted_steps:
+            drafts = f"acceptance length {stats.acceptance_length:.2f}"
+            if stats.drafted_steps < stats.decode_steps:
+                drafts += f" in {stats.drafted_steps} of {stats.decode_steps} steps"
         say(
-            f"  {DIM}{trail.prefill_worker} -> {trail.decode_worker} | prompt {usage.prompt_tokens}, "
-            f"cached {usage.cached_tokens} ({tiers or 'none'}) | TTFT {trail.ttft_ms:.0f} ms, "
-            f"{speed:.0f} tokens/s, {drafts}{RESET}"
+            f"  {DIM}{stats.prefill_worker} -> {stats.decode_worker} | prompt {usage.prompt_tokens}, "
+            f"cached {usage.cached_tokens} ({tiers or 'none'}) | TTFT {stats.ttft_ms:.0f} ms, "
+            f"{tokens_per_s:.0f} tokens/s, {drafts}{RESET}"
         )
     say()
 
 
 async def converse(cluster: ClusterSupervisor, conversation: Conversation) -> None:
-    """The scripted turns, with the second worker and the killed drafter on the way."""
+    """Run the scripted turns, one of them on the second worker and one with the drafter killed."""
     worker = FIRST_WORKER
     for number, turn in enumerate(TURNS, 1):
         say(f"{BOLD}Turn {number}{RESET}" + (f" {DIM}({turn.note}){RESET}" if turn.note else ""))
@@ -155,7 +155,7 @@ async def converse(cluster: ClusterSupervisor, conversation: Conversation) -> No
 
 
 def check_moved(conversation: Conversation, reply: Reply) -> None:
-    """The turn must have run on another prefill worker and found its prefix in the kvstore."""
+    """Check that the turn ran on another prefill worker and found its prefix in the kvstore."""
     assert reply.stats is not None
     assert reply.usage is not None
     tiers = reply.usage.cached_by_tier
@@ -168,26 +168,26 @@ def check_moved(conversation: Conversation, reply: Reply) -> None:
 def report(
     cluster: ClusterSupervisor, conversation: Conversation, blocks: dict[str, int], orphaned: int
 ) -> dict[str, Any]:
-    """The last line's object."""
+    """The object of the last line."""
     replies = conversation.replies
     usages = [reply.usage for reply in replies if reply.usage is not None]
-    trails = [reply.stats for reply in replies if reply.stats is not None]
-    decode_s = sum(trail.decode_ms for trail in trails) / 1e3
+    all_stats = [reply.stats for reply in replies if reply.stats is not None]
+    decode_s = sum(stats.decode_ms for stats in all_stats) / 1e3
     completion = sum(usage.completion_tokens for usage in usages)
-    drafted = [trail for trail in trails if trail.proposed_drafts]
-    steps = sum(trail.drafted_steps for trail in drafted)
-    generated = steps + sum(trail.accepted_drafts for trail in drafted)
+    drafted = [stats for stats in all_stats if stats.proposed_drafts]
+    steps = sum(stats.drafted_steps for stats in drafted)
+    generated = steps + sum(stats.accepted_drafts for stats in drafted)
     return {
         "ok": not conversation.problems and orphaned == 0,
         "turns": len(TURNS),
         "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
         "cached_tokens": sum(usage.cached_tokens for usage in usages),
         "completion_tokens": completion,
-        "ttft_ms_p50": round(statistics.median(trail.ttft_ms for trail in trails), 1),
+        "ttft_ms_p50": round(statistics.median(stats.ttft_ms for stats in all_stats), 1),
         "tokens_per_s": round((completion - len(usages)) / decode_s, 1) if decode_s else 0.0,
         "acceptance_length": round(generated / steps, 2) if steps else 0.0,
-        "kv_bytes_pulled": sum(trail.kv_bytes_pulled for trail in trails),
-        "transport": trails[0].transport,
+        "kv_bytes_pulled": sum(stats.kv_bytes_pulled for stats in all_stats),
+        "transport": all_stats[0].transport,
         "kvstore_blocks": blocks,
         "orphaned_blocks": orphaned,
         "ready_s": round(cluster.ready_s or 0.0, 1),
@@ -196,11 +196,11 @@ def report(
 
 
 async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
-    """The demo in `run_dir`, to the end of its cluster. Returns the last line's object."""
+    """Start a cluster in `run_dir`, run the conversation, stop. Returns the object of the last line."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    # Drafts also where they save no time: the demo shows what they do, and that losing them changes no word.
+    # Drafts are on even where they save no time: the demo shows that losing the drafter changes no text.
     config = ClusterConfig(run_dir=run_dir, transport=arguments.transport, drafts="on")
     async with ClusterSupervisor(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = {"ok": False, "error": error.message}
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise SystemExit(130) from None
-    # Last of all: stopping the cluster may have something to say, too.
+    # Printed last: stopping the cluster may print lines too.
     say(json.dumps(result))
     raise SystemExit(0 if result["ok"] else 1)
 

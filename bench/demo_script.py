@@ -1,7 +1,7 @@
-"""The demo's conversation: what the customer says, and the shop behind the agent's tools.
+"""The demo's conversation: the customer's messages, and the shop behind the agent's tools.
 
-The tools are those of `models/helpdesk/tools.py`, which the shipped model has learnt; order numbers,
-dates and names here are the demo's own.
+The shipped model was trained on the tools of `models/helpdesk/tools.py`; order numbers, dates and names here
+occur in the demo alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One customer message. `tool`: the function the agent must call; `states`: what its answer must say."""
+    """One customer message. `tool`: the function that the agent must call; `states`: values in its answer."""
 
     user: str
     tool: str | None
@@ -66,7 +66,7 @@ TURNS = (
 
 
 def run_tool(name: str, arguments: Mapping[str, Any]) -> str:
-    """What the shop's system answers, as JSON text. An unknown one is an error the agent sees."""
+    """The response of the shop's system as JSON text; an error that the agent reads for an unknown order."""
     if name == "get_order_status" and arguments.get("order_id") == "482135":
         return json.dumps({"status": "shipped", "eta": "2026-12-04", "carrier": "DHL"})
     if name == "refund_order":

@@ -1,11 +1,11 @@
-"""How long a stream is without tokens when its decode worker dies or stops, and how soon that is noticed.
+"""The gap in a stream whose decode worker dies or stops, and the time until the router detects it.
 
     python -m bench.failover --json                    # the shipped model: kill -9, then SIGSTOP
     python -m bench.failover --engine fake --streams 50
 
-Each round runs the same streams on a real local cluster and signals one decode worker in the middle.
-Gap: the longest time without a token of a stream that was moved, as the client sees it. Detection: from
-the signal to the router's first word on it in its log. Every answer is compared with an undisturbed run.
+Each round runs the same streams on a real local cluster and signals one decode worker in the middle. Gap:
+the longest time without a token at the client, of a stream that was moved. Detection: from the signal to
+the first failed attempt in the router's log. Every answer is compared with that of a run without signals.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
 _FAKE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(64 << 20)]
-_GAVE_UP = re.compile(r"^(\S+ \S+) WARNING \S+ services\.router\.\w+: \S+ attempt \d+: ")
+_FAILED_ATTEMPT = re.compile(r"^(\S+ \S+) WARNING \S+ services\.router\.\w+: \S+ attempt \d+: ")
 _BACK_S = 60.0
 
 
 @dataclass(slots=True)
 class Round:
-    """What one signal did."""
+    """Measurements after one signal."""
 
     gaps_ms: list[float] = field(default_factory=list)
     detection_ms: float | None = None
@@ -80,17 +80,17 @@ async def run_round(
     expected: list[Answer],
     number: signal.Signals,
 ) -> Round:
-    """Signal the decode worker that runs more, when a third of all tokens have come."""
+    """Signal `decode-0` when a third of all tokens have arrived, and measure until it is ready again."""
     outcome = Round()
     seen, trigger = 0, sum(int(request.arguments["max_tokens"]) for request in load) // 3
-    struck_s, struck_at, pid = 0.0, 0.0, 0
+    signalled_s, signalled_at, pid = 0.0, 0.0, 0
 
     def on_event(tokens: int) -> None:
-        nonlocal seen, struck_s, struck_at, pid
+        nonlocal seen, signalled_s, signalled_at, pid
         seen += tokens
         if not pid and seen >= trigger:
             pid = cluster.record().find("decode-0").pid or 0
-            struck_s, struck_at = time.monotonic(), time.time()
+            signalled_s, signalled_at = time.monotonic(), time.time()
             os.kill(pid, number)
 
     try:
@@ -99,9 +99,9 @@ async def run_round(
         if pid and number is signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
     outcome.problems = wrong(runs, expected)
-    outcome.gaps_ms = [longest_gap_s(run, after_s=struck_s) * 1e3 for run in runs if _was_moved(run)]
+    outcome.gaps_ms = [longest_gap_s(run, after_s=signalled_s) * 1e3 for run in runs if _was_moved(run)]
     log = Path(cluster.record().find("router-0").log)
-    outcome.detection_ms = _detected_after_ms(log, struck_at)
+    outcome.detection_ms = _detected_after_ms(log, signalled_at)
     await _until_ready(cluster, "decode-0")
     return outcome
 
@@ -110,12 +110,12 @@ def _was_moved(run: FaultRun) -> bool:
     return run.reply.stats is not None and run.reply.stats.attempts > 1
 
 
-def _detected_after_ms(log: Path, struck_at: float) -> float | None:
+def _detected_after_ms(log: Path, signalled_at: float) -> float | None:
     for line in log.read_text(errors="replace").splitlines():
-        if found := _GAVE_UP.match(line):
-            said_at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-            if said_at >= struck_at - 0.001:
-                return max((said_at - struck_at) * 1e3, 0.0)
+        if found := _FAILED_ATTEMPT.match(line):
+            logged_at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            if logged_at >= signalled_at - 0.001:
+                return max((logged_at - signalled_at) * 1e3, 0.0)
     return None
 
 
@@ -124,11 +124,11 @@ async def _until_ready(cluster: ClusterSupervisor, instance: str) -> None:
         await asyncio.sleep(0.5)
         while cluster.record().find(instance).state != "ready":
             await asyncio.sleep(0.1)
-        await asyncio.sleep(1.0)  # until the router has seen it, too
+        await asyncio.sleep(1.0)  # for the router to connect to it
 
 
 async def measure(options: argparse.Namespace) -> dict[str, object]:
-    """All rounds of both signals."""
+    """Run all rounds of both signals."""
     load = mixed_requests(options.streams, tokens=options.tokens)
     report: dict[str, object] = {
         "engine": options.engine,

@@ -1,4 +1,4 @@
-"""What the workers of a cluster hold: asked of every one, until nothing is held any more."""
+"""The ledgers of a cluster's workers, and a wait until all of them are empty."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from collections.abc import Mapping
 
 from slipstream.rpc.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
-
-_HELD = (
-    "sequences",
-    "blocks_held",
-    "handoffs",
-    "pins",
-    "reservations",
-    "transfers",
-    "streams",
-    "blocks_orphaned",
-)
 
 
 async def statuses(endpoints: Mapping[str, str]) -> dict[str, worker_pb2.GetStatusResponse]:
@@ -34,14 +23,14 @@ async def statuses(endpoints: Mapping[str, str]) -> dict[str, worker_pb2.GetStat
 
 
 def held(status: worker_pb2.GetStatusResponse) -> dict[str, int]:
-    """What a worker holds for somebody; empty when idle."""
-    return {name: value for name in _HELD if (value := getattr(status.ledger, name))}
+    """The entries of a worker's ledger that are not zero; empty when the worker is idle."""
+    return {field.name: value for field, value in status.ledger.ListFields()}
 
 
 async def wait_until_idle(
     endpoints: Mapping[str, str], problems: list[str], *, timeout_s: float = 15.0
 ) -> int:
-    """Wait until no worker holds anything; what is still held then becomes a problem.
+    """Wait until every ledger is empty; entries left at the deadline are added to `problems`.
 
     Returns the number of orphaned blocks.
     """

@@ -1,7 +1,7 @@
-"""What a load run measured, and how it is summed up. Pure.
+"""Logs of the requests of a load run, and their summary. Pure.
 
-ITL is the time from one token to the next of the same request, as the client sees it; tokens that
-arrive together share the gap before them evenly. Goodput counts only requests within both limits.
+ITL is the time between two tokens of a request at the client; tokens that arrive together share the gap
+before them evenly. Goodput counts only requests within both limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RequestLog:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Sent to first token; None without one."""
+        """From sending to the first token; None without a token."""
         return (self.arrivals[0][0] - self.sent_s) * 1e3 if self.arrivals else None
 
     def itl_ms(self) -> list[float]:

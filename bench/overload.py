@@ -1,17 +1,17 @@
-"""Ten times as many requests as the cluster can serve: what is still served, and how soon the rest is told.
+"""Goodput and refusal times of a cluster that gets ten times as many requests as it can serve.
 
     python -m bench.overload --json
 
-A real local cluster (router, two prefill and two decode workers, kvstore, etcd; fake engine of a set pace).
-First as many requests at a time as it takes, for its rate; then open loops at 0.7, 1, 1.5 and 10 times that
-rate, in turn, `--rounds` times. A request is good when it has all its tokens before its deadline. Printed:
+A real local cluster (router, two prefill and two decode workers, kvstore, etcd) runs the fake engine at a set
+pace. A closed loop measures its rate; then open loops at 0.7, 1, 1.5 and 10 times that rate follow in turn,
+`--rounds` times. A request is good when it has all its tokens before its deadline. Printed:
 
     goodput      good tokens a second by load; the peak over loads up to 1.5; the ratio at 10
-    refusals     p50 and p99 in milliseconds from the whole request to its refusal, sent, as the router
-                 measures it, and as a probe in a process of its own sees it (connection and its own
-                 scheduling included): with all places taken and nothing else happening, for short
-                 prompts, prompts of 32k tokens and 20 tools never seen before; and at 10 times the rate
-    router CPU   milliseconds of it per request, refused ones included
+    refusals     p50 and p99 in milliseconds from the complete request to its refusal, as the router measures
+                 it, and as a probe in a separate process sees it (network and scheduling included): with
+                 all places taken and no other load, for short prompts, prompts of 32k tokens and 20 new
+                 tools; and at 10 times the rate
+    router CPU   milliseconds per request, refused ones included
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import grpc
 
 from bench.ledgers import wait_until_idle
 from bench.load import percentiles
-from bench.router.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
-from bench.router.rig import make_model
+from bench.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
+from bench.router.rig import cpu_seconds, make_model
 from libs.common.cluster.worker_record import Role
 from slipstream.requests import chat_request
 from slipstream.rpc.dial import dial
@@ -49,12 +49,12 @@ _MAX_BATCH = 8
 PLACES = int(2 * _MAX_BATCH * 1.25)
 _LONG_WORDS = 16_000
 KINDS = ("short", "32k", "20 new tools")  # of refused requests
-# Under overload now and then one finds room: few enough to take nothing from the load.
+# The router admits some probes under overload; rare probes take no capacity from the load.
 _PROBE_EVERY_S, _RARE_PROBE_EVERY_S = 0.02, 0.2
 
 
 def overload_config(run_dir: Path, *, decode_pace_s: float, model: Path | None = None) -> ClusterConfig:
-    """Workers whose pace, not the machine's, bounds what the cluster can do."""
+    """A cluster whose capacity the pace of the fake engine bounds, not the machine."""
     engine = ["--engine", "fake", "--max-batch", str(_MAX_BATCH), "--kv-memory-bytes", str(256 << 20)]
     more: Report = {} if model is None else {"model": model}
     return ClusterConfig(
@@ -74,7 +74,7 @@ def overload_config(run_dir: Path, *, decode_pace_s: float, model: Path | None =
 
 
 class Overload:
-    """The cluster under test and what is asked of it."""
+    """The cluster under test, and its load."""
 
     def __init__(
         self, cluster: ClusterSupervisor, client: OverloadClient, options: argparse.Namespace
@@ -87,7 +87,7 @@ class Overload:
         self._seed = 0
 
     async def report(self) -> Report:
-        """Everything."""
+        """Measure refusals at an idle cluster, its rate, and all windows."""
         options = self._options
         idle = {kind: await self._idle_refusals(kind) for kind in KINDS}
         calibration = await self._window(1.0, rate_per_s=None)
@@ -113,7 +113,7 @@ class Overload:
         }
 
     async def _window(self, load: float, *, rate_per_s: float | None) -> Report:
-        """One window; without a rate a closed loop of as many streams as run at once."""
+        """Measure one window; without a rate a closed loop of as many streams as run at once."""
         options, self._seed = self._options, self._seed + 1
         before, cpu_s, began_s = await self._metrics(), self._cpu_s(), time.monotonic()
         probes: list[asyncio.Task[Report]] = []
@@ -131,16 +131,16 @@ class Overload:
                 requests=max(int(rate_per_s * options.seconds), 1),
                 seed=self._seed,
             )
-        # What comes at the end of a window runs on after its last arrival: capacity is counted over both.
+        # Requests run on after the last arrival of a window: the rate counts that time too.
         wall_s = time.monotonic() - began_s
         seen = {kind: await probe for kind, probe in zip(KINDS, probes, strict=False)}
         refusals = refusal_quantiles(before, await self._metrics())
-        return _told(outcomes, wall_s, self._cpu_s() - cpu_s) | {
+        return _window_report(outcomes, wall_s, self._cpu_s() - cpu_s) | {
             "refusals_ms": {"router": refusals, "probe": seen}
         }
 
     async def _idle_refusals(self, kind: str) -> Report:
-        """All places taken by slow long streams; then refusals one after the other."""
+        """Fill all places with long streams; then measure refusals one after another."""
         record = self._cluster.record()
         async with dial(record.router_grpc) as channel:
             generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
@@ -163,14 +163,14 @@ class Overload:
         return {"router": refusals, "probe": seen, "router_cpu_ms_per_probe_and_streams": round(cpu_ms, 2)}
 
     async def _probe(self, kind: str, *, every_s: float = _PROBE_EVERY_S) -> Report:
-        """Refusals as a process of its own sees them."""
+        """Measure refusals from a separate process."""
         arguments = ["--probe", self.grpc, "--probe-kind", kind, "--probe-every-s", str(every_s)]
         arguments += ["--seconds", str(self._options.seconds)]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "bench.overload", *arguments, stdout=asyncio.subprocess.PIPE
         )
-        said, _ = await process.communicate()
-        report: Report = json.loads(said)
+        printed, _ = await process.communicate()
+        report: Report = json.loads(printed)
         return report
 
     async def _metrics(self) -> str:
@@ -178,11 +178,10 @@ class Overload:
             return await answer.text()
 
     def _cpu_s(self) -> float:
-        # The kernel's clock id of another process's CPU time (clock_getcpuclockid).
-        return time.clock_gettime((~self._pid << 3) | 2)
+        return cpu_seconds(self._pid)
 
 
-def _told(outcomes: Outcomes, wall_s: float, cpu_s: float) -> Report:
+def _window_report(outcomes: Outcomes, wall_s: float, cpu_s: float) -> Report:
     return {
         "offered": outcomes.offered,
         "good": outcomes.good,
@@ -204,7 +203,7 @@ def _request(words: str, *, max_tokens: int = 16, reject_if_busy: bool = False) 
 
 
 def _tools(count: int, number: int) -> bytes:
-    """Wire bytes that append tools to a request; messages of one field merge."""
+    """Wire bytes that append tools to a serialised request; protobuf merges the two."""
     request = router_pb2.GenerateRequest()
     for index in range(count):
         properties = {f"p{i}-{number}": {"type": "string", "description": "a parameter"} for i in range(6)}
@@ -217,9 +216,9 @@ def _tools(count: int, number: int) -> bytes:
 
 
 async def probe(endpoint: str, kind: str, *, seconds: float, every_s: float) -> Report:
-    """Requests that will not wait, one at a time; those let in are ended at once."""
+    """Send requests with `reject_if_busy` one at a time; admitted ones are cancelled at once."""
     data = _request(" ".join(["order"] * (_LONG_WORDS if kind == "32k" else 8)), reject_if_busy=True)
-    tools = iter(range(10**9))  # no two requests have the same ones
+    tools = iter(range(10**9))  # each request has other tools
     refused_ms: list[float] = []
     sent, end_s = 0, time.monotonic() + seconds
     async with dial(endpoint) as channel:
@@ -270,7 +269,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when a refusal was not typed or something is held afterwards."""
+    """Measure and print; 1 when a refusal was not typed or a ledger is not empty afterwards."""
     options = parse(argv)
     if options.probe:
         seen = probe(

@@ -5,10 +5,10 @@
     python -m bench.serve --up --streams 1,8,32 --prompt-tokens 128 --output-tokens 128
     python -m bench.serve --up --make DIR --streams 1,8,32     # the shape of bench.engine, random weights
 
-Two workloads. `--rate`: sessions of held-out help-desk dialogues arrive as a Poisson process and
-each sends its turns one after another (open loop: a slow cluster does not slow the arrivals).
-`--streams`: that many requests at a time with prompts of a fixed length, end tokens ignored.
-Prints TTFT and ITL (p50, p90, p99), goodput, cached share; `--json` prints one JSON object.
+`--rate`: sessions of held-out help-desk dialogues arrive as a Poisson process, and each sends its turns one
+after another (open loop: a slow cluster does not slow the arrivals). `--streams`: so many concurrent requests
+with prompts of a fixed length, end tokens ignored. Prints TTFT and ITL (p50, p90, p99), goodput and the
+cached share.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WORDS = [
 
 
 async def measure(stream: AsyncStream, clock: Any = time.perf_counter) -> RequestLog:
-    """Drain one stream and log when its tokens came."""
+    """Read one stream to its end and log the arrivals of its tokens."""
     log = RequestLog(sent_s=clock())
     try:
         async for event in stream:
@@ -55,18 +55,18 @@ async def measure(stream: AsyncStream, clock: Any = time.perf_counter) -> Reques
     except SlipstreamError as error:
         log.error = type(error).__name__
         return log
-    usage, trail = stream.reply.usage, stream.reply.stats
-    if usage is not None and trail is not None:
+    usage, stats = stream.reply.usage, stream.reply.stats
+    if usage is not None and stats is not None:
         log.prompt_tokens, log.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        log.completion_tokens, log.decode_steps = usage.completion_tokens, trail.decode_steps
-        log.acceptance_length = trail.acceptance_length
+        log.completion_tokens, log.decode_steps = usage.completion_tokens, stats.decode_steps
+        log.acceptance_length = stats.acceptance_length
     return log
 
 
 async def run_sessions(
     client: AsyncClient, dialogues: Sequence[Any], *, rate_per_s: float, seed: int
 ) -> list[RequestLog]:
-    """Open loop: one session an arrival; its turns follow one another with the recorded user messages."""
+    """Open loop: each arrival is a session, which sends the recorded user messages turn by turn."""
     random_ = random.Random(seed)
 
     async def session(index: int, dialogue: Any) -> list[RequestLog]:
@@ -94,7 +94,7 @@ async def run_sessions(
 async def run_streams(
     client: AsyncClient, *, streams: int, requests: int, prompt_words: int, output_tokens: int, seed: int
 ) -> list[RequestLog]:
-    """Closed loop: `streams` requests at a time, each with its own prompt."""
+    """Closed loop: `streams` concurrent requests with different prompts."""
     queue = iter(range(requests))
 
     async def worker() -> list[RequestLog]:
@@ -113,13 +113,13 @@ async def run_streams(
 
 
 async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, Any]]:
-    """All runs asked for, one report each."""
+    """Run every workload on the command line; returns one report each."""
     reports = []
     limits = {"ttft_limit_ms": arguments.ttft_limit_ms, "itl_limit_ms": arguments.itl_limit_ms}
     async with AsyncClient(endpoint) as client:
-        await client.models()  # raises at once where no router is
+        await client.models()  # raises at once without a router
         for streams in arguments.streams:
-            # One request beforehand: connections and kernels are warm, and it tells how long words are.
+            # One request warms connections and kernels, and measures the tokens of a word.
             words = arguments.prompt_tokens
             options = {"output_tokens": arguments.output_tokens}
             (warm,) = await run_streams(
@@ -171,7 +171,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask: a cluster that runs, or one of this run's own."""
+    """The cluster under load: a running one, or a new one for this run."""
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--endpoint", default="127.0.0.1:7000", help="gRPC address of a running router")
     target.add_argument(
@@ -192,7 +192,7 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    """What is asked, and within which times an answer is a good one."""
+    """The workload, and the limits of goodput."""
     parser.add_argument(
         "--rate", type=float, default=2.0, help="sessions arriving a second (default: %(default)s)"
     )
@@ -217,7 +217,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def stream_counts(text: str) -> list[int]:
-    """`1,8,32` as numbers; ArgumentTypeError for anything else, or below 1."""
+    """Parse `1,8,32`. Raises ArgumentTypeError for anything else, and for numbers below 1."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of stream counts such as 1,8,32")
@@ -225,7 +225,7 @@ def stream_counts(text: str) -> list[int]:
 
 
 async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str, Any]]:
-    """As `run`, on a cluster of our own."""
+    """Start a cluster, and `run` on it."""
     drafts = arguments.model is None and not arguments.no_drafts
     config = ClusterConfig(
         run_dir=run_dir,

@@ -1,10 +1,10 @@
-"""What prompts with a common prefix cost that reach one worker together: shared while they run, or not.
+"""The cost of prompts with a common prefix that reach a worker together, with and without sharing.
 
     python -m bench.siblings [--siblings 8] [--prefix 2048] [--own 64] [--rounds 5] [--json]
 
-The shipped model, both ways in turn on prompts of their own each time. All prompts have their pages before
-any of them computes, as requests of one moment have, so a prefix cache alone helps none. Printed are
-processor milliseconds until all have their first token, rows computed, and the ratio of the medians.
+The shipped model runs both ways in turn on new prompts. All prompts reserve their pages before the first
+step, as simultaneous requests do, so a prefix cache alone finds nothing. Printed are processor milliseconds
+until all prompts have their first token, the rows computed, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.siblings", description=__doc__)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--prefix", type=int, default=2048, help="tokens in common")
-    parser.add_argument("--own", type=int, default=64, help="tokens of each one's own")
+    parser.add_argument("--own", type=int, default=64, help="tokens after the prefix")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -57,7 +57,7 @@ def main() -> int:
     n_pages = 2 * options.siblings * (options.prefix + options.own + 128) // 64
     model = build_engine(options.model, EngineOptions(n_pages=n_pages, threads=1)).model
     random = np.random.default_rng(0)
-    times: dict[str, list[float]] = {"shared": [], "each by itself": []}
+    times: dict[str, list[float]] = {"shared": [], "separate": []}
     rows: dict[str, int] = {}
     for number in range(options.rounds + 1):
         for name, taken in times.items():
@@ -66,13 +66,13 @@ def main() -> int:
             own = random.integers(0, model.info.vocab_size, (options.siblings, options.own))
             prompts = [np.concatenate([prefix, mine]).astype(np.uint32) for mine in own]
             elapsed_ms, rows[name] = run_round(engine, prompts)
-            if number:  # the first warms caches and allocators
+            if number:  # round 0 warms caches and allocators
                 taken.append(elapsed_ms)
     medians = {name: round(statistics.median(taken), 1) for name, taken in times.items()}
     report = {
         "cpu_ms": medians,
         "rows": rows,
-        "ratio": round(medians["each by itself"] / medians["shared"], 2),
+        "ratio": round(medians["separate"] / medians["shared"], 2),
     }
     print(json.dumps(report, indent=None if options.json else 2))
     return 0

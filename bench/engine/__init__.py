@@ -1,1 +1,1 @@
-"""Speed of the engine."""
+"""Tokens per second of the engine alone, beside transformers on the same weights."""

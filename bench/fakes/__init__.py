@@ -1,1 +1,1 @@
-"""Fake workers that cost the router's machine as little as possible."""
+"""Fake workers, and a gRPC client and server on h2 that leave most of the machine to the router."""

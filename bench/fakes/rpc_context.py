@@ -1,4 +1,4 @@
-"""One call of `bench/fakes/rpc_server.py` as its handler sees it: requests, context, status."""
+"""The requests and the context that `bench/fakes/rpc_server.py` gives to a handler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEXT = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
 class Requests:
-    """The messages of a call, in their order; iterate once."""
+    """The messages of a call in order; iterate once."""
 
     def __init__(self, parse: Callable[[bytes], Any] | None) -> None:
         self._parse = parse
@@ -30,12 +30,12 @@ class Requests:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, message: bytes) -> None:
-        """One more."""
+        """Add a message."""
         self._messages.append(message)
         self._wake()
 
     def end(self) -> None:
-        """There are no more."""
+        """Mark the end of the messages."""
         self._ended = True
         self._wake()
 
@@ -58,7 +58,7 @@ class Requests:
 
 
 class RpcContext:
-    """What servicers ask of `grpc.aio.ServicerContext`; it has no compression and no authentication."""
+    """The part of `grpc.aio.ServicerContext` that servicers use."""
 
     def __init__(self, call: Call, serialize: Callable[[Any], bytes] | None) -> None:
         self._call = call
@@ -71,22 +71,22 @@ class RpcContext:
         self._until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
     async def write(self, message: Any) -> None:
-        """Send a response; returns when the client has room for the next one."""
+        """Send a response; returns when the client's window has room for the next one."""
         self.queue(message)
         self._call.flush()
         if self._call.blocked:
             await self._call.wait_for_room()
 
     def queue(self, message: Any) -> None:
-        """Send a response with what comes next."""
+        """Queue a response for the next write of the connection."""
         self._call.send(message if self._serialize is None else self._serialize(message))
 
     def invocation_metadata(self) -> Metadata:
-        """Without what HTTP/2 and gRPC add."""
+        """The client's metadata, without the headers of HTTP/2 and gRPC."""
         return self._metadata
 
     def time_remaining(self) -> float | None:
-        """Seconds to the client's deadline; None = it has none."""
+        """Seconds to the client's deadline; None without one."""
         if self._until_s is None:
             return None
         return max(0.0, self._until_s - asyncio.get_running_loop().time())
@@ -100,28 +100,24 @@ class RpcContext:
         raise grpc.aio.AbortError("aborted by its handler")
 
     async def abort_with_status(self, status: grpc.Status) -> NoReturn:
-        """The same."""
+        """End the call with this status."""
         await self.abort(status.code, status.details, tuple(status.trailing_metadata or ()))
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Of the status, if the handler just returns."""
+        """Set the status code for a handler that returns."""
         self._code = code
 
     def set_details(self, details: str) -> None:
-        """Of the status, if the handler just returns."""
+        """Set the status details for a handler that returns."""
         self._details = details
 
     def set_trailing_metadata(self, trailing_metadata: Metadata) -> None:
-        """What goes with the status."""
+        """Set the metadata beside the status."""
         self._trailing = trailing_metadata
 
     def code(self) -> grpc.StatusCode | None:
-        """As set."""
+        """The code that `set_code` or `abort` set."""
         return self._code
-
-    def details(self) -> str:
-        """As set."""
-        return self._details
 
     def finish(self) -> None:
         """Send the status."""
@@ -133,7 +129,7 @@ class RpcContext:
 
 
 def metadata_of(headers: Sequence[Header]) -> Metadata:
-    """A call's metadata; values of names in -bin as they were before they became text."""
+    """A call's metadata; values of names in -bin are decoded."""
     found: list[tuple[str, str | bytes]] = []
     for name, value in headers:
         if name.endswith(b"-bin"):
@@ -144,7 +140,7 @@ def metadata_of(headers: Sequence[Header]) -> Metadata:
 
 
 def timeout_of(headers: Sequence[Header]) -> float | None:
-    """Seconds that the client gives the call."""
+    """The client's time-out of the call in seconds."""
     for name, value in headers:
         if name == b"grpc-timeout":
             return int(value[:-1]) * _UNIT_S[value[-1:].decode()]

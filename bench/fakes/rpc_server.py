@@ -1,10 +1,10 @@
-"""The server of `bench/fakes/http2_server.py` as gRPC's asyncio server is one: generated servicers run on it.
+"""A `grpc.aio.Server` on `bench/fakes/http2_server.py`, so that generated servicers run on h2.
 
     server = RpcServer()                                    # in place of grpc.aio.server()
     add_XServicer_to_server(servicer, server)
 
-Handlers are coroutines, async generators, or coroutines that write their responses, with a context that is
-an `RpcContext`. Not there: TLS, compression, pings of its own, limits of size or number.
+Handlers are coroutines, async generators, or coroutines that write their responses; their context is an
+`RpcContext`. The server lacks TLS, compression, keep-alive pings, and limits of size or number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Rpc:
 
 
 class RpcServer(grpc.aio.Server):
-    """See the module's text. Also the `Service` of its connections."""
+    """A gRPC server, and the `Service` of its connections."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RpcServer(grpc.aio.Server):
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Sequence[Any] = (),
     ) -> None:
-        """`options` mean nothing here."""
+        """`options` have no effect."""
         self._interceptors = interceptors
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._sockets: list[socket.socket] = []
@@ -63,7 +63,7 @@ class RpcServer(grpc.aio.Server):
         self._rpcs: dict[Call, _Rpc] = {}
         self._stopped = asyncio.Event()
 
-    # ---- as grpc.aio.Server
+    # ---- grpc.aio.Server
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         self._handlers.extend(generic_rpc_handlers)
@@ -109,7 +109,7 @@ class RpcServer(grpc.aio.Server):
             return True
         return False
 
-    # ---- as the service of its connections
+    # ---- Service
 
     def opened(self, call: Call) -> None:
         details = _Details(call.method, None)
@@ -157,7 +157,7 @@ class RpcServer(grpc.aio.Server):
         rpc = self._rpcs.pop(call)
         if rpc.deadline is not None:
             rpc.deadline.cancel()
-        if task.cancelled():  # maybe before its first step
+        if task.cancelled():  # also before its first step
             code, details = rpc.ended_by
             rpc.context.set_code(code)
             rpc.context.set_details(details)
@@ -186,7 +186,7 @@ class RpcServer(grpc.aio.Server):
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             await _handle(handler, requests, context)
         except grpc.aio.AbortError:
-            pass  # the context knows why
+            pass  # the context has the status
         except Exception as error:
             log.exception("%s failed", details.method)
             context.set_code(grpc.StatusCode.UNKNOWN)

@@ -1,1 +1,1 @@
-"""Faults that benchmarks inject, and the load beside them."""
+"""Faults that benchmarks and tests inject (disks, links, etcd), and the load during a fault."""

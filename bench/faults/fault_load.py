@@ -1,8 +1,8 @@
-"""Streams of many kinds whose text is known beforehand, to be run while something breaks.
+"""Streams of many kinds with known answers, for runs during which a fault is injected.
 
 load = mixed_requests(50, tokens=200)
-expected = [answer_of(run) for run in await run_streams(client, load)]      # nothing is disturbed
-runs = await run_streams(client, load)                                      # meanwhile: kill something
+expected = [answer_of(run) for run in await run_streams(client, load)]      # without a fault
+runs = await run_streams(client, load)                                      # a fault during this run
 problems = wrong(runs, expected)
 """
 
@@ -42,8 +42,8 @@ class FaultRequest:
 
 @dataclass(slots=True)
 class FaultRun:
-    """What came of a request. `arrivals` are (monotonic seconds, tokens emitted so far); `moved`: it ended at
-    another router than it began at."""
+    """The outcome of a request. `arrivals` are (monotonic seconds, tokens emitted so far); `moved`: the
+    stream ended at another router than it began at."""
 
     reply: Reply
     arrivals: list[tuple[float, int]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class FaultRun:
 
 
 def mixed_requests(count: int, *, tokens: int, words: int = 40) -> list[FaultRequest]:
-    """Greedy, seeded, penalised, unseeded, stop-string and tool-forced requests in turn, each its own."""
+    """Greedy, seeded, penalised, unseeded, stop-string and tool-forced requests in turn, all different."""
     kinds: tuple[dict[str, Any], ...] = (
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 11},
@@ -63,7 +63,7 @@ def mixed_requests(count: int, *, tokens: int, words: int = 40) -> list[FaultReq
             "frequency_penalty": 0.4,
             "top_logprobs": 2,
         },
-        {"temperature": 0.9},  # the seed follows from the request's id
+        {"temperature": 0.9},  # the seed derives from the request's id
         {"temperature": 1.0, "seed": 13, "stop": ["zq", "\nX"]},
         {"temperature": 1.0, "seed": 14, "tools": TOOLS, "tool_choice": "required"},
         {
@@ -89,7 +89,7 @@ async def run_streams(
     stagger_s: float = 0.0,
     timeout_s: float = 180.0,
 ) -> list[FaultRun]:
-    """All of them, each `stagger_s` after the one before. `on_event` gets the tokens an event adds."""
+    """Run all requests, each `stagger_s` after the previous one. `on_event` gets the tokens an event adds."""
 
     async def run(number: int, request: FaultRequest) -> FaultRun:
         await asyncio.sleep(number * stagger_s)
@@ -117,8 +117,8 @@ async def _run(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything of a reply that no fault may change. Of log probabilities the tokens: their values are
-    rounded differently in steps of different shape."""
+    """The parts of a reply that no fault may change. Log probabilities count by their tokens alone: steps of
+    another shape round the values differently."""
 
     message: Mapping[str, Any]
     finish_reason: str
@@ -127,7 +127,7 @@ class Answer:
 
 
 def answer_of(run: FaultRun) -> Answer:
-    """What the client got."""
+    """The answer as the client received it."""
     reply = run.reply
     return Answer(
         message=reply.as_message(),
@@ -138,7 +138,7 @@ def answer_of(run: FaultRun) -> Answer:
 
 
 def wrong(runs: Sequence[FaultRun], expected: Sequence[Answer]) -> list[str]:
-    """One line for each request that failed or whose answer differs from the undisturbed one."""
+    """One line for each request that failed or has another answer than expected."""
     problems = []
     for number, (run, answer) in enumerate(zip(runs, expected, strict=True)):
         if run.error:

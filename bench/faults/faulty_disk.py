@@ -1,4 +1,4 @@
-"""A directory whose disk hangs, fails or is slow on demand, for a process that its environment tells so."""
+"""A directory whose disk hangs, fails or is slow on demand, for processes with a certain environment."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import TracebackType
 from bench.faults.shim import compile_shim
 
 _SOURCE = Path(__file__).with_name("disk_shim.c")
-_KIND = struct.Struct("<iiii")  # as in the source: fault, delay, waiting, bitten
+_KIND = struct.Struct("<iiii")  # as in the C source: fault, delay, waiting, affected
 KINDS = ("open", "read", "write", "sync", "meta")
 HANGS = -1
 
 
 class FaultyDisk:
-    """`with`: a process that is started inside with `environment` has this disk under `directory`."""
+    """`with`: a process started inside the block with `environment` has this disk under `directory`."""
 
     def __init__(self, folder: Path, directory: Path) -> None:
-        """`folder`: for the shim's own files, outside of `directory`."""
+        """`folder`: the shim's files, outside of `directory`."""
         self._library, self._file, self.directory = folder / "disk_shim.so", folder / "disk_faults", directory
 
     def __enter__(self) -> FaultyDisk:
@@ -32,12 +32,12 @@ class FaultyDisk:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.heal()  # nothing that hangs outlives the test
+        self.heal()  # no call hangs after the test
         self._control.close()
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process needs in its environment."""
+        """Variables that the process needs in its environment."""
         return {
             "LD_PRELOAD": str(self._library),
             "DISK_SHIM_FILE": str(self._file),
@@ -45,28 +45,28 @@ class FaultyDisk:
         }
 
     def hang(self, *kinds: str) -> None:
-        """Calls of these kinds (all, without any) do not return until the disk is healed."""
+        """Calls of these kinds (default: all) do not return until `heal`."""
         self._set(kinds, fault=HANGS)
 
     def fail(self, code: int, *kinds: str) -> None:
-        """Calls of these kinds (all, without any) fail with this errno."""
+        """Calls of these kinds (default: all) fail with this errno."""
         self._set(kinds, fault=code)
 
     def slow(self, delay_s: float, *kinds: str) -> None:
-        """Calls of these kinds (all, without any) take so much longer."""
+        """Calls of these kinds (default: all) take `delay_s` longer."""
         self._set(kinds, delay_us=int(delay_s * 1e6))
 
     def heal(self) -> None:
-        """As new; what hangs goes on."""
+        """End all faults; hanging calls continue."""
         for number in range(len(KINDS)):
             struct.pack_into("<ii", self._control, number * _KIND.size, 0, 0)
 
     def waiting(self, *kinds: str) -> int:
-        """Calls that hang now."""
+        """The number of calls that hang now."""
         return sum(self._read(kind)[2] for kind in kinds or KINDS)
 
     def bitten(self, *kinds: str) -> int:
-        """Calls that hung or failed, ever."""
+        """The number of calls that hung or failed so far."""
         return sum(self._read(kind)[3] for kind in kinds or KINDS)
 
     def _set(self, kinds: tuple[str, ...], *, fault: int = 0, delay_us: int = 0) -> None:

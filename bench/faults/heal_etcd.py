@@ -1,10 +1,10 @@
-"""How soon etcd is in use again after a fault of the network: by a watch, by a change, by a lease's keys.
+"""The time until a client uses etcd again after a network fault: by a watch, a put, or a lease's keys.
 
     python -m bench.faults.heal_etcd --rounds 3 --json
 
-A proxy stands between one client and a real etcd, and misbehaves as in `bench.heal`. Measured is the time
-from its restore to the end of the first use that began after that: a change by another hand that the watch
-tells of, a put, a key of a lease that was set. Meanwhile the client is used all the time.
+A proxy between one client and a real etcd injects the faults of `bench.heal`. Measured is the time from the
+end of the fault to the end of the first use that began afterwards: the watch reports another client's put, a
+put succeeds, or a key of a lease is set. The client is in use all the time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests.support.network.fault_proxy import FaultProxy
 from tests.support.processes.etcd_process import EtcdProcess
 
 PREFIX = "/heal/"
-_GIVE_UP_S = 60.0
+_LIMIT_S = 60.0
 
 
 class Uses:
-    """One process's uses of etcd, over the proxy, and another hand beside it."""
+    """The uses of etcd by one process through the proxy; `other` is a client without a proxy."""
 
     def __init__(self, client: EtcdClient, other: EtcdClient) -> None:
         self._client, self._other = client, other
@@ -50,14 +50,14 @@ class Uses:
         self._numbers = itertools.count()
 
     async def watch(self) -> None:
-        """A change by another hand is told of."""
+        """Wait until the watch reports a put of the other client."""
         number = next(self._numbers)
         await self._other.put(f"{PREFIX}{number}", b"")
         async with self._moved:
             await self._moved.wait_for(lambda: f"{PREFIX}{number}" in self._seen)
 
     async def change(self) -> None:
-        """A key is put, however often that takes."""
+        """Put a key; retry until it succeeds."""
         while True:
             with contextlib.suppress(SlipstreamError):
                 await self._client.put("/elsewhere", b"%d" % next(self._numbers))
@@ -65,12 +65,12 @@ class Uses:
             await asyncio.sleep(0.1)
 
     async def lease(self) -> None:
-        """A key of the session is in etcd."""
+        """Set a key of the session, and wait until etcd has it."""
         self._session.set("/leased", b"%d" % next(self._numbers))
-        await self._session.wait_synced(timeout_s=_GIVE_UP_S)
+        await self._session.wait_synced(timeout_s=_LIMIT_S)
 
     async def close(self) -> None:
-        """End all."""
+        """End watch and session."""
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
         await self._session.close()
@@ -87,8 +87,8 @@ class Uses:
 async def healed_s(
     proxy: FaultProxy, use: Callable[[], Awaitable[None]], fault: str, rng: random.Random
 ) -> float:
-    """Uses go on all the time, as they do in a process; how long the first one after the restore took."""
-    strike, lasts_s = FAULTS[fault]
+    """Inject a fault under continuous use; returns the seconds of the first use after the restore."""
+    inject, duration_s = FAULTS[fault]
     await use()
     stop = asyncio.Event()
 
@@ -99,13 +99,13 @@ async def healed_s(
 
     using = asyncio.create_task(keep_using())
     try:
-        strike(proxy)
-        await asyncio.sleep(lasts_s * rng.uniform(0.8, 1.2))
+        inject(proxy)
+        await asyncio.sleep(duration_s * rng.uniform(0.8, 1.2))
         proxy.restore()
-        lifted_s = time.monotonic()
-        async with asyncio.timeout(_GIVE_UP_S):
+        restored_s = time.monotonic()
+        async with asyncio.timeout(_LIMIT_S):
             await use()
-        return time.monotonic() - lifted_s
+        return time.monotonic() - restored_s
     finally:
         stop.set()
         using.cancel()
@@ -113,7 +113,7 @@ async def healed_s(
 
 
 async def measure(options: argparse.Namespace) -> dict[str, object]:
-    """All faults and uses in turn."""
+    """Measure every pair of fault and use in turn."""
     rng, times = random.Random(options.seed), dict[str, dict[str, list[float]]]()
     with tempfile.TemporaryDirectory() as folder, EtcdProcess(Path(folder)) as etcd:
         async with FaultProxy(etcd.endpoint) as proxy:

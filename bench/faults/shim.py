@@ -1,4 +1,4 @@
-"""Compiles a C source that LD_PRELOAD puts before a process's system calls."""
+"""Compiles a C source that LD_PRELOAD loads in front of a process's system calls."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Throughput and latency of the router before fake workers."""
+"""Throughput and latency of the router between a load generator and fake workers."""

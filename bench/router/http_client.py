@@ -1,6 +1,6 @@
-"""Streams over HTTP/1.1 as a load generator reads them: one protocol a connection, no client library.
+"""A load generator's streams over HTTP/1.1, without a client library.
 
-A library's client costs more CPU for a request than some routers do, and on two cores takes it from them.
+A library's client costs more CPU per request than some routers, and on two cores competes with them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ from urllib.parse import urlsplit
 from bench.router.stream import Messages, StreamLog
 
 _CHUNKED_END = b"\r\n0\r\n\r\n"
-_KEPT_BYTES = 4096  # of an answer's end, for its usage
+_KEPT_BYTES = 4096  # of the end of a response, which has its usage
 
 
 class HttpTarget:
-    """Any OpenAI-style router, or worker, over HTTP. Connections are kept and used again."""
+    """An OpenAI-style router over HTTP. Connections stay open for later requests."""
 
-    def __init__(self, url: str, *, model: str | None = None, usage: bool | None = None) -> None:
-        """`usage`: ask for it and for all tokens, as of ours; by default of those that need no `model`."""
+    def __init__(self, url: str, *, model: str | None = None) -> None:
+        """`model`: the name to send, for routers that need one."""
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self._path = parts.path.rstrip("/") + "/v1/chat/completions"
         self._model = model
-        self._usage = model is None if usage is None else usage
+
         self._idle: list[_Connection] = []
 
     async def stream(
         self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
     ) -> StreamLog:
-        """One request to its end. Raises OSError when there is nobody, or the connection breaks."""
+        """Run one request to its end. Raises OSError without a connection, or when it breaks."""
         body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "stream": True}
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         if self._model is not None:
             body["model"] = self._model
-        if self._usage:
-            body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         data = json.dumps(body).encode()
         head = f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
@@ -53,10 +52,7 @@ class HttpTarget:
         if status != 200:
             log.error = f"HTTP {status}"
         else:
-            tail = connection.tail
-            log.completion_tokens = usage_tokens(tail)
-            if not log.completion_tokens and not self._usage and b"[DONE]" in tail:  # nobody asked for it
-                log.completion_tokens = max_tokens
+            log.completion_tokens = usage_tokens(connection.tail)
             log.text = sse_text(unchunked(b"".join(connection.pieces))) if want_text else ""
         self._idle.append(connection)
         return log
@@ -78,11 +74,11 @@ class HttpTarget:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """One connection with one request at a time."""
 
     def __init__(self) -> None:
         self.tail = b""
-        self.pieces: list[bytes] = []  # of the body, chunk sizes among them
+        self.pieces: list[bytes] = []  # of the body, with its chunk sizes
         self._transport: asyncio.Transport | None = None
         self._log = StreamLog(0.0)
         self._keep_all = False
@@ -92,7 +88,7 @@ class _Connection(asyncio.Protocol):
         self._ended: asyncio.Future[int] | None = None
 
     async def ask(self, request: bytes, log: StreamLog, *, keep_all: bool) -> int:
-        """The status, when the whole answer is there."""
+        """Send a request; returns the status after the complete response."""
         self._log, self._keep_all = log, keep_all
         self.tail, self.pieces, self._head, self._status, self._left = b"", [], b"", 0, None
         self._ended = asyncio.get_running_loop().create_future()
@@ -104,7 +100,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the connection can carry a request."""
         return self._transport is not None and not self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -113,7 +109,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(exc or ConnectionResetError("the answer has no end"))
+            self._ended.set_exception(exc or ConnectionResetError("the connection ended amid a response"))
 
     def data_received(self, data: bytes) -> None:
         if not self._status:
@@ -136,14 +132,14 @@ class _Connection(asyncio.Protocol):
             self._ended.set_result(self._status)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
 
 def has_text(chunk: bytes) -> bool:
-    """Whether there is text of an answer in it."""
-    # Opening chunks hold an empty content; both ways of spacing JSON are about.
+    """Whether the chunk has text of the answer."""
+    # Opening chunks hold an empty content; routers space JSON in two ways.
     empty = chunk.count(b'"content":""') + chunk.count(b'"content": ""')
     return chunk.count(b'"content":') > empty + chunk.count(b'"content":null') + chunk.count(
         b'"content": null'
@@ -151,13 +147,13 @@ def has_text(chunk: bytes) -> bool:
 
 
 def usage_tokens(tail: bytes) -> int:
-    """Tokens of the answer, by its end; 0 = it does not say."""
+    """The number of tokens by the usage at a response's end; 0 without one."""
     at = tail.rfind(b'"completion_tokens":')
     return int(tail[at + 20 :].lstrip().split(b",")[0].split(b"}")[0]) if at >= 0 else 0
 
 
 def unchunked(body: bytes) -> bytes:
-    """A whole chunked body without its chunk sizes."""
+    """A complete chunked body without its chunk sizes."""
     parts: Sequence[bytes] = ()
     out: list[bytes] = []
     while body:
@@ -169,7 +165,7 @@ def unchunked(body: bytes) -> bytes:
 
 
 def sse_text(data: bytes) -> str:
-    """The text of all events."""
+    """The joined text of all events."""
     parts = []
     for line in data.split(b"\n"):
         if line.startswith(b"data: {"):

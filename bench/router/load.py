@@ -1,7 +1,7 @@
-"""Streams as a client, to a router over gRPC, or to the fake workers directly (over HTTP: router_http.py).
+"""A load generator's streams to a router over gRPC, or directly to the fake workers.
 
-Each stream notes when it was sent and when its tokens came. Messages are not decoded but for what the
-measurement needs: on a small machine the client's CPU is the router's competitor.
+Each stream logs when it was sent and when its tokens arrived. The client decodes only what the measurement
+needs: on a small machine its CPU time is missing at the router.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ GENERATE = "/slipstream.v1.RouterService/Generate"
 
 
 class GrpcTarget:
-    """A Slipstream router over gRPC. Several processes on one port share it by the connection."""
+    """A Slipstream router over gRPC. Several processes on one port need several connections."""
 
     def __init__(self, endpoint: str, *, connections: int = 1) -> None:
         self._endpoint = endpoint
-        self._channel = dial(endpoint)
-        self._generate: Any = self._channel.unary_stream(GENERATE)
         self._to_open = connections
         self._connections: collections.deque[GrpcConnection] = collections.deque()
 
     async def stream(
         self, messages: Messages, *, max_tokens: int, session: str = "", want_text: bool = False
     ) -> StreamLog:
-        """One request to its end. Raises ConnectionError when there is nobody, or the connection breaks."""
+        """Run one request to its end. Raises ConnectionError without a connection, or when it breaks."""
         log, last = StreamLog(time.monotonic()), b""
         texts: list[str] = []
 
@@ -56,15 +54,15 @@ class GrpcTarget:
         request, metadata = _request(messages, max_tokens), _metadata(session)
         connection = await self._connection()
         await connection.call(GENERATE, request, take, metadata=metadata)
-        # A refusal has no message, an answer that broke off has no usage.
+        # A refusal has no message, and an incomplete answer has no usage.
         events = _events(last)
         log.completion_tokens = events[-1].finished.usage.completion_tokens if events else 0
-        log.error = "" if log.completion_tokens else "no whole answer"
+        log.error = "" if log.completion_tokens else "no complete answer"
         log.text = "".join(texts)
         return log
 
     async def _connection(self) -> GrpcConnection:
-        """In turn."""
+        """The next connection in turn."""
         if self._to_open:
             self._to_open -= 1
             host, _, port = self._endpoint.rpartition(":")
@@ -76,15 +74,10 @@ class GrpcTarget:
         self._connections.rotate()
         return self._connections[0]
 
-    def open(self, messages: Messages, *, max_tokens: int) -> Any:
-        """The library's call of one request; its messages are bytes."""
-        return self._generate(_request(messages, max_tokens), metadata=_metadata(""))
-
     async def close(self) -> None:
         """Close all connections."""
         for connection in self._connections:
             connection.close()
-        await self._channel.close()
 
 
 def _request(messages: Messages, max_tokens: int) -> bytes:
@@ -111,7 +104,7 @@ def _events(data: bytes) -> Sequence[router_pb2.GenerateEvent]:
 
 
 class WorkerTarget:
-    """The fake workers without a router: a Prefill call and a Decode call for each stream."""
+    """The fake workers without a router, with a Prefill call and a Decode call for each stream."""
 
     def __init__(self, prefill: str, decode: str, fingerprint: Fingerprint) -> None:
         self._channels = [dial(prefill), dial(decode)]
@@ -120,7 +113,7 @@ class WorkerTarget:
         self._fingerprint = fingerprint
 
     async def stream(self, prompt: Sequence[int], *, max_tokens: int) -> StreamLog:
-        """One request to its end."""
+        """Run one request to its end."""
         tokens = np.asarray(prompt, "<u4")
         fingerprint = self._fingerprint
         hashes = chain_hashes(
@@ -171,9 +164,10 @@ class WorkerTarget:
 async def closed_loop(
     one: Callable[[int], Awaitable[StreamLog]], *, streams: int, requests: int, spread_s: float = 0.0
 ) -> list[StreamLog]:
-    """`streams` requests at a time, `requests` in all; `one(index)` makes each. All streams begin together,
-    or each at a random moment of the first `spread_s`; only then are there requests before the last one
-    began, which do not count, and `requests` come after them."""
+    """Run `requests` in all, `streams` at a time; `one(index)` runs one request.
+
+    All streams begin together, or each at a random moment of the first `spread_s`. In the second case only
+    the requests after the last stream has begun count among `requests` and are returned."""
     left, begun, drawn = iter(range(requests)), 0, random.Random(streams)
 
     async def worker() -> list[StreamLog]:

@@ -1,4 +1,4 @@
-"""The parts of `bench.router`: what each sends, and the figures it makes of it."""
+"""The parts of `bench.router`: the load of each, and its figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load import percentiles
-from bench.router.cancel import cancel_one
 from bench.router.http_client import HttpTarget
 from bench.router.load import GrpcTarget, WorkerTarget, closed_loop
 from bench.router.ratio import SMG, median_row, ratios
@@ -23,7 +22,7 @@ from supervisor.plan import DEFAULT_MODEL
 
 Report = dict[str, Any]
 _DIRECT_PROMPT = range(100, 200)
-_MOST_IN_A_ROW = 6  # requests of a stream of the latency part: one stream must not take all the time
+_MAX_PER_STREAM = 6  # requests of a stream in the latency part, to bound the time of one stream
 
 
 def words(count: int, seed: int) -> str:
@@ -32,7 +31,7 @@ def words(count: int, seed: int) -> str:
 
 
 def tokens_per_word() -> float:
-    """Of the shipped tokenizer."""
+    """The mean of the shipped tokenizer."""
     return len(Tokenizer.from_dir(DEFAULT_MODEL).encode_text(words(1000, 0))) / 1000
 
 
@@ -43,30 +42,28 @@ def chat(text: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What is measured: our router and, where asked for, SMG at the same time, one of them at work."""
+    """Our router and, where SMG is measured too, SMG; only one of them has load at a time."""
 
     ours: RouterUnderTest
     smg: SmgUnderTest | None = None
 
     def of(self, target: str) -> RouterUnderTest | SmgUnderTest:
-        """What a target's requests go through."""
+        """The router behind a target."""
         return self.smg if target == SMG and self.smg is not None else self.ours
 
 
-def targets_of(rig: Rig, arguments: argparse.Namespace, *, peer: bool = False) -> dict[str, Any]:
-    """The APIs asked for, SMG and another router if there are such. The caller closes them."""
+def targets_of(rig: Rig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The endpoints to measure, by name; SMG where it is measured too. The caller closes them."""
     test = rig.ours
     targets: dict[str, Any] = {}
     if "grpc" in arguments.api:
-        # The kernel spreads connections over processes at random: several each, so that all have some.
+        # The kernel spreads connections over processes at random: with several each, all have some.
         connections = 1 if arguments.processes == 1 else 8 * arguments.processes
         targets["grpc"] = GrpcTarget(test.grpc, connections=connections)
     if "http" in arguments.api:
         targets["http"] = HttpTarget(f"http://{test.http}")
     if rig.smg is not None:
-        targets[SMG] = HttpTarget(rig.smg.url, model="bench", usage=True)
-    if peer and arguments.peer:
-        targets["peer"] = HttpTarget(arguments.peer, model="bench")
+        targets[SMG] = HttpTarget(rig.smg.url, model="bench")
     return targets
 
 
@@ -74,13 +71,11 @@ def targets_of(rig: Rig, arguments: argparse.Namespace, *, peer: bool = False) -
 
 
 async def latency(rig: Rig, arguments: argparse.Namespace) -> Report:
-    """What the router adds at each number of streams, over gRPC and HTTP."""
+    """Measure the time that the router adds at each number of streams, over gRPC and HTTP."""
     tokens, report, test = arguments.output_tokens, [], rig.ours
     prompts = [chat(words(64, seed)) for seed in range(64)]
     direct = WorkerTarget(test.prefill, test.decode, test.fingerprint)
-    targets = targets_of(rig, arguments, peer=True)
-    if arguments.openai_port:
-        targets["worker_http"] = HttpTarget(f"http://127.0.0.1:{arguments.openai_port}", model="bench")
+    targets = targets_of(rig, arguments)
     ways: dict[str, Callable[[int], Awaitable[StreamLog]]] = {
         "direct": lambda index: direct.stream(_DIRECT_PROMPT, max_tokens=tokens)
     }
@@ -93,7 +88,7 @@ async def latency(rig: Rig, arguments: argparse.Namespace) -> Report:
         ways[name] = through
     for streams in arguments.streams:
         row: Report = {"streams": streams}
-        requests = max(streams * 2, min(arguments.requests, streams * _MOST_IN_A_ROW))
+        requests = max(streams * 2, min(arguments.requests, streams * _MAX_PER_STREAM))
         spread_s = (arguments.prefill_ms + tokens * arguments.step_ms) / 1e3
         for pattern, begin_s in (("together", 0.0), ("steady", spread_s)):
             load = {"streams": streams, "requests": requests, "tokens": tokens, "spread_s": begin_s}
@@ -111,18 +106,17 @@ async def latency(rig: Rig, arguments: argparse.Namespace) -> Report:
 
 
 def _added(found: Report, name: str) -> Report:
-    """Beyond calling the workers directly, in the same pattern."""
-    base = found["worker_http"] if name == "peer" and "worker_http" in found else found["direct"]
+    """Milliseconds beyond direct calls to the workers, in the same pattern."""
     return {
-        f"{what}_{p}": round(found[name][f"{what}_ms"][p] - base[f"{what}_ms"][p], 2)
+        f"{what}_{p}": round(found[name][f"{what}_ms"][p] - found["direct"][f"{what}_ms"][p], 2)
         for what in ("ttft", "total")
         for p in ("p50", "p99")
     }
 
 
 async def throughput(rig: Rig, arguments: argparse.Namespace) -> Report:
-    """Requests of 32 tokens, 32 and one at a time; workers prefill at once, step in a millisecond."""
-    targets = targets_of(rig, arguments, peer=True)
+    """Run requests of 32 tokens, 32 and one at a time; workers prefill at once and step in 1 ms."""
+    targets = targets_of(rig, arguments)
     ways: dict[str, Callable[[int], Awaitable[StreamLog]]] = {}
     for name, target in targets.items():
 
@@ -148,7 +142,7 @@ async def in_turn(
     streams: int,
     **load: Any,
 ) -> Report:
-    """Each way in each round, so that the machine's moods meet all of them; medians of the rounds."""
+    """Run each way in each round, so that other load on the machine affects all; medians of the rounds."""
     rows: dict[str, list[Report]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, one in ways.items():
@@ -158,22 +152,22 @@ async def in_turn(
 
 
 async def sessions(rig: Rig, arguments: argparse.Namespace) -> Report:
-    """Sessions of ten turns in step: all first turns, all second turns and so on, each by each API."""
+    """Run sessions of ten turns in step: the first turn of all by each API, the second of all, and so on."""
     targets = targets_of(rig, arguments)
-    report: Report = {face: {} for face in targets}
+    report: Report = {api: {} for api in targets}
     for prompt_tokens, count in ((1_000, 32), (32_000, 12)):
         n_words = round(prompt_tokens / tokens_per_word())
         talks = {
-            face: [chat(words(n_words, 100 * nth + seed)) for seed in range(count)]
-            for nth, face in enumerate(targets)
+            api: [chat(words(n_words, 100 * nth + seed)) for seed in range(count)]
+            for nth, api in enumerate(targets)
         }
         for turn in range(1, 11):
-            for face, target in targets.items():
+            for api, target in targets.items():
 
                 async def one(
-                    index: int, target: Any = target, talks: Any = talks[face], face: str = face
+                    index: int, target: Any = target, talks: Any = talks[api], api: str = api
                 ) -> StreamLog:
-                    session = f"{face}-{len(talks)}-{index}"
+                    session = f"{api}-{len(talks)}-{index}"
                     log: StreamLog = await target.stream(
                         talks[index], max_tokens=8, session=session, want_text=True
                     )
@@ -181,19 +175,19 @@ async def sessions(rig: Rig, arguments: argparse.Namespace) -> Report:
                     talks[index] += chat(words(50, index))
                     return log
 
-                row = await measured(rig.of(face), one, streams=4, requests=count, tokens=8)
+                row = await measured(rig.of(api), one, streams=4, requests=count, tokens=8)
                 if turn in (1, 10):
-                    report[face][f"{prompt_tokens}_tokens_turn_{turn}"] = row
+                    report[api][f"{prompt_tokens}_tokens_turn_{turn}"] = row
     for target in targets.values():
         await target.close()
     for turn in report[SMG] if rig.smg is not None else ():
-        of_turn = ratios({face: report[face][turn] for face in targets})
+        of_turn = ratios({api: report[api][turn] for api in targets})
         report.setdefault("ratio_to_smg", {})[turn] = of_turn["ratio_to_smg"]
     return report
 
 
 async def tokens(rig: Rig, arguments: argparse.Namespace) -> Report:
-    """Long answers from a decode worker that does not wait between steps."""
+    """Run long answers from a decode worker that does not wait between steps."""
     report: Report = {}
     for name, target in targets_of(rig, arguments).items():
 
@@ -208,22 +202,6 @@ async def tokens(rig: Rig, arguments: argparse.Namespace) -> Report:
     return report | ratios(report)
 
 
-async def cancel(rig: Rig, arguments: argparse.Namespace) -> Report:
-    """From a client's cancel to empty ledgers, before and after its first token; of our router alone."""
-    test = rig.ours
-    endpoints = {"prefill-0": test.prefill, "decode-0": test.decode, "router-0": test.grpc}
-    target = GrpcTarget(test.grpc)
-    report: Report = {}
-    for name, deltas in (("in_prefill_ms", 0), ("in_decode_ms", 3)):
-        times = [
-            await cancel_one(target.open(chat(words(64, index)), max_tokens=4000), endpoints, deltas=deltas)
-            for index in range(max(arguments.requests // 4, 4))
-        ]
-        report[name] = percentiles(times)
-    await target.close()
-    return report
-
-
 async def measured(
     test: RouterUnderTest | SmgUnderTest,
     one: Callable[[int], Awaitable[StreamLog]],
@@ -233,7 +211,8 @@ async def measured(
     tokens: int,
     spread_s: float = 0.0,
 ) -> Report:
-    """Run and sum up; with `spread_s` (see `closed_loop`) only times and numbers of messages mean anything.
+    """Run a closed loop and summarise it; `spread_s` (see `closed_loop`) leaves rates and CPU out.
+
     Raises RuntimeError when a stream lacks tokens."""
 
     def clocks() -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Figures of several rounds and of two routers put together."""
+"""Medians of several rounds, and ratios of two routers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARED = (
 
 
 def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each figure's median over rows of one form; figures that not all rows have are left out."""
+    """The median of each figure that all rows have."""
     found: dict[str, Any] = {}
     for name, value in rows[0].items():
         values = [row[name] for row in rows if name in row]
@@ -34,8 +34,9 @@ def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each other row to SMG's, by figure: ours / SMG's. A figure that either lacks, or that is 0 at SMG,
-    is left out. Beyond 1 is ahead in the figures `..._per_s`, behind in the others."""
+    """Each row's figures divided by SMG's; figures that one of the two lacks, or that are 0, are left out.
+
+    Above 1 our router leads in the figures `..._per_s`, and trails in the others."""
     if SMG not in rows:
         return {}
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A router before fake workers as real processes, its CPU and its event loop measured from outside."""
+"""A router and fake workers as real processes, with the CPU time and the loop lag of the router."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 64
 
 
 class RouterUnderTest:
-    """A cluster of a router and fake workers of one pace, and what its router costs."""
+    """A cluster of a router and fake workers of one pace, and its CPU time."""
 
     def __init__(self, cluster: ClusterSupervisor, model: Path) -> None:
         record = cluster.record()
@@ -39,15 +39,15 @@ class RouterUnderTest:
         self.fingerprint = Fingerprint("bench", tokenizer_digest(model), TEMPLATE, "float32", BLOCK_TOKENS)
 
     def cpu_s(self) -> float:
-        """CPU seconds the router's processes have used so far."""
+        """CPU seconds that the router's processes have used so far."""
         return sum(cpu_seconds(pid) for pid in self._pids)
 
     def workers_cpu_s(self) -> float:
-        """CPU seconds the fake workers have used so far."""
+        """CPU seconds that the fake workers have used so far."""
         return sum(cpu_seconds(pid) for pid in self._worker_pids)
 
     async def loop_delay_ms(self) -> dict[str, float]:
-        """How late the router's event loop was in the last seconds; of one of several processes."""
+        """The lag of the router's event loop in the last seconds; of several processes one answers."""
         async with aiohttp.ClientSession() as session, session.get(f"http://{self.http}/metrics") as answer:
             text = await answer.text()
         names = {"mean": "slipstream_event_loop_delay_ms", "max": "slipstream_event_loop_delay_max_ms"}
@@ -56,7 +56,7 @@ class RouterUnderTest:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds another process has used so far."""
+    """CPU seconds that another process has used so far."""
     # The kernel's clock id of another process's CPU time (clock_getcpuclockid).
     return time.clock_gettime((~pid << 3) | 2)
 
@@ -70,17 +70,14 @@ def children(pid: int) -> list[int]:
 async def under_test(
     arguments: argparse.Namespace, folder: Path, *, prefill_ms: float, step_ms: float
 ) -> AsyncIterator[RouterUnderTest]:
-    """A fresh cluster with this pace."""
+    """Start a cluster with this pace."""
     model = make_model(folder / "model")
     pace = ["--prefill-ms", str(prefill_ms), "--step-ms", str(step_ms)]
-    decode_extra = ["--openai-port", str(arguments.openai_port)] if arguments.openai_port else []
     router_extra = ["--max-requests", "4096"]
     if arguments.processes > 1:
         router_extra += ["--processes", str(arguments.processes)]
     modules = {role: f"services.{role}" for role in Role}
-    modules |= {Role.PREFILL: "bench.router.worker", Role.DECODE: "bench.router.worker"}
-    if arguments.profile:
-        modules[Role.ROUTER] = "bench.router.profiled"
+    modules |= {Role.PREFILL: "bench.fakes.worker", Role.DECODE: "bench.fakes.worker"}
     config = ClusterConfig(
         run_dir=folder / "run",
         model=model,
@@ -93,7 +90,7 @@ async def under_test(
         log_level="warning",
         extra_arguments={
             Role.PREFILL: pace,
-            Role.DECODE: [*pace, *decode_extra],
+            Role.DECODE: pace,
             Role.ROUTER: router_extra,
         },
     )
@@ -104,7 +101,7 @@ async def under_test(
 
 
 def make_model(folder: Path) -> Path:
-    """The shipped model's tokenizer with a long context: all a router reads of a checkpoint."""
+    """Write the files that a router reads of a checkpoint: the shipped tokenizer, and a long context."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tiktoken.model", "tokenizer_config.json"):
         shutil.copyfile(DEFAULT_MODEL / name, folder / name)

@@ -1,7 +1,8 @@
-"""SMG (Shepherd Model Gateway) beside the router: it and workers of the same pace, as processes of its own.
+"""SMG (Shepherd Model Gateway) as a process beside the router, with fake workers of the same pace.
 
-It is no dependency: it runs where an environment has its packages `smg` and `smg-grpc-proto`. A prefill and
-a decode worker over gRPC (`router/smg_worker.py`), its own defaults but for log level, loopback and ports.
+SMG is no dependency: it runs in an environment that has the packages `smg`, `smg-grpc-proto` and `h2`, with a
+prefill and a decode worker over gRPC (`bench/fakes/smg_worker.py`). All its options have their defaults but
+log level, addresses and ports.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.router.pace import ANSWER
+from bench.fakes.pace import ANSWER
 from bench.router.rig import children, cpu_seconds, make_model
 from libs.text.chat_template import encode_chat
 from libs.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ _NEEDED = ["smg", "smg_grpc_proto", "h2"]
 _START_S = 60.0
 _LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1
-# What libs/text/chat_template.py makes of plain messages, so that both routers make the same prompt.
+# The text of libs/text/chat_template.py for plain messages, so that both routers make the same prompt.
 _CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_{{ message.role }}|>{{ message.role }}<|im_middle|>
@@ -45,11 +46,11 @@ _CHAT_TEMPLATE = """\
 
 
 class SmgUnusable(RuntimeError):
-    """SMG is not installed where it was said to be, does not start, or does not do what was asked of it."""
+    """The given environment lacks SMG, or SMG does not start, or its answer is wrong."""
 
 
 class SmgUnderTest:
-    """It and its workers, running."""
+    """A running SMG and its fake workers."""
 
     def __init__(self, url: str, gateway: int, workers: Sequence[int]) -> None:
         self.url = url
@@ -57,20 +58,21 @@ class SmgUnderTest:
         self._worker_pids = list(workers)
 
     def cpu_s(self) -> float:
-        """CPU seconds its processes have used so far."""
+        """CPU seconds that SMG's processes have used so far."""
         return sum(map(cpu_seconds, self._pids))
 
     def workers_cpu_s(self) -> float:
-        """CPU seconds its fake workers have used so far."""
+        """CPU seconds that the fake workers have used so far."""
         return sum(map(cpu_seconds, self._worker_pids))
 
     async def loop_delay_ms(self) -> dict[str, float]:
-        """It is not asked for any."""
+        """SMG has no such figure."""
         return {}
 
 
 async def interpreter(where: Path) -> Path:
-    """The Python of an environment, given by its folder or itself. Raises SmgUnusable: what is missing."""
+    """The Python of an environment, given by folder or interpreter. Raises SmgUnusable, which names what is
+    missing."""
     python = where / "bin" / "python" if os.path.isdir(where) else where  # noqa: ASYNC240
     if not os.access(python, os.X_OK):
         raise SmgUnusable(f"{python} is no Python: --smg takes an environment's folder or its interpreter")
@@ -93,7 +95,9 @@ async def interpreter(where: Path) -> Path:
 async def smg_beside(
     where: Path, folder: Path, *, prefill_ms: float, step_ms: float, more: Sequence[str] = ()
 ) -> AsyncIterator[SmgUnderTest]:
-    """SMG before its own fakes, ready and checked; `more` goes to its command line. Raises SmgUnusable."""
+    """Start SMG in front of its fake workers, and check an answer; `more` extends its command line.
+
+    Raises SmgUnusable."""
     python = await interpreter(where)
     model = _model(folder / "smg-model")
     tokenizer = Tokenizer.from_dir(model)
@@ -102,7 +106,7 @@ async def smg_beside(
     async with AsyncExitStack() as stack:
         workers, urls = [], {}
         for tier in ("prefill", "decode"):
-            command = [str(python), "-m", "bench.router.smg_worker", "--tier", tier, *pace]
+            command = [str(python), "-m", "bench.fakes.smg_worker", "--tier", tier, *pace]
             command += ["--model", str(model), "--answer", answer]
             log = folder / f"smg-{tier}.log"
             worker = await stack.enter_async_context(_running(command, log))
@@ -112,7 +116,7 @@ async def smg_beside(
         log = folder / "smg.log"
         command = [str(python), "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-        # The bootstrap port is one that SGLang's tiers meet at; the fakes do not.
+        # SGLang's tiers connect over the bootstrap port; the fakes do not use it.
         command += ["--pd-disaggregation", "--prefill", urls["prefill"], "8998", "--decode", urls["decode"]]
         command += ["--model-path", str(model), "--log-level", "warn", "--worker-startup-check-interval", "1"]
         gateway = await stack.enter_async_context(_running([*command, *more], log))
@@ -123,7 +127,7 @@ async def smg_beside(
 
 
 def _model(folder: Path) -> Path:
-    """What SMG reads of a checkpoint: our tokenizer, named as Kimi's, and a template."""
+    """The files that SMG reads of a checkpoint: the project's tokenizer, and a template."""
     make_model(folder)
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -133,13 +137,13 @@ def _model(folder: Path) -> Path:
 
 @asynccontextmanager
 async def _running(command: Sequence[str], log: Path) -> AsyncIterator[Process]:
-    """A process that ends with the block, or with us."""
+    """A process that ends with the block, or with this process."""
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=PIPE,
-            stdout=PIPE if "bench.router.smg_worker" in command else out,
+            stdout=PIPE if "bench.fakes.smg_worker" in command else out,
             stderr=out,
             env=environment,
             preexec_fn=_die_with_parent,
@@ -147,7 +151,7 @@ async def _running(command: Sequence[str], log: Path) -> AsyncIterator[Process]:
     try:
         yield process
     finally:
-        # SMG waits five seconds for load balancers before it ends; nobody asks here any more.
+        # SMG waits five seconds for load balancers before it ends, and this run has none.
         if process.returncode is None:
             process.kill()
         await process.wait()
@@ -167,7 +171,7 @@ async def _port(worker: Process, log: Path) -> int:
 
 
 async def _ready(url: str, gateway: Process, log: Path) -> None:
-    """It has its workers. Raises SmgUnusable with what it logged last."""
+    """Wait until SMG has its workers. Raises SmgUnusable with the last lines of its log."""
     deadline_s = asyncio.get_running_loop().time() + _START_S
     async with aiohttp.ClientSession() as session:
         while True:
@@ -177,16 +181,16 @@ async def _ready(url: str, gateway: Process, log: Path) -> None:
                 async with session.get(f"{url}/readiness") as answer:
                     if answer.status == 200:
                         return
-                    said = f"{answer.status} {await answer.text()}"
+                    state = f"{answer.status} {await answer.text()}"
             except aiohttp.ClientError as error:
-                said = str(error)
+                state = str(error)
             if asyncio.get_running_loop().time() > deadline_s:
-                raise SmgUnusable(f"SMG was not ready in {_START_S:.0f} s, it says {said!r}: {_tail(log)}")
+                raise SmgUnusable(f"SMG was not ready in {_START_S:.0f} s, last {state!r}: {_tail(log)}")
             await asyncio.sleep(0.1)
 
 
 async def _check_answer(url: str, tokenizer: Tokenizer, log: Path) -> None:
-    """The same prompt and the same answer as through our router, or SmgUnusable."""
+    """Check that prompt and answer equal those through our router. Raises SmgUnusable."""
     messages = [
         {"role": "user", "content": "hello you"},
         {"role": "assistant", "content": "so"},

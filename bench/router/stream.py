@@ -1,4 +1,4 @@
-"""What is noted of one stream."""
+"""The log of one stream."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class StreamLog:
 
     @property
     def ttft_ms(self) -> float:
-        """Sent to first token."""
+        """From sending to the first token."""
         return (self.arrivals[0] - self.sent_s) * 1e3
 
     @property
     def total_ms(self) -> float:
-        """Sent to last token."""
+        """From sending to the last token."""
         return (self.arrivals[-1] - self.sent_s) * 1e3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.router.overload_load import check_http_refusal, refusal_quantiles
+from bench.overload_load import check_http_refusal, refusal_quantiles
 from libs.common.rpc.telemetry import Counters, render_prometheus
 
 

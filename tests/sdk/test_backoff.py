@@ -164,7 +164,7 @@ async def test_a_stream_over_a_connection_that_the_network_forgot_breaks() -> No
             health = health_pb2_grpc.HealthStub(channel)
             watch = health.Watch(health_pb2.HealthCheckRequest())
             await watch.read()
-            proxy.forget()
+            proxy.drop_state()
             async with asyncio.timeout(45):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await watch.read()

@@ -10,6 +10,7 @@ import pytest
 
 from bench.router.load import GENERATE, GrpcTarget
 from slipstream.errors import Overloaded
+from slipstream.requests import chat_request
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
@@ -68,8 +69,10 @@ async def test_text_tokens_arrivals_and_failures_are_those_of_the_librarys_clien
     prompt = [{"role": "user", "content": name}]
     messages, failed = [], False
     try:
-        async for data in target.open(prompt, max_tokens=3):
-            messages.append(Response.FromString(data))
+        async with grpc.aio.insecure_channel(endpoint) as channel:
+            generate: Any = channel.unary_stream(GENERATE)
+            async for data in generate(chat_request(prompt, {}).SerializeToString()):
+                messages.append(Response.FromString(data))
     except grpc.aio.AioRpcError:
         failed = True
     log = await target.stream(prompt, max_tokens=3, want_text=True)

@@ -15,15 +15,13 @@ from bench.router.stream import StreamLog
 
 @pytest.mark.timeout(600)
 def test_a_small_run_has_every_figure(tmp_path: Path) -> None:
-    arguments = parse(["--only", "tokens,cancel", "--long-tokens", "50", "--requests", "16"])
+    arguments = parse(["--only", "tokens", "--long-tokens", "50", "--requests", "16"])
     report = asyncio.run(run(arguments, tmp_path))
     for api in ("grpc", "http"):
         row = report["tokens"][api]
         assert row["tokens_per_router_cpu_s"] > 0
         assert 0 < row["messages_per_stream"] <= 50
         assert row["ttft_ms"]["p50"] <= row["total_ms"]["p50"]
-    for where in ("in_prefill_ms", "in_decode_ms"):
-        assert report["cancel"][where]["p50"] > 0
 
 
 def test_parts_are_named_once() -> None:

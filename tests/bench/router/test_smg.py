@@ -75,7 +75,9 @@ def test_rounds_are_several_where_two_are_compared() -> None:
 
 async def test_an_environment_without_smg_is_told_what_it_lacks(tmp_path: Path) -> None:
     venv.create(tmp_path, symlinks=True)
-    with pytest.raises(SmgUnusable, match=r"smg-grpc-proto h2.*Missing there: \['smg', 'smg_grpc_proto', 'h2'\]"):
+    with pytest.raises(
+        SmgUnusable, match=r"smg-grpc-proto h2.*Missing there: \['smg', 'smg_grpc_proto', 'h2'\]"
+    ):
         await interpreter(tmp_path)
 
 

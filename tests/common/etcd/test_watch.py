@@ -221,7 +221,7 @@ async def test_a_connection_that_the_network_forgot_is_replaced_by_reads_and_a_c
             await session.wait_synced(timeout_s=60)
             await writer.put(f"{PREFIX}a", b"1")
             await reader.until(lambda r: "a" in r.values())
-            proxy.forget()
+            proxy.drop_state()
             await writer.put(f"{PREFIX}b", b"2")
             await reader.until(lambda r: "b" in r.values())
             assert reader.changes == [("a", b"1"), ("b", b"2")]

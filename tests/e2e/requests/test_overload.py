@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from bench.overload import PLACES, overload_config
-from bench.router.overload_load import Outcomes, OverloadClient, Shape
+from bench.overload_load import Outcomes, OverloadClient, Shape
 from libs.common import service_bounds
 from libs.common.cluster.worker_record import Role
 from tests.support.clusters.disturbance import DECODERS

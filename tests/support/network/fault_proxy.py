@@ -1,14 +1,14 @@
-"""A TCP proxy on loopback that misbehaves on demand: cut, reset, blackhole, delay, trickle, forget.
+"""A TCP proxy on loopback that injects faults: cut, reset, blackhole, delay, trickle, drop_state.
 
 async with FaultProxy("127.0.0.1:2379") as proxy:
     client = dial(proxy.endpoint)
     proxy.cut()          # connections are reset and new ones refused
     proxy.blackhole()    # connections stay open and new ones are accepted, but no byte passes
     proxy.reset()        # connections are reset once; new ones work
-    proxy.forget()       # connections are swallowed for good, and nobody is told; new ones work
+    proxy.drop_state()   # bytes of open connections are lost for good, without a reset; new ones work
     proxy.delay(0.05)    # every chunk arrives 50 ms late
     proxy.trickle(2000)  # no more than 2,000 bytes a second pass, each way of each connection
-    proxy.restore()      # as new; what a blackhole held back is delivered
+    proxy.restore()      # no fault; bytes that a blackhole held back are delivered
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TRICKLE_S = 0.02
 
 
 class FaultProxy:
-    """Forwards one port to `target` ("host:port") with the fault that is set at the moment."""
+    """Forwards one port to `target` ("host:port") with the current fault."""
 
     def __init__(self, target: str, *, rewrite: Callable[[bytes], bytes] | None = None) -> None:
-        """`rewrite` changes what the target says on its way to the client."""
+        """`rewrite` changes bytes on their way from the target to the client."""
         self.aim(target)
         self._rewrite = rewrite
         self._server: asyncio.Server | None = None
@@ -34,11 +34,11 @@ class FaultProxy:
         self._flowing.set()
         self._delay_s = 0.0
         self._bytes_per_s = 0.0
-        self._era = 0  # connections of an earlier one are forgotten
+        self._era = 0  # connections of an earlier era carry no bytes any more
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.accepted = 0
-        # How often a fault met somebody: connections that were reset or refused, chunks that were held back.
+        # Connections that a fault reset or refused, and chunks that it held back.
         self.struck = 0
         self.carried_bytes = 0  # from the target to its clients
 
@@ -58,27 +58,27 @@ class FaultProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def aim(self, target: str) -> None:
-        """Forward new connections there."""
+        """Forward new connections to `target`."""
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
 
     def cut(self) -> None:
-        """Reset what is open and everything that connects from now on."""
+        """Reset open connections, and every new one."""
         self._refusing = True
         self.reset()
 
     def reset(self) -> None:
-        """Reset what is open; new connections work."""
+        """Reset open connections; new ones work."""
         self.struck += len(self._writers)
         self._reset_connections()
 
-    def forget(self) -> None:
-        """Lose what is open, as a network that loses its state: neither end hears of the other any more."""
+    def drop_state(self) -> None:
+        """Lose open connections, as a network that loses its state: neither end gets another packet."""
         self.struck += len(self._writers)
         self._era += 1
 
     def blackhole(self) -> None:
-        """Hold every byte back, both ways, without closing anything."""
+        """Hold every byte back in both directions; connections stay open."""
         self._flowing.clear()
 
     def delay(self, delay_s: float) -> None:
@@ -86,7 +86,7 @@ class FaultProxy:
         self._delay_s = delay_s
 
     def trickle(self, bytes_per_s: float) -> None:
-        """Forward so slowly."""
+        """Forward at most `bytes_per_s` in each direction of each connection."""
         self._bytes_per_s = bytes_per_s
 
     def restore(self) -> None:

@@ -17,8 +17,8 @@ from h2.settings import SettingCodes, Settings
 from bench.fakes.grpc_client import GrpcConnection
 from bench.fakes.http2 import MessageReader, prefixed
 from bench.fakes.http2_server import GrpcServerConnection
-from bench.router.pace import Pace
-from bench.router.smg_worker import Asked, PacedScheduler
+from bench.fakes.pace import Pace
+from bench.fakes.smg_worker import Asked, PacedScheduler
 
 METHOD = "/any.Service/Generate"
 ANSWER = (7, 8, 9)

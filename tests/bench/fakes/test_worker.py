@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.fakes.pace import Pace
 from bench.fakes.rpc_server import RpcServer
+from bench.fakes.worker import BLOCK_TOKENS, PacedDecode, PacedPrefill, Prompts
 from bench.router.load import WorkerTarget
-from bench.router.pace import Pace
-from bench.router.worker import BLOCK_TOKENS, PacedDecode, PacedPrefill, Prompts
 from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint
 from slipstream.block_hashes import pack_hashes

@@ -1,8 +1,8 @@
-"""An open loop of requests at a given rate, and what became of each: finished in time, refused, late.
+"""An open loop of requests at a given rate, with the outcome of each: finished in time, refused, late.
 
-An open loop does not wait: requests arrive as a Poisson process however slow the answers are, which is
-what makes overload. Every request carries its deadline; a good one has all its tokens before that. Refusals
-are checked for their type: RESOURCE_EXHAUSTED with RetryInfo on gRPC, 429 with code 3040 over HTTP.
+Requests arrive as a Poisson process, however slow the answers are. Every request carries its deadline; a good
+one has all its tokens before that. The type of each refusal is checked: RESOURCE_EXHAUSTED with RetryInfo
+over gRPC, 429 with code 3040 over HTTP.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from slipstream.v1 import router_pb2
 
 _GENERATE = "/slipstream.v1.RouterService/Generate"
 _BUSY_CODE = "3040"
-# How much longer than its deadline a request is waited for before it counts as lost.
+# The client waits this long after a request's deadline before the request counts as lost.
 _LOST_S = 20.0
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Counts of one window. `good_tokens` belong to requests that ended before their deadline, `attempts` to
-    those of them that came over gRPC; `good_order` are the priorities of the good ones as they ended."""
+    """Counts of one window. `good_tokens` counts requests that ended before their deadline, `attempts` those
+    of them over gRPC; `good_order` has the priorities of the good ones in the order of their ends."""
 
     offered: int = 0
     good: int = 0
@@ -45,13 +45,13 @@ class Outcomes:
     attempts: int = 0
     good_order: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    priorities: Counter[str] = field(default_factory=Counter)  # of the good ones
-    refused_after_ms: list[float] = field(default_factory=list)  # as the client saw it
+    priorities: Counter[str] = field(default_factory=Counter)  # of the good requests
+    refused_after_ms: list[float] = field(default_factory=list)  # at the client
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What each request asks for. `http_every`: every so-many-th goes over HTTP; 0 = none."""
+    """The shape of each request. Every `http_every`-th request goes over HTTP; 0 = none."""
 
     deadline_s: float
     output_tokens: int
@@ -77,7 +77,7 @@ class OverloadClient:
         await self._channel.close()
 
     async def window(self, shape: Shape, *, rate_per_s: float, requests: int, seed: int) -> Outcomes:
-        """`requests` arrivals at this rate; returns when the last one has ended."""
+        """Run `requests` arrivals at this rate; returns when the last request has ended."""
         outcomes, rng = Outcomes(offered=requests), random.Random(seed)
         due_s, tasks = time.monotonic(), []
         for number in range(requests):
@@ -88,7 +88,7 @@ class OverloadClient:
         return outcomes
 
     async def closed(self, shape: Shape, *, streams: int, requests: int, seed: int) -> Outcomes:
-        """`streams` at a time, `requests` in all: as much as the cluster can do, without overload."""
+        """Run `requests` in all, `streams` at a time: the cluster's full rate without overload."""
         outcomes, numbers = Outcomes(offered=requests), iter(range(requests))
 
         async def stream() -> None:
@@ -142,56 +142,56 @@ class OverloadClient:
         return finished.usage.completion_tokens, finished.stats.attempts
 
     async def refused_over_http(self) -> None:
-        """One request that will not wait, of the lowest class: a better one may push out one of the others
-        that has shown nothing yet. Raises unless it is refused as it must be."""
+        """Send one request with `rejectIfBusy` of the lowest class; a higher class could evict a queued
+        request. Raises unless the refusal has the right type."""
         body = {"messages": [{"role": "user", "content": "now!"}], "options": {"rejectIfBusy": True}}
         headers = {"x-slipstream-priority": "bulk"}
         async with self._http.post("/v1/chat/completions", json=body, headers=headers) as answer:
             check_http_refusal(answer.status, answer.headers, await answer.json())
 
     async def _over_http(self, words: str, shape: Shape, priority: str) -> tuple[int, int]:
-        """(tokens, 0): this face does not tell of attempts."""
+        """(tokens, 0): the HTTP response has no number of attempts."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": words}], "ignore_eos": True}
         body["max_tokens"] = shape.output_tokens
         headers = {"x-request-timeout-ms": str(int(shape.deadline_s * 1e3))}
         if priority:
             headers["x-slipstream-priority"] = priority
         async with self._http.post("/v1/chat/completions", json=body, headers=headers) as answer:
-            said = await answer.json()
+            body = await answer.json()
             if answer.status == 504:
                 raise _Late
             if answer.status != 200:
-                check_http_refusal(answer.status, answer.headers, said)
+                check_http_refusal(answer.status, answer.headers, body)
                 raise _Refused
-            return int(said["usage"]["completion_tokens"]), 0
+            return int(body["usage"]["completion_tokens"]), 0
 
 
 class _Refused(Exception):
-    """In the right way."""
+    """A refusal of the right type."""
 
 
 class _Late(Exception):
-    """The deadline came first."""
+    """The deadline passed before the last token."""
 
 
 class _Untyped(Exception):
-    """An answer that is neither tokens nor a refusal as it must be."""
+    """A response that is neither tokens nor a refusal of the right type."""
 
 
 def check_grpc_refusal(error: grpc.aio.AioRpcError) -> None:
-    """Raises unless it is RESOURCE_EXHAUSTED with a time to come back."""
+    """Raise unless the error is RESOURCE_EXHAUSTED with a retry delay."""
     status, retry = rpc_status.from_call(error), error_details_pb2.RetryInfo()
     typed = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and status is not None
     if not (typed and any(detail.Unpack(retry) for detail in status.details)):
         raise _Untyped(f"{error.code().name}: {error.details()}")
     if retry.retry_delay.ToMilliseconds() <= 0:
-        raise _Untyped("a refusal without a time to come back")
+        raise _Untyped("a refusal without a retry delay")
 
 
-def check_http_refusal(status: int, headers: Any, said: Any) -> None:
-    """Raises unless it is 429 with code 3040 and Retry-After."""
-    if status != 429 or said["error"]["code"] != _BUSY_CODE or "Retry-After" not in headers:
-        raise _Untyped(f"HTTP {status}: {json.dumps(said)[:200]}")
+def check_http_refusal(status: int, headers: Any, body: Any) -> None:
+    """Raise unless the response is 429 with code 3040 and Retry-After."""
+    if status != 429 or body["error"]["code"] != _BUSY_CODE or "Retry-After" not in headers:
+        raise _Untyped(f"HTTP {status}: {json.dumps(body)[:200]}")
 
 
 def refusal_quantiles(before: str, after: str) -> dict[str, float]:

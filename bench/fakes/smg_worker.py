@@ -1,13 +1,13 @@
-"""A worker of no model in SGLang's gRPC protocol as SMG speaks it: the pace of `bench/router/worker.py`.
+"""A worker without a model in SGLang's gRPC protocol, as SMG speaks it, at a set pace.
 
-    /path/to/smg-environment/bin/python -m bench.router.smg_worker --tier decode --step-ms 20 --answer 17,4,35
+    /path/to/smg-environment/bin/python -m bench.fakes.smg_worker --tier decode --step-ms 20 --answer 17,4,35
 
-Runs in SMG's own environment (its package `smg-grpc-proto` has the messages) and needs nothing of ours but
-this folder on the path. Prints `listening PORT` and serves 127.0.0.1 until its standard input ends.
+It runs in SMG's environment, which has the messages (`smg-grpc-proto`) and `h2`, with this repository on the
+path. It prints `listening PORT` and serves 127.0.0.1 until its standard input ends.
 
-    prefill   `--prefill-ms` after a request: its first token, a chunk and the completion, as SGLang does
+    prefill   after `--prefill-ms` the first token, as a chunk and the completion
     decode    the first token after `--prefill-ms` too (a router sends a request to both tiers at once), then
-              a token a sequence every `--step-ms`, a message each; 0 = as fast as the router takes them
+              a message with a token per sequence every `--step-ms`; 0 = as fast as the router takes them
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bench.fakes.http2_server import OK, UNIMPLEMENTED, Call, GrpcServerConnection
-from bench.router.pace import ExactLoops, Pace
+from bench.fakes.pace import ExactLoops, Pace
 
 GENERATE = "Generate"
 _CONTEXT_TOKENS = 1 << 18
@@ -30,7 +30,7 @@ _VOCABULARY_TOKENS = 1536
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a worker reads of a request."""
+    """The fields of a request that the worker uses."""
 
     request_id: str
     prompt_tokens: int
@@ -40,13 +40,13 @@ class Asked:
 class Codec(Protocol):
     """The messages of a protocol."""
 
-    unary: Mapping[str, bytes]  # what to answer to each other method, by its name
+    unary: Mapping[str, bytes]  # the response to each other method, by its name
 
     def asked(self, data: bytes) -> Asked:
-        """Of a Generate request."""
+        """Parse a Generate request."""
 
     def chunk(self, asked: Asked, token: int, completion_tokens: int) -> bytes:
-        """One token, the `completion_tokens`th."""
+        """The message of one token, the `completion_tokens`th."""
 
     def complete(self, asked: Asked, tokens: Sequence[int]) -> bytes:
         """The last message."""
@@ -62,19 +62,19 @@ class _Sequence:
 
 
 class PacedScheduler:
-    """Implements `bench.fakes.http2_server.Service`: first tokens at their own times, the others in steps."""
+    """A `bench.fakes.http2_server.Service`: first tokens when their prefill ends, all others in steps."""
 
     def __init__(self, pace: Pace, codec: Codec, answer: Sequence[int], *, tier: str) -> None:
         self._pace, self._codec, self._answer = pace, codec, answer
         self._decodes = tier != "prefill"
-        self._requests: dict[Call, bytes] = {}  # what is asked, until it is whole
+        self._requests: dict[Call, bytes] = {}  # calls whose client has not sent all
         self._sequences: dict[Call, _Sequence] = {}
-        self._running: dict[Call, _Sequence] = {}  # had their first token
+        self._running: dict[Call, _Sequence] = {}  # sequences with a first token
         self._wake = asyncio.Event()
 
     @property
     def held(self) -> int:
-        """Sequences that have not ended."""
+        """The number of sequences that have not ended."""
         return len(self._sequences)
 
     def opened(self, call: Call) -> None:
@@ -95,7 +95,7 @@ class PacedScheduler:
         asked = self._codec.asked(message)
         sequence = _Sequence(call, asked, asked.max_tokens if self._decodes else 1)
         self._sequences[call] = sequence
-        # Steps begin with the first sequence, as those of our fakes, whether it runs yet or not.
+        # Steps begin with the first sequence, also before its first token, as in bench/fakes/worker.py.
         self._wake.set()
         wait_s = self._pace.prefill_s(asked.prompt_tokens)
         if wait_s:
@@ -111,7 +111,7 @@ class PacedScheduler:
             sequence.timer.cancel()
 
     async def run(self) -> None:
-        """Step for ever."""
+        """Step until cancelled."""
         loop, step_s = asyncio.get_running_loop(), self._pace.step_ms / 1e3
         next_s = loop.time()
         while True:
@@ -134,7 +134,7 @@ class PacedScheduler:
         sequence.call.flush()
 
     def _emit(self, sequence: _Sequence) -> None:
-        """One token, and the end after the last; not now when the client has not taken those before."""
+        """Send one token, and the end after the last; nothing while the client's window is full."""
         call, asked, nth = sequence.call, sequence.asked, sequence.emitted + 1
         if call.blocked:
             return
@@ -206,7 +206,7 @@ class SglangCodec:
 
 
 async def serve(scheduler: PacedScheduler) -> None:
-    """Until standard input ends."""
+    """Serve until standard input ends."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: GrpcServerConnection(scheduler), "127.0.0.1", 0)
     print(f"listening {server.sockets[0].getsockname()[1]}", flush=True)
@@ -221,13 +221,13 @@ async def serve(scheduler: PacedScheduler) -> None:
 
 def main() -> None:
     """Parse the command line and serve."""
-    parser = argparse.ArgumentParser(prog="bench.router.smg_worker")
+    parser = argparse.ArgumentParser(prog="bench.fakes.smg_worker")
     parser.add_argument("--tier", choices=["prefill", "decode", "both"], default="both")
     parser.add_argument("--prefill-ms", type=float, default=0.0)
     parser.add_argument("--prefill-us-per-token", type=float, default=0.0)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--model", required=True, help="folder with the tokenizer, as the router knows it")
-    parser.add_argument("--answer", required=True, help="token ids with commas between, said again and again")
+    parser.add_argument("--answer", required=True, help="comma-separated token ids, repeated without end")
     options = parser.parse_args()
     pace = Pace(options.prefill_ms, options.prefill_us_per_token, options.step_ms)
     answer = [int(token) for token in options.answer.split(",")]

@@ -1,4 +1,4 @@
-"""What piles up behind a link that misbehaves: bytes in its sockets, commands, memory of the processes."""
+"""The backlog behind a faulty link: bytes in its sockets, waiting commands, memory of the processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.clusters.mesh import Mesh
 _EVERY_S = 0.05
 
 
-class Piles:
-    """Looks at a mesh again and again."""
+class LinkBacklog:
+    """Samples a mesh periodically."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -23,12 +23,12 @@ class Piles:
 
     @asynccontextmanager
     async def watched(self, link: str) -> AsyncIterator[dict[str, int]]:
-        """The largest of each while inside."""
+        """The largest value of each quantity inside the block."""
         largest: dict[str, int] = {}
         rss_before = {pid: resident_bytes(pid) for pid in self._pids}
         ports = self._mesh.ports(link)
 
-        def look() -> None:
+        def sample() -> None:
             seen = {
                 "socket_bytes": socket_bytes(ports),
                 "waiting_commands": self._mesh.router.fleet.commands_waiting,
@@ -37,22 +37,23 @@ class Piles:
             for name, amount in seen.items():
                 largest[name] = max(largest.get(name, 0), amount)
 
-        async def keep_looking() -> None:
+        async def keep_sampling() -> None:
             while True:
-                look()
+                sample()
                 await asyncio.sleep(_EVERY_S)
 
-        looking = asyncio.create_task(keep_looking())
+        sampling = asyncio.create_task(keep_sampling())
         try:
             yield largest
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
 
 
 def socket_bytes(ports: set[int]) -> int:
-    """Bytes sent and not acknowledged, or received and not read, on TCP connections with an end at one of
-    these ports of this machine; both ends of each are counted (Linux)."""
+    """Bytes sent but not acknowledged, or received but not read, on TCP connections of these local ports.
+
+    Both ends of a connection count. Reads /proc/net/tcp, so Linux only."""
     total = 0
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()

@@ -1,8 +1,7 @@
-"""A worker of no model that answers at a set pace: what `bench.router` puts behind a router.
+"""A worker without a model that answers at a set pace: `bench.router` runs two of them behind a router.
 
-It takes the command line of the real workers, speaks their contract and costs as little CPU as it can,
-so that on a small machine the router is what is measured. Tokens are a fixed text; no KV moves. With
---openai it serves the same pace as an OpenAI-style HTTP worker too, for other routers.
+It takes the command line of the real workers and speaks their contract at little CPU, so that on a small
+machine the router is what is measured. Tokens are a fixed text, and no KV moves.
 
     prefill   opens the handoff at once, then `--prefill-ms` (+ `--prefill-us-per-token`) to the first token
     decode    one token a sequence every `--step-ms`; 0 = as fast as the router takes them
@@ -20,12 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from aiohttp import web
 
+from bench.fakes.pace import ANSWER, ExactLoops, Pace
+from bench.fakes.paced_settings import PacedSettings
 from bench.fakes.rpc_server import RpcServer
-from bench.router.pace import ANSWER, ExactLoops, Pace
-from bench.router.paced_settings import PacedSettings
-from bench.router.worker_http import OpenAiFace
 from libs.common.block_hash import TokenArray
 from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
@@ -52,7 +49,7 @@ BLOCK_TOKENS = 64
 
 
 class Prompts:
-    """Prompts as real workers take them in: read, checked and remembered."""
+    """Parses, checks and caches prompts as real workers do."""
 
     def __init__(self, root: bytes) -> None:
         self._root = root
@@ -74,7 +71,7 @@ class Prompts:
 
 
 class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """Prefill without a model; it remembers which blocks it saw, to report cached tokens."""
+    """Prefill without a model; it reports the blocks that an earlier prompt had as cached."""
 
     def __init__(self, pace: Pace, answer: Sequence[int], prompts: Prompts) -> None:
         self._pace = pace
@@ -136,11 +133,11 @@ class _Sequence:
     ready_ns: int
     limit: int
     emitted: int
-    told: bool = False
+    is_announced: bool = False  # a frame has said that it runs
 
 
 class _Frame:
-    """A frame as it fills: what has a delta of its own goes on in it, the rest travels packed."""
+    """A frame that fills: tokens of a sequence with a delta go into the delta, all others are packed."""
 
     def __init__(self) -> None:
         self._deltas: dict[int, decode_pb2.SequenceDelta] = {}
@@ -151,11 +148,11 @@ class _Frame:
         return bool(self._deltas) or bool(self._handles)
 
     def delta(self, start: decode_pb2.StartSequence) -> decode_pb2.SequenceDelta:
-        """The sequence's own delta."""
+        """The delta of the sequence; created at first use."""
         return self._deltas.setdefault(start.handle, decode_pb2.SequenceDelta(handle=start.handle))
 
     def add(self, start: decode_pb2.StartSequence, token: int) -> None:
-        """One more token of a sequence."""
+        """Add one token of a sequence."""
         if start.handle not in self._deltas:
             self._handles.append(start.handle)
             self._tokens.append(token)
@@ -163,7 +160,7 @@ class _Frame:
             self.delta(start).tokens += array("I", [token]).tobytes()
 
     def message(self) -> decode_pb2.DecodeResponse:
-        """To be sent."""
+        """The frame as a message."""
         return decode_pb2.DecodeResponse(
             deltas=self._deltas.values(),
             packed_handles=self._handles.tobytes(),
@@ -177,7 +174,7 @@ class _Stream:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: list[_Sequence] = field(default_factory=list)
     frame: _Frame = field(default_factory=_Frame)
-    interval_s: float = 0.0  # between frames, as the router wishes
+    interval_s: float = 0.0  # between frames, as the router asks
 
 
 class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
@@ -191,7 +188,7 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
 
     @property
     def held(self) -> int:
-        """Sequences that run."""
+        """The number of running sequences."""
         return sum(len(stream.sequences) for stream in self._streams)
 
     async def Decode(
@@ -270,8 +267,8 @@ class PacedDecode(decode_pb2_grpc.DecodeServiceServicer):
                 continue
             token = answer[sequence.emitted % len(answer)]
             sequence.emitted += 1
-            if not sequence.told:
-                sequence.told = frame.delta(sequence.start).running = True
+            if not sequence.is_announced:
+                sequence.is_announced = frame.delta(sequence.start).running = True
             frame.add(sequence.start, token)
             if sequence.emitted >= sequence.limit:
                 delta = frame.delta(sequence.start)
@@ -307,21 +304,14 @@ class PacedApp(WorkerApp):
         )
         self.record_fingerprint = self.fingerprint.digest
         self._pace = pace
-        # A router without decode workers that pull asks for no other RPCs.
+        # The router calls no other RPC of a prefill worker: no fake decode worker pulls KV.
         prompts = Prompts(self.record_fingerprint)
         self._prefill = PacedPrefill(pace, answer, prompts) if role is Role.PREFILL else None  # type: ignore[abstract]
         self._decode = PacedDecode(pace, answer, prompts)
-        self._openai = OpenAiFace(pace, [tokenizer.decode([token]) for token in answer])
-        self._openai_port: int = options.openai_port
-        self._runner: web.AppRunner | None = None
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
         if self._prefill is not None:
             self._prefill.endpoint = endpoint
-        if self._openai_port:
-            self._runner = web.AppRunner(self._openai.app(), access_log=None)
-            await self._runner.setup()
-            await web.TCPSite(self._runner, "127.0.0.1", self._openai_port).start()
 
     def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
         if self._prefill is not None:
@@ -341,11 +331,10 @@ class PacedApp(WorkerApp):
         return {}
 
     async def drain(self) -> None:
-        """Nothing to refuse: a benchmark ends with its load."""
+        """Return at once: the load of a benchmark ends before its workers."""
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        """The app holds nothing open."""
 
     @property
     def _held(self) -> int:
@@ -353,11 +342,11 @@ class PacedApp(WorkerApp):
 
 
 def main() -> int:
-    """Parse the command line and serve; the instance's name tells the role."""
+    """Parse the command line and serve; the instance's name has the role."""
     options = load_settings(
         PacedSettings,
-        program="python -m bench.router.worker",
-        description="A worker of no model that answers at a set pace.",
+        program="python -m bench.fakes.worker",
+        description="A worker without a model that answers at a set pace.",
     )
     role = Role(options.instance.rpartition("-")[0])
     asyncio.set_event_loop_policy(ExactLoops())
