@@ -1,4 +1,4 @@
-"""Directories of fixtures that outlive a test; pytest itself keeps those until the end of the whole run."""
+"""Directories of wide fixtures, removed at their end; pytest keeps its own until the end of the run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 @contextmanager
 def lasting_dir(request: pytest.FixtureRequest, name: str) -> Iterator[Path]:
-    """An empty directory, removed at the end of the fixture that `request` is of: an etcd alone takes 125 MB.
+    """An empty directory, removed at the end of the fixture of `request`: an etcd alone takes 125 MB.
 
-    It stays, to be looked into, where a test of this process failed meanwhile, or the fixture itself.
+    The directory stays for inspection when a test of this process, or the fixture, failed.
     """
     factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
     path = factory.mktemp(name)

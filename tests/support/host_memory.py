@@ -1,4 +1,4 @@
-"""The KV bytes of an engine that keeps them in the host, as every engine in tests without a GPU does."""
+"""The KV bytes of an engine in host memory, where every engine without a GPU keeps them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class _HasMemory(Protocol):
 
 
 def host_memory(of: _HasMemory) -> memoryview:
-    """Of an engine, or of a worker's PageMemory; writable."""
+    """The writable memory of an engine, or of a worker's PageMemory."""
     memory = of.memory
     assert isinstance(memory, memoryview)
     return memory

@@ -1,4 +1,4 @@
-"""The spans of this process, kept, for tests that look at them."""
+"""Records the spans of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
 class KeptSpans:
-    """Those that ended."""
+    """The spans that have ended."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -34,7 +34,7 @@ class KeptSpans:
 
 @contextmanager
 def kept_spans() -> Iterator[KeptSpans]:
-    """Everything inside is traced."""
+    """Trace everything inside the block."""
     kept, provider = KeptSpans(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept.exporter))
     tracing.trace_to(provider)
@@ -45,11 +45,11 @@ def kept_spans() -> Iterator[KeptSpans]:
 
 
 def parts(span: ReadableSpan) -> tuple[int, int | None]:
-    """Its trace and its parent."""
+    """The ids of a span's trace and parent."""
     assert span.context is not None
     return span.context.trace_id, span.parent.span_id if span.parent is not None else None
 
 
 def said(span: ReadableSpan) -> dict[str, object]:
-    """Its attributes, without `slipstream.`"""
+    """A span's attributes, without the prefix `slipstream.`"""
     return {name.removeprefix("slipstream."): value for name, value in (span.attributes or {}).items()}

@@ -31,7 +31,7 @@ PREFILL_PACE_S, DECODE_PACE_S = 0.0005, 0.002
 MAX_BATCH = 4
 
 
-def bent() -> dict[str, dict[str, list[str]]]:
+def changes() -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for number, region in enumerate(REGIONS):
         at_home = ",".join(f"{name}={0 if name == region else AWAY_MS}" for name in REGIONS)
@@ -69,7 +69,7 @@ def _words(name: str, count: int) -> str:
 @pytest.fixture(scope="module")
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with lasting_dir(request, "regions") as run_dir:
-        (run_dir / "bent.json").write_text(json.dumps(bent()))
+        (run_dir / "altered.json").write_text(json.dumps(changes()))
         modules = dict.fromkeys(Role, "tests.support.clusters.altered_service")
         config = fake_engine_config(run_dir, routers=2, kvstores=2, drafters=0, modules=modules)
         with LocalCluster(config) as cluster:

@@ -1,15 +1,15 @@
-"""A real service, bent where `RUN_DIR/bent.json`, {instance: {..}}, says so; otherwise as it is.
+"""A real service with changes for tests. `RUN_DIR/altered.json`, {instance: {..}}, may have for each:
 
-    arguments   more of its command line
-    redirect    {endpoint: another one}: where it dials a peer that it is told of
+    arguments   more arguments of its command line
+    redirect    {endpoint: another endpoint}: the address to dial in place of a peer's
 
 A test can hold the engines (engine_gate.py). Routers have long time-outs: on a busy machine a worker may be
 silent for seconds, and away for a minute when it starts again.
 
-Short prompts are named like long ones (libs/worker/requests/prompt_cache.py), from one block on.
+Prompts of one block and more are sent by reference (libs/worker/requests/prompt_cache.py).
 
-Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request whose
-seed is POISON_SEED + n: really, with everything else that runs there. Each adds a line to RUN_DIR/poisoned.
+Workers with the fake engine die by `os.abort()` in the step that makes output token n of a request with seed
+POISON_SEED + n, and all their other requests with them. Each death adds a line to RUN_DIR/poisoned.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import grpc
 from tests.support.clusters import engine_gate
 
 POISON_SEED = 666_000_000
-# Of a router: options that are in seconds and count what the machine's load makes longer.
+# Options of a router in seconds, longer because of the machine's load.
 PATIENCE_S = {"silence_s": 6.0, "recovery_wait_s": 300.0}
 MIN_PREFIX_REF_TOKENS = 64
 
 
 def poison_the_engine(run_dir: Path, instance: str) -> None:
-    """The fake engine dies of certain requests."""
+    """Make the fake engine abort at certain requests."""
     from libs.engine.core.fake import FakeModel
 
     run = FakeModel.run
@@ -51,14 +51,14 @@ def poison_the_engine(run_dir: Path, instance: str) -> None:
 
 
 def name_short_prompts() -> None:
-    """Before anything is imported that reads the bound."""
+    """Lower the bound of prompt references, before a module that reads it is imported."""
     from libs.common import service_bounds
 
     vars(service_bounds)["MIN_PREFIX_REF_TOKENS"] = MIN_PREFIX_REF_TOKENS
 
 
 def redirect_peers(endpoints: dict[str, str]) -> None:
-    """Peers are dialled elsewhere."""
+    """Dial other endpoints in place of certain peers."""
     from libs.worker.pins import peers
     from slipstream.rpc.dial import dial
 
@@ -69,7 +69,7 @@ def redirect_peers(endpoints: dict[str, str]) -> None:
 
 
 def be_patient() -> None:
-    """A router waits longer for its workers, and remembers longer what they died of."""
+    """Lengthen the router's time-outs for workers, and its quarantine."""
     from services.router.execution.policies import quarantine
     from services.router.server import RouterServer
 
@@ -85,20 +85,20 @@ def be_patient() -> None:
 
 
 def main() -> None:
-    """Run the service that the instance's name tells."""
+    """Run the service of the instance's role."""
     instance = sys.argv[sys.argv.index("--instance") + 1]
     role = instance.rpartition("-")[0]
     run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
-    file = run_dir / "bent.json"
-    bent = json.loads(file.read_text()).get(instance, {}) if file.exists() else {}
+    file = run_dir / "altered.json"
+    changes = json.loads(file.read_text()).get(instance, {}) if file.exists() else {}
     name_short_prompts()
     if role in ("prefill", "decode"):
         poison_the_engine(run_dir, instance)
-        redirect_peers(bent.get("redirect", {}))
+        redirect_peers(changes.get("redirect", {}))
         engine_gate.install(run_dir, instance)
     elif role == "router":
         be_patient()
-    sys.argv += bent.get("arguments", [])
+    sys.argv += changes.get("arguments", [])
     runpy.run_module(f"services.{role}", run_name="__main__", alter_sys=True)
 
 

@@ -1,12 +1,11 @@
-"""Holds the engines of a cluster still in the midst of their work, for as long as a test needs to look.
+"""Holds the engines of a cluster in the middle of their work for as long as a test needs.
 
-A worker whose engine is held answers, reports its load, takes requests in and lets go of them; only its
-steps come to nothing, as if each were cut short. So what runs there stays there however slow or fast the
-machine is.
+A worker with a held engine still answers, reports its load, and accepts and releases requests; only its
+steps abort without output. So its requests stay at their token on a slow machine and on a fast one.
 
     with Gate(run_dir).held("decode-0", "decode-1", from_token=8) as gate:
-        ...                    # begin streams; poll until they are where they have to be; break something
-        gate.open()            # let them run to their ends
+        ...                    # begin streams; poll until they have their state; inject a fault
+        gate.open()            # the streams run to their ends
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# As `from_token`: no step at all is done, those of prompts neither.
+# As `from_token`: no step runs, not even of a prompt.
 EVERYTHING = -1
-_LOOK_S = 0.005
+_POLL_S = 0.005
 
 
 class Gate:
-    """Of the cluster with this run directory. Held are the named workers, restarted ones too."""
+    """The gate of the cluster with this run directory. A restart of a held worker stays held."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -32,7 +31,7 @@ class Gate:
 
     @contextmanager
     def held(self, *instances: str, from_token: int = EVERYTHING) -> Iterator[Gate]:
-        """No step that would make output token `from_token` of any request, or a later one, is done."""
+        """Hold every step that would make output token `from_token` of any request, or a later one."""
         self._names = instances
         try:
             for name in instances:
@@ -44,13 +43,13 @@ class Gate:
             self.open()
 
     def open(self) -> None:
-        """Hold nobody any more. Idempotent."""
+        """Release all engines. Idempotent."""
         for name in self._names:
             _file(self._run_dir, name).unlink(missing_ok=True)
 
 
 def install(run_dir: Path, instance: str) -> None:
-    """In a worker's process, before its engine is built."""
+    """Install the gate in a worker's process, before its engine is built."""
     from libs.engine.core.engine import PagedEngine
     from libs.engine.step.stop_flag import StepAborted
 
@@ -62,7 +61,7 @@ def install(run_dir: Path, instance: str) -> None:
 
         def run_when_open(batch: Any, rows: Any, stop: Any) -> Any:
             if _is_held(file, rows):
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 raise StepAborted
             return run(batch, rows, stop)
 

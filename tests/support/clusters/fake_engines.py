@@ -1,4 +1,4 @@
-"""A real local cluster whose workers run the fake engine: real processes, only the arithmetic is not."""
+"""The configuration of a real local cluster whose workers run the fake engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KV_MEMORY_BYTES = 64 << 20
 
 
 def fake_engine_config(run_dir: Path, *, pace_s: float = 0.0005, **fields: Any) -> ClusterConfig:
-    """Two of each worker on sockets, engines that can be held. `pace_s`: seconds each row of a step takes."""
+    """Two of each worker on sockets; a gate can hold the engines. `pace_s`: seconds per row of a step."""
     engine = ["--engine", "fake", "--fake-pace-s", str(pace_s), "--kv-memory-bytes", str(KV_MEMORY_BYTES)]
     engine += ["--max-batch", "128"]
     extra = {

@@ -1,14 +1,13 @@
-"""A stand-in for any of the services: takes their flags, serves health and WorkerService, does no work.
+"""A fake of any service: it accepts the flags, serves health and WorkerService, and does no work.
 
-It appends what happens to it to `RUN_DIR/events.jsonl`, and misbehaves where `RUN_DIR/behaviour.json`,
-{instance: behaviour}, tells it to:
+It appends events to `RUN_DIR/events.jsonl`. `RUN_DIR/behaviour.json`, {instance: behaviour}, selects a fault:
 
     exit           ends at once with code 3
     never_ready    is alive and stays NOT_SERVING
     deaf           ignores SIGTERM
-    breaks         ends with code 5 when it is told to end
-    breeds         has a child process of its own
-    meets          is not ready before all others that meet have started too
+    breaks         ends with code 5 on SIGTERM
+    breeds         starts a child process
+    meets          is not ready before all others with `meets` have started too
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def breed() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
 
 
-def everybody_is_there(run_dir: Path) -> bool:
+def all_have_started(run_dir: Path) -> bool:
     wanted = {
         name for name, how in json.loads((run_dir / "behaviour.json").read_text()).items() if how == "meets"
     }
@@ -70,7 +69,7 @@ async def main() -> None:
         raise SystemExit(3)
     if behaviour == "breeds":
         note("bred", pid=breed().pid)
-    while behaviour == "meets" and not everybody_is_there(run_dir):
+    while behaviour == "meets" and not all_have_started(run_dir):
         await asyncio.sleep(0.05)
     host = ServiceHost(flags.listen)
     identity = WorkerIdentity(flags.instance.rpartition("-")[0], flags.instance)

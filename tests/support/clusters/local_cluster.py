@@ -1,6 +1,6 @@
-"""A real local cluster for synchronous tests: its supervisor runs on a loop in a thread of its own.
+"""A real local cluster for synchronous tests; its supervisor runs on a loop in a separate thread.
 
-All times are there to end a test that hangs. None says how long anything may take: the machine may be slow.
+All time-outs only end a test that hangs: the machine may be slow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REQUEST_S = 300.0
 def until(
     condition: Callable[[], object], *, timeout_s: float = PATIENCE_S, what: str | Callable[[], str]
 ) -> None:
-    """Poll until `condition()` is true; AssertionError saying `what` at the deadline."""
+    """Poll until `condition()` is true; AssertionError with `what` at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -41,13 +41,13 @@ def until(
 
 
 def _patient_restores(config: ClusterConfig) -> dict[Role, list[str]]:
-    """Waits for KV that is there, however slow the machine is; what a test says comes last and counts."""
+    """Arguments that make restores wait long for KV; a test's own arguments follow and override."""
     patience = ["--restore-floor-ms", str(PATIENCE_S * 1e3)]
     return {role: [*patience, *config.extra_arguments.get(role, ())] for role in (Role.PREFILL, Role.DECODE)}
 
 
 class LocalCluster:
-    """`with LocalCluster(config) as cluster`: everything is ready inside, nothing is left outside."""
+    """`with LocalCluster(config) as cluster`: all processes are ready inside, and have ended after it."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.said: list[str] = []
@@ -98,7 +98,7 @@ class LocalCluster:
             return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
     def sequences(self, instance: str) -> int:
-        """Requests that the worker runs; none while it does not answer."""
+        """The number of requests that the worker runs; 0 while it does not answer."""
         try:
             return self.status(instance).ledger.sequences
         except grpc.RpcError:
@@ -109,29 +109,30 @@ class LocalCluster:
         return sum(self.status(router).counters.get(name, 0.0) for router in self.router_names)
 
     def holds(self, instance: str) -> bool:
-        """Whether it holds anything; not while it does not answer."""
+        """Whether the ledger of the process has entries; false while it does not answer."""
         try:
             return bool(held(self.status(instance)))
         except grpc.RpcError:
             return False
 
     def state(self, instance: str) -> str:
-        """How the supervisor sees the process now."""
+        """The supervisor's state of the process."""
         return self.supervisor.record().find(instance).state
 
     def running(self, instance: str, *, but: int = 0) -> bool:
-        """The process is ready, and it is not the one with the pid `but`. A process that has just died looks
-        ready to the supervisor until it hears of it: that is not enough here."""
+        """Whether the process is ready and alive, with another pid than `but`.
+
+        The supervisor's state alone is not enough: it lags behind the death of a process."""
         process = self.supervisor.record().find(instance)
         return process.state == "ready" and process.pid not in (None, but) and alive(process.pid)
 
     def until_running(self, *instances: str, but: int = 0) -> None:
-        """Return when they are, all of them when none is named."""
+        """Return when the named processes run; without names, all."""
         names = instances or tuple(process.instance for process in self.supervisor.record().processes)
         until(lambda: all(self.running(name, but=but) for name in names), what=f"{names} run")
 
     def held(self) -> dict[str, dict[str, int]]:
-        """What any worker holds for somebody right now; empty when idle. One that is away is not idle."""
+        """The ledgers with entries, by worker; empty when all are idle. A worker without an answer counts."""
         found: dict[str, dict[str, int]] = {}
         for instance in self.workers:
             if self.state(instance) != "drained":
@@ -143,5 +144,5 @@ class LocalCluster:
         return found
 
     def assert_idle(self) -> None:
-        """Every ledger reads zero, sooner or later."""
+        """Wait until every ledger is empty."""
         until(lambda: not self.held(), what=lambda: f"ledgers empty; last {self.held()}")

@@ -1,5 +1,6 @@
-"""Workers of every tier as processes of their own (fake engine), a router in this process, and a proxy that
-can misbehave on every link between them, the ways of the KV bytes included. Engines can be held."""
+"""Workers of every tier as processes with the fake engine, a router in this process, and fault proxies.
+
+Every link has a proxy, also the links that carry KV bytes. A gate can hold the engines."""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ from tests.support.network.fault_proxy import FaultProxy
 from tests.support.network.kv_link import KvLink
 from tests.support.network.ports import own_ports
 
-# Ends a test that hangs; says nothing of how long anything may take.
+# Ends a test that hangs; the machine may be slow.
 WAIT_S = 180.0
 PAGE_BYTES = 64 * 64  # of the fake engine
-# Who reads whose KV: decode and kvstore read prefill's, workers the kvstore's, the kvstore decode's.
+# Readers of KV: decode and kvstore read from prefill, workers from the kvstore, the kvstore from decode.
 KV_LINKS = ("prefill-bytes", "kvstore-bytes", "decode-bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """`workers`: so many prefill and so many decode workers; the first of each is behind the proxies. Where
-    there is a second prefill worker, it dials the first one by a link of its own, to read what that one has.
+    """The shape of a mesh. `workers`: the number of prefill and of decode workers; the first of each is
+    behind the proxies. A second prefill worker dials the first one by a separate link, to read its cache.
     """
 
     workers: int = 2
@@ -48,7 +49,7 @@ class MeshShape:
 
 @dataclass
 class Mesh:
-    """What runs, and the links by name."""
+    """The running processes, and the links by name."""
 
     client: AsyncClient
     router: RouterServer
@@ -59,30 +60,30 @@ class Mesh:
     expected: list[Answer] = field(default_factory=list)
 
     def set_fault(self, link: str, fault: Callable[[FaultProxy], None]) -> None:
-        """On the link of that name."""
+        """Call a fault, or `restore`, on the proxies of a link."""
         if link in self.kv_links:
             self.kv_links[link].each(fault)
         else:
             fault(self.links[link])
 
     def ports(self, link: str) -> set[int]:
-        """Where the link is dialled."""
+        """The ports that peers dial for the link."""
         if link in self.kv_links:
             return self.kv_links[link].ports
         return {int(self.links[link].endpoint.rpartition(":")[2])}
 
     def struck(self, link: str) -> int:
-        """How often a fault of the link met somebody."""
+        """How often a fault of the link affected a connection."""
         return (self.kv_links[link] if link in self.kv_links else self.links[link]).struck
 
     async def status(self, instance: str) -> worker_pb2.GetStatusResponse:
-        """What a worker says of itself."""
+        """GetStatus of a worker."""
         return await self.workers[instance].status()
 
     async def until(
         self, holds: Callable[[dict[str, worker_pb2.GetStatusResponse]], object], what: str
     ) -> None:
-        """Poll all workers until it holds; AssertionError naming `what` at the deadline."""
+        """Poll all workers until the condition holds; AssertionError with `what` at the deadline."""
         try:
             async with asyncio.timeout(WAIT_S):
                 while not holds(now := {name: await w.status() for name, w in self.workers.items()}):
@@ -92,7 +93,7 @@ class Mesh:
             raise AssertionError(f"not within {WAIT_S} s: {what}; {ledgers}") from None
 
     async def idle(self) -> None:
-        """Every ledger reads zero within the deadline."""
+        """Wait until router and workers are idle. Raises TimeoutError at the deadline."""
         async with asyncio.timeout(WAIT_S):
             while self.router.runs.held or self.router.fleet.tokens_in_flight or await self._held():
                 await asyncio.sleep(0.1)
@@ -101,7 +102,7 @@ class Mesh:
         return [name for name, worker in self.workers.items() if held(await worker.status())]
 
     async def all_ready(self) -> None:
-        """The router sees every worker within the deadline."""
+        """Wait until the router is connected to every worker. Raises TimeoutError at the deadline."""
         async with asyncio.timeout(WAIT_S):
             while sum(link.ready for link in self.router.fleet.links()) < len(self.workers):
                 await asyncio.sleep(0.05)
@@ -109,7 +110,7 @@ class Mesh:
 
 @asynccontextmanager
 async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
-    """Everything is up inside, and nothing is left outside."""
+    """A mesh whose processes are ready inside the block, and have ended after it."""
     async with AsyncExitStack() as stack:
         opening = _Opening(run_dir, shape, stack)
         drafter = await opening.start(Role.DRAFTER, "drafter-0", "--engine", "fake")
@@ -120,7 +121,7 @@ async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
             store = await opening.start(Role.KVSTORE, "kvstore-0", *no_disk, kv_link="kvstore-bytes")
             await opening.announce(store, "workers-kvstore")
         for number in range(shape.workers):
-            # There is always one behind the proxies, and another one where there are two.
+            # The first prefill worker is behind the proxies.
             await opening.start_prefill(number, proxied=number == 0)
         for number in range(shape.workers):
             decode = await opening.start(
@@ -137,8 +138,8 @@ async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
         router = RouterServer(card, opening.discovery, InMemoryPlacements(), options)
         await router.start()
         stack.push_async_callback(router.stop, grace_s=1.0)
-        api = await opening.proxy("client-router", router.host.endpoint)
-        client = AsyncClient(api, resume_within_s=WAIT_S)
+        endpoint = await opening.proxy("client-router", router.host.endpoint)
+        client = AsyncClient(endpoint, resume_within_s=WAIT_S)
         stack.push_async_callback(client.close)
         gate = Gate(run_dir)
         mesh = Mesh(client, router, opening.workers, opening.links, opening.kv_links, gate)
@@ -147,7 +148,7 @@ async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
 
 
 class _Opening:
-    """A mesh that is being set up."""
+    """Starts the parts of a mesh."""
 
     def __init__(self, run_dir: Path, shape: MeshShape, stack: AsyncExitStack) -> None:
         self.discovery = InMemoryDiscovery()
@@ -158,7 +159,7 @@ class _Opening:
         self._ports = iter(own_ports(2 + 2 * shape.workers))
 
     async def proxy(self, name: str, target: str) -> str:
-        """A misbehaving link to `target`; returns its near end."""
+        """Start a fault proxy to `target`; returns its endpoint."""
         self.links[name] = await self._stack.enter_async_context(FaultProxy(target))
         return self.links[name].endpoint
 
@@ -191,7 +192,7 @@ class _Opening:
         if not proxied:
             lender = self.workers["prefill-0"].endpoint
             redirect = {self.links["router-prefill"].endpoint: await self.proxy("prefill-prefill", lender)}
-            (self._run_dir / "bent.json").write_text(json.dumps({instance: {"redirect": redirect}}))
+            (self._run_dir / "altered.json").write_text(json.dumps({instance: {"redirect": redirect}}))
             worker = await self.start(Role.PREFILL, instance, *self._shape.prefill, port=port)
             await self.announce(worker, None)
             return
@@ -201,6 +202,6 @@ class _Opening:
         await self.announce(worker, "router-prefill")
 
     async def announce(self, worker: WorkerProcess, link: str | None) -> None:
-        """To the router, behind a link of that name."""
+        """Announce a worker to the router, behind a proxy named `link` if given."""
         endpoint = await self.proxy(link, worker.endpoint) if link else worker.endpoint
         self.discovery.announce(worker.record(endpoint))

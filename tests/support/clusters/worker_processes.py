@@ -1,4 +1,4 @@
-"""Workers with the fake engine as processes of their own, outside of any supervisor and without etcd."""
+"""Workers with the fake engine as separate processes, without a supervisor and without etcd."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from supervisor.plan import DEFAULT_MODEL
 from tests.support.clusters.fake_engines import KV_MEMORY_BYTES
 
 _ENGINE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(KV_MEMORY_BYTES)]
-# KV that is there is waited for, however slow the machine is.
+# Restores wait long for KV, because the machine may be slow.
 _ENGINE += ["--restore-floor-ms", "20000"]
 _TRANSPORT = ("--transport", "socket")
 _START_S = 180.0
 
 
 class WorkerProcess:
-    """`async with`: the process answers inside, and is gone outside."""
+    """`async with`: the process answers inside the block, and has ended after it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class WorkerProcess:
         launcher: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`arguments` come last: they overrule. `launcher`: what to run in place of the service's module."""
+        """`arguments` come last and override. `launcher`: what Python runs in place of the service's module."""
         self._environment = environment or {}
         self.role, self.instance, self.endpoint = role, instance, f"127.0.0.1:{port}"
         self._command = [sys.executable, *(launcher or ("-m", f"services.{role}")), "--instance", instance]
@@ -76,17 +76,17 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The pid of the process."""
         return self._process.pid
 
     async def status(self) -> worker_pb2.GetStatusResponse:
-        """What it says of itself; fails while it is not there."""
+        """GetStatus of the process. Raises AioRpcError when it does not answer."""
         async with grpc.aio.insecure_channel(self.endpoint) as channel:
             stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
     def record(self, endpoint: str) -> Worker:
-        """The process as it is announced when it is to be dialled at `endpoint`."""
+        """The discovery record of the process with `endpoint` as its address."""
         return Worker(
             self.role, self.instance, endpoint, self._status.incarnation, self._status.fingerprint.digest
         )

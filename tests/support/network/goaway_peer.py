@@ -1,4 +1,4 @@
-"""Peers whose first word on a connection is that it ends, as a server says that stops at that moment."""
+"""Peers that begin a connection with GOAWAY, as a server does that stops at that moment."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _CHUNK_BYTES = 64 << 10
 
 
 def farewell(last_stream: int = NO_STREAM, why: int = NO_ERROR) -> bytes:
-    """Its settings, and that no stream beyond `last_stream` is looked at."""
+    """SETTINGS, and a GOAWAY that refuses streams beyond `last_stream`."""
     goaway = GoAwayFrame(0, last_stream_id=last_stream, error_code=why)
     return SettingsFrame(0).serialize() + goaway.serialize()
 
 
 @asynccontextmanager
 async def a_peer_that_leaves(last_stream: int, why: int) -> AsyncIterator[str]:
-    """On every connection; it leaves the closing to its client."""
+    """Sends GOAWAY on every connection; the client closes it."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(farewell(last_stream, why))
@@ -37,7 +37,7 @@ async def a_peer_that_leaves(last_stream: int, why: int) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def the_first_leaves(target: str) -> AsyncIterator[str]:
-    """One endpoint of several processes: who answers the first connection leaves, `target` has the others."""
+    """An endpoint of several processes: the first connection gets GOAWAY, `target` serves all others."""
     connections: set[asyncio.Task[None]] = set()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,8 +1,8 @@
-"""The way of KV bytes from their owner to a reader, through proxies that can misbehave.
+"""The link that carries KV bytes from their owner to a reader, through fault proxies.
 
 async with KvLink("socket") as link:
     worker = WorkerProcess(..., launcher=link.launcher(Role.PREFILL, run_dir))
-    ...                                     # it is up
+    ...                                     # the worker is up
     link.aim()
     link.each(FaultProxy.blackhole)
 """
@@ -23,14 +23,14 @@ _DATA_PORT = re.compile(rb'"tcp_data_port":(\d+)')
 
 
 class KvLink:
-    """One port of the socket transport; three of Mooncake's: handshake, data and beacon.
+    """One proxied port of the socket transport, or three of Mooncake's: handshake, data and beacon.
 
-    The handshake names the data port, and the proxy writes its own there, which has as many digits.
+    The handshake names the data port. The proxy replaces it by its own port, which has as many digits.
     """
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
-        self._told = Path()
+        self._session_file = Path()
         self._stack = AsyncExitStack()
         self._data = FaultProxy(_NOWHERE)
         self._handshake = FaultProxy(_NOWHERE, rewrite=self._put_own_port)
@@ -42,12 +42,12 @@ class KvLink:
 
     @property
     def ports(self) -> set[int]:
-        """Where it is dialled."""
+        """The ports that readers dial."""
         return {int(proxy.endpoint.rpartition(":")[2]) for proxy in self._proxies}
 
     @property
     def carried_bytes(self) -> int:
-        """What readers got, a few bytes of talk included."""
+        """Bytes that readers received, a few bytes of protocol included."""
         return self._data.carried_bytes
 
     @property
@@ -57,7 +57,7 @@ class KvLink:
 
     @property
     def struck(self) -> int:
-        """How often a fault met readers."""
+        """How often a fault affected readers."""
         return sum(proxy.struck for proxy in self._proxies)
 
     async def __aenter__(self) -> KvLink:
@@ -71,16 +71,16 @@ class KvLink:
         await self._stack.aclose()
 
     def launcher(self, role: Role, run_dir: Path) -> list[str]:
-        """What runs the service of that role so that its KV is read through here."""
-        self._told = run_dir / f"kv-session-{id(self)}"
+        """The Python arguments that run a service whose KV is read through this link."""
+        self._session_file = run_dir / f"kv-session-{id(self)}"
         announced = self._data.endpoint
         if self._transport == "mooncake":
             announced = f"{self._handshake.endpoint}/{self._beacon.endpoint.rpartition(':')[2]}"
-        return ["-m", "tests.support.network.proxied_kv", role, announced, str(self._told)]
+        return ["-m", "tests.support.network.proxied_kv", role, announced, str(self._session_file)]
 
     def aim(self) -> None:
-        """The service is up: forward to it."""
-        address, beacon, *_ = self._told.read_text().split("/")
+        """Forward to the service, which is up."""
+        address, beacon, *_ = self._session_file.read_text().split("/")
         if self._transport == "mooncake":
             self._handshake.aim(address)
             self._beacon.aim(f"127.0.0.1:{beacon}")
@@ -88,14 +88,14 @@ class KvLink:
             self._data.aim(address)
 
     def each(self, fault: Callable[[FaultProxy], None]) -> None:
-        """Set a fault, or restore."""
+        """Call a method of every proxy: a fault, or `restore`."""
         for proxy in self._proxies:
             fault(proxy)
 
-    def _put_own_port(self, said: bytes) -> bytes:
-        if found := _DATA_PORT.search(said):
+    def _put_own_port(self, handshake: bytes) -> bytes:
+        if found := _DATA_PORT.search(handshake):
             self._data.aim(f"127.0.0.1:{int(found[1])}")
             own = self._data.endpoint.rpartition(":")[2].encode()
             assert len(own) == len(found[1])
-            said = said.replace(found[1], own)
-        return said
+            handshake = handshake.replace(found[1], own)
+        return handshake

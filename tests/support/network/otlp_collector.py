@@ -1,4 +1,4 @@
-"""An OTLP collector that keeps the spans it is sent, for tests that look at traces of other processes."""
+"""An OTLP collector that keeps the spans it receives, for tests of traces across processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CollectedSpan:
 
 
 class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """`with OtlpCollector() as collector`: takes spans at `endpoint` until `stop` or the end of the block."""
+    """`with OtlpCollector() as collector`: receives spans at `endpoint` until `stop` or the end."""
 
     def __init__(self) -> None:
         self._spans: list[CollectedSpan] = []
@@ -50,35 +50,35 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self.stop()
 
     def stop(self) -> None:
-        """Nobody answers at the endpoint from now on."""
+        """Stop listening at the endpoint."""
         self._server.stop(0).wait()
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a process that is to send its spans here, soon after their ends."""
+        """Variables for a process that sends its spans here soon after they end."""
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
 
     @property
     def spans(self) -> list[CollectedSpan]:
-        """All that came."""
+        """All spans received so far."""
         with self._lock:
             return list(self._spans)
 
     def of(self, trace: str) -> list[CollectedSpan]:
-        """Those of one trace."""
+        """The spans of one trace."""
         return [span for span in self.spans if span.trace == trace]
 
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        came = [
+        received = [
             _collected(span, _values(resource.resource.attributes))
             for resource in request.resource_spans
             for scope in resource.scope_spans
             for span in scope.spans
         ]
         with self._lock:
-            self._spans += came
+            self._spans += received
         return trace_service_pb2.ExportTraceServiceResponse()
 
 

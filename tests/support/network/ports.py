@@ -1,4 +1,4 @@
-"""Loopback ports for tests, a few at a time. The supervisor's claims keep test processes apart."""
+"""Free loopback ports for tests. The supervisor's claims keep concurrent test processes apart."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _rest: list[int] = []
 
 
 class OwnPorts(random.Random):
-    """What a cluster chooses its ports with: not a generator that some test has seeded."""
+    """The generator of a cluster's ports, which no test seeds."""
 
 
 def own_ports(count: int) -> list[int]:
-    """`count` different ports that nobody listens on."""
+    """`count` different ports without a listener."""
     while len(_rest) < count:
         _rest[:] = free_ports(max(_AT_ONCE, count), rng=OwnPorts())
     return [_rest.pop() for _ in range(count)]

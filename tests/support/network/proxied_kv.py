@@ -18,16 +18,16 @@ from tests.support.clusters import engine_gate
 
 def main() -> int:
     """Serve."""
-    role, announced, told = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    role, announced, session_file = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     sys.argv = [f"services.{role}", *sys.argv[4:]]
     really_open = transports.open_transport
 
     def open_announced(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
         transport = really_open(text, host)
         own = transport.session_id.split("/")
-        shown = announced.split("/")
-        told.write_text(transport.session_id)
-        transport.session_id = "/".join([*shown, *own[len(shown) :]])  # type: ignore[misc]
+        replaced = announced.split("/")
+        session_file.write_text(transport.session_id)
+        transport.session_id = "/".join([*replaced, *own[len(replaced) :]])  # type: ignore[misc]
         return transport
 
     transports.open_transport = open_announced

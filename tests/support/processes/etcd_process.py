@@ -22,12 +22,12 @@ from tests.support.network.ports import own_ports
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on at the moment."""
+    """A loopback port without a listener."""
     return own_ports(1)[0]
 
 
 class EtcdProcess:
-    """etcd on fixed loopback ports, so that it comes back where it was."""
+    """etcd on fixed loopback ports, so that a restart has the same endpoint."""
 
     def __init__(self, data_dir: Path, *extra_arguments: str) -> None:
         self._data_dir = data_dir
@@ -53,7 +53,7 @@ class EtcdProcess:
             client_port=self._client_port,
             peer_port=self._peer_port,
         )
-        # fsync protects against a crash of the machine, which no test makes; a shared disk is slow at it.
+        # fsync protects against a crash of the machine, which no test causes, and is slow on a shared disk.
         command += ["--unsafe-no-fsync", *self._extra_arguments]
         log_path = self._data_dir.with_suffix(".log")
         with log_path.open("ab") as log:
@@ -76,7 +76,7 @@ class EtcdProcess:
         shutil.rmtree(self._data_dir)
 
     def suspend(self) -> None:
-        """SIGSTOP: connections stay, nothing is answered. Returns when every thread has stopped."""
+        """SIGSTOP: connections stay open without answers. Returns when every thread has stopped."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 60
@@ -91,7 +91,7 @@ class EtcdProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def ctl(self, *arguments: str, timeout_s: float = 100.0) -> str:
-        """Run etcdctl against this member, past any proxy; returns its output."""
+        """Run etcdctl against this member, without a proxy; returns its output."""
         command = [str(etcd_binary().with_name("etcdctl")), f"--endpoints={self.endpoint}", *arguments]
         environment = {**os.environ, "ETCDCTL_API": "3"}
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`mooncake_master` for tests: one, on loopback ports of its own."""
+"""`mooncake_master` for tests, on free loopback ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.network.ports import own_ports
 
 
 class PoolMaster:
-    """A master; without etcd it forgets everything when it ends. `start` may be called again."""
+    """A master process; without etcd its state ends with it. `start` may be called again."""
 
     def __init__(self, directory: Path, *, client_ttl_s: int = 3, etcd: str | None = None) -> None:
         self.port, self._metrics_port = own_ports(2)
@@ -28,7 +28,7 @@ class PoolMaster:
 
     @property
     def admin(self) -> str:
-        """Of its HTTP server."""
+        """The address of the HTTP interface."""
         return f"127.0.0.1:{self._metrics_port}"
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Looking at processes from tests."""
+"""Checks of running processes, and waits for them."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ async def eventually(condition: Callable[[], object], *, timeout_s: float = 100.
 
 
 async def all_gone(pids: Collection[int], *, timeout_s: float = 100.0) -> None:
-    """Return when none of the processes runs any more."""
+    """Return when none of the processes runs."""
     await eventually(lambda: not any(alive(pid) for pid in pids), timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""A wall clock for the processes of a test that can be set while they run."""
+"""A wall clock for the processes of a test, which the test sets while they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SOURCE = Path(__file__).with_name("clock_shim.c")
 
 
 class WallClock:
-    """`with`: every process started inside, by this one's environment, lives by this clock."""
+    """`with`: every process started inside the block uses this clock, by its environment."""
 
     def __init__(self, folder: Path) -> None:
         self._library, self._file = folder / "clock_shim.so", folder / "offset"
@@ -34,7 +34,7 @@ class WallClock:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def set(self, *, hours: float) -> None:
-        """So far ahead of the machine's clock, or behind it, from now on, in all of them at once."""
+        """Move the clock of all processes to `hours` ahead of the machine's clock, or behind it."""
         data = struct.pack("<q", int(hours * 3600e9))
         if not self._file.exists():
             self._file.write_bytes(data)

@@ -1,4 +1,4 @@
-"""A router's contract on a real, blocking gRPC server."""
+"""A blocking gRPC server with the router's contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.v1 import router_pb2_grpc
 def serving(
     servicer: router_pb2_grpc.RouterServiceServicer, credentials: grpc.ServerCredentials | None = None
 ) -> Iterator[str]:
-    """Its host:port, on loopback; with credentials it speaks TLS only."""
+    """The host:port of a server on loopback; with credentials it speaks TLS only."""
     server = grpc.server(ThreadPoolExecutor(2))
     router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
     if credentials is None:

@@ -1,4 +1,4 @@
-"""A pool agent that says it is ready, answers nothing but the probe, and on request tells of late reads."""
+"""A pool agent that is ready, answers only the probe, and on request reports late reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
                 peer.sendall(packed({"id": late, **answer}))
             elif message["do"] == "drop":
                 peer.sendall(packed({"reads_ended": late}) + packed({"id": message["id"], "dropped": 0}))
-            elif message["do"] == "clear":  # an answer to a question that nobody put
+            elif message["do"] == "clear":  # an answer to no request
                 peer.sendall(packed({"id": 0, "dropped": 0}))
             elif message["do"] == "close":
                 return

@@ -1,4 +1,4 @@
-"""Servicers that answer only some calls of their contract."""
+"""Servicers that implement only some calls of their contract."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _T = TypeVar("_T")
 
 
 def partial_servicer(make: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
-    """One of the servicer class `make`. Type checkers hold product code to whole contracts, and take a class
-    that leaves calls out for abstract; to those gRPC answers UNIMPLEMENTED, which is what a test wants."""
+    """An instance of the servicer class `make`, although type checkers regard it as abstract.
+
+    gRPC answers UNIMPLEMENTED to the calls that the class omits."""
     return make(*arguments, **named)

@@ -1,4 +1,4 @@
-"""A lender's pins by single calls, each on a Pins stream of its own."""
+"""A lender's pins by single calls, each on a separate Pins stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 
 class PinStub:
-    """Raises the lender's SlipstreamErrors. A pin stays when its stream has ended."""
+    """Pin calls that raise the lender's SlipstreamErrors. A pin outlives its stream."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: kvstore_pb2_grpc.KvstoreServiceAsyncStub = kvstore_pb2_grpc.KvstoreServiceStub(channel)

@@ -1,4 +1,4 @@
-"""One prompt on a Prefill stream of its own."""
+"""One prompt on a separate Prefill stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 
 class RemotePrompt:
-    """Iterate over its events; raises the prompt's SlipstreamError, or AioRpcError when the call breaks."""
+    """An iterator of the prompt's events. Raises its SlipstreamError, or AioRpcError when the call breaks."""
 
     def __init__(
         self, channel: grpc.aio.Channel, start: prefill_pb2.StartPrefill, *, timeout_s: float = 100
