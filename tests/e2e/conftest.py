@@ -1,8 +1,8 @@
 """Real clusters for all end-to-end tests: separate processes, real etcd.
 
-`cluster` runs the shipped model. `fakes` runs the fake engine, which proves every byte of KV it is given,
-for tests that need many streams; `load` and `expected` are fifty of them and their undisturbed answers.
-Each file has its own: its disk and memory are given back when the file is done.
+`cluster` runs the shipped model. `fakes` runs the fake engine, which checks every byte of KV that it gets,
+for tests that need many streams; `load` has fifty of them, and `expected` their answers without a fault.
+Each file has separate clusters: disk and memory are free again at the end of the file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def expected(fakes: LocalCluster, load: list[FaultRequest]) -> list[Answer]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_held_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After any test, however it ended, no worker holds anything."""
+    """Check that all ledgers are empty after a test, however it ended."""
     yield
     for name in ("cluster", "fakes"):
         if name in request.fixturenames:

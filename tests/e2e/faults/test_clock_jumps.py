@@ -39,7 +39,7 @@ class Site:
         self.jumps = 0
 
     def seen_hours(self) -> float:
-        """How far ahead the router's clock is, by the time it writes on answers."""
+        """Hours that the router's clock is ahead, by the time in its answers."""
         body = {"messages": [{"role": "user", "content": "what time is it?"}], "max_tokens": 1}
         request = urllib.request.Request(
             f"http://{self.cluster.http}/v1/chat/completions",
@@ -51,14 +51,14 @@ class Site:
             return (created - time.time()) / 3600
 
     def incarnation(self, instance: str) -> str:
-        """The run of this worker that the router places work on; "" while there is none."""
+        """The incarnation of this worker that the router uses; "" without one."""
         with grpc.insecure_channel(self.cluster.grpc) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             workers = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=60).workers
         return next((w.incarnation for w in workers if w.instance == instance and w.ready), "")
 
     def runs_with_jumps(self, jumps_h: Sequence[float], *, every_s: float) -> list[FaultRun]:
-        """The load, the clock jumping from its middle on."""
+        """Run the load with clock jumps from its middle on."""
         stop = threading.Event()
 
         def jump() -> None:
@@ -72,7 +72,7 @@ class Site:
         began = self.jumps
 
         def jump_in_flight() -> None:
-            """All of them once while every stream is in flight; they go on when it jumps on."""
+            """Jump while every stream is in flight; the gate opens when all jumps have happened."""
             jumper.start()
             until(lambda: self.jumps - began > len(jumps_h), what="the clock has jumped")
 
@@ -92,18 +92,18 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
             cluster.assert_idle()
 
 
-def test_streams_run_on_where_they_are(site: Site) -> None:
+def test_streams_stay_on_their_workers(site: Site) -> None:
     restarts = {process.instance: process.restarts for process in site.cluster.supervisor.record().processes}
 
     def none_moved() -> bool:
-        """A slow prefill may be asked of a second worker, jump or not; so it may take several rounds."""
+        """Without a jump too, the router may hedge a slow prefill, so the test tries several rounds."""
         runs = site.runs_with_jumps(JUMPS_H, every_s=0.15)
         site.cluster.assert_idle()
         return attempts_of(runs) == [1] * len(LOAD)
 
     assert any(none_moved() for _ in range(5))
     site.clock.set(hours=-5.0)
-    assert abs(site.seen_hours() + 5.0) < 0.1  # the processes do live by this clock
+    assert abs(site.seen_hours() + 5.0) < 0.1  # the processes use this clock
     after = {process.instance: process.restarts for process in site.cluster.supervisor.record().processes}
     assert after == restarts
 
@@ -111,7 +111,7 @@ def test_streams_run_on_where_they_are(site: Site) -> None:
 def test_a_worker_that_starts_again_by_an_earlier_clock_is_taken_for_the_newer_one(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its supervisor, who names the run, lives in this process: its clock goes back too."""
+    """The supervisor, which names the incarnation, is in this process, and its clock goes back too."""
     monkeypatch.setattr("supervisor.process.new_incarnation", lambda: f"{1:x}-{os.urandom(4).hex()}")
     site.clock.set(hours=2.0)
     assert_undisturbed(site.cluster, LOAD[:4], site.expected[:4], disturb=lambda: None, after_tokens=1)
@@ -127,7 +127,7 @@ def test_a_worker_that_starts_again_by_an_earlier_clock_is_taken_for_the_newer_o
 
 
 @pytest.mark.soak
-def test_a_drain_ends_by_itself(site: Site) -> None:
+def test_a_drain_ends(site: Site) -> None:
     run_dir = Path(site.cluster.supervisor.record().run_dir)
 
     def drain_and_jump() -> None:

@@ -1,6 +1,7 @@
-"""A disk that hangs, fails, is full or read-only under a real kvstore, and a kvstore that is stopped, while a
-real cluster runs a load: nothing fails, every answer is right, the disk is used again when it is well, and
-nothing is held or leaked. The faults are made by a library under the kvstore's process (disk_shim.c)."""
+"""A disk that hangs, fails, is full or read-only under a real kvstore, and a stopped kvstore, under load.
+
+No request fails, every answer is right, the disk is used again after the fault, and nothing is held or
+leaked. A library in the kvstore's process (disk_shim.c) injects the faults."""
 
 from __future__ import annotations
 
@@ -33,10 +34,10 @@ from tests.support.fixture_dirs import lasting_dir
 
 STORE = "kvstore-0"
 PREFILLERS = ("prefill-0", "prefill-1")
-# Prompts that fill the store's memory of 256 blocks twice over, and a prefill worker's own pages four times.
+# Prompts that fill the store's memory of 256 blocks twice, and a prefill worker's pages four times.
 LOAD = mixed_requests(12, tokens=8, words=500)
 N_FRESH = 2
-# So many at once that a worker can keep all their blocks until the store has taken them.
+# Concurrent requests whose blocks a worker can keep until the store has taken them.
 PART = 2
 PAGE_BYTES = 64 * 64
 ENGINE = ["--engine", "fake", "--fake-pace-s", "0.00003", "--kv-memory-bytes", str(160 * PAGE_BYTES)]
@@ -45,7 +46,7 @@ AWAY, READ_ONLY = "slipstream_kvstore_disk_away", "slipstream_kvstore_disk_read_
 FROM_DISK = "slipstream_kvstore_hits_nvme_total"
 WAITS = "slipstream_kvstore_disk_waits_total"
 GIVEN_UP, SKIPPED = "slipstream_kv_restores_given_up_total", "slipstream_kv_restores_skipped_total"
-# Pools of threads and connections are opened as they are needed, up to a bound; a leak knows none.
+# Pools of threads and connections grow on demand up to a bound; a leak grows without one.
 POOLS_MAY_GROW = 8
 
 
@@ -66,7 +67,7 @@ class Site:
     cluster: LocalCluster
     disk: FaultyDisk
     expected: list[Answer]
-    fresh: list[tuple[FaultRequest, Answer]] = field(default_factory=list)  # seen while something was broken
+    fresh: list[tuple[FaultRequest, Answer]] = field(default_factory=list)  # requests made during a fault
     rounds: int = 0
     turns: int = 0
     used_at_first: tuple[int, int] | None = None  # descriptors and threads
@@ -75,7 +76,7 @@ class Site:
         return int(sum(self.cluster.status(instance).counters[name] for instance in instances or (STORE,)))
 
     def answers(self, load: Sequence[FaultRequest]) -> list[FaultRun]:
-        """Each at the worker that had its neighbour the last time: neither has it whole, nor does decode."""
+        """The load with other prefill workers than the last time, so that no worker has a whole prompt."""
         self.turns += 1
         pinned = [_at(request, PREFILLERS[(n + self.turns) % 2]) for n, request in enumerate(load)]
 
@@ -87,7 +88,7 @@ class Site:
         return runs
 
     def run(self) -> None:
-        """The load once, with requests that nobody has seen: nothing fails, every answer is right."""
+        """Run the load once, with new requests added: no request fails, every answer is right."""
         self.rounds += 1
         fresh = [_renamed(request, self.rounds) for request in LOAD[:N_FRESH]]
         runs = self.answers([*LOAD, *fresh])
@@ -97,13 +98,13 @@ class Site:
         self.fresh += zip(fresh, map(answer_of, runs[len(LOAD) :]), strict=True)
 
     def check_fresh(self) -> None:
-        """The answers to what was new were right, too: they are the same again."""
+        """Check that the new requests give the same answers again."""
         seen, self.fresh = self.fresh[-2 * N_FRESH :], []
         runs = self.answers([request for request, _ in seen])
         assert not wrong(runs, [answer for _, answer in seen])
 
     def run_until(self, holds: Callable[[], object], what: str) -> None:
-        """The load again and again until it holds."""
+        """Run the load repeatedly until the condition holds."""
 
         def ran() -> bool:
             self.run()
@@ -112,14 +113,14 @@ class Site:
         until(ran, what=what)
 
     def descriptors(self) -> tuple[int, list[str]]:
-        """Of the store: how many are open elsewhere, and what is open on its disk."""
+        """The store's descriptors: the number outside of its disk, and the paths on its disk."""
         folder = Path(f"/proc/{self.cluster.pid(STORE)}/fd")
         found = []
         for entry in folder.iterdir():
             try:
                 found.append(os.readlink(entry))
             except OSError:
-                continue  # closed meanwhile
+                continue  # closed since the listing
         mine = [path for path in found if path.startswith(str(self.disk.directory))]
         return len(found) - len(mine), mine
 
@@ -130,7 +131,7 @@ class Site:
         return not self.figure(AWAY) and not self.figure(READ_ONLY)
 
     def use_the_disk(self) -> None:
-        """Until blocks have come from it again."""
+        """Run the load until blocks have come from the disk again."""
         before = self.figure(FROM_DISK)
 
         def used() -> bool:
@@ -176,7 +177,7 @@ def fail(code: int, *kinds: str) -> Callable[[FaultyDisk], None]:
     return lambda disk: disk.fail(code, *kinds)
 
 
-# What is done to the disk, and what becomes of it: away, or read-only, or nothing that is seen from outside.
+# Each fault of the disk, and the state that the store reports: away, read-only, or unchanged.
 FAULTS: dict[str, tuple[Callable[[FaultyDisk], None], str | None]] = {
     "hang": (hang, AWAY),
     "read-only": (fail(errno.EROFS, "open", "write", "sync"), READ_ONLY),
@@ -188,10 +189,10 @@ FAULTS: dict[str, tuple[Callable[[FaultyDisk], None], str | None]] = {
     "slow": (lambda disk: disk.slow(0.05), None),
 }
 QUICK = ("hang", "read-only")
-# Bites only who opens a file. A store that has grown all its segments opens none: then the load is served as
-# ever, which so many runs of it show.
+# Only opening a file fails. A store with all its segments opens none: then several runs of the load must
+# succeed as without a fault.
 OPENS = "no-descriptors"
-RUNS_WITHOUT_A_BITE = 4
+RUNS_WITHOUT_EFFECT = 4
 
 
 def faults() -> list[Any]:
@@ -204,7 +205,7 @@ def test_a_disk_with_a_fault_fails_no_request_and_is_used_again(site: Site, name
 
 
 def suffer(site: Site, name: str, *, has_grown: bool = False) -> None:
-    """One fault, from a disk that is well to one that is used again. `has_grown`: it may have its files."""
+    """Inject one fault, and wait until the disk is used again. `has_grown`: all files may exist already."""
     strike, becomes = FAULTS[name]
     elsewhere, _ = site.descriptors()
     threads, before, first = site.threads(), site.disk.bitten(), site.rounds
@@ -212,8 +213,8 @@ def suffer(site: Site, name: str, *, has_grown: bool = False) -> None:
     def struck() -> bool:
         if becomes is None or site.figure(becomes):
             return True
-        unbitten = site.disk.bitten() == before and site.rounds - first >= RUNS_WITHOUT_A_BITE
-        return has_grown and name == OPENS and unbitten
+        unaffected = site.disk.bitten() == before and site.rounds - first >= RUNS_WITHOUT_EFFECT
+        return has_grown and name == OPENS and unaffected
 
     strike(site.disk)
     try:
@@ -234,7 +235,7 @@ def suffer(site: Site, name: str, *, has_grown: bool = False) -> None:
     until(nothing_leaked, what=lambda: f"{site.descriptors()}, {site.threads()} of {elsewhere}, {threads}")
 
 
-def test_nobody_waits_for_a_disk_that_is_away(site: Site) -> None:
+def test_no_request_waits_for_a_disk_that_is_away(site: Site) -> None:
     site.disk.hang("read", "write", "sync")
     try:
         site.run_until(lambda: site.figure(AWAY), "a disk that is away")
@@ -249,7 +250,7 @@ def test_nobody_waits_for_a_disk_that_is_away(site: Site) -> None:
     site.cluster.assert_idle()
 
 
-def test_a_stopped_store_costs_those_who_ask_when_it_stops(site: Site) -> None:
+def test_a_stopped_store_delays_only_requests_in_flight(site: Site) -> None:
     pid = site.cluster.pid(STORE)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -280,6 +281,6 @@ def test_rounds_of_all_faults_leak_nothing(site: Site, number: int) -> None:
     for name in FAULTS:
         suffer(site, name, has_grown=True)
     used = site.descriptors()[0], site.threads()
-    site.used_at_first = site.used_at_first or used  # after the first of the rounds that run here
+    site.used_at_first = site.used_at_first or used  # after the first round of this process
     assert used[0] <= site.used_at_first[0] + POOLS_MAY_GROW
     assert used[1] <= site.used_at_first[1] + POOLS_MAY_GROW

@@ -1,4 +1,4 @@
-"""Losing a part makes the cluster slower, never wrong."""
+"""The loss of a process makes the cluster slower, never wrong."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.clusters.local_cluster import PATIENCE_S, LocalCluster, until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
 MESSAGES = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": TURNS[1].user}]
-# A running generation must not notice this long a silence of etcd. It is longer than that on a machine that
-# is slow; on a fast one, another one follows it.
+# etcd is silent for this long without effect on running generations. On a fast machine several generations
+# follow one another in that time.
 ETCD_AWAY_S = 30.0
 SPANNING_TOKENS = 6000
 
@@ -26,7 +26,7 @@ def test_a_killed_drafter_changes_nothing_but_speed(cluster: LocalCluster) -> No
     replies: list[Reply] = []
 
     def drafted() -> bool:
-        """Decode waits for drafts within its budget only, so a single answer may have none."""
+        """Whether an answer has drafts; a single answer may have none, because decode waits only briefly."""
         replies.append(cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY))
         return replies[-1].stats is not None and replies[-1].stats.accepted_drafts > 0
 
@@ -75,11 +75,11 @@ def test_a_stream_outlives_its_decode_worker(cluster: LocalCluster) -> None:
 
 
 class LongGenerations:
-    """One long generation after the other, so that at every moment one runs; read in a thread of its own."""
+    """Long generations one after another, so that one always runs; a thread reads them."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.begun = 0
-        self.tokens = 0  # of all of them
+        self.tokens = 0  # of all generations
         self._cluster = cluster
         self._stopping = threading.Event()
         self._error: BaseException | None = None
@@ -99,9 +99,9 @@ class LongGenerations:
             raise self._error
 
     def until_more(self) -> None:
-        """Return when it has made some more tokens."""
+        """Return after some more tokens."""
         seen = self.tokens
-        until(lambda: self._error or self.tokens > seen + 20, what="the generation goes on")
+        until(lambda: self._error or self.tokens > seen + 20, what="the generation continues")
 
     def _read(self) -> None:
         try:
@@ -145,6 +145,6 @@ def test_running_generations_are_untouched_by_30_s_without_etcd(cluster: LocalCl
         generations.until_more()
         assert cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY).as_message() == before.as_message()
     begun = cluster.counted("slipstream_attempts_total") - cluster.counted("slipstream_hedges_total") - begun
-    assert begun == asked + generations.begun, "some generation had to begin again"
+    assert begun == asked + generations.begun, "a generation needed another attempt"
     after = {process.instance: process.restarts for process in cluster.supervisor.record().processes}
     assert after == restarts

@@ -1,4 +1,4 @@
-"""etcd is killed, and stopped, under load: nothing fails, nobody exits, and all rejoin soon."""
+"""etcd is killed, and stopped, under load: no request fails, no process exits, and all rejoin soon."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.clusters.disturbance import assert_undisturbed
 from tests.support.clusters.local_cluster import LocalCluster, until
 
 How = Callable[[LocalCluster], AbstractContextManager[None]]
-# Longer than the lease of a worker, so that all records are gone when etcd is back.
+# Longer than the lease of a worker, so that all records have expired when etcd is back.
 AWAY_S = 12.0
 SOAK_AWAY_S = 60.0
-# Beyond a lease, which an etcd that starts again gives its whole time anew: who is not back is gone by then.
+# Longer than a lease, which a restarted etcd extends by its whole time: missing workers have expired by then.
 SETTLED_S = 15.0
 
 
@@ -45,7 +45,7 @@ def stopped(fakes: LocalCluster) -> Iterator[None]:
 
 
 def announced(fakes: LocalCluster) -> set[str]:
-    """Names of the workers in etcd; none while it does not answer."""
+    """The names of the workers in etcd; empty while etcd does not answer."""
 
     async def ask() -> set[str]:
         client = EtcdClient([fakes.supervisor.record().etcd], timeout_s=10.0)
@@ -62,17 +62,17 @@ def announced(fakes: LocalCluster) -> set[str]:
 
 
 def missing_s(fakes: LocalCluster, *, settled_s: float) -> float:
-    """From now until all are announced, for good as far as `settled_s` shows."""
+    """Seconds until all workers are announced, and stay so for `settled_s`."""
     began_s = last_s = time.monotonic()
 
-    def settled() -> bool:
+    def all_stay() -> bool:
         nonlocal last_s
         if announced(fakes) != set(fakes.workers):
             last_s = time.monotonic()
             return False
         return time.monotonic() >= began_s + settled_s
 
-    until(settled, what="all announced again")
+    until(all_stay, what="all announced again")
     return last_s - began_s
 
 
@@ -85,13 +85,13 @@ def away(
     away_s: float,
     settled_s: float = 0.0,
 ) -> None:
-    """`settled_s`: so long somebody might still be found missing after etcd is back."""
+    """Take etcd away under load. `settled_s`: the time after which a missing worker would have expired."""
     pids = {instance: fakes.pid(instance) for instance in fakes.workers}
     with how(fakes):
         until_s = time.monotonic() + away_s
         while time.monotonic() < until_s:
             assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
-    print(f"somebody was missing until {missing_s(fakes, settled_s=settled_s):.2f} s after etcd was back")
+    print(f"a worker was missing until {missing_s(fakes, settled_s=settled_s):.2f} s after etcd was back")
     assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
     assert {instance: fakes.pid(instance) for instance in fakes.workers} == pids
 

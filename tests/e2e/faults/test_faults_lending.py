@@ -1,8 +1,8 @@
-"""The way on which a prefill worker reads what another one has is cut, reset, swallowed, slowed or throttled.
+"""The links between two prefill workers are cut, reset, blackholed, slowed or throttled during lending.
 
-The workers are processes of their own (fake engine, which proves every byte that it computes on), with no
-kvstore beside them. The second prefill worker dials the first one by a link of its own, and reads its bytes
-through another one. While a link misbehaves all prompts run on the second one: nothing else uses the two.
+The workers are processes with the fake engine, which checks every byte of KV, and there is no kvstore. The
+second prefill worker calls the first one over one link, and reads its bytes over another. During a fault all
+prompts run on the second worker, so nothing else uses the two links.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.network.fault_proxy import FaultProxy
 LENDING = ("prefill-prefill", "prefill-bytes")
 PROMPTS = 6
 GONE = "is no ready prefill worker"
-# One of each; `make soak` runs every pair.
+# Each fault and each link once; `make soak` runs every pair.
 PAIRS = (("prefill-prefill", "blackhole"), ("prefill-bytes", "cut"))
 
 
@@ -37,13 +37,14 @@ async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[FaultRequest]:
-    """Prompts that were never asked."""
+    """New prompts."""
     return iter(mixed_requests(20_000, tokens=24, words=60))
 
 
 async def ask(mesh: Mesh, load: list[FaultRequest], worker: str) -> list[FaultRun]:
-    """The prompts, computed on that worker. A seed that is not given follows from the id, so that stays.
-    A machine that stands still may have the router take the worker for gone: then they are asked again."""
+    """Run the prompts on the given worker. Unseeded requests keep their ids, from which the seed derives.
+
+    On a machine that stalls the router may drop the worker: then the prompts run again."""
     headers = {"x-slipstream-prefill": worker}
     pinned = [
         replace(request, arguments={**request.arguments, "session": None, "headers": headers})
@@ -63,8 +64,9 @@ def lent(runs: list[FaultRun]) -> int:
 
 
 async def asked_of_both(mesh: Mesh, fresh: Iterator[FaultRequest], link: str, fault: str) -> int:
-    """New prompts, which the first worker computes; then the second one is asked for them while the link
-    misbehaves ("": it does not). How many tokens were lent."""
+    """Run new prompts on the first worker, then on the second one under a fault of the link ("": no fault).
+
+    Returns the number of tokens lent."""
     load = list(islice(fresh, PROMPTS))
     first = await ask(mesh, load, "prefill-0")
     problems = [run.error for run in first if run.error]
@@ -82,8 +84,9 @@ async def asked_of_both(mesh: Mesh, fresh: Iterator[FaultRequest], link: str, fa
 
 
 async def harm_lending(mesh: Mesh, fresh: Iterator[FaultRequest], link: str, fault: str) -> None:
-    """Until the fault met somebody; then until blocks are lent again. The router hears of what the first
-    worker holds a little later than its answers come, so one round may show neither."""
+    """Repeat until the fault has affected a connection; then until blocks are lent again.
+
+    The router learns of new blocks shortly after the answers, so a single round may show neither."""
     while not await asked_of_both(mesh, fresh, link, ""):
         pass
     struck = mesh.struck(link)
@@ -95,7 +98,7 @@ async def harm_lending(mesh: Mesh, fresh: Iterator[FaultRequest], link: str, fau
 
 @pytest.mark.parametrize(("link", "fault"), PAIRS)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_way_to_a_lender_that_misbehaves_harms_nothing(
+async def test_a_faulty_link_to_a_lender_fails_nothing(
     mesh: Mesh, fresh: Iterator[FaultRequest], link: str, fault: str
 ) -> None:
     await harm_lending(mesh, fresh, link, fault)
@@ -104,7 +107,7 @@ async def test_a_way_to_a_lender_that_misbehaves_harms_nothing(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", ["socket", "mooncake"])
-async def test_every_fault_on_every_way_to_a_lender(
+async def test_every_fault_on_every_link_to_a_lender(
     tmp_path: Path, fresh: Iterator[FaultRequest], transport: str
 ) -> None:
     async with open_mesh(tmp_path, MeshShape(kvstore=False, transport=transport)) as mesh:

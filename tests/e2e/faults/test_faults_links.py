@@ -1,8 +1,8 @@
-"""A link between two tiers is cut, reset, swallowed, slowed or throttled while streams run, and heals.
+"""A link between two tiers is cut, reset, blackholed, slowed or throttled while streams run, and heals.
 
-The workers are processes of their own (fake engine); the router is this process's; every link passes
-through a proxy that can misbehave, those of the KV bytes included. Nothing may fail or differ, and
-afterwards all is as before.
+The workers are processes with the fake engine, the router is in this process, and every link has a fault
+proxy, also the links that carry KV bytes. No request fails, no answer differs, and afterwards every link is
+in use again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ FAULTS: dict[str, Callable[[FaultProxy], None]] = {
     "trickle": lambda proxy: proxy.trickle(20_000),  # a block takes a fifth of a second
 }
 LOAD = mixed_requests(14, tokens=64)
-# One of each, spread over the links; `make soak` runs every pair.
+# Each fault once, spread over the links; `make soak` runs every pair.
 PAIRS = tuple(zip(LINKS, ("blackhole", "blackhole", "cut", "trickle", "blackhole", "reset"), strict=True))
 
 
-# As many of the ways of the KV bytes.
+# The same for the links that carry KV bytes.
 KV_PAIRS = (
     ("prefill-bytes", "blackhole"),
     ("prefill-bytes", "reset"),
@@ -58,7 +58,7 @@ KV_PAIRS = (
     ("kvstore-bytes", "trickle"),
     ("decode-bytes", "delay"),
 )
-# Few pages in prefill: what it computed before it restores from the kvstore when it is asked for again.
+# Few pages in prefill, so that it restores a repeated prompt from the kvstore.
 PREFILL = ("--kv-memory-bytes", str(24 * PAGE_BYTES))
 DECODE = ("--kv-memory-bytes", str(160 * PAGE_BYTES))
 
@@ -73,7 +73,7 @@ async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
 
 
 async def answers(mesh: Mesh, load: Sequence[FaultRequest]) -> list[Answer]:
-    """Of a load that nothing disturbs."""
+    """The answers of the load without a fault."""
     async with asyncio.timeout(2 * WAIT_S):
         runs = await run_streams(mesh.client, load)
     assert not [run.error for run in runs if run.error]
@@ -82,14 +82,15 @@ async def answers(mesh: Mesh, load: Sequence[FaultRequest]) -> list[Answer]:
 
 
 async def all_well(mesh: Mesh) -> None:
-    """Every worker is in use again, and none holds anything: what a proxy held back was let go of too."""
+    """Wait until every worker is in use again and idle: bytes held back by a proxy were processed too."""
     await mesh.all_ready()
     await mesh.idle()
 
 
 async def harm_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[FaultRequest]]) -> None:
-    """Half of the streams are in flight when it begins to misbehave, the other half begin then; it goes on
-    until somebody has met it."""
+    """Half of the streams are in flight when the fault begins, the other half begin then.
+
+    The fault lasts until it has affected a connection."""
     half, struck = len(LOAD) // 2, mesh.struck(link)
 
     def in_flight(now: Mapping[str, worker_pb2.GetStatusResponse]) -> bool:
@@ -125,10 +126,10 @@ async def harm_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[Faul
 
 
 async def harm_kv_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[FaultRequest]]) -> None:
-    """New prompts, so that all their KV travels, again and again until some of it met the fault; the fake
-    engine proves every byte that it computes on.
+    """Run new prompts, so that all their KV is sent, until the fault has affected some of it.
 
-    What the kvstore has is asked of it after a first round has left the workers' caches.
+    The fake engine checks every byte of KV. Restores from the kvstore follow after a first round, when the
+    workers' caches have evicted its blocks.
     """
     way, met, load = mesh.kv_links[link], False, next(fresh)
     while not met:
@@ -146,7 +147,7 @@ async def harm_kv_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[F
         problems = wrong(runs, before or await answers(mesh, load))
         assert not problems, "\n".join(problems)
         load = load if met else next(fresh)
-    # Healed: blocks come this way again.
+    # After the fault the link carries blocks again.
     carried = way.carried_bytes
     while way.carried_bytes < carried + PAGE_BYTES:
         await answers(mesh, load if before else next(fresh))
@@ -154,14 +155,14 @@ async def harm_kv_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[F
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[list[FaultRequest]]:
-    """Loads of prompts that were never asked."""
+    """Loads of new prompts."""
     many = mixed_requests(14 * 160, tokens=32)
     return iter([many[at : at + 14] for at in range(14, len(many), 14)])
 
 
 @pytest.mark.parametrize(("link", "fault"), PAIRS)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_link_that_misbehaves_harms_nothing(
+async def test_a_faulty_link_fails_nothing(
     mesh: Mesh, link: str, fault: str, fresh: Iterator[list[FaultRequest]]
 ) -> None:
     await harm_link(mesh, link, fault, fresh)
@@ -169,7 +170,7 @@ async def test_a_link_that_misbehaves_harms_nothing(
 
 @pytest.mark.parametrize(("link", "fault"), KV_PAIRS)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_way_of_kv_bytes_that_misbehaves_harms_nothing(
+async def test_a_faulty_kv_link_fails_nothing(
     mesh: Mesh, link: str, fault: str, fresh: Iterator[list[FaultRequest]]
 ) -> None:
     await harm_kv_link(mesh, link, fault, fresh)
@@ -187,7 +188,7 @@ async def test_every_fault_on_every_link(mesh: Mesh, fresh: Iterator[list[FaultR
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", ["socket", "mooncake"])
-async def test_every_fault_on_every_way_of_kv_bytes(
+async def test_every_fault_on_every_kv_link(
     tmp_path: Path, transport: str, fresh: Iterator[list[FaultRequest]]
 ) -> None:
     shape = MeshShape(prefill=PREFILL, decode=DECODE, transport=transport)

@@ -1,4 +1,4 @@
-"""A router dies: clients that know another one go on there, with the same text and nothing doubled."""
+"""A router dies: clients with a second router resume there, with the same text and no token twice."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.support.clusters.local_cluster import PATIENCE_S, LocalCluster
 def test_streams_outlive_their_router(
     fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], in_flight: bool
 ) -> None:
-    """Killed while streams begin, and when all of them have tokens and want more."""
+    """The kill comes while streams begin, or when all of them are in the middle of their tokens."""
     pid = fakes.pid("router-0")
     kill = partial(os.kill, pid, signal.SIGKILL)
     if in_flight:
         runs = disturbed_in_flight(fakes, load, expected, disturb=kill)
-        assert all(run.moved for run in runs)  # the first one of the list is asked first
+        assert all(run.moved for run in runs)  # every client begins at the first router of its list
     else:
         assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=1)
     fakes.until_running("router-0", but=pid)
 
 
-def test_the_blocking_client_goes_on_too(fakes: LocalCluster) -> None:
-    """Unseeded: the seed follows from the id, which the client draws."""
+def test_the_blocking_client_resumes_too(fakes: LocalCluster) -> None:
+    """The request is unseeded: the seed derives from the id, which the client draws."""
     question = [{"role": "user", "content": "Where is order 4711?"}]
     arguments: GenerateArguments = {
         "temperature": 1.0,

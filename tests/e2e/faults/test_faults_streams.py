@@ -1,6 +1,6 @@
-"""Fifty streams of all kinds, and a worker that is killed or stopped under them: none fails, none differs.
+"""Fifty streams of all kinds, and a worker that is killed or stopped: no stream fails, no answer differs.
 
-Every process is real; the workers run the fake engine, which proves each byte of KV it is given.
+Every process is real; the workers run the fake engine, which checks each byte of KV.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from bench.faults.fault_load import Answer, FaultRequest, longest_gap_s
 from tests.support.clusters.disturbance import assert_undisturbed, attempts_of, disturbed_in_flight
 from tests.support.clusters.local_cluster import LocalCluster, until
 
-# Of kills, in pieces of a few minutes.
+# Kills in the soak test, in tests of a few minutes.
 SOAK_ROUNDS, PIECE_ROUNDS = 20, 5
 STOPPED_S = 30.0
-# One of each tier in every round, in turn.
+# Each round kills one worker of each tier.
 TIERS = (("decode-0", "decode-1"), ("prefill-0", "prefill-1"), ("router-0",), ("kvstore-0",), ("drafter-0",))
 
 
@@ -32,19 +32,19 @@ def kill_round(
     *,
     after_tokens: int,
 ) -> str:
-    """Kill it under the load, whatever it does at that moment. Tells what it did to the streams."""
-    pid, struck_s = fakes.pid(victim), 0.0
+    """Kill a worker under the load at a random moment; returns a line about moved streams and gaps."""
+    pid, signalled_s = fakes.pid(victim), 0.0
 
     def kill() -> None:
-        nonlocal struck_s
-        struck_s = time.monotonic()
+        nonlocal signalled_s
+        signalled_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
 
     runs = assert_undisturbed(fakes, load, expected, disturb=kill, after_tokens=after_tokens)
     fakes.until_running(victim, but=pid)
     fakes.assert_idle()
     moved = [run for run in runs if run.moved or (run.reply.stats and run.reply.stats.attempts > 1)]
-    gaps_ms = [longest_gap_s(run, after_s=struck_s) * 1e3 for run in moved]
+    gaps_ms = [longest_gap_s(run, after_s=signalled_s) * 1e3 for run in moved]
     return f"{victim}: {len(moved)} of {len(runs)} moved, longest gap {max(gaps_ms, default=0.0):.0f} ms"
 
 
@@ -55,8 +55,9 @@ def met_in_flight(
     victim: str,
     number: signal.Signals,
 ) -> float:
-    """The signal meets a decode worker whose streams have tokens and want more: all of them move. How many of
-    the others did, but for those whose slow prefill was asked of a second worker as well."""
+    """Signal a decode worker whose streams are in the middle of their tokens: all of them move.
+
+    Returns the number of other streams that moved, without those that hedged a slow prefill."""
     theirs: list[int] = []
 
     def strike() -> None:
@@ -77,8 +78,8 @@ def met_in_flight(
 def test_a_killed_decode_worker_fails_no_stream(
     fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
-    """Nor moves one that is not its own. On a machine that stalls another worker for seconds that one's move
-    as well, so it may take several rounds."""
+    """Streams of other workers stay. A machine that stalls another worker moves its streams too, so the test
+    tries several rounds."""
 
     def others_that_moved() -> float:
         pid = fakes.pid("decode-0")
@@ -93,7 +94,7 @@ def test_a_killed_decode_worker_fails_no_stream(
 def test_a_killed_prefill_worker_fails_no_stream(
     fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
-    """It dies of prompts under way; the other one computes them."""
+    """The worker dies with prompts in flight; the other one computes them."""
     pid = fakes.pid("prefill-0")
     with fakes.gate.held("prefill-0") as gate:
 
@@ -121,7 +122,7 @@ def test_a_killed_helper_fails_no_stream(
 def test_a_stopped_decode_worker_is_fenced(
     fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
-    """Its streams go on elsewhere; when it wakes up, it ends what it still ran and works again."""
+    """Its streams continue on another worker; after SIGCONT it ends its old sequences and works again."""
     pid = fakes.pid("decode-0")
     try:
         met_in_flight(fakes, load, expected, "decode-0", signal.SIGSTOP)
@@ -133,7 +134,7 @@ def test_a_stopped_decode_worker_is_fenced(
 
 
 def until_used(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], decoder: str) -> None:
-    """Ask until the worker is one of those that answer."""
+    """Send requests until the worker serves one of them."""
 
     def used() -> bool:
         runs = assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)

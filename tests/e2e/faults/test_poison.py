@@ -1,4 +1,4 @@
-"""A request that its workers really die of, in real processes: it fails alone, in a typed way, and soon."""
+"""A request that kills its workers, in real processes: it alone fails, with a typed error, and soon."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def poison(text: str, *, at_token: int) -> dict[str, Any]:
 
 
 def deaths(site: LocalCluster) -> int:
-    """By poison, all that died so far: workers that are started again for other reasons do not count."""
-    told = site.run_dir / "poisoned"
-    return len(told.read_text().splitlines()) if told.exists() else 0
+    """The workers that poison has killed so far; restarts for other reasons do not count."""
+    file = site.run_dir / "poisoned"
+    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def settled_deaths(site: LocalCluster) -> int:
-    """After all that died is back."""
+    """Wait until all killed workers run again."""
     site.until_running()
     return deaths(site)
 
 
 def deaths_of_one(site: LocalCluster, text: str, *, at_token: int) -> int:
-    """The request comes alone, and again under another seed: then it is known."""
+    """Send the poison request, and again with another seed: the second one is refused."""
     before = settled_deaths(site)
     request = poison(text, at_token=at_token)
     with Client(site.routers[0], timeout_s=REQUEST_S) as client:
@@ -72,7 +72,7 @@ def deaths_of_one(site: LocalCluster, text: str, *, at_token: int) -> int:
             client.chat(**request)
 
         def is_known() -> bool:
-            """As soon as there is a worker again that it could run on."""
+            """Whether the router refuses the request, when it has a worker for it."""
             try:
                 client.chat(**{**request, "seed": 7})
             except errors.Quarantined:
@@ -81,14 +81,14 @@ def deaths_of_one(site: LocalCluster, text: str, *, at_token: int) -> int:
                 return False
             raise AssertionError("it ran again")
 
-        until(is_known, what="it is refused")
+        until(is_known, what="the poison request is refused")
     return settled_deaths(site) - before
 
 
 @pytest.mark.parametrize("at_token", [0, 6])
 def test_the_second_death_is_the_last_one(site: LocalCluster, at_token: int) -> None:
-    """In prefill, or some tokens into decode. On a machine that stalls a death may look like silence, which
-    is no strike: then the third is the last, and it is tried again."""
+    """The death is in prefill, or after some decoded tokens. On a machine that stalls a death may look like
+    silence, which does not count: then the third death is the last one, and the test runs again."""
     for attempt in range(4):
         died = deaths_of_one(site, f"poison {attempt} at {at_token}", at_token=at_token)
         assert 2 <= died <= 3
@@ -98,7 +98,7 @@ def test_the_second_death_is_the_last_one(site: LocalCluster, at_token: int) -> 
 
 
 def crowd_with_poison(site: LocalCluster, expected: list[Answer], text: str, *, at_token: int) -> int:
-    """It comes among streams that are under way at both routers; how many workers died of it."""
+    """Send poison among streams in flight at both routers; returns the number of workers that died."""
     before = settled_deaths(site)
     fate: list[BaseException] = []
 
@@ -110,10 +110,10 @@ def crowd_with_poison(site: LocalCluster, expected: list[Answer], text: str, *, 
                 fate.append(error)
 
     def poison_them() -> None:
-        """It is among them before they go on, or has killed prefill workers and is over."""
+        """Wait until the poison runs among the held streams, or has ended after killing prefill workers."""
         sending = threading.Thread(target=lambda: site.call(send(), timeout_s=2 * REQUEST_S), daemon=True)
         sending.start()
-        until(lambda: fate or sum(map(site.sequences, DECODERS)) > len(LOAD), what="it is among them")
+        until(lambda: fate or sum(map(site.sequences, DECODERS)) > len(LOAD), what="poison runs in the batch")
         site.gate.open()
         sending.join()
 
@@ -130,7 +130,7 @@ def test_nothing_else_fails_with_it(site: LocalCluster) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_nothing_else_fails_with_any_of_them(site: LocalCluster) -> None:
-    """Killers of the prefill's step, of the first steps of decode, and of later ones."""
+    """The poison kills in the step of the prefill, in the first steps of decode, and in later ones."""
     expected = undisturbed(site, LOAD)
     deaths_of = {
         at_token: crowd_with_poison(site, expected, f"poison number {at_token}", at_token=at_token)
@@ -141,7 +141,7 @@ def test_nothing_else_fails_with_any_of_them(site: LocalCluster) -> None:
 
 
 def test_a_lone_stream_outlives_workers_that_others_kill(site: LocalCluster) -> None:
-    """Twice, soon after it began: it is not taken for the reason."""
+    """Its worker dies twice soon after the stream began, and the router does not blame the stream."""
     with Client(site.routers[0], timeout_s=REQUEST_S) as client:
         messages = [{"role": "user", "content": "killed from outside"}]
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
@@ -164,7 +164,7 @@ def test_a_lone_stream_outlives_workers_that_others_kill(site: LocalCluster) -> 
 def test_a_request_alone_is_not_blamed_for_workers_that_are_killed_at_its_first_tokens(
     site: LocalCluster,
 ) -> None:
-    """Twice, without progress in between: only who runs the workers knows that they did not break."""
+    """Its worker is killed twice without progress in between; exit reports of the supervisor clear it."""
     with Client(site.routers[0], timeout_s=REQUEST_S) as client:
         messages = [{"role": "user", "content": "killed from outside at once"}]
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Processes that leave in order, under load: nothing is dropped, and they end by themselves."""
+"""Processes that drain under load drop no request, and exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 180.0
 
 
 class Aside:
-    """Runs something in a thread beside the load; `join` tells how it ended."""
+    """Runs a function in a thread beside the load; `join` raises its error."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -56,7 +56,7 @@ def run_dir(cluster: LocalCluster) -> Path:
 
 @pytest.fixture
 def comes_back(fakes: LocalCluster) -> Iterator[list[str]]:
-    """Names put here are in service again afterwards."""
+    """A list of instances; after the test they are in service again."""
     names: list[str] = []
     yield names
     for name in names:
@@ -71,7 +71,7 @@ def test_a_drained_process_drops_no_stream_and_ends(
     comes_back: list[str],
     instance: str,
 ) -> None:
-    """It is told to leave while streams are in flight; a decode worker's begin to move before they go on."""
+    """The drain begins while streams are in flight; those of a decode worker move before the gate opens."""
     comes_back.append(instance)
     drain = Aside(lambda: drain_process(run_dir(fakes), instance, timeout_s=WAIT_S))
     said, moved = len(fakes.said), fakes.counted("slipstream_drain_failovers_total")
@@ -87,7 +87,7 @@ def test_a_drained_process_drops_no_stream_and_ends(
     assert fakes.state(instance) == "drained"
     if instance == "decode-0":
         assert max(attempts_of(runs)) > 1
-    # Nobody misses it.
+    # The load runs without it.
     assert_undisturbed(fakes, load[:8], expected[:8], disturb=lambda: None, after_tokens=1)
 
 
@@ -141,7 +141,7 @@ def test_a_process_leaves_a_hundred_live_streams_in_ten_seconds(
     comes_back: list[str],
     instance: str,
 ) -> None:
-    """All hundred are in flight as it is told to leave; it ends by itself, in order and in time."""
+    """All hundred streams are in flight when the drain begins; the process exits in order and in time."""
     many, answers = hundred
     comes_back.append(instance)
     drain = Aside(lambda: drain_process(run_dir(fakes), instance, timeout_s=10.0))
@@ -159,7 +159,7 @@ def rolling(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer
 
 
 def under_load(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer], aside: Aside) -> None:
-    """The load again and again until `aside` is done."""
+    """Run the load repeatedly until `aside` is done."""
     assert_undisturbed(fakes, load, expected, disturb=aside.start, after_tokens=len(load) * 8)
     while not aside.done:
         assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)

@@ -1,5 +1,5 @@
-"""Kills, stops and cancels leave nothing behind: no task and no descriptor in any process that lives on, and
-in etcd no key but those of the workers that are there and hints on a lease."""
+"""Kills, stops and cancels leak nothing: no task and no descriptor in a surviving process, and no key in etcd
+but those of running workers and hints with a lease."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.async_client import AsyncClient
 from tests.support.clusters.disturbance import DECODERS, HELD_FROM, assert_undisturbed, disturbed_in_flight
 from tests.support.clusters.local_cluster import LocalCluster, until
 
-# What comes and goes of itself: connections of a client that looks, a timer between two reports.
+# Tolerance for connections of the test's client, and for a timer between two reports.
 SLACK = 6
 SOAK_ROUNDS = 10
 VICTIMS = ("decode-0", "prefill-0", "kvstore-0", "drafter-0", "decode-1")
@@ -35,7 +35,7 @@ def in_use(cluster: LocalCluster, instance: str) -> tuple[int, int]:
 
 
 def least(cluster: LocalCluster) -> dict[str, tuple[int, int]]:
-    """Of each process, idle."""
+    """The descriptors and tasks of each process when idle."""
     cluster.assert_idle()
     return {name: in_use(cluster, name) for name in cluster.workers}
 
@@ -59,11 +59,11 @@ def assert_no_stray_key(cluster: LocalCluster) -> None:
     until(lambda: workers(keys(cluster)) == set(cluster.workers), what="the workers that are there, no other")
     for key, entry in keys(cluster).items():
         assert key.startswith((WORKERS_PREFIX, SESSIONS_PREFIX, EXITS_PREFIX)), key
-        assert entry.lease_id, f"{key} would stay for ever"
+        assert entry.lease_id, f"{key} has no lease"
 
 
 def leave_early(cluster: LocalCluster, load: list[FaultRequest], expected: list[Answer]) -> None:
-    """Clients that go away amid their answers: the decode engines stand still until they have."""
+    """Disconnect clients in the middle of their answers; the decode engines are held until then."""
     lasting = sum(answer.completion_tokens > HELD_FROM for answer in expected)
 
     def in_flight() -> bool:
@@ -82,7 +82,7 @@ def leave_early(cluster: LocalCluster, load: list[FaultRequest], expected: list[
             await asyncio.wait(readers)
         return sum(reader.cancelled() for reader in readers)
 
-    cluster.assert_idle()  # the ids are used again
+    cluster.assert_idle()  # the next load reuses the ids
     with cluster.gate.held(*DECODERS, from_token=HELD_FROM):
         assert cluster.call(all_of_them()) >= lasting
     cluster.assert_idle()
@@ -146,5 +146,5 @@ def test_after_a_kill_a_stop_and_cancels_nothing_is_left(
 def test_after_many_kills_nothing_is_left(
     fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]
 ) -> None:
-    """A leak of one a kill is more than the slack by then."""
+    """A leak of one descriptor or task per kill exceeds the tolerance."""
     assert_nothing_left(fakes, load[:21], expected[:21], victims=VICTIMS, rounds=SOAK_ROUNDS)

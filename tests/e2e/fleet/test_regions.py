@@ -1,7 +1,7 @@
-"""Two regions in one cluster, real processes: a router places in its own region, goes to another one for a
-session whose KV is there, and spills over when its own is full.
+"""Two regions in one cluster of real processes: a router places in its region, in another one for a session
+whose KV is there, and spills over when its region is full.
 
-eu has the workers whose names end in 0, us those in 1; each router is at home in one of them.
+Workers whose names end in 0 are in eu, those in 1 in us; each region has one of the routers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.fixture_dirs import lasting_dir
 
 REGIONS = ("eu", "us")
 AWAY_MS = 200.0
-# To compute a prompt of 2,000 tokens takes a second: worth the way to where it is held.
+# Computing a prompt of 2,000 tokens takes a second, more than the round trip to the other region.
 PREFILL_PACE_S, DECODE_PACE_S = 0.0005, 0.002
 MAX_BATCH = 4
 
@@ -50,7 +50,7 @@ class Site:
         self.there = cluster.workers["router-1"]
 
     def chat(self, router: str, text: str, session: str, *, tokens: int = 4) -> tuple[RequestStats, int]:
-        """Where it ran, and how many of its prompt tokens were cached."""
+        """The region of a session's request, and its cached prompt tokens."""
         with Client(router, timeout_s=REQUEST_S) as client:
             reply = client.chat([{"role": "user", "content": text}], session=session, **_options(tokens))
         assert reply.stats is not None and reply.usage is not None
@@ -74,23 +74,23 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
         config = fake_engine_config(run_dir, routers=2, kvstores=2, drafters=0, modules=modules)
         with LocalCluster(config) as cluster:
             site = Site(cluster)
-            for number in range(3):  # the routers learn what prompts cost
+            for number in range(3):  # so that the routers estimate the cost of a prompt
                 for router in (site.here, site.there):
                     site.chat(router, _words(f"warm{number}", 80), f"warm-{number}")
             yield site
 
 
 def test_new_sessions_stay_in_their_routers_region(site: Site) -> None:
-    """By their predicted time; where the machine stalls a worker, it may be foreseen to be longer than the
-    way to the other region, so a session is one of several."""
+    """Placement compares predicted times, and a stalled worker may lose against the other region, so the test
+    tries several sessions."""
     fresh = itertools.count()
 
     def stays(number: int, count: int) -> bool:
         name = f"new{next(fresh)}"
-        trail, _ = site.chat((site.here, site.there)[number], _words(name, count), name)
-        at_home = trail.decode_worker == f"decode-{number}"
-        assert trail.prefill_worker[-1:] in ("", trail.decode_worker[-1]), trail.reason
-        assert trail.kvstore[-1:] in ("", trail.decode_worker[-1])
+        stats, _ = site.chat((site.here, site.there)[number], _words(name, count), name)
+        at_home = stats.decode_worker == f"decode-{number}"
+        assert stats.prefill_worker[-1:] in ("", stats.decode_worker[-1]), stats.reason
+        assert stats.kvstore[-1:] in ("", stats.decode_worker[-1])
         return at_home
 
     for number in (0, 1):
@@ -99,11 +99,11 @@ def test_new_sessions_stay_in_their_routers_region(site: Site) -> None:
 
 
 def test_a_session_is_continued_where_its_kv_is(site: Site) -> None:
-    """From a router that is far from there; the way costs less than to compute it anew."""
+    """A router of the other region continues it: the round trip costs less than computing the prompt."""
     fresh = itertools.count()
 
     def continued(words: int, region: int) -> bool:
-        """A session begun in eu goes on there, or not, as soon as the other router has heard of it."""
+        """Whether a session from eu continues in the expected region, when the other router knows its KV."""
         name = f"held{next(fresh)}"
         first, _ = site.chat(site.here, _words(name, words), name)
         second, cached = site.chat(site.there, _words(name, words) + " and so on", name)
@@ -112,12 +112,12 @@ def test_a_session_is_continued_where_its_kv_is(site: Site) -> None:
         return begun_in_eu and second.decode_worker == f"decode-{region}" and cached_as_expected
 
     until(lambda: continued(350, 0), what="the session is continued in eu")
-    # What is short is computed anew close by.
+    # A short prompt is computed again in the router's region.
     until(lambda: continued(4, 1), what="the short session is continued in us")
 
 
 def test_a_full_region_spills_over_and_is_used_again(site: Site) -> None:
-    """Requests come and none ends, until the other region has some of them."""
+    """Requests arrive and none ends, until the other region runs some of them."""
     cluster = site.cluster
 
     def spilled() -> bool:
@@ -141,12 +141,12 @@ def test_a_full_region_spills_over_and_is_used_again(site: Site) -> None:
                     await asyncio.sleep(0.15)
             return list(await asyncio.gather(*asked))
 
-    trails: list[RequestStats] = cluster.call(flood(), timeout_s=2 * REQUEST_S)
-    where = Counter(trail.decode_worker for trail in trails)
+    all_stats: list[RequestStats] = cluster.call(flood(), timeout_s=2 * REQUEST_S)
+    where = Counter(stats.decode_worker for stats in all_stats)
     assert where["decode-0"] >= MAX_BATCH, where
     assert where["decode-1"] >= 2, where
-    for trail in trails:  # KV does not travel between regions
-        assert trail.prefill_worker[-1:] in ("", trail.decode_worker[-1])
+    for stats in all_stats:  # KV does not travel between regions
+        assert stats.prefill_worker[-1:] in ("", stats.decode_worker[-1])
     cluster.assert_idle()
     fresh = itertools.count()
 

@@ -1,5 +1,5 @@
-"""Routers that run as several processes on one port: they leave and come back under load, and `slipstream
-status` tells of each."""
+"""Routers with several processes on one port: they drain and restart under load; `slipstream status` lists
+each process."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def answers(several: LocalCluster, requests: list[FaultRequest]) -> list[Answer]
     return undisturbed(several, requests)
 
 
-def told(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
-    """What `slipstream status` says of the routers, by instance."""
+def status_of_routers(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    """The routers in the output of `slipstream status`, by instance."""
     capsys.readouterr()
     asyncio.run(show_status(run_dir(cluster), as_json=True))
     workers = json.loads(capsys.readouterr().out)["workers"]
@@ -59,19 +59,21 @@ def told(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str,
 
 
 def ready_routers(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    return {name for name, worker in told(cluster, capsys).items() if worker["status"] is not None}
+    return {
+        name for name, worker in status_of_routers(cluster, capsys).items() if worker["status"] is not None
+    }
 
 
-def test_status_tells_of_every_process(several: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_lists_every_process(several: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"router-0", "router-0.1", "router-1", "router-1.1"}
-    # The first that is ready makes its router ready; the other one follows.
+    # A router is ready with its first process; the other one follows.
     until(lambda: ready_routers(several, capsys) == names, timeout_s=WAIT_S, what="all four answer")
-    routers = told(several, capsys)
+    routers = status_of_routers(several, capsys)
     assert {worker["status"]["instance"] for worker in routers.values() if worker["status"]} <= names
-    assert routers["router-0"]["rss_bytes"] > 3 * 10_000_000, "its own and that of two children"
+    assert routers["router-0"]["rss_bytes"] > 3 * 10_000_000, "of the process and two children"
 
 
-def test_one_leaves_and_comes_back_under_load(
+def test_a_router_drains_and_restarts_under_load(
     several: LocalCluster,
     requests: list[FaultRequest],
     answers: list[Answer],
@@ -83,7 +85,7 @@ def test_one_leaves_and_comes_back_under_load(
     drain.join()
     others = {"router-1", "router-1.1"}
     until(lambda: ready_routers(several, capsys) == others, timeout_s=WAIT_S, what="the other two answer")
-    routers = told(several, capsys)
+    routers = status_of_routers(several, capsys)
     assert routers["router-0"]["state"] == "drained"
     assert "router-0.1" not in routers
     restart = Aside(lambda: restart_processes(directory, "router-0", rolling=False, timeout_s=WAIT_S))

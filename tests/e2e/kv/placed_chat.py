@@ -1,4 +1,4 @@
-"""A cluster without drafts, and a conversation whose turns go to the prefill workers that a test chooses."""
+"""A cluster without drafts, and a conversation whose prefill workers the test chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from supervisor.plan import ClusterConfig
 from tests.support.clusters.local_cluster import LocalCluster
 
-# Some blocks long.
+# Several blocks of text.
 TEXT = "The parcel left the depot on Monday, and nobody has seen it since. Please look into it again. " * 24
 
 
@@ -20,7 +20,7 @@ def plain_config(run_dir: Path, *, kvstores: int, **more: Any) -> ClusterConfig:
 
 
 def ask_at(cluster: LocalCluster, worker: str, messages: list[dict[str, Any]], **more: Any) -> Any:
-    """The greedy reply of 24 tokens, its prompt computed on that prefill worker."""
+    """The greedy reply of 24 tokens, with its prompt computed on the given prefill worker."""
     return cluster.client.chat(
         messages,
         headers={"x-slipstream-prefill": worker},

@@ -1,4 +1,4 @@
-"""Two kvstore nodes: a conversation's blocks live on one of them, and losing it is a miss, not an error."""
+"""Two kvstore nodes: the blocks of a conversation are on one of them, and its loss is a cache miss."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def test_a_chain_stays_on_its_node_and_a_lost_node_is_a_miss(two_stores: LocalCl
     moved: Any = None
 
     def went_on_from_the_store() -> bool:
-        """A conversation on one worker, then on the other. A store that is slow to answer is done without, so
-        the first one need not be the one."""
+        """Run a conversation on one worker, then on the other. A worker does not wait for a slow store, so
+        the test tries several conversations."""
         nonlocal second, moved
         first: list[dict[str, Any]] = [{"role": "user", "content": f"Case {next(numbers)}. {TEXT}"}]
         answer = ask(two_stores, first, "prefill-0")
         two_stores.assert_idle()
         homes.add(answer.stats.kvstore)
-        assert set(holder(two_stores)) <= homes  # all of a chain in one
+        assert set(holder(two_stores)) <= homes  # one node has all blocks of a chain
         second = [*first, answer.as_message(), {"role": "user", "content": "And now?"}]
         moved = ask(two_stores, second, "prefill-1")
         assert moved.stats.kvstore == answer.stats.kvstore
         two_stores.assert_idle()
         return bool(moved.usage.cached_by_tier.get("dram", 0))
 
-    until(went_on_from_the_store, what="a conversation goes on from a store")
+    until(went_on_from_the_store, what="a conversation continues from a store")
     home = moved.stats.kvstore
     assert home in holder(two_stores)
 
@@ -63,7 +63,7 @@ def test_a_chain_stays_on_its_node_and_a_lost_node_is_a_miss(two_stores: LocalCl
     third = [*second, moved.as_message(), {"role": "user", "content": "Thank you."}]
     during = [ask(two_stores, third, worker).as_message() for worker in ("prefill-0", "prefill-1")]
     assert during[0] == during[1]
-    # Sooner or later the conversation lives on the node that is left.
+    # Placement moves the conversation to the remaining node.
     until(lambda: ask(two_stores, third, "prefill-0").stats.kvstore == other, what="placement moved")
 
     def held_there() -> bool:

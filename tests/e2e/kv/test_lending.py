@@ -1,4 +1,4 @@
-"""Prefill workers lend each other their caches: what one computed, another one reads, without any kvstore."""
+"""Prefill workers lend each other their caches: one reads another's blocks, without a kvstore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_store(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 
 def ask(site: LocalCluster, worker: str, text: str) -> Any:
-    """The answer, its prompt computed on that worker."""
+    """The answer to a prompt computed on the given worker."""
     return ask_at(site, worker, [{"role": "user", "content": text}])
 
 
@@ -36,7 +36,7 @@ def test_a_worker_reads_what_another_one_computed(no_store: LocalCluster) -> Non
     read: list[int] = []
 
     def lent() -> bool:
-        """A prompt on one worker, then on the other; the router may hear of the blocks in between."""
+        """Run a prompt on one worker, then on the other; the router may learn of the blocks in between."""
         text = f"Case {len(read)}. {TEXT}"
         first, second = ask(no_store, "prefill-0", text), ask(no_store, "prefill-1", text)
         assert second.as_message() == first.as_message()
@@ -48,7 +48,7 @@ def test_a_worker_reads_what_another_one_computed(no_store: LocalCluster) -> Non
 
 
 def wait_lent(site: LocalCluster, text: str) -> Any:
-    """What prefill-1 answers once the router names prefill-0 as its source."""
+    """The answer of prefill-1 with prefill-0 as its source."""
     ask(site, "prefill-0", text)
     answers: list[Any] = []
 
@@ -63,7 +63,7 @@ def wait_lent(site: LocalCluster, text: str) -> Any:
 
 
 def in_use(site: LocalCluster, worker: str) -> bool:
-    """Whether the router would place work there: one that was stopped is out of use for a while."""
+    """Whether the router places work on the worker; a worker that was stopped is out of use for a while."""
     with grpc.insecure_channel(site.grpc) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         workers = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=60).workers
@@ -71,13 +71,14 @@ def in_use(site: LocalCluster, worker: str) -> bool:
 
 
 def restores(site: LocalCluster) -> float:
-    """Milliseconds that prefill-1 would have waited for sources at most: rises with each that it asks."""
+    """The sum of prefill-1's wait budgets for sources in ms, which rises with each source that it asks."""
     return site.status("prefill-1").counters.get("slipstream_kv_restore_bound_ms_total", 0.0)
 
 
 def read_from_a_stopped_peer(site: LocalCluster, number: int, *, prompts: int) -> bool:
-    """It stops when all is known of what it holds: who was sent there computes, and says the same. Whether
-    somebody was sent there, before the router took it for silent."""
+    """Stop the peer when the router knows its blocks: the reader computes them, with the same answer.
+
+    Returns whether a prompt was sent to the peer before the router marked it as silent."""
     until(lambda: in_use(site, "prefill-0"), what="prefill-0 is in use again")
     texts = [f"Round {number}, case {case}. {TEXT}" for case in range(prompts)]
     expected = [ask(site, "prefill-0", text).as_message() for text in texts]

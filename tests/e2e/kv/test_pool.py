@@ -1,4 +1,4 @@
-"""Two kvstore nodes that pool their memory: a conversation goes on at the other node from the pool."""
+"""Two kvstore nodes that pool their memory: a conversation continues at the other node from the pool."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_from_the_pool_when_its_node_is_lost(tmp_path: Pa
             what="blocks in the pool",
         )
         cluster.assert_idle()
-        # Nobody but the pool has the conversation any more.
+        # Only the pool has the conversation's blocks now.
         for instance in ("prefill-0", "decode-0"):
             cluster.call(cluster.supervisor.hold(instance))
             cluster.call(cluster.supervisor.release(instance), timeout_s=110)

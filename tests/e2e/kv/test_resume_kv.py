@@ -1,4 +1,4 @@
-"""A stream whose workers die goes on from the KV that the store holds: it is read, not computed again."""
+"""A stream whose workers die continues from KV in the kvstore, which is read, not computed again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def resumed_from_the_store(fakes: LocalCluster, number: int) -> bool:
-    """The workers of a stream are killed; whether its KV came from the store. The text is the same anyway."""
+    """Kill the workers of a stream; whether its KV came from the store. The text is the same either way."""
     text = f"Case {number}. " + " ".join(f"order {number}-{i}" for i in range(200))
     messages = [{"role": "user", "content": text}]
     whole = fakes.client.chat(messages, **ARGUMENTS)
@@ -35,7 +35,7 @@ def resumed_from_the_store(fakes: LocalCluster, number: int) -> bool:
         while next(events).completion_tokens < 20:
             pass
         until(lambda: any(map(fakes.sequences, DECODERS)), what="it runs")
-        # The other prefill worker is to read and not to have it: all of them begin with nothing.
+        # The other prefill worker must read the KV: all of them start with empty caches.
         victims = [name for name in DECODERS if fakes.sequences(name)] + list(PREFILLERS)
         pids = {name: fakes.pid(name) for name in victims}
         read = fakes.status("kvstore-0").counters.get(READ, 0.0)
@@ -53,7 +53,7 @@ def resumed_from_the_store(fakes: LocalCluster, number: int) -> bool:
 
 
 def test_kv_of_a_stream_whose_workers_died_comes_from_the_store(fakes: LocalCluster) -> None:
-    """A store that answers late is done without, and one stream may find the other decode worker with a copy
-    of its prompt; so it may take several."""
+    """The test tries several streams: workers do not wait for a slow store, and the other decode worker may
+    have a copy of the prompt."""
     numbers = itertools.count()
     until(lambda: resumed_from_the_store(fakes, next(numbers)), what="a stream went on from the store")

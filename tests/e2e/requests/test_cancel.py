@@ -1,6 +1,6 @@
-"""A request that is cancelled, at every stage and either way, is let go of by every tier.
+"""Every tier releases a request that is cancelled, at every stage and in both ways.
 
-Workers are processes of their own; slow links and a slow engine keep the request at its stage until it is
+Workers are separate processes; slow links and a slow engine keep the request at its stage until it is
 ended there. `python -m bench.cancel` measures how long it takes.
 """
 
@@ -49,7 +49,7 @@ def _links_are_well_before(mesh: Mesh) -> None:
 
 
 class Request:
-    """One stream that is being read."""
+    """A stream whose events a task reads."""
 
     def __init__(self, mesh: Mesh, prompt: str, *, max_tokens: int = 200) -> None:
         self.request_id = f"cancel-{next(_numbers)}"
@@ -64,13 +64,13 @@ class Request:
             self.tokens = event.completion_tokens
 
     async def ended(self) -> None:
-        """It did not come to its own end: it was ended, from here or by `Abort`."""
+        """Assert that the stream was cancelled, here or by `Abort`, before its last token."""
         (outcome,) = await asyncio.gather(self.reading, return_exceptions=True)
         assert isinstance(outcome, Aborted | asyncio.CancelledError), outcome
 
 
 def long_prompt(words: int = WORDS) -> str:
-    """One that shares no block with another; all are of a length, more or less."""
+    """A prompt that shares no block with another; all have about the same length."""
     number = next(_numbers)
     return f"{number} " + " ".join(f"order {(number + i) % 100}" for i in range(words))
 
@@ -87,7 +87,7 @@ async def comes_to(
     past_tokens: int,
     what: str,
 ) -> bool:
-    """Whether it is seen at the stage; False, and it is ended, when it has more tokens before it is."""
+    """Whether the request reaches the stage; False, and the request is ended, after `past_tokens` tokens."""
     at_stage = False
 
     def there_or_past(now: Statuses) -> bool:
@@ -102,12 +102,12 @@ async def comes_to(
     return at_stage
 
 
-# ---- the stages: each starts a request and returns it when it is there
+# ---- the stages: each starts a request and returns it when it has reached the stage
 
 
 @contextlib.asynccontextmanager
 async def queued(mesh: Mesh) -> AsyncIterator[Request]:
-    """Behind another prompt that has the pages."""
+    """The request waits behind another prompt that has the pages."""
     with mesh.gate.held("prefill-0"):
         first = Request(mesh, long_prompt())
         await mesh.until(lambda now: now["prefill-0"].ledger.handoffs == 1, "the first has its pages")
@@ -131,7 +131,7 @@ async def in_prefill(mesh: Mesh) -> AsyncIterator[Request]:
 
 @contextlib.asynccontextmanager
 async def in_pull(mesh: Mesh) -> AsyncIterator[Request]:
-    """Decode reads blocks, and they come a few bytes at a time."""
+    """Decode reads blocks over a slow link."""
     mesh.set_fault("prefill-bytes", lambda proxy: proxy.trickle(2000))
     with mesh.gate.held("decode-0"):
         request = Request(mesh, long_prompt())
@@ -141,7 +141,7 @@ async def in_pull(mesh: Mesh) -> AsyncIterator[Request]:
 
 @contextlib.asynccontextmanager
 async def decoding(mesh: Mesh) -> AsyncIterator[Request]:
-    """With drafts. It may go on without, where the drafter is slow to answer: then the next one is tried."""
+    """The request has drafts. Decode continues without a slow drafter: then the next request is tried."""
 
     def drafts(now: Statuses, request: Request) -> bool:
         return request.tokens > 3 and bool(now["drafter-0"].ledger.sequences)
@@ -158,8 +158,8 @@ async def decoding(mesh: Mesh) -> AsyncIterator[Request]:
 
 @contextlib.asynccontextmanager
 async def restoring(mesh: Mesh) -> AsyncIterator[Request]:
-    """Blocks that only the kvstore has come slowly. It is done without where it is slow to answer: then the
-    next prompt is the one."""
+    """A worker reads blocks from the kvstore over a slow link. Without a timely answer it computes them: then
+    the next prompt is tried."""
 
     def reads(now: Statuses, _: Request) -> bool:
         transfers = any(now[name].ledger.transfers for name in ("prefill-0", "decode-0"))
@@ -167,7 +167,7 @@ async def restoring(mesh: Mesh) -> AsyncIterator[Request]:
 
     for _ in range(10):
         prompt = long_prompt()
-        for other in (prompt, long_prompt()):  # the second takes the first one's pages
+        for other in (prompt, long_prompt()):  # the second prompt evicts the pages of the first
             await mesh.client.complete(other, max_tokens=1, temperature=0.0, timeout_s=WAIT_S)
             await mesh.idle()
         mesh.set_fault("kvstore-bytes", lambda proxy: proxy.trickle(2000))
@@ -189,13 +189,13 @@ async def cancel(mesh: Mesh, request: Request) -> None:
 
 
 async def abort(mesh: Mesh, request: Request) -> None:
-    """It has returned: that is the acknowledgement, so nothing of the request may be left in the workers."""
+    """Check that the workers hold nothing of the request when `Abort` has returned."""
     await mesh.client.abort(request.request_id, timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize("end", [cancel, abort], ids=lambda end: end.__name__)
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
-async def test_every_tier_lets_go(
+async def test_every_tier_releases_the_request(
     mesh: Mesh,
     stage: Callable[[Mesh], contextlib.AbstractAsyncContextManager[Request]],
     end: Callable[[Mesh, Request], Awaitable[None]],

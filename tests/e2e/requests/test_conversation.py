@@ -1,4 +1,4 @@
-"""A conversation through the public APIs of a real cluster: usage, caches, both APIs, the openai client."""
+"""A conversation through both APIs of a real cluster: usage, caches, tools, the openai client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _ask(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, **
 
 
 def _openai_client(cluster: LocalCluster) -> Any:
-    """An openai.OpenAI; its types know messages and tools by classes, and these tests have them as JSON."""
+    """An openai.OpenAI; typed as Any, because its types want classes where these tests have JSON."""
     return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
 
 
@@ -52,11 +52,11 @@ def test_the_agent_calls_tools_with_copied_values_and_states_their_results(clust
 
 
 def test_another_prefill_worker_finds_the_prefix_in_the_kvstore(cluster: LocalCluster) -> None:
-    """A kvstore that is slow to answer is done without; so a prompt may have to be another one's turn."""
+    """A worker does not wait for a slow kvstore, so the test tries several prompts."""
     guests = itertools.count()
 
     def found() -> bool:
-        # A prompt of its own: of other tests a worker holds no more than the tools, which come first.
+        # A new prompt: of the prompts of other tests a worker can only hold the tools at the beginning.
         session = f"guests of test {next(guests)}"
         opening = [
             {"role": "system", "content": f"You serve the {session}. {SYSTEM_PROMPT}"},
@@ -77,7 +77,7 @@ def test_another_prefill_worker_finds_the_prefix_in_the_kvstore(cluster: LocalCl
 
 
 def _moved(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, worker: str) -> Reply:
-    """Asked of that worker; what it computed is stored, then released."""
+    """Run a request at that worker, and wait until its blocks are stored and released."""
     reply = _ask(cluster, messages, session, **{PIN: worker})
     cluster.assert_idle()
     assert reply.stats is not None
@@ -86,7 +86,7 @@ def _moved(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, 
     return reply
 
 
-def test_cached_tokens_agree_over_both_apis_streaming_and_not(cluster: LocalCluster) -> None:
+def test_cached_tokens_agree_on_both_apis_streaming_and_not(cluster: LocalCluster) -> None:
     warm = _ask(cluster, OPENING, "usage", **{PIN: "prefill-0"})
     cluster.assert_idle()
     again = _ask(cluster, OPENING, "usage", **{PIN: "prefill-0"})
@@ -190,7 +190,7 @@ def test_the_openai_client_holds_the_whole_conversation(cluster: LocalCluster) -
 
 
 def _stream_openai(client: Any, messages: list[Any]) -> tuple[dict[str, Any], Any]:
-    """The assistant message put together from its chunks, and the usage."""
+    """The assistant message, joined from its chunks, and the usage."""
     chunks = client.chat.completions.create(
         model="slipstream-mini",
         messages=messages,

@@ -1,4 +1,4 @@
-"""`make demo` as a script runs it: exit status 0, and one JSON object on its last line."""
+"""`make demo` run by a script: exit status 0, and one JSON object on its last line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_demo_succeeds_and_reports() -> None:
         report = json.loads(done.stdout.splitlines()[-1])
         if report["ok"] and report["acceptance_length"] > 1:
             break
-        # On a machine that stalls, a kvstore or drafter that was too slow is done without.
+        # On a machine that stalls, workers do not wait for a slow kvstore or drafter.
         print(done.stdout, done.stderr)
     assert set(report) == KEYS
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""Every kind of end leaves nothing held anywhere; the fixture asserts the ledgers after each test."""
+"""After every kind of end all ledgers are empty; a fixture asserts this after each test."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_abort_by_id(cluster: LocalCluster) -> None:
 
 
 def test_a_deadline_ends_the_request_with_its_own_error(cluster: LocalCluster) -> None:
-    """It stands still, so that it cannot come to its end before. One that could not even begin in time is
-    told so at once: then there must be more of it."""
+    """The engine is held, so the request cannot end before its deadline. The router refuses a deadline that
+    is too short at once; then the test tries a longer one."""
     with cluster.gate.held(*DECODERS, from_token=20):
         for deadline_s in (0.5, 2.0, 8.0, 32.0):
             with pytest.raises((errors.DeadlineExceeded, errors.Overloaded)) as ended:

@@ -1,9 +1,8 @@
-"""Many more requests than the cluster can serve, in real processes: the rest is told at once and in the right
-words, no worker computes anything of it, the urgent come through, and nothing is held afterwards.
+"""Many more requests than a cluster of real processes can serve: the router refuses the rest at once.
 
-The decode engines are held meanwhile, so nothing can end before the refusals have come. What is served of ten
-times as much, and how soon the rest is told, `python -m bench.overload` measures; tests/router/
-test_admission_overload.py has both on a virtual clock.
+No worker computes for a refused request, urgent requests are served, and all ledgers are empty afterwards.
+The decode engines are held until the refusals have arrived. `python -m bench.overload` measures goodput and
+refusal times; tests/router/admission/test_overload.py has both on a virtual clock.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ URGENT = 8
 
 
 class Site:
-    """A cluster and its clients."""
+    """An overloaded cluster and its clients."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
 
-    def flood(self, requests: int, *, told: Callable[[], bool], priorities: tuple[str, ...]) -> Outcomes:
-        """So many at once; no stream ends before all that `told` looks for has been told."""
+    def flood(self, requests: int, *, decided: Callable[[], bool], priorities: tuple[str, ...]) -> Outcomes:
+        """Send so many requests at once; no stream ends before `decided` is true."""
         shape = Shape(REQUEST_S, output_tokens=16, http_every=0, priorities=priorities)
         with self.cluster.gate.held(*DECODERS, from_token=HELD_FROM) as gate:
 
@@ -45,7 +44,9 @@ class Site:
                     asking = asyncio.create_task(
                         client.window(shape, rate_per_s=AT_ONCE_PER_S, requests=requests, seed=requests)
                     )
-                    await asyncio.to_thread(until, told, what="everybody is let in, waits or is refused")
+                    await asyncio.to_thread(
+                        until, decided, what="every request is admitted, queued or refused"
+                    )
                     await client.refused_over_http()
                     gate.open()
                     return await asking
@@ -77,30 +78,30 @@ def test_a_flood_is_refused_at_once_and_costs_the_workers_nothing(site: Site) ->
     assert least_refused > PLACES
     before = site.counts()
 
-    def told() -> bool:
+    def decided() -> bool:
         now = site.counts()
         name = "slipstream_admission_rejected_total"
         return now.get(name, 0) - before.get(name, 0) >= least_refused
 
-    flood = site.flood(offered, told=told, priorities=("interactive",))
+    flood = site.flood(offered, decided=decided, priorities=("interactive",))
     assert flood.refused >= least_refused
     assert flood.good >= PLACES
-    # Whatever was begun came to its end, at a client that was served.
+    # Every request that began was served to its end.
     made = site.counts()["slipstream_attempts_total"] - before.get("slipstream_attempts_total", 0)
     assert made == flood.attempts
 
 
 def test_urgent_requests_come_through_a_flood_of_others(site: Site) -> None:
-    """They come last, behind many that wait, and are served before most of those."""
+    """They arrive last, behind many queued requests, and end before most of these."""
     flood_size = 8 * PLACES
     taken = "slipstream_requests_total"
     before = site.counts().get(taken, 0)
 
-    def told() -> bool:
+    def decided() -> bool:
         return site.counts().get(taken, 0) - before >= flood_size + URGENT
 
     priorities = ("bulk",) * flood_size + ("interactive",) * URGENT
-    flood = site.flood(flood_size + URGENT, told=told, priorities=priorities)
+    flood = site.flood(flood_size + URGENT, decided=decided, priorities=priorities)
     assert flood.priorities["interactive"] == URGENT
     last = len(flood.good_order) - flood.good_order[::-1].index("interactive")
     waited = flood.priorities["bulk"] - PLACES

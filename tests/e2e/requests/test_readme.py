@@ -1,4 +1,4 @@
-"""The README's Python example runs as it stands, against a real cluster."""
+"""The README's examples run unchanged against a real cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request is one trace, in real processes: from its client's context to the worker that ends it."""
+"""A request is one trace across real processes: from its client's context to the last worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Site:
     collector: OtlpCollector
 
     def spans(self, trace: str, *names: str, where: Any = lambda span: True) -> list[CollectedSpan]:
-        """Those of the trace, once one with each of the names came that fits."""
+        """The spans of the trace, after a matching span of each name has arrived."""
 
         def came() -> bool:
             return set(names) <= {span.name for span in self.collector.of(trace) if where(span)}
@@ -47,7 +47,7 @@ class Site:
         return self.collector.of(trace)
 
     def until_in_use(self) -> None:
-        """Return when the router places requests on both prefill workers: one that is named has to be."""
+        """Return when the router places requests on both prefill workers, which a pinned request needs."""
 
         def in_use() -> bool:
             with urllib.request.urlopen(f"http://{self.cluster.http}/healthz/ready", timeout=60) as response:
@@ -58,7 +58,7 @@ class Site:
 
 
 class Caller:
-    """A span of a client, which is no process of ours."""
+    """The span context of a client outside of the cluster."""
 
     def __init__(self) -> None:
         self.trace, self.span = secrets.token_hex(16), secrets.token_hex(8)
@@ -88,7 +88,7 @@ def chat(site: Site, caller: Caller, text: str, *, prefill: str = "prefill-0", t
 
 
 def post(site: Site, headers: dict[str, str], text: str) -> str:
-    """The id of a request over HTTP that has come to its end."""
+    """Run a request over HTTP to its end; returns its id."""
     site.until_in_use()
     body = {"messages": [{"role": "user", "content": text}], "model": "slipstream-mini", **options(8)}
     request = urllib.request.Request(
@@ -107,7 +107,7 @@ def one(spans: list[CollectedSpan], name: str) -> CollectedSpan:
 
 
 def assert_whole(spans: list[CollectedSpan], *, front: str, parent: str) -> None:
-    """The spans of a request that ran at once, one of each, below one another."""
+    """Check the spans of a request without failover: one of each, nested."""
     door, attempt = one(spans, front), one(spans, "attempt")
     prefill, decode, transfer = (one(spans, name) for name in ("prefill", "decode", "transfer"))
     assert door.parent == parent
@@ -157,7 +157,7 @@ def test_a_request_with_no_valid_context_begins_a_trace(site: Site, given: str) 
 
 
 def test_requests_at_once_do_not_mix(site: Site) -> None:
-    """All are on one stream to each worker, and held there together."""
+    """All requests share one stream to each worker, and are in flight together."""
     site.cluster.assert_idle()
     callers = [Caller() for _ in range(4)]
     with ThreadPoolExecutor(len(callers)) as threads:
@@ -184,7 +184,7 @@ def test_a_restore_is_in_the_trace_of_its_request(site: Site) -> None:
     restores: list[CollectedSpan] = []
 
     def restored() -> bool:
-        """A prompt on one worker, then on the other, as soon as the store, or the worker, has its blocks."""
+        """Run a prompt on one worker, then on the other when the store or the first worker has its blocks."""
         text, caller = f"Five, {next(numbers)}. {TEXT}", Caller()
         chat(site, Caller(), text)
         site.cluster.assert_idle()
@@ -212,7 +212,7 @@ def test_a_restore_is_in_the_trace_of_its_request(site: Site) -> None:
 
 
 def test_what_is_stored_for_a_request_is_in_its_trace(site: Site) -> None:
-    """Nothing else is on its way to the store, so the first block of the put is this one's."""
+    """No other request has blocks on the way to the store, so the first block of the put is this one's."""
     site.cluster.assert_idle()
     caller = Caller()
     chat(site, caller, f"Stored. {TEXT}")
@@ -237,7 +237,7 @@ def test_drafts_are_in_the_trace_of_their_request(site: Site) -> None:
         ]
 
     def came() -> bool:
-        """As soon as the decode worker knows its drafter."""
+        """Whether a request has drafts, which need a decode worker with a connected drafter."""
         callers.append(Caller())
         chat(site, callers[-1], f"Drafted, {len(callers)}. {TEXT}", tokens=20)
         site.cluster.assert_idle()
@@ -265,7 +265,7 @@ def test_a_refused_request_says_why(site: Site) -> None:
 
 
 def busy(site: Site) -> str:
-    """The decode worker that runs something, once one does."""
+    """The decode worker that runs a request; waits until one does."""
     until(lambda: any(map(site.cluster.sequences, DECODERS)), what="a decode worker runs it")
     return next(name for name in DECODERS if site.cluster.sequences(name))
 
@@ -289,7 +289,7 @@ def test_a_cancelled_request_ends_its_spans(site: Site) -> None:
     site.cluster.assert_idle()
 
 
-def test_what_goes_on_elsewhere_is_in_the_same_trace(site: Site) -> None:
+def test_a_failover_stays_in_the_same_trace(site: Site) -> None:
     site.cluster.assert_idle()
     caller = Caller()
     with ThreadPoolExecutor(1) as thread, site.cluster.gate.held(*DECODERS, from_token=5) as gate:
@@ -307,7 +307,7 @@ def test_what_goes_on_elsewhere_is_in_the_same_trace(site: Site) -> None:
     assert (attempts[1].failed, attempts[1].attributes["error.type"]) == (True, "Unavailable")
     assert attempts[1].attributes["decode"] == lost
     assert not door.failed
-    # That of the killed process died with it.
+    # The span of the killed process was lost with it.
     (resumed,) = (span for span in spans if span.attributes.get("finish") == "length" and span is not door)
     (number,) = (number for number, attempt in attempts.items() if attempt.id == resumed.parent)
     assert number > 1
@@ -320,7 +320,7 @@ def test_what_goes_on_elsewhere_is_in_the_same_trace(site: Site) -> None:
 
 
 def test_nothing_else_has_spans(site: Site) -> None:
-    """Heartbeats, shared streams and calls for nobody in particular."""
+    """Heartbeats, shared streams and calls without a request have no spans."""
     names = {span.name for span in site.collector.spans}
     expected = {GENERATE, COMPLETIONS, WATCH, "placement", "attempt", "prefill", "decode", "transfer"}
     releases = {
@@ -330,8 +330,8 @@ def test_nothing_else_has_spans(site: Site) -> None:
     assert expected <= names <= expected | releases | puts | {"restore", "pin", "drafts", LOOKUP}
 
 
-def test_a_collector_that_is_away_costs_no_request_anything(site: Site) -> None:
-    """The last one: nothing is collected any more."""
+def test_requests_succeed_without_a_collector(site: Site) -> None:
+    """The last test of the file: the collector is stopped."""
     site.collector.stop()
     answers = [chat(site, Caller(), f"Eight, {number}. {TEXT}") for number in range(3)]
     assert all(answer.usage.completion_tokens == 8 for answer in answers)

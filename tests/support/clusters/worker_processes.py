@@ -36,7 +36,7 @@ class WorkerProcess:
         launcher: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`arguments` come last and override. `launcher`: what Python runs in place of the service's module."""
+        """`arguments` come last and override. `launcher`: replaces `-m` and the service's module."""
         self._environment = environment or {}
         self.role, self.instance, self.endpoint = role, instance, f"127.0.0.1:{port}"
         self._command = [sys.executable, *(launcher or ("-m", f"services.{role}")), "--instance", instance]
