@@ -18,7 +18,7 @@ from services.kvstore.disk.segments.restore import rebuild
 from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.disk.tier import DiskTier, segment_bytes_for
 from tests.kvstore.disk.memory_disk import MemoryDisk, crash_images
-from tests.kvstore.disk.native_disk import write_natively
+from tests.kvstore.disk.native.native_disk import write_natively
 from tests.kvstore.disk.table_check import check_table
 
 IMAGES = 10_000

@@ -249,7 +249,7 @@ def test_io_uring_is_used_where_the_kernel_has_it() -> None:
 def test_threads_read_where_any_call_of_io_uring_is_forbidden(tmp_path: Path, number: int) -> None:
     (tmp_path / "file").write_bytes(random.Random(4).randbytes(PAGE_BYTES))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kvstore.disk.confined", str(number), str(tmp_path / "file")],
+        [sys.executable, "-m", "tests.kvstore.disk.native.confined", str(number), str(tmp_path / "file")],
         capture_output=True,
         text=True,
         timeout=200,

@@ -25,7 +25,7 @@ from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.slots import Slot
 from slipstream.errors import Unavailable
 from tests.kvstore.disk.memory_disk import MemoryDisk
-from tests.kvstore.disk.native_disk import native_writer
+from tests.kvstore.disk.native.native_disk import native_writer
 from tests.kvstore.disk.table_check import check_table
 
 N_SLOTS = 8

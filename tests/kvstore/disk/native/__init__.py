@@ -1,0 +1,1 @@
+"""The native disk code: its system calls, its errors, and large segments."""
