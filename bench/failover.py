@@ -41,7 +41,7 @@ from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
 _FAKE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(64 << 20)]
-_FAILED_ATTEMPT = re.compile(r"^(\S+ \S+) WARNING \S+ services\.router\.\w+: \S+ attempt \d+: ")
+_FAILED_ATTEMPT = re.compile(r"^(\S+ \S+) WARNING \S+ services\.router\.[\w.]+: \S+ attempt \d+: ")
 _BACK_S = 60.0
 
 
