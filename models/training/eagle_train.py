@@ -140,7 +140,7 @@ def window_parts(tokenizer: Tokenizer, s: EagleSettings, seed: int) -> Iterator[
 def train_eagle(
     target: Network, tokenizer: Tokenizer, s: EagleSettings, seed: int, path: Path, log: Log
 ) -> EagleHead:
-    """Trains to the end, from the checkpoint at `path` if there is one; `target` stays as it is."""
+    """Train to the end, from the checkpoint at `path` if there is one; `target` does not change."""
     head = make_head(target, s, seed)
     optimizer = build_optimizer(head, s)
     first = 0

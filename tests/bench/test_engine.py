@@ -1,4 +1,4 @@
-"""The engine benchmark on a tiny checkpoint: it runs, counts what it says, and writes what it promises."""
+"""The engine benchmark on a tiny checkpoint: it runs, counts tokens right, and prints its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator's own gRPC connection against the library's server."""
+"""The load generator's gRPC client against gRPC's own server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METHOD = "/bench.Echo/Parts"
 
 
 async def parts(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-    """The request in parts; what the metadata says first; nothing but an error for an empty one."""
+    """Returns the metadata, then the request in parts; an error for an empty request."""
     if not request:
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
     said = dict(context.invocation_metadata() or ())
@@ -64,7 +64,7 @@ async def test_a_refused_call_has_no_message_and_harms_no_other(connection: Grpc
     assert served == [b"a", b"x"]
 
 
-async def test_a_connection_that_is_gone_is_told(connection: GrpcConnection) -> None:
+async def test_a_closed_connection_raises(connection: GrpcConnection) -> None:
     connection.close()
     with pytest.raises(ConnectionError):
         await ask(connection, b"x")

@@ -1,4 +1,4 @@
-"""The fakes' server against the library's own client: what a servicer says arrives, and nothing stays."""
+"""The fake workers' gRPC server against gRPC's own client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BIG_BYTES = 3_000_000
 
 
 class Echo:
-    """Says what it is told, in each of gRPC's four forms; `running` handlers have not ended."""
+    """Returns its requests, in each of gRPC's four forms; `running` counts handlers that have not ended."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -46,8 +46,10 @@ class Echo:
         if request == b"break":
             raise RuntimeError("broken")
         if request == b"metadata":
-            said = [pair for pair in context.invocation_metadata() if pair[0][:2] == "x-"]
-            return repr(sorted(said, key=lambda pair: pair[0])).encode()  # in the order of a name's values
+            pairs = [pair for pair in context.invocation_metadata() if pair[0][:2] == "x-"]
+            return repr(
+                sorted(pairs, key=lambda pair: pair[0])
+            ).encode()  # keeps the order of a name's values
         if request == b"time":
             return repr(context.time_remaining()).encode()
         return request
@@ -157,7 +159,7 @@ async def test_each_form_of_call_has_its_answer() -> None:
 
 
 async def test_no_answer_waits_for_the_acknowledgement_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it would, 40 ms on Linux, on a socket that gathers what is small."""
+    """Without TCP_NODELAY a small response waits up to 40 ms on Linux."""
     made: list[asyncio.BaseTransport] = []
     inner = GrpcServerConnection.connection_made
 
@@ -178,7 +180,7 @@ async def test_many_calls_at_once_on_one_connection_each_have_their_own() -> Non
         assert await asyncio.gather(*(unary(channel, "One")(request) for request in requests)) == requests
 
 
-# The client's windows as they are, and fixed at the least that gRPC allows.
+# The client's default windows, and the smallest that gRPC allows.
 SMALL = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 
 
@@ -186,7 +188,7 @@ SMALL = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 async def test_messages_larger_than_frames_and_windows_arrive_both_ways(
     options: tuple[tuple[str, int], ...],
 ) -> None:
-    """Among small ones of other calls that do not wait for them."""
+    """Small messages of other calls do not wait for large ones."""
     async with serving(*options) as (_, channel, _server):
         big = bytes(range(256)) * (BIG_BYTES // 256)
         call = both(channel)()
@@ -230,7 +232,7 @@ async def test_a_handler_that_breaks_is_unknown_and_in_the_log(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("method", ["/bench.Echo/None", "/bench.None/One"])
-async def test_a_method_that_nobody_serves_is_unimplemented(method: str) -> None:
+async def test_a_method_without_a_handler_is_unimplemented(method: str) -> None:
     async with serving() as (_, channel, _server):
         call: Any = channel.unary_unary(method)
         streams: Any = channel.stream_stream(method)
@@ -300,7 +302,7 @@ async def test_a_stop_ends_every_call_as_unavailable() -> None:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_port_that_is_taken_is_told() -> None:
+async def test_a_taken_port_raises() -> None:
     server = RpcServer()
     port = server.add_insecure_port("127.0.0.1:0")
     with pytest.raises(RuntimeError, match=str(port)):
@@ -309,7 +311,7 @@ async def test_a_port_that_is_taken_is_told() -> None:
 
 
 class Refusing(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
-    """Typed errors, from each kind of handler; what it leaves out stays out."""
+    """Raises typed errors from each kind of handler; all other calls are unimplemented."""
 
     async def AbortDecode(self, request: decode_pb2.AbortDecodeRequest, context: Any) -> Any:
         raise Overloaded("busy", retry_after_ms=7)
@@ -331,8 +333,8 @@ async def test_a_service_host_on_it_serves_health_reflection_and_typed_errors() 
     )
     await host.start(["slipstream.v1.DecodeService"])
     async with dial(host.endpoint) as channel, asyncio.timeout(WAIT_S):
-        await health_is_told(channel, host)
-        await services_are_told(channel)
+        await assert_health_is_served(channel, host)
+        await assert_services_are_listed(channel)
         stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.AbortDecode(decode_pb2.AbortDecodeRequest())
@@ -345,9 +347,9 @@ async def test_a_service_host_on_it_serves_health_reflection_and_typed_errors() 
             await call.read()
         error = from_rpc_error(caught.value)
         assert isinstance(error, Overloaded) and error.retry_after_ms == 8
-        left_out: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
+        omitted: Any = prefill_pb2_grpc.PrefillServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await left_out.RenewHandoff(prefill_pb2.RenewHandoffRequest())
+            await omitted.RenewHandoff(prefill_pb2.RenewHandoffRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         status: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -356,7 +358,7 @@ async def test_a_service_host_on_it_serves_health_reflection_and_typed_errors() 
     await host.stop(grace_s=1.0)
 
 
-async def health_is_told(channel: grpc.aio.Channel, host: ServiceHost) -> None:
+async def assert_health_is_served(channel: grpc.aio.Channel, host: ServiceHost) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=READINESS)
     watch = stub.Watch(request)
@@ -371,7 +373,7 @@ async def health_is_told(channel: grpc.aio.Channel, host: ServiceHost) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def services_are_told(channel: grpc.aio.Channel) -> None:
+async def assert_services_are_listed(channel: grpc.aio.Channel) -> None:
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     answer = await call.read()

@@ -1,4 +1,4 @@
-"""The fake worker of SMG's protocol: HTTP/2 as a gRPC client sees it, and the pace of all our fakes."""
+"""The fake worker of SMG's protocol: its calls, its pace, and flow control."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_tokens_come_no_sooner_than_the_pace() -> None:
         assert times[4] - began_s >= 0.119
 
 
-async def test_a_client_that_goes_takes_its_sequences_along() -> None:
+async def test_a_disconnect_ends_the_clients_sequences() -> None:
     async with serving(Pace(3_600_000.0, 0.0, 0.0)) as (scheduler, call, _):
         waiting = asyncio.create_task(call(PROMPT))
         async with asyncio.timeout(60):

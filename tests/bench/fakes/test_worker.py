@@ -1,4 +1,4 @@
-"""The fake workers called directly, as the latency part's baseline does, and by the streams of a router."""
+"""The fake workers, called directly as in the latency part's baseline, and by a router's streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator notes of an answer what gRPC's own client sees of it."""
+"""The load generator's log of an answer agrees with gRPC's own client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANSWERS: dict[str, tuple[Sequence[Response], str]] = {
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[str]:
-    """Answers as the prompt says."""
+    """A server that returns the answer whose name is the prompt."""
 
     async def generate(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
         messages, end = ANSWERS[router_pb2.GenerateRequest.FromString(data).chat.messages[0].content[0].text]

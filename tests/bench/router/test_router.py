@@ -1,4 +1,4 @@
-"""The router benchmark runs end to end on real processes and says what it promises."""
+"""The router benchmark runs end to end on real processes and reports all its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the router's memories: each side is measured, in processes of its own."""
+"""The benchmarks of the router's caches measure both sides in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SMG beside the router: where it cannot run the benchmark says why; two routers' figures become ratios."""
+"""SMG beside the router: the reasons why it cannot run, and the ratios of two routers' figures."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_rounds_are_several_where_two_are_compared() -> None:
     assert parse(["--smg", "/env", "--smg-arguments=--policy random"]).smg_arguments == "--policy random"
 
 
-async def test_an_environment_without_smg_is_told_what_it_lacks(tmp_path: Path) -> None:
+async def test_an_environment_without_smg_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
     venv.create(tmp_path, symlinks=True)
     with pytest.raises(
         SmgUnusable, match=r"smg-grpc-proto h2.*Missing there: \['smg', 'smg_grpc_proto', 'h2'\]"

@@ -1,4 +1,4 @@
-"""Reads a block where one system call is forbidden: `python -m tests.kvstore.disk.native.confined NUMBER FILE`."""
+"""Reads a block without one system call: `python -m tests.kvstore.disk.native.confined NUMBER FILE`."""
 
 from __future__ import annotations
 
