@@ -120,12 +120,12 @@ WAYS = {
 
 @pytest.mark.parametrize(("pause_s", "lost_s", "channel_s"), WAYS.values(), ids=WAYS)
 def test_what_every_way_back_waits_for_adds_up(pause_s: float, lost_s: float, channel_s: float) -> None:
-    """Either the answer was lost, or the channel had to be made anew."""
+    """Either the answer was lost, or the client had to open a new channel."""
     assert pause_s + max(lost_s, channel_s) <= HEAL_S
 
 
 def test_a_connection_that_the_network_forgot_is_noticed_in_time() -> None:
-    """Nothing of ours is in its way; only pings tell. Then it is made anew, after the first pause."""
+    """Only pings detect the loss; then the client opens a new channel after the first pause."""
     named = dict(CHANNEL_OPTIONS)
     silence_s, answer_s = named["grpc.keepalive_time_ms"] / 1e3, named["grpc.keepalive_timeout_ms"] / 1e3
     assert named["grpc.http2.ping_timeout_ms"] == named["grpc.keepalive_timeout_ms"]

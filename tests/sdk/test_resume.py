@@ -91,7 +91,7 @@ WIDTHS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 def test_nothing_is_lost_or_doubled(
     kinds: list[int], cuts: list[tuple[int, list[int]]], last: list[int]
 ) -> None:
-    """Connections that end after so many responses, each router joining tokens in its own way."""
+    """Connections that end after so many responses, each router joining tokens in another way."""
     whole = resumption()
     for response in router(kinds, after=0, widths=[1]):
         whole.feed(response)

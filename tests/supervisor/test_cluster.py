@@ -78,7 +78,7 @@ async def test_starts_in_order_restarts_and_stops_in_the_reverse_order(fake: Fak
             cluster.kill("decode-7")
         last = pids(cluster)
     assert not any(alive(pid) for pid in [*first.values(), *last.values()])
-    # The router had stopped before any other was told to.
+    # The router had stopped before any other process began to stop.
     stopped = {event["instance"]: event["at"] for event in fake.events("stopped")}
     stopping = {event["instance"]: event["at"] for event in fake.events("stopping")}
     assert stopped["router-0"] < min(at for name, at in stopping.items() if name != "router-0")
@@ -214,7 +214,7 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     (tmp_path / "file").touch()
     await refused(fake, "file cannot be the run directory: File exists", run_dir=tmp_path / "file")
     await refused(fake, "cannot be the run directory: Not a directory", run_dir=tmp_path / "file" / "run")
-    with socket.socket() as silent:  # taken, so that nobody comes to listen there
+    with socket.socket() as silent:  # taken, so that no process can listen there
         silent.bind(("127.0.0.1", 0))
         absent = f"127.0.0.1:{silent.getsockname()[1]}"
         await refused(fake, f"no etcd at {absent}", etcd=absent)

@@ -104,5 +104,7 @@ async def test_a_full_disk_costs_lines_and_is_told_once(
     await copy(book, "b-0", b"kept\n")
     assert (tmp_path / "b-0").read_bytes() == b"kept\n"
     await copy(book, "a-0", b"three\n")
-    assert problems[2:] == [f"lines are missing in {tmp_path}: {full}"]  # anew, as it was well meanwhile
+    assert problems[2:] == [
+        f"lines are missing in {tmp_path}: {full}"
+    ]  # again, after a time without the problem
     book.close()

@@ -77,7 +77,7 @@ def test_free_ports_are_free_and_different() -> None:
         busy.bind(("127.0.0.1", ports[0]))
         busy.listen()
         again = free_ports(20, rng=random.Random(1), taken=ports[1:3])
-        assert not set(ports) & set(again)  # whoever was given some may not have begun to listen yet
+        assert not set(ports) & set(again)  # a process may not listen on its ports yet
         with pytest.raises(InvalidArgument, match=r"--http: .* in use"):
             require_free(f"127.0.0.1:{ports[0]}", flag="--http")
     require_free(f"127.0.0.1:{ports[0]}", flag="--http")

@@ -1,4 +1,4 @@
-"""Every real service starts with the arguments that the plan gives it, and ends when told to."""
+"""Every real service starts with the arguments that the plan gives it, and ends at SIGTERM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def status_at(endpoint: str) -> worker_pb2.GetStatusResponse:
 
 
 async def told_of_an_end_by_hand(cluster: ClusterSupervisor, instance: str) -> bool | None:
-    """SIGTERM by somebody else than the supervisor, which tells of the very run that ended, and how."""
+    """SIGTERM from another process than the supervisor, which reports the run that ended, and how."""
     process = cluster.record().find(instance)
     status = await status_at(process.endpoint)
     client = EtcdClient([cluster.record().etcd], timeout_s=60)
@@ -45,7 +45,7 @@ async def told_of_an_end_by_hand(cluster: ClusterSupervisor, instance: str) -> b
 
 
 async def test_the_five_services_start_and_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INCARNATION_VARIABLE, "ours")  # which is nobody else's
+    monkeypatch.setenv(INCARNATION_VARIABLE, "ours")  # no other process has it
     model = tmp_path / "model"
     model.mkdir()
     for name in ("tiktoken.model", "tokenizer_config.json"):

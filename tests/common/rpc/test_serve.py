@@ -44,13 +44,13 @@ CHECK = frame(
 
 
 class Raw:
-    """A TCP connection that says what it is told to."""
+    """A TCP connection that sends given bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     async def until_closed(self, *, ack_settings: bool = False, answer_pings: bool = False) -> None:
-        """Read until the host closes; says no more than it is told to."""
+        """Read until the host closes; sends nothing."""
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 header = await self.reader.readexactly(9)

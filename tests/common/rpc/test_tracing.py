@@ -39,7 +39,7 @@ def test_a_span_of_another_process_is_the_parent_and_goes_on(kept: KeptSpans) ->
 
 def test_where_nothing_is_traced_no_carrier_is_asked_and_every_span_is_the_same_nothing() -> None:
     def carrier() -> dict[str, str]:
-        raise AssertionError("nobody needs it")
+        raise AssertionError("the span is not recorded")
 
     served = tracing.server_span("call", carrier, begins=True)
     assert served is tracing.span("below", tokens=1) is tracing.span("another")
@@ -51,7 +51,7 @@ def test_where_nothing_is_traced_no_carrier_is_asked_and_every_span_is_the_same_
 def test_a_span_that_its_caller_ends_is_below_its_carrier(kept: KeptSpans) -> None:
     assert tracing.begin_server("of nobody", dict) is INVALID_SPAN
     opened = tracing.begin_server("drafts", lambda: {"traceparent": PARENT}, {"rows": 2})
-    assert tracing.trace_metadata() == ()  # it is nobody's current one
+    assert tracing.trace_metadata() == ()  # the span is not current
     opened.end()
     assert parts(kept.last()) == (int("a" * 32, 16), int("b" * 16, 16))
 

@@ -1,4 +1,4 @@
-"""The command line against a cluster of fake services, run as processes of their own."""
+"""The command line against a cluster of fake services, run as separate processes."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ async def test_status_kill_and_down(foreground: asyncio.subprocess.Process, tmp_
 
     # A process that does not answer soon is shown without its status.
     for _ in range(10):
-        told: dict[str, Any] = json.loads(await slipstream("status", "--run-dir", str(run_dir), "--json"))
-        if told["sessions"] and all(w["status"] for w in told["workers"] if w["instance"] != "etcd"):
+        status: dict[str, Any] = json.loads(await slipstream("status", "--run-dir", str(run_dir), "--json"))
+        if status["sessions"] and all(w["status"] for w in status["workers"] if w["instance"] != "etcd"):
             break
-    assert told["cluster"]["router_grpc"] == record.router_grpc
-    workers = {worker["instance"]: worker for worker in told["workers"]}
+    assert status["cluster"]["router_grpc"] == record.router_grpc
+    workers = {worker["instance"]: worker for worker in status["workers"]}
     assert set(workers) == {"etcd", "prefill-0", "decode-0", "router-0"}
     assert workers["decode-0"]["status"]["role"] == "decode"
     assert workers["decode-0"]["status"]["load"]["requests_running"] == 2
     assert workers["decode-0"]["rss_bytes"] > 1e6
-    session = told["sessions"][0]
+    session = status["sessions"][0]
     assert (session["session"], session["decode"], session["block_count"]) == ("chat 1", "decode-0", 12)
     assert session["epoch"] > 0
 
