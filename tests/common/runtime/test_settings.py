@@ -158,7 +158,7 @@ def test_a_number_that_is_not_finite_or_too_low_names_its_setting(
 def test_a_whole_number_that_no_float_can_hold_names_its_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = refused(capsys, file="share = 1" + 400 * "0", tmp_path=tmp_path)
+    words = error_of(capsys, file="share = 1" + 400 * "0", tmp_path=tmp_path)
     assert words.endswith("share: must be a number, not one of 401 digits")
 
 
