@@ -46,9 +46,10 @@ def price_prefill(
         pairs = uncached * (cached + uncached / 2) * 1e-3
         prefill_ms = request_ms + token_ms * uncached + attention_ms * pairs
         source, loaded, load_ms = None, 0, 0.0
-        if sources and group in sources:
+        of_group = sources.get(group) if sources else None
+        if of_group is not None:
             # Predicted KV may come late, and computing it again costs far more than a read.
-            source, load_ms, prefill_ms = sources[group].best_read(cached, prefill_ms, model)
+            source, load_ms, prefill_ms = of_group.best_read(cached, prefill_ms, model)
             if source is not None:
                 loaded, cached = source.tokens - cached, source.tokens
         if cached < held:
