@@ -141,7 +141,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_evicted_wanted_nvme_gap_ms_total", "counter", "Times between the two, disks."),
     Metric("slipstream_kvstore_evicted_wanted_pool_total", "counter", "As above, of the pool."),
     Metric("slipstream_kvstore_evicted_wanted_pool_gap_ms_total", "counter", "Times between the two, pool."),
-    Metric("slipstream_kvstore_policy_changes_total", "counter", "Changes of the eviction policy that is followed."),
+    Metric(
+        "slipstream_kvstore_policy_changes_total",
+        "counter",
+        "Changes of the eviction policy that is followed.",
+    ),
     Metric("slipstream_kvstore_disk_refused_total", "counter", "Blocks not worth a write to disk."),
     Metric("slipstream_kvstore_corrupt_blocks_total", "counter", "Blocks dropped for a wrong checksum."),
     Metric("slipstream_kvstore_writes_waiting", "gauge", "Blocks on their way from memory to a disk."),
