@@ -77,7 +77,9 @@ async def test_memory_that_the_engine_refused_is_no_destination(
     refused = DeviceTensor(Device("cuda", 0))
     with pytest.raises(TransferRefused, match=r"cuda:0") as caught:
         transport.register(refused)
-    assert ("sockets cannot move" if transport.kind == "socket" else "built with CUDA") in str(caught.value)
+    assert (
+        "sockets move memory of the host only" if transport.kind == "socket" else "built with CUDA"
+    ) in str(caught.value)
     op = ReadOp(refused.data_ptr(), refused.data_ptr(), 64)
     with pytest.raises(TransferRefused, match="not registered"):
         await transport.read(transport.session_id, [op], timeout_s=5)
