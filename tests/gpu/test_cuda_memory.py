@@ -94,7 +94,7 @@ async def test_a_damaged_device_page_is_found_by_its_checksum(cuda: str) -> None
 async def test_the_socket_transport_refuses_device_memory_with_the_reason(cuda: str) -> None:
     transport = SocketTransport()
     try:
-        with pytest.raises(TransferRefused, match="sockets cannot move memory of cuda:0"):
+        with pytest.raises(TransferRefused, match="the kernel cannot read cuda:0"):
             transport.register(torch.zeros(4096, device=cuda))
     finally:
         await transport.close()
