@@ -117,3 +117,16 @@ def test_every_enum_of_a_request_has_names() -> None:
     assert set(MESSAGE_ROLES) == {"developer", "system", "user", "assistant", "tool"}
     assert set(TOOL_CHOICE_MODES) == {"auto", "none", "required", "function"}
     assert set(PRIORITIES) == {"interactive", "default", "bulk"}
+
+
+def test_a_field_that_is_encoded_twice_counts_once_and_is_no_unknown_field() -> None:
+    once = router_pb2.GenerateRequest(prompt="b").SerializeToString()
+    twice = router_pb2.GenerateRequest(prompt="a").SerializeToString() + once
+    assert parse_message(twice) == router_pb2.GenerateRequest(prompt="b")
+
+
+def test_an_unknown_field_in_a_wasteful_encoding_is_named() -> None:
+    data = router_pb2.GenerateRequest(prompt="a").SerializeToString() * 2 + b"\xf8\x3f\x01"  # field 1023
+    with pytest.raises(InvalidArgument) as caught:
+        parse_message(data)
+    assert caught.value.field == "1023"
