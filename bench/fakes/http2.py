@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class Http2Stream:
     unsent: deque[memoryview] = field(default_factory=deque)  # waits for the peer's windows
 
 
-class Http2Connection(asyncio.Protocol):
+class Http2Connection(asyncio.Protocol, ABC):
     """One connection: bytes in, events to `handle`; what the streams send goes out with `flush`."""
 
     def __init__(self, *, is_client: bool) -> None:
@@ -80,13 +81,13 @@ class Http2Connection(asyncio.Protocol):
         self.http2.local_settings = Settings(client=is_client, initial_values=windows)
         self.transport: asyncio.Transport | None = None
 
+    @abstractmethod
     def handle(self, event: Event) -> None:
         """React to an event that concerns a stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_streams(self) -> Iterable[Http2Stream]:
         """The streams that may have unsent data."""
-        raise NotImplementedError
 
     def after_sending(self, stream: Http2Stream) -> None:
         """All data of the stream is sent."""

@@ -102,7 +102,7 @@ class Scene:
         return [self._random.randbytes(16) for _ in range(n)]
 
     def _teach(self) -> None:
-        """Give each worker rates of its own."""
+        """Give each worker separate rates."""
         for link in self._prefill:
             for _ in range(10):
                 tokens = self._random.randint(500, 8_000)
