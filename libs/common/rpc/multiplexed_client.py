@@ -40,7 +40,7 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
         self.peer = peer
         self.receivers: dict[int, ReceiverT] = {}
         self._last_handle = 0
-        self._call: _Call | None = None
+        self._call: _OpenCall | None = None
 
     @abstractmethod
     def open_call(self) -> Any:
@@ -84,7 +84,7 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
         if call is None:
             # The call outlives the request that opens it, and belongs to no request's trace.
             empty = contextvars.Context()
-            call = self._call = _Call(empty.run(self.open_call))
+            call = self._call = _OpenCall(empty.run(self.open_call))
             call.reader = asyncio.create_task(self._read(call), name=f"stream {self.peer}", context=empty)
         call.put(command)
 
@@ -122,7 +122,7 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
             except Exception:  # the other receivers must fail too
                 log.exception("stream to %s: a receiver raised while it failed", self.peer)
 
-    async def _read(self, call: _Call) -> None:
+    async def _read(self, call: _OpenCall) -> None:
         writer = asyncio.create_task(self._write(call))
         error: errors.SlipstreamError = errors.Unavailable(f"{self.peer} ended the stream")
         try:
@@ -143,7 +143,7 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
                 self._fail_all(error)
             log.info("stream to %s ended: %s", self.peer, error)
 
-    async def _write(self, call: _Call) -> None:
+    async def _write(self, call: _OpenCall) -> None:
         """Until cancelled, or until the call breaks, which the reader notices too."""
         try:
             while True:
@@ -173,7 +173,7 @@ def batches(commands: Sequence[CommandT]) -> Iterator[list[CommandT]]:
     yield batch
 
 
-class _Call:
+class _OpenCall:
     """One call and the commands that wait to be written to it."""
 
     def __init__(self, grpc_call: Any) -> None:

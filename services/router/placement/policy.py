@@ -73,7 +73,7 @@ _Candidates = Sequence[WorkerCandidate]
 _Sources = Mapping[Group, KvSources]
 
 
-class _Way(msgspec.Struct, frozen=True, gc=False):
+class _PricedWay(msgspec.Struct, frozen=True, gc=False):
     """A way to run the whole request: a prefill and a decode worker of one group, or part "local" alone."""
 
     choices: tuple[Choice, ...]
@@ -150,21 +150,23 @@ def _price_local(
     return [candidate for candidate in local if candidate.cached_tokens >= least_tokens]
 
 
-def _pair(prefill: Choice, decode: Choice, fleet: PlacementFleet) -> _Way:
+def _pair(prefill: Choice, decode: Choice, fleet: PlacementFleet) -> _PricedWay:
     p, d = prefill.candidate, decode.candidate
     terms_ms = (
         *(p.queue_ms, p.prefill_ms, p.load_ms, d.transfer_ms, d.decode_queue_ms, d.step_ms),
         *(p.others_ms + d.others_ms, fleet.region_ms.get(p.group[1], 0.0)),
     )
-    return _Way((prefill, decode), Cost(*terms_ms, sum(terms_ms)))
+    return _PricedWay((prefill, decode), Cost(*terms_ms, sum(terms_ms)))
 
 
-def _alone(local: Choice, fleet: PlacementFleet) -> _Way:
+def _alone(local: Choice, fleet: PlacementFleet) -> _PricedWay:
     cost, region_ms = local.candidate.cost, fleet.region_ms.get(local.candidate.group[1], 0.0)
-    return _Way((local,), replace(cost, region_ms=region_ms, total_ms=cost.total_ms + region_ms))
+    return _PricedWay((local,), replace(cost, region_ms=region_ms, total_ms=cost.total_ms + region_ms))
 
 
-def _local_reason(alone: _Way, pairs: Sequence[_Way], prefill: _Candidates) -> ChoiceReason | None:
+def _local_reason(
+    alone: _PricedWay, pairs: Sequence[_PricedWay], prefill: _Candidates
+) -> ChoiceReason | None:
     """Why a decode worker is to compute the prompt; None if a pair is to run the request."""
     if not pairs:
         return forced_reason(alone.name, _no_worker("prefill", prefill))
@@ -173,7 +175,7 @@ def _local_reason(alone: _Way, pairs: Sequence[_Way], prefill: _Candidates) -> C
     return None
 
 
-def _pair_reasons(pairs: Sequence[_Way], alone: _Way | None) -> list[ChoiceReason]:
+def _pair_reasons(pairs: Sequence[_PricedWay], alone: _PricedWay | None) -> list[ChoiceReason]:
     """Why the first pair was chosen over that of another group, and over a cheaper decode worker alone."""
     pair, reasons = pairs[0], []
     if len(pairs) > 1:
@@ -187,7 +189,7 @@ def _pair_reasons(pairs: Sequence[_Way], alone: _Way | None) -> list[ChoiceReaso
 def _decide(
     request: PlacementRequest,
     fleet: PlacementFleet,
-    way: _Way,
+    way: _PricedWay,
     reasons: list[ChoiceReason],
     parts: Mapping[str, _Candidates],
     *,
