@@ -1,4 +1,4 @@
-"""The lender's end of `KvstoreService.Pins`: a reader's pins on one stream, each as by a call of its own.
+"""The lender's end of `KvstoreService.Pins`: many pins of a reader on one stream.
 
     server = PinServer(servicer, end_pin)
     async def Pins(self, requests, context):

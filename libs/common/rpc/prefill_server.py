@@ -41,7 +41,7 @@ class PrefillStream(ServerStream[prefill_pb2.StartPrefill, prefill_pb2.PrefillEv
         await asyncio.sleep(0)  # for the events of other prompts in this iteration of the event loop
 
     async def run(self, start: prefill_pb2.StartPrefill) -> None:
-        """Pass on a prompt's events under a span of its own."""
+        """Pass on a prompt's events under a separate span."""
         attempt = start.attempt
         named: tracing.Attributes = {"request_id": attempt.request_id, "attempt": attempt.attempt}
         try:

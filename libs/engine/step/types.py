@@ -178,7 +178,7 @@ class DeviceBytes(Tensor, Protocol):
 
     def __getitem__(self, span: slice, /) -> DeviceBytes: ...
 
-    # Any: a tensor accepts only memory of its own kind.
+    # Any: a tensor accepts only memory of the same kind.
     def __setitem__(self, span: slice, content: Any, /) -> None: ...
 
 

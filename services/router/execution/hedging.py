@@ -220,7 +220,7 @@ class HedgedAttempt:
             tracing.failed(error, attempt.span)
 
     def _release(self, attempt: Attempt) -> None:
-        """Release an attempt in a task of its own, which delays no client and survives a cancel."""
+        """Release an attempt in a separate task, which delays no client and survives a cancel."""
         attempt.span.end()
         work = attempt.release()
         if work is not None:

@@ -25,7 +25,7 @@ _Fit = TypeVar("_Fit", PrefillFit, DecodeFit)
 
 
 class WorkerModels:
-    """Fits by worker: each process of a worker has a name of its own."""
+    """Fits by worker: each process of a worker has a separate name."""
 
     def __init__(self) -> None:
         self._prefill: dict[str, PrefillFit] = {}

@@ -207,7 +207,7 @@ def test_folding_changes_equals_applying_them_to_a_dict(
     assert {key: kv.value for key, kv in entries.items()} == start
 
 
-async def test_a_connection_that_the_network_forgot_is_replaced_by_reads_and_a_change_is_made_anew(
+async def test_a_connection_that_the_network_forgot_is_replaced_by_reads_and_the_change_is_repeated(
     etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs without gRPC's pings: etcd allows too few of them to rely on."""
