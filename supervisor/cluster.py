@@ -27,12 +27,13 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import EtcdUnavailable
 from slipstream.cluster_record import ClusterRecord, ProcessRecord
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from slipstream.rpc.cluster_secret import ClusterSecret
 from supervisor import process_stats, run_directory
 from supervisor.config_check import check_config, transport_warning
 from supervisor.etcd import etcd_binary, etcd_command
 from supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
 from supervisor.logs import ProcessLogs
-from supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
+from supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed, secret_file
 from supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
 from supervisor.ports import free_ports
 from supervisor.process import SupervisedProcess
@@ -130,6 +131,7 @@ class ClusterSupervisor:
 
     async def _start(self) -> None:
         check_config(self._config)
+        ClusterSecret.keep_in(secret_file(self._config.run_dir))
         self._say_what_starts()
         run_directory.forget_drained(self._config.run_dir)
         self._logs = ProcessLogs(self._config.run_dir / "logs", on_problem=self._say)

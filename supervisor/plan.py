@@ -71,6 +71,11 @@ class ProcessPlan:
     awaited: bool = True
 
 
+def secret_file(run_dir: Path) -> Path:
+    """Where a local cluster keeps its secret. It outlives the processes: blocks on disk depend on it."""
+    return run_dir / "cluster.secret"
+
+
 def instances(config: ClusterConfig) -> Iterator[tuple[Role, str]]:
     """Role and name of every service process."""
     for role, count in config.counts().items():
@@ -108,6 +113,7 @@ def plan_services(
                 http=http,
                 # Several processes share the cores; each with a thread per core would thrash.
                 env={
+                    "SLIPSTREAM_CLUSTER_SECRET_FILE": str(secret_file(config.run_dir)),
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
                     **config.extra_environment.get(role, {}),
                 },

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
+from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
 
 DEFAULT_DRAIN_S = 5.0
+SECRET_VARIABLE = "SLIPSTREAM_CLUSTER_SECRET"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -30,6 +33,9 @@ class ServiceSettings:
         "PEM of this process's certificate", default=None, check=check_readable
     )
     tls_key: Path | None = setting("PEM of its key", default=None, check=check_readable)
+    cluster_secret_file: Path | None = setting(
+        "file with the secret that all processes of the cluster share", default=None, check=check_readable
+    )
     log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
     drain_s: float = setting("seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S)
 
@@ -40,6 +46,16 @@ class ServiceSettings:
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
             raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
         return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key)
+
+    def cluster_secret(self) -> ClusterSecret | None:
+        """The secret of --cluster-secret-file or SECRET_VARIABLE, or None. Raises SystemExit."""
+        try:
+            if self.cluster_secret_file is not None:
+                return ClusterSecret.from_file(self.cluster_secret_file)
+            text = os.environ.get(SECRET_VARIABLE, "").strip()
+            return ClusterSecret(text.encode()) if text else None
+        except ValueError as error:
+            raise SystemExit(f"--cluster-secret-file or {SECRET_VARIABLE}: {error}") from None
 
 
 @dataclass(frozen=True)
