@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_status import rpc_status
 
-from slipstream.errors import Aborted, DataCorrupt, DeadlineExceeded, Draining, Overloaded, SlipstreamError
+from slipstream.errors import (
+    Aborted,
+    DataCorrupt,
+    DeadlineExceeded,
+    Draining,
+    Overloaded,
+    SlipstreamError,
+    Unavailable,
+)
 from slipstream.replies import Event, Reply, ReplyBuilder
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
@@ -195,8 +203,8 @@ def _strip(fresh: str, known: str) -> tuple[str, str]:
 
 
 def _may_resume(error: grpc.RpcError, typed: SlipstreamError) -> bool:
-    """A connection that broke, or a router that says it drains. Everything else is the router's answer."""
-    if isinstance(typed, Draining):
+    """A connection that broke, or a router that drains or lacks a worker. The rest is the router's answer."""
+    if isinstance(typed, Draining | Unavailable):
         return True
     return bool(error.code() in _CONNECTION_CODES and rpc_status.from_call(error) is None)
 

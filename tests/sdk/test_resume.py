@@ -141,7 +141,7 @@ def test_another_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        errors.Unavailable("no decode worker is ready"),
+        errors.DataCorrupt("no"),
         errors.Overloaded("full"),
         errors.Quarantined("no"),
         errors.Internal("defect"),
@@ -154,10 +154,13 @@ def test_a_routers_own_word_is_final(word: errors.SlipstreamError) -> None:
         resumption().lost(Lost(grpc.StatusCode.OK, word), now_s=0.0)
 
 
-def test_a_router_that_drains_is_left() -> None:
-    stream = resumption()
-    stream.lost(Lost(grpc.StatusCode.OK, errors.Draining("restarts")), now_s=0.0)
+@pytest.mark.parametrize("word", [errors.Draining("restarts"), errors.Unavailable("no worker is ready")])
+def test_a_router_that_drains_or_lacks_a_worker_is_left(word: errors.SlipstreamError) -> None:
+    stream = resumption(within_s=5.0)
+    stream.lost(Lost(grpc.StatusCode.OK, word), now_s=0.0)
     assert stream.attempt == 2
+    with pytest.raises(type(word)):
+        stream.lost(Lost(grpc.StatusCode.OK, word), now_s=5.0)
 
 
 def test_a_stream_under_way_waits_for_a_full_router() -> None:

@@ -14,7 +14,8 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import TokenCache
 from services.router.workers.fleet import RouterFleet
 
-# How long a request that was placed before waits for a ready worker.
+# How long a request that was placed before waits for a ready worker, and how long after the begin of an
+# outage a new one does.
 RECOVERY_WAIT_S = 30.0
 
 

@@ -17,6 +17,7 @@ from services.router.execution.output_processor import OutputProcessor
 from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.retry_loop import run_attempts
+from services.router.execution.worker_selection import await_fingerprint
 from services.router.placement.types import PlacementDecision
 from services.router.request.prompt import Prompt, PromptDraft
 from services.router.request.types import Caller, GenerationRequest
@@ -80,7 +81,7 @@ class GenerationTask:
         self._prompt = await encode_prompt(
             context, self.request, tenant=self.caller.tenant, request_id=self.request_id
         )
-        state = self._make_state()
+        state = self._make_state(await await_fingerprint(context))
         state.is_closed = self._is_closed
         if context.failover.quarantine.has_refusals:
             context.failover.quarantine.check(state.content())
@@ -100,11 +101,8 @@ class GenerationTask:
             self.sink.producer = None
             self._state, self._decision = None, state.decision
 
-    def _make_state(self) -> RequestState:
+    def _make_state(self, fingerprint: common_pb2.Fingerprint) -> RequestState:
         context, prompt = self.context, self._prompt
-        fingerprint = context.fleet.fingerprint()
-        if fingerprint is None:
-            raise errors.Unavailable("no decode worker is ready")
         salt = tenant_salt(self.caller.tenant)
         self._chain, n_hashed = prompt.chain(
             root=fingerprint.digest, salt=salt, block_tokens=fingerprint.block_tokens

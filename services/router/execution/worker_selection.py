@@ -7,12 +7,14 @@ from collections.abc import Set
 
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc import tracing
+from services.router.execution.context import RouterContext
 from services.router.execution.dispatcher import Assignment, PlacementQuery
 from services.router.execution.request_state import RequestState
 from services.router.placement.decision_json import span_attributes
 from services.router.request.prompt import default_seed
 from slipstream import bounds, errors
 from slipstream.bound import shown
+from slipstream.v1 import common_pb2
 
 _RETRY_PAUSE_S = 0.2
 
@@ -20,13 +22,15 @@ _RETRY_PAUSE_S = 0.2
 async def select_workers(state: RequestState) -> Assignment:
     """Choose workers for the next attempt. Raises Unavailable when there are none.
 
-    Only a request that was placed before waits for workers. A request that a worker refused for overload
-    before its first token does not wait.
+    A request that was placed before waits for workers, and a new one while an outage is young. A request
+    that a worker refused for overload before its first token does not wait.
     """
-    fleet, clock = state.context.fleet, state.context.clock
+    context = state.context
+    fleet, clock = context.fleet, context.clock
     avoid, error = state.retry_policy.avoid, state.retry_policy.error
     is_overloaded = isinstance(error, errors.Overloaded) and not state.output.tokens
-    give_up_s = clock() + (state.context.recovery_wait_s if error is not None else 0.0)
+    wait_s = context.recovery_wait_s if error is not None else outage_wait_s(context)
+    give_up_s = clock() + wait_s
     while True:
         seen = fleet.version
         try:
@@ -42,6 +46,25 @@ async def select_workers(state: RequestState) -> Assignment:
                 await fleet.wait_changed(seen)
         except TimeoutError:
             pass
+
+
+def outage_wait_s(context: RouterContext) -> float:
+    """How long a new request waits for workers. A fleet that was never ready is not waited for."""
+    return max(0.0, context.recovery_wait_s - context.fleet.outage_s)
+
+
+async def await_fingerprint(context: RouterContext) -> common_pb2.Fingerprint:
+    """The fingerprint of the fleet, after an outage that ends in time. Raises Unavailable."""
+    fleet = context.fleet
+    if (fingerprint := fleet.fingerprint()) is not None:
+        return fingerprint
+    try:
+        async with asyncio.timeout(outage_wait_s(context)):
+            while (fingerprint := fleet.fingerprint()) is None:
+                await fleet.wait_changed(fleet.version)
+    except TimeoutError:
+        raise errors.Unavailable("no decode worker is ready") from None
+    return fingerprint
 
 
 def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bool) -> Assignment:

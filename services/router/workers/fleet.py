@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
@@ -68,6 +69,8 @@ class RouterFleet:
         self._retired: list[WorkerConnection] = []
         self._strangers: set[str] = set()  # workers that were logged
         self._version = 0
+        self._was_ready = False
+        self._outage_began_s = -math.inf
         self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, at the last change
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,6 +115,11 @@ class RouterFleet:
         return fingerprint is not None and all(
             self._ready(role, fingerprint) for role in (Role.PREFILL, Role.DECODE)
         )
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds since no request could be placed any more: 0 while one can, infinite if none ever could."""
+        return 0.0 if self.ready else self._clock() - self._outage_began_s
 
     @property
     def tokens_in_flight(self) -> int:
@@ -242,6 +250,10 @@ class RouterFleet:
     def _notify(self) -> None:
         self._fingerprint = _most_shared(self._links.values())
         self._log_strangers()
+        is_ready = self.ready
+        if self._was_ready and not is_ready:
+            self._outage_began_s = self._clock()
+        self._was_ready = is_ready
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()

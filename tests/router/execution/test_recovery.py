@@ -179,6 +179,39 @@ async def test_an_empty_fleet_is_unavailable_at_once(model: FakeModel, card: Mod
             await client.chat(HELLO)
 
 
+async def test_a_new_request_waits_for_workers_that_were_there_a_moment_ago(
+    model: FakeModel, card: ModelCard
+) -> None:
+    async with (
+        FakeCluster(model, prefills=1, decodes=1) as cluster,
+        open_router(cluster, card) as router,
+        AsyncClient(router.host.endpoint, resume_within_s=0.0) as client,
+    ):
+        text = await expected(client)
+        record = cluster.decodes[0].worker
+        await cluster.discovery.withdraw(record)
+        await eventually(lambda: not router.fleet.ready)
+        waiting = asyncio.create_task(client.chat(HELLO, seed=1))
+        await eventually(lambda: router.runs.held == 1)
+        assert not waiting.done()
+        cluster.discovery.announce(record)
+        assert (await waiting).text == text
+
+
+async def test_an_outage_that_lasts_refuses_new_requests(model: FakeModel, card: ModelCard) -> None:
+    async with (
+        FakeCluster(model, prefills=1, decodes=1) as cluster,
+        open_router(cluster, card, recovery_wait_s=0.2) as router,
+        AsyncClient(router.host.endpoint, resume_within_s=0.0) as client,
+    ):
+        await expected(client)
+        await cluster.discovery.withdraw(cluster.decodes[0].worker)
+        await eventually(lambda: router.fleet.outage_s > 0.2)
+        with pytest.raises(errors.Unavailable, match="no decode worker is ready"):
+            await client.chat(HELLO, seed=1)
+        await eventually(lambda: not router.runs.held)
+
+
 async def test_a_new_router_knows_the_running_cluster_before_it_serves(
     cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
