@@ -13,7 +13,7 @@ from libs.common.runtime.process_settings import ServiceSettings, TierSettings
 from libs.common.runtime.settings import Row, rows
 from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
-from services.kvstore.options import NodeSettings
+from services.kvstore.settings import NodeSettings
 from services.router.settings import RouterSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

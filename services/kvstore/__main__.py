@@ -13,7 +13,7 @@ from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime.settings import load_settings
 from services.kvstore.app import serve
-from services.kvstore.options import NodeSettings, options_of
+from services.kvstore.settings import NodeSettings, options_of
 from slipstream.errors import SlipstreamError
 
 PROGRAM = "python -m services.kvstore"

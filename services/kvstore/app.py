@@ -27,10 +27,10 @@ from services.kvstore.disk.opening import run_in_daemon_thread, wait_with_progre
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.options import Options
 from services.kvstore.policy.admission import DiskAdmission, WriteBudget
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
+from services.kvstore.settings import Options
 from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

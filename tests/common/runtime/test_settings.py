@@ -13,7 +13,7 @@ from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import load_settings, rows, setting
 from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
-from services.kvstore.options import NodeSettings
+from services.kvstore.settings import NodeSettings
 from services.router.settings import RouterSettings
 
 ROOT = Path(__file__).resolve().parents[3]
