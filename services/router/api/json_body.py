@@ -49,7 +49,7 @@ _SHAPES: Mapping[object, _Shape] = {
     Text: _Shape("a string", (str,)),
     Flag: _Shape("true or false", (bool,)),
     Number: _Shape("a number", (int, float)),
-    WholeNumber: _Shape("a number", (int,)),
+    WholeNumber: _Shape("a whole number", (int,)),
     Any: _Shape("", ()),
     NoneType: _Shape("", (NoneType,)),
 }
@@ -160,5 +160,5 @@ def _typed(item: Any, shape: _Shape, path: str) -> Any:
     if shape.types != (int,) or type(item) is not float:
         raise bounds.TYPE.refused(path, expected=shape.words)
     if not (math.isfinite(item) and item.is_integer()):
-        raise bounds.TYPE.refused(path, expected="a whole number")
+        raise bounds.TYPE.refused(path, expected=shape.words)
     return int(item)

@@ -267,6 +267,7 @@ MORE: list[tuple[str, Case]] = [
     ("UTF8", Case("stop[0]", http=b'{"messages": [], "stop": ["\\ud800"]}')),
     ("BODY_FORMAT", Case("body", http=b"[" * 100_000)),
     ("BODY_FORMAT", Case("body", http=b'"text"')),
+    ("TYPE", Case("top_k", http={"top_k": "3"}, words="must be a whole number")),
     ("TYPE", Case("messages", http={"messages": "hi"}, words="must be a list")),
     ("TYPE", Case("messages[0]", http={"messages": ["hi"]}, words="must be an object")),
     ("SESSION", Case("x-session-affinity", http={}, grpc={}, headers={"x-session-affinity": ""})),

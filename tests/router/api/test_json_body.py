@@ -77,8 +77,8 @@ def test_numbers_beyond_json_are_left_to_the_bounds() -> None:
 DEFECTS = [
     ({"seed": 2.5}, "seed", "must be a whole number"),
     ({"seed": float("inf")}, "seed", "must be a whole number"),
-    ({"seed": "2"}, "seed", "must be a number"),
-    ({"seed": True}, "seed", "must be a number"),
+    ({"seed": "2"}, "seed", "must be a whole number"),
+    ({"seed": True}, "seed", "must be a whole number"),
     ({"share": False}, "share", "must be a number"),
     ({"name": 1.0}, "name", "must be a string"),
     ({"stream": 1}, "stream", "must be true or false"),
