@@ -57,7 +57,7 @@ class Options:
 class NodeSettings(TierSettings):
     """What a node is given; `options_of` makes Options of it."""
 
-    etcd_lease_s: int = setting("lifetime of a silent node's fleet membership", default=LEASE_TTL_S)
+    etcd_lease_s: int = setting("lifetime of a silent node's fleet membership", default=LEASE_TTL_S, least=1)
     dram_bytes: int = setting("memory for blocks, in bytes", default=256 << 20)
     tenant_share: float = setting("part of the memory that one tenant may fill", default=1.0)
     data_dir: Path | None = setting(
@@ -80,7 +80,7 @@ class NodeSettings(TierSettings):
     pool_bytes: int = setting(
         "bytes of memory that this node adds to the pool", default=DEFAULT_SEGMENT_BYTES
     )
-    pool_replicas: int = setting("copies of each block in the pool", default=1)
+    pool_replicas: int = setting("copies of each block in the pool", default=1, least=1)
 
 
 def options_of(parsed: NodeSettings) -> Options:

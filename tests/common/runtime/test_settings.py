@@ -171,6 +171,15 @@ def test_sizes_of_an_engine_are_at_least_one(capsys: pytest.CaptureFixture[str],
     assert f"SLIPSTREAM_{name}: must be a whole number of at least 1, not 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["ETCD_LEASE_S", "POOL_REPLICAS"])
+def test_sizes_of_a_kvstore_node_are_at_least_one(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    environment = {f"SLIPSTREAM_{name}": "0"}
+    given = ["--instance", "kv-0"]
+    with pytest.raises(SystemExit):
+        load_settings(NodeSettings, program="p", description="", arguments=given, environment=environment)
+    assert f"SLIPSTREAM_{name}: must be a whole number of at least 1, not 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
