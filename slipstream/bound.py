@@ -14,6 +14,8 @@ from typing import Literal, TypeVar
 from slipstream.errors import InvalidArgument
 
 Api = Literal["both", "HTTP", "gRPC"]
+# No range of a header goes further; int() of a long text takes time.
+_MAX_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,14 @@ class Range:
         """Raises InvalidArgument naming `field` (the row's own by default)."""
         if not self.low <= value <= self.high:
             raise InvalidArgument(field or self.field, f"{self.words}, not {shown(value)}")
+
+    def parse(self, text: str) -> int:
+        """The whole number that a header states in decimal digits. Raises InvalidArgument."""
+        if not text.isdecimal() or len(text) > _MAX_DIGITS:
+            raise InvalidArgument(self.field, f"{self.words}, not {shown(text)}")
+        number = int(text)
+        self.check(number)
+        return number
 
 
 @dataclass(frozen=True, slots=True)

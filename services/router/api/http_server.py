@@ -63,7 +63,7 @@ class HttpServer:
                 self._generation("/v1/chat/completions", parse_chat, chat=True),
                 self._generation("/v1/completions", parse_completion, chat=False),
                 _get("/v1/models", self._models),
-                _get("/v1/models/{name:.+}", self._model),
+                _get("/v1/models/{name:.*}", self._model),
                 _get("/healthz", self._ready),
                 _get("/healthz/ready", self._ready),
                 _get("/healthz/live", self._live),
@@ -168,9 +168,7 @@ class HttpServer:
         timeout = headers.get("x-request-timeout-ms")
         deadline_s = None
         if timeout is not None:
-            timeout_ms = int(timeout) if timeout.isdecimal() and len(timeout) < 10 else -1
-            bounds.TIMEOUT.check(timeout_ms)
-            deadline_s = self._clock() + timeout_ms / 1e3
+            deadline_s = self._clock() + bounds.TIMEOUT.parse(timeout) / 1e3
         return Caller(
             tenant=self._tenants.tenant_of(headers.get("Authorization")),
             session=headers.get("x-session-affinity"),

@@ -276,6 +276,16 @@ MORE: list[tuple[str, Case]] = [
     ("SESSION", Case("x-session-affinity", grpc={}, headers={"x-session-affinity-bin": b"a\nb"})),
     ("PRIORITY", Case("priority", grpc={"priority": "vip"})),
     ("TIMEOUT", Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": "0"})),
+    *(
+        (
+            "TIMEOUT",
+            Case("x-request-timeout-ms", http={}, headers={"x-request-timeout-ms": text}, words=words),
+        )
+        for text, words in (
+            ("soon", "whole number from 1 to 3600000, not 'soon'"),
+            ("1" * 20, f"not '{'1' * 20}'"),
+        )
+    ),
 ]
 # Refused in test_bounds_running.py and, of a slow client, in test_http_robustness.py.
 ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME"}

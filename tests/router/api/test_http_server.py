@@ -326,6 +326,10 @@ async def test_metrics_are_those_of_the_whole_cluster(
 async def test_unknown_paths_and_methods_have_the_error_shape(http: aiohttp.ClientSession) -> None:
     async with http.get("/v1/nothing") as answer:
         assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
+    for path in ("/v1/models/", "/v1/models/other", "/v1/models/a/b"):
+        async with http.get(path) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"], error["code"]) == (404, "model", "model_not_found")
     async with http.get("/v1/chat/completions") as answer:
         assert (answer.status, (await answer.json())["error"]["param"]) == (405, None)
         assert answer.headers["Allow"] == "POST"
