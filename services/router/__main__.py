@@ -16,15 +16,20 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
+from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.settings import load_settings
-from services.router.api.api_keys import ApiKeys
-from services.router.multiprocess import die_with, run_processes
-from services.router.request.model_card import load_model_card
-from services.router.server import RouterOptions, RouterServer
 from services.router.settings import RouterSettings, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
+
+try:
+    from services.router.api.api_keys import ApiKeys
+    from services.router.multiprocess import die_with, run_processes
+    from services.router.request.model_card import load_model_card
+    from services.router.server import RouterOptions, RouterServer
+except ModuleNotFoundError as missing:  # of aiohttp and the like, which only the router's extra installs
+    raise SystemExit(f"router: {missing_package(missing, Role.ROUTER)}") from None
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
+from libs.common.runtime.extras import missing_package
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.settings import WorkerSettings
 from slipstream.errors import SlipstreamError
@@ -51,6 +52,9 @@ def run_worker(
         return asyncio.run(main())
     except SlipstreamError as error:  # a refused setting or a missing file: one line names it
         log.error("%s cannot start: %s", options.instance, error)
+        return 1
+    except ModuleNotFoundError as error:
+        log.error("%s cannot start: %s", options.instance, missing_package(error, role))
         return 1
 
 
