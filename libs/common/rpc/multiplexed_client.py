@@ -79,14 +79,18 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
                 return self._last_handle
 
     def send(self, command: CommandT) -> None:
-        """Write a command in the next iteration of the event loop, opening the call if there is none."""
-        call = self._call
-        if call is None:
-            # The call outlives the request that opens it, and belongs to no request's trace.
-            empty = contextvars.Context()
-            call = self._call = _OpenCall(empty.run(self.open_call))
-            call.reader = asyncio.create_task(self._read(call), name=f"stream {self.peer}", context=empty)
-        call.put(command)
+        """Write a command in the next iteration of the event loop, opening the call if there is none.
+
+        Where no call can be opened, all receivers fail in the next iteration.
+        """
+        if self._call is None:
+            try:
+                self._call = self._open()
+            except Exception as refused:  # gRPC's, for a channel that is closed
+                log.warning("stream to %s could not be opened: %s", self.peer, refused)
+                self._fail_all(errors.Unavailable(f"no stream to {self.peer} can be opened"), soon=True)
+                return
+        self._call.put(command)
 
     def withdraw(self, command: CommandT) -> bool:
         """Whether the command was not written yet, and never will be."""
@@ -113,10 +117,23 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
             if call.reader is not None:
                 await asyncio.gather(call.reader, return_exceptions=True)
 
-    def _fail_all(self, error: errors.SlipstreamError) -> None:
+    def _open(self) -> _OpenCall:
+        # The call outlives the request that opens it, and belongs to no request's trace.
+        empty = contextvars.Context()
+        call = _OpenCall(empty.run(self.open_call))
+        call.reader = asyncio.create_task(self._read(call), name=f"stream {self.peer}", context=empty)
+        return call
+
+    def _fail_all(self, error: errors.SlipstreamError, *, soon: bool = False) -> None:
         receivers, self.receivers = self.receivers, {}
         self.on_broken()
-        for receiver in receivers.values():
+        if soon:
+            asyncio.get_running_loop().call_soon(self._fail_each, receivers.values(), error)
+        else:
+            self._fail_each(receivers.values(), error)
+
+    def _fail_each(self, receivers: Iterable[ReceiverT], error: errors.SlipstreamError) -> None:
+        for receiver in receivers:
             try:
                 self.fail(receiver, error)
             except Exception:  # the other receivers must fail too

@@ -49,8 +49,11 @@ class Client(MultiplexedClient[Receiver, Any]):
         super().__init__("worker-0")
         self.calls: list[Call] = []
         self.n_broken = 0
+        self.is_channel_closed = False
 
     def open_call(self) -> Call:
+        if self.is_channel_closed:
+            raise RuntimeError("Channel is closed.")
         self.calls.append(Call())
         return self.calls[-1]
 
@@ -208,3 +211,19 @@ def test_batches_keep_order_and_bound(sizes: list[int | None]) -> None:
     assert all(
         batch and (sum(batch) <= BATCH_BYTES or len([n for n in batch if n]) == 1) for batch in measured
     )
+
+
+async def test_receivers_fail_where_no_call_can_be_opened_and_the_next_command_tries_again() -> None:
+    client = Client()
+    client.is_channel_closed = True
+    failed: list[errors.SlipstreamError] = []
+    client.start("a", failed.append)
+    assert not failed  # the receiver's owner has not got its handle yet
+    assert not client.receivers and not client.is_open
+    client.is_channel_closed = False
+    client.start("b", failed.append)
+    await until(lambda: bool(client.calls[0].written))
+    (error,) = failed
+    assert isinstance(error, errors.Unavailable) and "worker-0" in error.message
+    assert client.calls[0].written == [["b"]] and len(client.receivers) == 1
+    await client.close()
