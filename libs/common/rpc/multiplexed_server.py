@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from libs.common.rpc.raise_once import raise_once
 from slipstream import errors
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,7 @@ class MultiplexedServer(Generic[StreamT]):
             while (frame := await stream.next_frame()) is not None:
                 yield frame
                 stream.on_frame_taken()
-            if stream.error is not None:
-                raise stream.error
+            raise_once(stream)
         finally:
             self.streams.discard(stream)
             reader.cancel()
@@ -72,7 +72,7 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
         self.events: list[EventT] = []
         self.leaving: Sequence[EventT] = ()  # in the frame that was not taken yet
         self.is_closing = False
-        self.error: errors.SlipstreamError | None = None  # a request was refused, and the stream with it
+        self._error: errors.SlipstreamError | None = None  # a request was refused, and the stream with it
         self._changed = asyncio.Event()
 
     @abstractmethod
@@ -137,7 +137,7 @@ class ServerStream(ABC, Generic[CommandT, EventT]):
             async for request in requests:
                 await self.on_request(request)
         except errors.SlipstreamError as error:
-            self.error = error
+            self._error = error.with_traceback(None)  # its frames refer to this stream
         finally:
             self.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,3 +124,18 @@ async def test_a_call_that_is_over_cancels_its_commands_and_knows_what_was_not_s
     async with asyncio.timeout(60):
         while stream.running:
             await asyncio.sleep(0)
+
+
+async def test_a_refused_stream_that_is_not_served_to_its_end_is_freed_without_the_collector() -> None:
+    async def requests() -> AsyncIterator[Exception]:
+        yield errors.InvalidArgument("width", "must be 8")
+
+    stream = Stream()
+    gc.disable()
+    try:
+        await stream.read(requests())
+        freed = weakref.ref(stream)
+        del stream
+        assert freed() is None
+    finally:
+        gc.enable()
