@@ -79,7 +79,8 @@ class RouterServiceServicer(object):
     def Generate(self, request, context):
         """Generate runs one request and streams its events.
         Order: `started` once, then deltas, then `finished` once. Events that are ready together share one
-        response. `started` waits up to one second for the first delta.
+        response. `started` waits up to one second for the first delta; a call that fails before
+        both sends no event.
         Cancel: the end of the call ends the request everywhere. The deadline of the call is the request's.
         Not idempotent. A client that reconnects, to this or another router, sends the same request_id and
         `resume_after_tokens`. `x-slipstream-attempt` metadata (1, 2, ...) says that the client can do so: a

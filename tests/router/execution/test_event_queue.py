@@ -222,3 +222,12 @@ async def test_the_last_delta_travels_with_the_end() -> None:
     async with asyncio.timeout(60):
         last, finished = await reading
     assert (client.got, last.delta.text, finished.HasField("finished")) == ("alone", "last", True)
+
+
+async def test_a_request_that_fails_while_started_waits_shows_no_event() -> None:
+    sink = ResponseQueue()
+    sink.holds_start = True
+    sink.write([_started()])
+    sink.close(errors.Unavailable("gone"))
+    with pytest.raises(errors.Unavailable):
+        await sink.next_events()
