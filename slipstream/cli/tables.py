@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+
+_MIN_NAME_WIDTH = 16
 
 
 def figures_table(names: Iterable[str], figures: Iterable[str]) -> Table:
@@ -19,8 +22,20 @@ def figures_table(names: Iterable[str], figures: Iterable[str]) -> Table:
     return table
 
 
-def print_table(table: Table) -> None:
-    """Print it with nothing left out; a terminal that is too narrow breaks the lines."""
-    console = Console()
-    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-    Console(width=max(needed, console.width)).print(table)
+def print_table(table: Table, *, console: Console | None = None, shorten_first: bool = False) -> None:
+    """Print it with nothing left out; a terminal that is too narrow breaks the lines.
+
+    `shorten_first`: on a terminal, cut the names of the first column where the lines would be too long.
+    """
+    console = console or Console()
+    excess = _width(table, console) - console.width
+    if shorten_first and console.is_terminal and excess > 0:
+        first = table.columns[0]
+        natural = max(cell_len(str(cell)) for cell in first.cells)
+        first.max_width = max(natural - excess, _MIN_NAME_WIDTH)
+    console.width = max(_width(table, console), console.width)
+    console.print(table)
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
