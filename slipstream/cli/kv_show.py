@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from slipstream.block_view import BlockView
 from slipstream.cli.kv_nodes import NodeReply, Nodes, ask_all
+from slipstream.cli.status import check_all_answered
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
@@ -37,7 +38,7 @@ _TOTALS = {
 
 
 async def show_blocks(nodes: Nodes, *, prefix: str, limit: int, as_json: bool) -> None:
-    """Print the held blocks of each node in the order of their hashes."""
+    """Print the held blocks of each node in the order of their hashes. Raises Unavailable."""
     answers = await ask_all(nodes, _held)
     listed = [
         {"node": answer.node, **_blocks(answer.said or {}, prefix, limit), "error": answer.trouble}
@@ -45,7 +46,12 @@ async def show_blocks(nodes: Nodes, *, prefix: str, limit: int, as_json: bool) -
     ]
     if as_json:
         print(json.dumps(listed, indent=2))
-        return
+    else:
+        _print_blocks(listed)
+    check_all_answered([answer.node for answer in answers if answer.said is None])
+
+
+def _print_blocks(listed: Sequence[Mapping[str, Any]]) -> None:
     table = figures_table(("node", "block", "tiers"), ())
     for node in listed:
         for block in node["blocks"]:
@@ -58,12 +64,17 @@ async def show_blocks(nodes: Nodes, *, prefix: str, limit: int, as_json: bool) -
 
 
 async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
-    """Print what each tier holds and has served, and what went wrong."""
+    """Print what each tier holds and has served, and what went wrong. Raises Unavailable."""
     answers = await ask_all(nodes, _status)
     shown = [_node(answer) for answer in answers]
     if as_json:
         print(json.dumps(shown, indent=2))
-        return
+    else:
+        _print_tiers(shown)
+    check_all_answered([answer.node for answer in answers if answer.said is None])
+
+
+def _print_tiers(shown: Sequence[Mapping[str, Any]]) -> None:
     tiers = figures_table(("node", "tier"), ("blocks", "MB", "hits", "hit MB", "pins", "pin ms"))
     wrong = figures_table(
         ("node", "tier"), ("rewanted", "gap s", "corrupt", "quarantined bytes", "unreachable", "dropped")

@@ -9,9 +9,11 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
+from rich.table import Table
 
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
+from slipstream.errors import Unavailable
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -31,13 +33,24 @@ LOAD_COLUMNS = {
 
 
 async def show_endpoints(endpoints: Sequence[str], *, as_json: bool, tls: TlsFiles | None = None) -> None:
-    """Print the status of the process at each endpoint."""
+    """Print the status of the process at each endpoint. Raises Unavailable if one did not answer."""
     answers = await asyncio.gather(*(ask_status(endpoint, tls) for endpoint in endpoints))
     statuses = [status_dict(answer) if answer is not None else None for answer in answers]
     if as_json:
         rows = [{"endpoint": at, "status": status} for at, status in zip(endpoints, statuses, strict=True)]
         print(json.dumps({"workers": rows}, indent=2))
-        return
+    else:
+        print_table(_table(endpoints, statuses))
+    check_all_answered([at for at, status in zip(endpoints, statuses, strict=True) if status is None])
+
+
+def check_all_answered(silent: Sequence[str]) -> None:
+    """Raises Unavailable that names the processes without an answer, after the others were printed."""
+    if silent:
+        raise Unavailable(f"no answer from {', '.join(silent)}")
+
+
+def _table(endpoints: Sequence[str], statuses: Sequence[Mapping[str, Any] | None]) -> Table:
     table = figures_table(("worker", "endpoint", "state"), ("RSS MB", *LOAD_COLUMNS))
     for endpoint, status in zip(endpoints, statuses, strict=True):
         if status is None:
@@ -45,7 +58,7 @@ async def show_endpoints(endpoints: Sequence[str], *, as_json: bool, tls: TlsFil
         else:
             rss_mb = f"{int(status['rss_bytes']) / 1e6:.0f}"
             table.add_row(status["instance"], endpoint, answer_state(status), rss_mb, *load_cells(status))
-    print_table(table)
+    return table
 
 
 async def ask_status(endpoint: str, tls: TlsFiles | None) -> worker_pb2.GetStatusResponse | None:

@@ -21,6 +21,7 @@ from slipstream.cli.status import (
     LOAD_COLUMNS,
     answer_state,
     ask_status,
+    check_all_answered,
     load_cells,
     status_dict,
 )
@@ -34,10 +35,14 @@ from supervisor.process_stats import children, resident_bytes
 # One of two processes is missed by so many connections once in a million times.
 _CONNECTIONS_A_PROCESS = 10
 _SESSION_ROWS = 20
+_SILENT = "no answer"
 
 
 async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = None) -> None:
-    """Print the status of the cluster in `run_dir`. `NotFound` if none runs there."""
+    """Print the status of the cluster in `run_dir`.
+
+    Raises NotFound if none runs there, Unavailable if a ready process did not answer.
+    """
     record = read_record(run_dir, instead="--endpoint HOST:PORT")
     answers, (sessions, trouble) = await asyncio.gather(
         asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record.etcd)
@@ -47,13 +52,14 @@ async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = No
         cluster = {key: value for key, value in asdict(record).items() if key != "processes"}
         document = {"cluster": cluster, "workers": workers, "sessions": sessions, "etcd_error": trouble}
         print(json.dumps(document, indent=2))
-        return
-    print(_heading(record, workers))
-    print_table(_worker_table(workers))
-    if trouble:
-        print(f"placements are not known: {trouble}")
     else:
-        _print_sessions(sessions)
+        print(_heading(record, workers))
+        print_table(_worker_table(workers))
+        if trouble:
+            print(f"placements are not known: {trouble}")
+        else:
+            _print_sessions(sessions)
+    check_all_answered([worker["instance"] for worker in workers if _state(worker) == _SILENT])
 
 
 async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.GetStatusResponse]:
@@ -134,7 +140,7 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 def _state(worker: Mapping[str, Any]) -> str:
     state = str(worker["state"])
     if worker["status"] is None:
-        return "no answer" if worker["has_worker_service"] and state == "ready" else state
+        return _SILENT if worker["has_worker_service"] and state == "ready" else state
     return answer_state(worker["status"], ready=state)
 
 
@@ -146,6 +152,6 @@ def _print_sessions(sessions: Sequence[Mapping[str, Any]]) -> None:
     for row in sessions[:_SESSION_ROWS]:
         fields = ("session", "tenant", "prefill", "decode", "kvstore", "block_count", "epoch")
         table.add_row(*(escape(str(row[field])) for field in fields))
-    print_table(table)
+    print_table(table, shorten_first=True)
     if len(sessions) > _SESSION_ROWS:
         print(f"and {len(sessions) - _SESSION_ROWS} more")

@@ -13,7 +13,7 @@ from slipstream import __version__
 from slipstream.cli import app as app_module
 from slipstream.cli.app import app, build_app
 from slipstream.cli.status import show_endpoints
-from slipstream.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition, Unavailable
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 SERVER_COMMANDS = ("up", "down", "kill", "drain", "restart", "route")
@@ -68,7 +68,8 @@ async def test_status_shows_the_given_endpoints(capsys: pytest.CaptureFixture[st
     endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
-        await show_endpoints([endpoint, "127.0.0.1:1"], as_json=as_json)
+        with pytest.raises(Unavailable, match=r"^no answer from 127\.0\.0\.1:1$"):
+            await show_endpoints([endpoint, "127.0.0.1:1"], as_json=as_json)
     finally:
         await server.stop(None)
     shown = capsys.readouterr().out

@@ -13,12 +13,15 @@ import pytest
 
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
+from slipstream.cli.kv_nodes import Nodes
+from slipstream.cli.kv_show import show_tiers
+from slipstream.errors import Unavailable
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload
 
 ON_DISK = "slipstream_kvstore_blocks_nvme"
 
 
-async def kv(*arguments: str, exit_code: int = 0) -> str:
+async def kv(*arguments: str, exit_code: int | None = 0) -> str:
     """Run the command and return its standard output."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "slipstream.cli", "kv", *arguments),
@@ -27,15 +30,16 @@ async def kv(*arguments: str, exit_code: int = 0) -> str:
     )
     async with asyncio.timeout(100):
         output, errors = await process.communicate()
-    assert process.returncode == exit_code, errors.decode()
-    return output.decode() if not exit_code or output else errors.decode()
+    assert exit_code in (None, process.returncode), errors.decode()
+    return output.decode() if not process.returncode or output else errors.decode()
 
 
 async def kv_json(*arguments: str, exit_code: int = 0) -> Any:
     """Return the command's JSON for the one node; retry a listing that the node does not answer in time."""
+    is_reading = arguments[0] in ("ls", "stat")
     for _ in range(5):
-        (node,) = json.loads(await kv(*arguments, "--json", exit_code=exit_code))
-        if arguments[0] not in ("ls", "stat") or not node["error"]:
+        (node,) = json.loads(await kv(*arguments, "--json", exit_code=None if is_reading else exit_code))
+        if not is_reading or not node["error"]:
             break
     return node
 
@@ -150,3 +154,16 @@ async def test_invalid_commands_give_one_error_line(tmp_path: Path) -> None:
         assert "Traceback" not in answer
     silent = await kv_json("verify", "--node", "127.0.0.1:1", exit_code=1)
     assert silent["error"]
+
+
+@pytest.mark.parametrize("verb", ["ls", "stat"])
+async def test_a_node_that_does_not_answer_is_named_and_fails_the_command(
+    store: tuple[KvstoreProcess, Client], verb: str
+) -> None:
+    nodes = ("--node", store[0].endpoint, "--node", "127.0.0.1:1")
+    shown = await kv(verb, *nodes, exit_code=1)
+    assert store[0].endpoint in shown  # the other node is listed all the same
+    said = await kv(verb, *nodes[2:], "--json", exit_code=1)
+    assert json.loads(said)[0]["error"]
+    with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1:1"):
+        await show_tiers(Nodes({"127.0.0.1:1": "127.0.0.1:1"}, None), as_json=True)
