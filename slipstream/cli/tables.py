@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.markup import render
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -31,7 +32,7 @@ def print_table(table: Table, *, console: Console | None = None, shorten_first: 
     excess = _width(table, console) - console.width
     if shorten_first and console.is_terminal and excess > 0:
         first = table.columns[0]
-        natural = max(cell_len(str(cell)) for cell in first.cells)
+        natural = max(cell_len(render(str(cell)).plain) for cell in first.cells)
         first.max_width = max(natural - excess, _MIN_NAME_WIDTH)
     console.width = max(_width(table, console), console.width)
     console.print(table)
