@@ -166,7 +166,7 @@ def check_moved(conversation: Conversation, reply: Reply) -> None:
 
 
 def report(
-    cluster: ClusterSupervisor, conversation: Conversation, blocks: dict[str, int], orphaned: int
+    cluster: ClusterSupervisor, conversation: Conversation, blocks: dict[str, int], leaked: int
 ) -> dict[str, Any]:
     """The object of the last line."""
     replies = conversation.replies
@@ -178,7 +178,7 @@ def report(
     steps = sum(stats.drafted_steps for stats in drafted)
     generated = steps + sum(stats.accepted_drafts for stats in drafted)
     return {
-        "ok": not conversation.problems and orphaned == 0,
+        "ok": not conversation.problems and leaked == 0,
         "turns": len(TURNS),
         "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
         "cached_tokens": sum(usage.cached_tokens for usage in usages),
@@ -189,7 +189,7 @@ def report(
         "kv_bytes_pulled": sum(stats.kv_bytes_pulled for stats in all_stats),
         "transport": all_stats[0].transport,
         "kvstore_blocks": blocks,
-        "orphaned_blocks": orphaned,
+        "leaked_blocks": leaked,
         "ready_s": round(cluster.ready_s or 0.0, 1),
         "rss_mb": round(cluster.rss_bytes() / 1e6),
     }
@@ -209,8 +209,8 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         async with AsyncClient(record.router_grpc) as client:
             conversation = Conversation(client)
             await converse(cluster, conversation)
-        orphaned = await wait_until_idle(endpoints, conversation.problems)
-        result = report(cluster, conversation, await block_counts(endpoints), orphaned)
+        leaked = await wait_until_idle(endpoints, conversation.problems)
+        result = report(cluster, conversation, await block_counts(endpoints), leaked)
         for problem in conversation.problems:
             say(f"{RED}problem: {problem}{RESET}")
         if sys.stdin.isatty() and sys.stdout.isatty() and not arguments.exit:

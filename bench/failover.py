@@ -150,7 +150,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
                     report[number.name] = _summary(rounds)
             problems: list[str] = []
             endpoints = cluster.record().service_endpoints()
-            report["orphaned_blocks"] = await wait_until_idle(endpoints, problems, timeout_s=30)
+            report["leaked_blocks"] = await wait_until_idle(endpoints, problems, timeout_s=30)
             report["still_held"] = problems
     return report
 

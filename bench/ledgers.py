@@ -32,7 +32,7 @@ async def wait_until_idle(
 ) -> int:
     """Wait until every ledger is empty; entries left at the deadline are added to `problems`.
 
-    Returns the number of orphaned blocks.
+    Returns the number of leaked blocks.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -42,7 +42,7 @@ async def wait_until_idle(
             break
         await asyncio.sleep(0.1)
     problems += [f"{instance} still holds {what}" for instance, what in busy.items()]
-    return sum(status.ledger.blocks_orphaned for status in answers.values())
+    return sum(status.ledger.blocks_leaked for status in answers.values())
 
 
 async def block_counts(endpoints: Mapping[str, str]) -> dict[str, int]:

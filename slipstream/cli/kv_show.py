@@ -79,7 +79,7 @@ def _print_tiers(shown: Sequence[Mapping[str, Any]]) -> None:
     wrong = figures_table(
         ("node", "tier"), ("rewanted", "gap s", "corrupt", "quarantined bytes", "unreachable", "dropped")
     )
-    totals = figures_table(("node",), (*_TOTALS, "pins", "reserved", "quarantined bytes", "orphaned"))
+    totals = figures_table(("node",), (*_TOTALS, "pins", "reserved", "quarantined bytes", "leaked"))
     for node in shown:
         if node["error"]:
             continue
@@ -175,7 +175,7 @@ def _node(answer: NodeReply[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
             "pins": ledger.pins,
             "reservations": ledger.reservations,
             "quarantined_bytes": _quarantined(counters),
-            "orphaned_blocks": ledger.blocks_orphaned,
+            "leaked_blocks": ledger.blocks_leaked,
         },
     }
 

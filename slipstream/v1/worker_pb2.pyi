@@ -181,7 +181,7 @@ class Ledger(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
-    BLOCKS_ORPHANED_FIELD_NUMBER: _builtins.int
+    BLOCKS_LEAKED_FIELD_NUMBER: _builtins.int
     sequences: _builtins.int
     blocks_held: _builtins.int
     handoffs: _builtins.int
@@ -189,7 +189,7 @@ class Ledger(_message.Message):
     reservations: _builtins.int
     transfers: _builtins.int
     streams: _builtins.int
-    blocks_orphaned: _builtins.int
+    blocks_leaked: _builtins.int
     """held blocks without an owner; always 0"""
     def __init__(
         self,
@@ -201,11 +201,11 @@ class Ledger(_message.Message):
         reservations: _builtins.int = ...,
         transfers: _builtins.int = ...,
         streams: _builtins.int = ...,
-        blocks_orphaned: _builtins.int = ...,
+        blocks_leaked: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_held", b"blocks_held", "blocks_orphaned", b"blocks_orphaned", "handoffs", b"handoffs", "pins", b"pins", "reservations", b"reservations", "sequences", b"sequences", "streams", b"streams", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_held", b"blocks_held", "blocks_leaked", b"blocks_leaked", "handoffs", b"handoffs", "pins", b"pins", "reservations", b"reservations", "sequences", b"sequences", "streams", b"streams", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,7 +116,7 @@ async def test_verify_finds_and_drops_damaged_disk_blocks(
     assert status.counters["slipstream_kvstore_corrupt_blocks_total"] == 1
     tiers = (await kv_json("stat", *node))["tiers"]
     assert [tiers[name]["corrupt_blocks"] for name in ("dram", "nvme")] == [0, 1]
-    assert status.ledger.blocks_orphaned == 0
+    assert status.ledger.blocks_leaked == 0
 
 
 async def test_dropped_blocks_do_not_return_after_a_restart(
@@ -136,7 +136,7 @@ async def test_dropped_blocks_do_not_return_after_a_restart(
     await client.release(pinned.lease_id)
     assert await client.lookup([0]) == []
     assert (await kv_json("drop", *node, "--all"))["blocks"] == 5
-    assert (await client.wait_status(lambda s: s.counters[ON_DISK] == 0)).ledger.blocks_orphaned == 0
+    assert (await client.wait_status(lambda s: s.counters[ON_DISK] == 0)).ledger.blocks_leaked == 0
     assert process.terminate() == 0
     process.start()
     assert (await kv_json("ls", "--node", process.endpoint))["held"] == 0

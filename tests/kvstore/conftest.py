@@ -65,7 +65,7 @@ async def client(node: KvstoreProcess, transport: KvTransport) -> AsyncIterator[
     if node.process.poll() is None:
         last = Client(node.endpoint, transport, memory)  # the node may have been restarted
         status = await last.wait_status(lambda s: not held(s.ledger))
-        assert status.counters["slipstream_kv_blocks_orphaned"] == 0
+        assert status.counters["slipstream_kv_blocks_leaked"] == 0
         assert status.load.blocks_held == 0
         await last.close()
 

@@ -156,7 +156,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kvstore_index_bytes_nvme", "gauge", "Memory of the disk tier's index."),
     Metric("slipstream_kvstore_scrubbed_blocks_total", "counter", "Blocks on disk that were verified."),
     Metric("slipstream_kvstore_writes_dropped_total", "counter", "Blocks never written: the disk was slow."),
-    Metric("slipstream_kv_blocks_orphaned", "gauge", "Blocks held whose owner is gone; always 0."),
+    Metric("slipstream_kv_blocks_leaked", "gauge", "Blocks held whose owner is gone; always 0."),
     Metric("slipstream_prefix_index_bytes", "gauge", "Memory of the prefix index."),
     Metric("slipstream_prefix_index_blocks", "gauge", "Different blocks in the prefix index."),
     Metric(

@@ -170,7 +170,7 @@ class WorkerCore:
             pins=self.restorer.pins + self.lender.leases,
             reservations=self.writer.reservations,
             transfers=self.transport.reads_in_flight,
-            blocks_orphaned=0 if owned else held.pages_held,
+            blocks_leaked=0 if owned else held.pages_held,
         )
 
     def figures(self) -> dict[str, float]:

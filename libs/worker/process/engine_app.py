@@ -106,7 +106,7 @@ class EngineApp(WorkerApp):
 
     def counters(self) -> Mapping[str, float]:
         assert self.core is not None
-        self.core.counters.set("slipstream_kv_blocks_orphaned", self.core.ledger().blocks_orphaned)
+        self.core.counters.set("slipstream_kv_blocks_leaked", self.core.ledger().blocks_leaked)
         return self.core.figures()
 
     async def drain(self) -> None:

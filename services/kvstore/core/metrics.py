@@ -20,7 +20,7 @@ def tier_metrics(store: BlockStore) -> dict[str, float]:
         "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
         "slipstream_kvstore_unreachable_blocks_dram": store.memory_sweep.blocks,
         "slipstream_kvstore_unreachable_dropped_dram_total": store.memory_sweep.dropped_blocks,
-        "slipstream_kv_blocks_orphaned": store.leaked_blocks,
+        "slipstream_kv_blocks_leaked": store.leaked_blocks,
         "slipstream_kvstore_writes_waiting": write_behind.waiting if write_behind is not None else 0,
         "slipstream_kvstore_writes_dropped_total": (
             write_behind.dropped_blocks if write_behind is not None else 0

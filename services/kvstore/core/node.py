@@ -61,7 +61,7 @@ class Node:
             pins=self.store.pins,
             reservations=self.puts.reservations,
             transfers=self._transport.reads_in_flight,
-            blocks_orphaned=self.store.leaked_blocks,
+            blocks_leaked=self.store.leaked_blocks,
         )
 
     def load(self) -> worker_pb2.LoadReport:

@@ -55,5 +55,5 @@ async def _ask(link: WorkerConnection) -> Sample | None:
     if status is None:
         return None
     values = {name: value for name, value in status.counters.items() if metric_of(name) in METRIC_NAMES}
-    values["slipstream_kv_blocks_orphaned"] = float(status.ledger.blocks_orphaned)
+    values["slipstream_kv_blocks_leaked"] = float(status.ledger.blocks_leaked)
     return {"role": link.worker.role.value, "instance": link.worker.instance}, values

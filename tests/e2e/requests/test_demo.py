@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 KEYS = {
     "ok", "turns", "prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms_p50", "tokens_per_s",
-    "acceptance_length", "kv_bytes_pulled", "transport", "kvstore_blocks", "orphaned_blocks", "ready_s",
+    "acceptance_length", "kv_bytes_pulled", "transport", "kvstore_blocks", "leaked_blocks", "ready_s",
     "rss_mb",
 }  # fmt: skip
 
@@ -41,7 +41,7 @@ def test_the_demo_succeeds_and_reports() -> None:
     assert done.returncode == 0, done.stdout
     assert report["ok"] is True
     assert report["turns"] >= 4
-    assert report["orphaned_blocks"] == 0
+    assert report["leaked_blocks"] == 0
     assert report["acceptance_length"] > 1
     assert 0 < report["cached_tokens"] < report["prompt_tokens"]
     assert report["kv_bytes_pulled"] > 0

@@ -80,7 +80,7 @@ async def test_sigkill_under_load_loses_no_durable_block(node: KvstoreProcess, c
             assert len(await current.fetch([held])) == 1, f"block {held} was durable"
         status = await current.status()
         assert status.counters["slipstream_kvstore_corrupt_blocks_total"] == 0
-        assert status.ledger.blocks_orphaned == 0
+        assert status.ledger.blocks_leaked == 0
     assert len(durable) >= KILLS * BATCH
     assert len(payload(0)) == BLOCK_BYTES
 

@@ -222,7 +222,7 @@ async def test_a_node_finds_what_another_node_put(fleet: Fleet) -> None:
     for name, more in (("hits", 4), ("hit_bytes", 4 * BLOCK_BYTES), ("pins", 1)):
         metric = f"slipstream_kvstore_{name}_pool_total"
         assert counters[metric] - before[metric] == more
-    assert counters["slipstream_kv_blocks_orphaned"] == 0
+    assert counters["slipstream_kv_blocks_leaked"] == 0
 
     # A drop on one node removes it from the pool, but not from another node's memory.
     await one.kvstore.DropBlocks(kvstore_pb2.DropBlocksRequest(block_hashes=key(0)), timeout=60)

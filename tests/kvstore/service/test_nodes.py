@@ -106,7 +106,7 @@ async def test_a_node_stopped_beyond_its_lease_refuses_earlier_reservations(pair
     await pair.in_fleet("kv-0", expected=True)
     await pair.takes_blocks(away, [2, 3])
     status = await away.wait_status(lambda s: not held(s.ledger))
-    assert status.counters["slipstream_kv_blocks_orphaned"] == 0
+    assert status.counters["slipstream_kv_blocks_leaked"] == 0
     await placements.close()
 
 

@@ -309,7 +309,7 @@ async def test_metrics_are_those_of_the_whole_cluster(
         text = await answer.text()
     assert 'slipstream_requests_total{instance="router-0",role="router"} 1.0\n' in text
     assert 'slipstream_decode_steps_total{instance="decode-1",role="decode"} 7.0\n' in text
-    assert 'slipstream_kv_blocks_orphaned{instance="prefill-0",role="prefill"} 0.0\n' in text
+    assert 'slipstream_kv_blocks_leaked{instance="prefill-0",role="prefill"} 0.0\n' in text
     for gauge in (
         "full_collections_total",
         "event_loop_delay_ms",

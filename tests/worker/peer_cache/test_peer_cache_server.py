@@ -146,7 +146,7 @@ async def test_a_pin_ends_by_release_or_expiry_and_can_be_renewed() -> None:
         stub = stub_of(node)
         pinned = await stub.pin(pin_request(node, tokens, first_block=2, max_blocks=5), timeout=WAIT_S)
         assert (len(pinned.blocks), node.ledger.pins, node.core.lender.leased_blocks) == (5, 1, 5)
-        assert node.core.thread.ledger.pages_held == 5 and node.ledger.blocks_orphaned == 0
+        assert node.core.thread.ledger.pages_held == 5 and node.ledger.blocks_leaked == 0
         await stub.renew(pinned.lease_id, lease_ms=60_000)
         await stub.release(pinned.lease_id)
         await stub.release(pinned.lease_id)

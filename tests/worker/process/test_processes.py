@@ -163,7 +163,7 @@ async def test_a_handoff_between_processes_with_mtls_and_clean_exits(tmp_path: P
         for worker in (prefill, decode):
             await worker.wait_idle()
             ledger = (await worker.status()).ledger
-            assert ledger.blocks_orphaned == 0
+            assert ledger.blocks_leaked == 0
         stream.cancel()
         for worker in (prefill, decode, drafter):
             worker.process.terminate()
