@@ -46,6 +46,9 @@ MAX_TENANT_PREFIX_INDEX_BYTES = 256 << 20
 MAX_LOCAL_SESSIONS = 100_000
 # Blocks that a router assumes to be in a worker's prompt cache.
 MAX_REMOTE_CACHE_BLOCKS = 131_072
+# A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
+MAX_CONFIG_BYTES = 4 << 20
+MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
 
 
 def _by_class(values: tuple[float, ...], unit: str) -> str:
@@ -113,6 +116,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "prompts are sent whole",
     ),
 )
+_CHECKPOINTS: tuple[_Row, ...] = (
+    ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
+    ("`model.safetensors.index.json`", f"{MAX_CHECKPOINT_INDEX_BYTES} bytes", "refused by name"),
+    ("Weights and KV cache of a worker", "the machine's memory", "refused before a tensor is read"),
+)
 
 
 def render_markdown() -> str:
@@ -130,7 +138,8 @@ def render_markdown() -> str:
     ]
     for section in bounds.SECTIONS:
         lines += section.markdown()
-    for title, rows in (("Connections", _CONNECTIONS), ("Requests together", _TOGETHER)):
+    tables = (("Connections", _CONNECTIONS), ("Requests together", _TOGETHER), ("Checkpoints", _CHECKPOINTS))
+    for title, rows in tables:
         lines += ["", f"## {title}", "", "| What | Bound | Then |", "|---|---|---|"]
         lines += [f"| {what} | {bound} | {then} |" for what, bound, then in rows]
     return "\n".join(lines) + "\n"
