@@ -13,7 +13,7 @@ _SYLLABLES = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", 
 
 def make_serve_model(model_dir: Path, seed: int = 1) -> None:
     """Write the checkpoint and a tokenizer trained on made-up words, enough of them for every rank."""
-    spec = RandomCheckpoint(config=dict(BENCH_CONFIG), int4_experts=False)
+    spec = RandomCheckpoint(config=dict(BENCH_CONFIG), quantization="none")
     config = write_random_checkpoint(model_dir, spec)
     rng = random.Random(seed)
     words = ["".join(rng.choices(_SYLLABLES, k=rng.randint(2, 4))) for _ in range(6000)]

@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     torch.set_num_threads(arguments.threads)
     if arguments.make is not None:
-        spec = RandomCheckpoint(config=dict(BENCH_CONFIG), int4_experts=arguments.int4)
+        spec = RandomCheckpoint(config=dict(BENCH_CONFIG), quantization="int4" if arguments.int4 else "none")
         write_random_checkpoint(arguments.make, spec)
     model_dir = arguments.model or arguments.make
     shape = Shape(

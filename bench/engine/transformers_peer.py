@@ -14,8 +14,6 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model_spec.config import ModelConfig, load_config
 
-_ROPE_KEYS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-
 
 def load_transformers(model_dir: Path, dtype: torch.dtype, *, attention: str = "eager") -> Any:
     """The checkpoint as a transformers model in `dtype`, built from dequantised tensors, in eval mode.
@@ -43,19 +41,26 @@ def load_transformers(model_dir: Path, dtype: torch.dtype, *, attention: str = "
 def _transformers_config(model_dir: Path, config: ModelConfig) -> DeepseekV3Config:
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     text = dict(raw.get("text_config") or raw)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.yarn is not None:
-        rope["rope_type"] = "yarn"
-        rope |= {key: getattr(config.yarn, key) for key in _ROPE_KEYS}
-        rope["original_max_position_embeddings"] = config.yarn.original_max_position
-    for key in ("rope_scaling", "rope_theta", "quantization_config", "model_type", "torch_dtype", "dtype"):
+    # The keys as they are stated, so that the oracle reads them by itself.
+    stated = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta} | stated
+    rope["rope_type"] = stated.get("rope_type") or stated.get("type") or "default"
+    for key in (
+        "rope_scaling",
+        "rope_theta",
+        "rope_parameters",
+        "quantization_config",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+    ):
         text.pop(key, None)
     return DeepseekV3Config(**text | {"rope_parameters": rope, "num_mtp_layers": 0})
 
 
 def _state(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Names as transformers holds them in memory: the experts of a layer merged."""
-    prefix, group = checkpoint.text_prefix(), config.quant_group_size
+    prefix, quantization = checkpoint.text_prefix(), config.quantization
     hidden = config.hidden_size
     state: dict[str, torch.Tensor] = {}
     for name in checkpoint.names():
@@ -70,10 +75,10 @@ def _state(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, torch.Tenso
         for expert in range(config.n_routed_experts):
             width = config.moe_intermediate_size
             name = f"{source}.{expert}"
-            gate = checkpoint.matrix(f"{name}.gate_proj", width, hidden, group).dequantised()
-            up = checkpoint.matrix(f"{name}.up_proj", width, hidden, group).dequantised()
+            gate = checkpoint.matrix(f"{name}.gate_proj", width, hidden, quantization).dequantised()
+            up = checkpoint.matrix(f"{name}.up_proj", width, hidden, quantization).dequantised()
             gate_up.append(torch.cat((gate, up)))
-            down.append(checkpoint.matrix(f"{name}.down_proj", hidden, width, group).dequantised())
+            down.append(checkpoint.matrix(f"{name}.down_proj", hidden, width, quantization).dequantised())
         state[f"{target}.gate_up_proj"] = torch.stack(gate_up)
         state[f"{target}.down_proj"] = torch.stack(down)
     return state

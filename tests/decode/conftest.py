@@ -1,4 +1,4 @@
-"""Longer time-outs for slow machines."""
+"""Patience with a slow machine."""
 
 from __future__ import annotations
 

@@ -154,11 +154,10 @@ class EtcdDiscovery:
 
 
 class InMemoryDiscovery:
-    """Discovery within one process, for services without etcd. Instances that share `fleet` see each
-    other."""
+    """Discovery within one process, for services without etcd. Members with the same board share a fleet."""
 
-    def __init__(self, fleet: InMemoryFleet | None = None) -> None:
-        self.fleet = fleet or InMemoryFleet()
+    def __init__(self, board: Board | None = None) -> None:
+        self.board = board or Board()
         self._announced: set[str] = set()
 
     @property
@@ -167,16 +166,16 @@ class InMemoryDiscovery:
 
     def announce(self, worker: Worker) -> None:
         self._announced.add(worker.key)
-        self.fleet.workers[worker.key] = worker
-        self.fleet.notify()
+        self.board.workers[worker.key] = worker
+        self.board.notify()
 
     async def wait_announced(self, *, timeout_s: float) -> None:
         return
 
     async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         while True:
-            changed = self.fleet.changed
-            yield FleetSnapshot.of(self.fleet.workers.values())
+            changed = self.board.changed
+            yield FleetSnapshot.of(self.board.workers.values())
             await changed.wait()
 
     async def withdraw(self, worker: Worker) -> None:
@@ -189,11 +188,11 @@ class InMemoryDiscovery:
     def _remove(self, key: str) -> None:
         if key in self._announced:
             self._announced.discard(key)
-            self.fleet.workers.pop(key, None)
-            self.fleet.notify()
+            self.board.workers.pop(key, None)
+            self.board.notify()
 
 
-class InMemoryFleet:
+class Board:
     """The state that members of an in-memory discovery share."""
 
     def __init__(self) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from libs.engine.model_spec.config_json import read_config_json
+from libs.engine.model_spec.config_section import ConfigSection
+from libs.engine.model_spec.known_keys import HEAD_FLAG_KEYS, HEAD_KEYS
+from libs.engine.model_spec.rope_config import parse_rope
 from slipstream.errors import InvalidArgument
 
-_ARCHITECTURES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
-_REFUSED_FLAGS = ("fc_norm", "norm_before_fc", "attention_bias", "mlp_bias")
+_ARCHITECTURES = (["LlamaForCausalLMEagle3"], ["LlamaForCausalLM"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +46,31 @@ def load_head_config(head_dir: Path) -> HeadConfig:
 
 def parse_head_config(raw: Mapping[str, Any]) -> HeadConfig:
     """Parse the decoded `config.json` of a head. Flags may be at the top or in `eagle_config`."""
-    flags = {**raw, **(raw.get("eagle_config") or {})}
-    _refuse(raw, flags)
-    hidden_size, n_heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
-    vocab_size = _integer(raw, "vocab_size")
-    rope = raw.get("rope_parameters") or {}
+    head = ConfigSection(raw, HEAD_KEYS)
+    nested = ConfigSection(raw.get("eagle_config") or {}, HEAD_FLAG_KEYS, "eagle_config.")
+    if head.get("architectures") not in _ARCHITECTURES:
+        raise head.refusal(
+            "architectures",
+            f"{head.get('architectures')!r} is not supported; supported: one of {_ARCHITECTURES}",
+        )
+    hidden_size, n_heads = head.integer("hidden_size"), head.integer("num_attention_heads")
+    vocab_size = head.integer("vocab_size")
+    rope_theta, _ = parse_rope(head, kinds=("default",))
     config = HeadConfig(
         vocab_size=vocab_size,
-        draft_vocab_size=_integer(raw, "draft_vocab_size", vocab_size),
+        draft_vocab_size=head.integer("draft_vocab_size", vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=_integer(raw, "intermediate_size"),
+        intermediate_size=head.integer("intermediate_size"),
         n_heads=n_heads,
-        n_kv_heads=_integer(raw, "num_key_value_heads", n_heads),
-        head_dim=_integer(raw, "head_dim", hidden_size // n_heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        norm_before_residual=bool(flags.get("norm_before_residual", False)),
-        norm_output=bool(flags.get("norm_output", False)),
+        n_kv_heads=head.integer("num_key_value_heads", n_heads),
+        head_dim=head.integer("head_dim", max(hidden_size // n_heads, 1)),
+        rms_norm_eps=head.number("rms_norm_eps", 1e-6, above=0.0),
+        rope_theta=rope_theta,
+        norm_before_residual=_flag(head, nested, "norm_before_residual"),
+        norm_output=_flag(head, nested, "norm_output"),
     )
+    for section in (head, nested):
+        section.agrees("target_hidden_size", hidden_size, "features are as wide as the head's hidden_size")
     if config.draft_vocab_size > config.vocab_size:
         raise InvalidArgument("draft_vocab_size", f"exceeds vocab_size {config.vocab_size}")
     if config.n_heads % config.n_kv_heads:
@@ -71,31 +80,8 @@ def parse_head_config(raw: Mapping[str, Any]) -> HeadConfig:
     return config
 
 
-def _refuse(raw: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
-    architecture = (raw.get("architectures") or [None])[0]
-    if architecture not in _ARCHITECTURES:
-        raise InvalidArgument("architectures", f"expected one of {_ARCHITECTURES}, got {architecture!r}")
-    for flag in _REFUSED_FLAGS:
-        if flags.get(flag):
-            raise InvalidArgument(flag, "this variant of the head is not supported")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        raise InvalidArgument("rope_scaling.type", f"expected 'default', got {kind!r}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InvalidArgument("hidden_act", f"expected 'silu', got {raw.get('hidden_act')!r}")
-    if raw.get("num_hidden_layers", 1) != 1:
-        raise InvalidArgument("num_hidden_layers", f"expected 1, got {raw.get('num_hidden_layers')!r}")
-    if flags.get("num_aux_hidden_states", 3) != 3:
-        raise InvalidArgument("num_aux_hidden_states", "expected 3")
-    target_hidden = flags.get("target_hidden_size")
-    if target_hidden is not None and target_hidden != raw.get("hidden_size"):
-        raise InvalidArgument("target_hidden_size", "must equal hidden_size")
-
-
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidArgument(key, f"expected a positive integer in the head's config.json, got {value!r}")
-    return value
+def _flag(head: ConfigSection, nested: ConfigSection, key: str) -> bool:
+    outer, inner = head.boolean(key, False), nested.boolean(key, False)
+    if head.get(key) is not None and nested.get(key) is not None and outer != inner:
+        raise nested.refusal(key, f"{inner} contradicts {outer} at the top level")
+    return outer or inner

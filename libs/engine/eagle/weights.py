@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from libs.engine.eagle.config import HeadConfig
-from libs.engine.model.checkpoint import Checkpoint, CheckpointError
+from libs.engine.model.checkpoint import Checkpoint
+from libs.engine.model.shards import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def load_head_weights(
         q_rows, kv_rows = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         layer = names.layer
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        return HeadWeights(
+        weights = HeadWeights(
             embedding=_embedding(head, names, target, c).to(dtype),
             input_norm=tensor(f"{layer}.input_layernorm.weight", c.hidden_size),
             hidden_norm=tensor(f"{layer}.hidden_norm.weight", c.hidden_size),
@@ -73,6 +74,8 @@ def load_head_weights(
             lm_head=_lm_head(head, names, target, c).to(dtype),
             target_ids=_target_ids(head, names, c),
         )
+        names.refuse_others()
+        return weights
 
 
 class _Names:
@@ -80,12 +83,20 @@ class _Names:
 
     def __init__(self, head: Checkpoint) -> None:
         self._head = head
+        self._known = {"fc.weight", "t2d"}
         self.layer = "midlayer" if self.find("midlayer.hidden_norm.weight") in head else "layers.0"
 
     def find(self, name: str) -> str:
         """`name` or `model.name`, whichever is stored; `name` when neither is."""
+        self._known.add(name)
         prefixed = f"model.{name}"
         return prefixed if prefixed in self._head and name not in self._head else name
+
+    def refuse_others(self) -> None:
+        """Raise CheckpointError for a stored tensor that no part of the head uses."""
+        for name in sorted(self._head.names()):
+            if name.removeprefix("model.") not in self._known and not name.endswith(".rotary_emb.inv_freq"):
+                raise CheckpointError(name, "unexpected: the head's config.json implies no such tensor")
 
 
 def _embedding(head: Checkpoint, names: _Names, target: Checkpoint, c: HeadConfig) -> torch.Tensor:

@@ -1,22 +1,22 @@
-"""Reads a sharded safetensors checkpoint by tensor name, and checks shapes and dtypes."""
+"""Reads a sharded safetensors checkpoint by tensor name; checks shapes, dtypes and that values are finite."""
 
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, Matrix
-from slipstream.errors import FailedPrecondition
+from libs.engine.model.shards import CheckpointError, TensorHeader, open_shards, shard_names
+from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Int4Matrix
+from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups, Quantization
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DENSE_DTYPES = ("F32", "BF16", "F16")
+_FP8_SCALE_DTYPES = (*DENSE_DTYPES, "F8_E8M0")
+# The largest magnitudes that scales multiply.
+_INT4_LARGEST, _FP8_LARGEST = 8.0, 448.0
 
 # Prefixes of the text model's tensor names: Kimi-K2.5, plain DeepSeek-V3, NVFP4 re-exports, none.
 TEXT_PREFIXES = ("language_model.model.", "model.", "language_model.", "")
@@ -25,25 +25,14 @@ _SAMPLE_BYTES = 4096
 _SAMPLES_PER_SHARD = 256
 
 
-class CheckpointError(FailedPrecondition):
-    """The checkpoint lacks a tensor, or holds one of the wrong shape or dtype. `tensor` names it."""
-
-    def __init__(self, tensor: str, reason: str) -> None:
-        super().__init__(f"{tensor}: {reason}")
-        self.tensor = tensor
-        self.reason = reason
-
-
 class Checkpoint:
-    """The tensors of one model directory, read on demand. Use as a context manager.
+    """The tensors of one model directory. Headers are read at once, values on demand. A context manager.
 
     Shards are found through `model.safetensors.index.json`, or the one file `model.safetensors`.
     """
 
     def __init__(self, model_dir: Path) -> None:
-        self._dir = model_dir
-        self._files: dict[str, Any] = {}
-        self._shard_of = _weight_map(model_dir)
+        self._files, self._headers = open_shards(model_dir)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -52,46 +41,67 @@ class Checkpoint:
         self._files.clear()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._shard_of
+        return name in self._headers
 
     def names(self) -> Iterable[str]:
-        return self._shard_of.keys()
+        return self._headers.keys()
+
+    def header(
+        self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[str, ...] = ()
+    ) -> TensorHeader:
+        """Raise CheckpointError when the tensor is missing, or not of `shape`, or of none of `dtypes`."""
+        header = self._headers.get(name)
+        if header is None:
+            raise CheckpointError(name, "not in the checkpoint")
+        if shape is not None and header.shape != shape:
+            raise CheckpointError(
+                name, f"expected shape {list(shape)}, got {list(header.shape)} in {header.shard}"
+            )
+        if dtypes and header.dtype not in dtypes:
+            raise CheckpointError(name, f"expected dtype {' or '.join(dtypes)}, got {header.dtype}")
+        return header
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The tensor as stored. Raises CheckpointError when it is missing or not of `shape`."""
-        shard = self._shard_of.get(name)
-        if shard is None:
-            raise CheckpointError(name, "not in the checkpoint")
+        """The tensor as stored."""
+        shard = self.header(name, shape).shard
         try:
-            value: torch.Tensor = self._open(shard).get_tensor(name)
+            value: torch.Tensor = self._files[shard].get_tensor(name)
         except Exception as error:  # safetensors raises its own SafetensorError, OSError and others
             raise CheckpointError(name, f"cannot be read from {shard}: {error}") from error
-        if shape is not None and tuple(value.shape) != shape:
-            raise CheckpointError(name, f"expected shape {list(shape)}, got {list(value.shape)} in {shard}")
         return value
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A floating-point tensor of exactly `shape`; fp16 is widened to fp32."""
-        value = self.tensor(name, shape)
-        if value.dtype not in DENSE_DTYPES:
-            raise CheckpointError(name, f"expected a float dtype of {DENSE_DTYPES}, got {value.dtype}")
-        return value.float() if value.dtype == torch.float16 else value
+        """A floating-point tensor of exactly `shape`; fp16 is widened to fp32. All values are finite."""
+        self.header(name, shape, DENSE_DTYPES)
+        value = self.tensor(name)
+        return _finite(name, value.float() if value.dtype == torch.float16 else value)
 
-    def matrix(self, name: str, rows: int, cols: int, group: int) -> Matrix:
-        """The Linear `name`: INT4 iff `<name>.weight_packed` is stored, else dense `<name>.weight`."""
-        if f"{name}.weight_packed" not in self:
-            return DenseMatrix(self.dense(f"{name}.weight", (rows, cols)))
-        if cols % group:
-            raise CheckpointError(f"{name}.weight_packed", f"group size {group} does not divide {cols}")
-        packed = self.tensor(f"{name}.weight_packed", (rows, -(-cols // 8)))
-        if packed.dtype != torch.int32:
-            raise CheckpointError(f"{name}.weight_packed", f"expected int32, got {packed.dtype}")
-        scale = self.dense(f"{name}.weight_scale", (rows, cols // group))
-        if f"{name}.weight_shape" in self:
-            stored = [int(extent) for extent in self.tensor(f"{name}.weight_shape", (2,))]
-            if stored != [rows, cols]:
-                raise CheckpointError(f"{name}.weight_shape", f"expected {[rows, cols]}, got {stored}")
-        return Int4Matrix(packed, scale, cols, group)
+    def layout(
+        self, name: str, rows: int, cols: int, quantization: Quantization | None
+    ) -> type[DenseMatrix | Int4Matrix | Fp8Matrix]:
+        """How the Linear `name` is stored, which its tensors show. Checks their headers."""
+        weight, packed = f"{name}.weight", f"{name}.weight_packed"
+        if packed in self:
+            return self._int4_layout(name, rows, cols, quantization)
+        dtype = self.header(weight, (rows, cols), (*DENSE_DTYPES, "F8_E4M3")).dtype
+        if dtype != "F8_E4M3":
+            return DenseMatrix
+        if not isinstance(quantization, Fp8Blocks):
+            raise CheckpointError(weight, "FP8, but quantization_config states no FP8 blocks")
+        blocks = (-(-rows // quantization.rows), -(-cols // quantization.cols))
+        self.header(f"{name}.weight_scale_inv", blocks, _FP8_SCALE_DTYPES)
+        return Fp8Matrix
+
+    def matrix(
+        self, name: str, rows: int, cols: int, quantization: Quantization | None
+    ) -> DenseMatrix | Int4Matrix | Fp8Matrix:
+        """The Linear `name` as it is stored, of exactly rows x cols."""
+        layout = self.layout(name, rows, cols, quantization)
+        if layout is Int4Matrix and isinstance(quantization, Int4Groups):
+            return self._int4(name, rows, cols, quantization.group_size)
+        if layout is Fp8Matrix and isinstance(quantization, Fp8Blocks):
+            return self._fp8(name, quantization)
+        return DenseMatrix(self.dense(f"{name}.weight", (rows, cols)))
 
     def text_prefix(self) -> str:
         """The prefix under which `embed_tokens` and `layers` are stored."""
@@ -105,10 +115,58 @@ class Checkpoint:
         names = ("language_model.lm_head.weight", "lm_head.weight")
         return next((name for name in names if name in self), None)
 
-    def _open(self, shard: str) -> Any:
-        if shard not in self._files:
-            self._files[shard] = safe_open(self._dir / shard, framework="pt")
-        return self._files[shard]
+    def _int4_layout(
+        self, name: str, rows: int, cols: int, quantization: Quantization | None
+    ) -> type[Int4Matrix]:
+        packed = f"{name}.weight_packed"
+        if not isinstance(quantization, Int4Groups):
+            raise CheckpointError(packed, "packed INT4, but quantization_config states no INT4 groups")
+        if cols % quantization.group_size:
+            raise CheckpointError(packed, f"group size {quantization.group_size} does not divide {cols}")
+        self.header(packed, (rows, -(-cols // 8)), ("I32",))
+        self.header(f"{name}.weight_scale", (rows, cols // quantization.group_size), DENSE_DTYPES)
+        if f"{name}.weight_shape" in self:
+            self.header(f"{name}.weight_shape", (2,), ("I32", "I64"))
+        return Int4Matrix
+
+    def _int4(self, name: str, rows: int, cols: int, group: int) -> Int4Matrix:
+        if f"{name}.weight_shape" in self:
+            stored = [int(extent) for extent in self.tensor(f"{name}.weight_shape")]
+            if stored != [rows, cols]:
+                raise CheckpointError(f"{name}.weight_shape", f"expected {[rows, cols]}, got {stored}")
+        scale = _scale(f"{name}.weight_scale", self.tensor(f"{name}.weight_scale"), _INT4_LARGEST)
+        return Int4Matrix(self.tensor(f"{name}.weight_packed"), scale, cols, group)
+
+    def _fp8(self, name: str, block: Fp8Blocks) -> Fp8Matrix:
+        weight = self.tensor(f"{name}.weight")
+        # e4m3 has no infinity, and one NaN of each sign.
+        if int(weight.view(torch.uint8).bitwise_and(0x7F).max()) == 0x7F:
+            raise _not_finite(f"{name}.weight", weight.float())
+        scale = self.tensor(f"{name}.weight_scale_inv").float()
+        return Fp8Matrix(weight, _scale(f"{name}.weight_scale_inv", scale, _FP8_LARGEST), block)
+
+
+def _finite(name: str, value: torch.Tensor) -> torch.Tensor:
+    """The smallest and the largest value are NaN when any is; this costs one pass, at memory speed."""
+    low, high = (float(bound) for bound in torch.aminmax(value))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise _not_finite(name, value)
+    return value
+
+
+def _scale(name: str, scale: torch.Tensor, largest: float) -> torch.Tensor:
+    """Scales whose products with the stored values are finite in fp32; fp16 is widened."""
+    scale = scale.float() if scale.dtype == torch.float16 else scale
+    if not math.isfinite(float(_finite(name, scale).abs().max().float() * largest)):
+        raise CheckpointError(name, f"has a scale that makes weights infinite: {float(scale.abs().max()):g}")
+    return scale
+
+
+def _not_finite(name: str, value: torch.Tensor) -> CheckpointError:
+    at = (~torch.isfinite(value)).nonzero()
+    return CheckpointError(
+        name, f"{len(at)} of {value.numel()} values are NaN or infinite, the first at {at[0].tolist()}"
+    )
 
 
 def weights_digest(model_dir: Path) -> str:
@@ -119,7 +177,7 @@ def weights_digest(model_dir: Path) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update((model_dir / "config.json").read_bytes())
-    for shard in sorted(set(_weight_map(model_dir).values())):
+    for shard in shard_names(model_dir):
         path = model_dir / shard
         n_bytes = path.stat().st_size
         digest.update(f"{shard}:{n_bytes}\0".encode())
@@ -136,28 +194,3 @@ def weights_digest(model_dir: Path) -> str:
 def _sample_offsets(start: int, end: int) -> Iterable[int]:
     step = max(_SAMPLE_BYTES, -(-(end - start) // _SAMPLES_PER_SHARD))
     return range(start, end, step)
-
-
-def _weight_map(model_dir: Path) -> dict[str, str]:
-    """Tensor name -> shard file name."""
-    index = model_dir / INDEX_NAME
-    if index.is_file():
-        try:
-            mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(INDEX_NAME, f"not an index with a weight_map: {error!r}") from error
-        if not isinstance(mapping, dict):
-            raise CheckpointError(INDEX_NAME, "weight_map is not an object")
-        for shard in set(mapping.values()):
-            # A shard is a file of this directory: an index must not reach outside it.
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(INDEX_NAME, f"shard {shard!r} is not a plain file name")
-        return mapping
-    single = model_dir / SINGLE_NAME
-    if not single.is_file():
-        raise CheckpointError(INDEX_NAME, f"neither it nor {SINGLE_NAME} is in {model_dir}")
-    try:
-        with safe_open(single, framework="pt") as file:
-            return {name: SINGLE_NAME for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors raises its own SafetensorError, OSError and others
-        raise CheckpointError(SINGLE_NAME, f"cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Writes random checkpoints in the real file layout: sharded safetensors, index.json, INT4 experts, prefixes.
+"""Writes random checkpoints in the real file layout: sharded safetensors, index.json, INT4 or FP8, prefixes.
 
 Correction biases and norm weights are random too, because constants of 0 and 1 would hide defects.
 """
@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from libs.engine.model.checkpoint import INDEX_NAME
+from libs.engine.model.shards import INDEX_NAME
 from libs.engine.model_spec.config import ModelConfig, parse_config
-from libs.engine.model_spec.matrix import pack_int4
+from libs.engine.model_spec.matrix import pack_fp8, pack_int4
+from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups
 
 # The shape of `bench.engine --make`.
 BENCH_CONFIG: dict[str, Any] = {
@@ -92,12 +93,16 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """A checkpoint to write. `config` overrides the common keys; `prefix` is that of Kimi-K2.5, or empty."""
+    """A checkpoint to write. `config` overrides the common keys; `prefix` is that of Kimi-K2.5, or empty.
+
+    quantization  "int4": the experts, as Kimi-K2.5; "fp8": all Linear but the router, as DeepSeek-V3; "none"
+    """
 
     config: dict[str, Any] = field(default_factory=lambda: dict(TINY_CONFIG))
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    int4_experts: bool = True
+    quantization: Literal["int4", "fp8", "none"] = "int4"
+    fp8_block: tuple[int, int] = (128, 128)
     prefix: Literal["", "language_model."] = ""
     n_shards: int = 2
     # Standard deviation of matrix entries is gain / sqrt(inputs): 1 keeps activations near unit size.
@@ -108,8 +113,8 @@ def write_random_checkpoint(model_dir: Path, spec: RandomCheckpoint | None = Non
     """Write a checkpoint into `model_dir`, which is created. Returns its configuration."""
     spec = spec or RandomCheckpoint()
     raw = _COMMON | spec.config | {"torch_dtype": spec.dtype}
-    if spec.int4_experts:
-        raw["quantization_config"] = _quantization_config()
+    if spec.quantization != "none":
+        raw["quantization_config"] = _quantization_config(spec)
     config = parse_config(raw)
     model_dir.mkdir(parents=True, exist_ok=True)
     tensors = dict(_tensors(config, spec))
@@ -143,13 +148,22 @@ def _tensors(config: ModelConfig, spec: RandomCheckpoint) -> Iterator[tuple[str,
     )
     for layer in range(config.n_layers):
         name = f"{model}.layers.{layer}"
+
+        def linear(
+            suffix: str, shape: tuple[int, ...], name: str = name
+        ) -> Iterator[tuple[str, torch.Tensor]]:
+            return _linear(f"{name}.{suffix}", matrix(*shape), config)
+
         yield f"{name}.input_layernorm.weight", norm(config.hidden_size)
         yield f"{name}.post_attention_layernorm.weight", norm(config.hidden_size)
         for suffix, shape in _attention_shapes(config):
-            yield f"{name}.self_attn.{suffix}.weight", norm(shape[0]) if len(shape) == 1 else matrix(*shape)
+            if len(shape) == 1:
+                yield f"{name}.self_attn.{suffix}.weight", norm(shape[0])
+            else:
+                yield from linear(f"self_attn.{suffix}", shape)
         if not config.is_moe(layer):
             for suffix, shape in _mlp_shapes(config.hidden_size, config.dense_intermediate_size):
-                yield f"{name}.mlp.{suffix}.weight", matrix(*shape)
+                yield from linear(f"mlp.{suffix}", shape)
             continue
         yield f"{name}.mlp.gate.weight", matrix(config.n_routed_experts, config.hidden_size)
         yield (
@@ -159,25 +173,29 @@ def _tensors(config: ModelConfig, spec: RandomCheckpoint) -> Iterator[tuple[str,
         if config.n_shared_experts:
             width = config.moe_intermediate_size * config.n_shared_experts
             for suffix, shape in _mlp_shapes(config.hidden_size, width):
-                yield f"{name}.mlp.shared_experts.{suffix}.weight", matrix(*shape)
+                yield from linear(f"mlp.shared_experts.{suffix}", shape)
         for expert in range(config.n_routed_experts):
             for suffix, shape in _mlp_shapes(config.hidden_size, config.moe_intermediate_size):
-                yield from _expert(f"{name}.mlp.experts.{expert}.{suffix}", matrix(*shape), config, spec)
+                yield from linear(f"mlp.experts.{expert}.{suffix}", shape)
     yield f"{model}.norm.weight", norm(config.hidden_size)
     if not config.tie_word_embeddings:
         yield f"{spec.prefix}lm_head.weight", matrix(config.vocab_size, config.hidden_size)
 
 
-def _expert(
-    name: str, weight: torch.Tensor, config: ModelConfig, spec: RandomCheckpoint
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if not spec.int4_experts:
+def _linear(name: str, weight: torch.Tensor, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one Linear, quantised where the release of that format quantises it."""
+    quantization = config.quantization
+    if isinstance(quantization, Fp8Blocks):
+        fp8 = pack_fp8(weight, quantization)
+        yield f"{name}.weight", fp8.weight
+        yield f"{name}.weight_scale_inv", fp8.scale_inv
+    elif isinstance(quantization, Int4Groups) and ".experts." in name:
+        int4 = pack_int4(weight, quantization.group_size, torch.bfloat16)
+        yield f"{name}.weight_packed", int4.packed
+        yield f"{name}.weight_scale", int4.scale
+        yield f"{name}.weight_shape", torch.tensor(weight.shape, dtype=torch.int32)
+    else:
         yield f"{name}.weight", weight
-        return
-    packed = pack_int4(weight, config.quant_group_size, torch.bfloat16)
-    yield f"{name}.weight_packed", packed.packed
-    yield f"{name}.weight_scale", packed.scale
-    yield f"{name}.weight_shape", torch.tensor(weight.shape, dtype=torch.int32)
 
 
 def _attention_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -213,7 +231,15 @@ def _write_shards(model_dir: Path, tensors: dict[str, torch.Tensor], n_shards: i
     (model_dir / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _quantization_config() -> dict[str, Any]:
+def _quantization_config(spec: RandomCheckpoint) -> dict[str, Any]:
+    if spec.quantization == "fp8":
+        block = list(spec.fp8_block)
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": block,
+        }
     weights = {
         "num_bits": 4,
         "type": "int",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.decoder import Decoder
+from libs.engine.model.inventory import check_inventory
 from libs.engine.model.stack import PlainStack, Stack
 from libs.engine.model.weights import ModelWeights, WeightDtype, WeightLoader, load_feature_head
 from libs.engine.model_spec.config import ModelConfig, load_config
@@ -23,6 +25,7 @@ from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.stop_flag import StopFlag
+from slipstream.errors import FailedPrecondition
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class RunnerOptions:
     kernels         "native" = compiled C, "torch" = the reference path, several times slower
     latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as others
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
+    memory_bytes    what weights and cache may take together; None = the machine's memory
     """
 
     n_pages: int = 64
@@ -43,6 +47,7 @@ class RunnerOptions:
     kernels: Literal["native", "torch"] = "native"
     latent_norm_eps: float | None = 1e-6
     head_dir: Path | None = None
+    memory_bytes: int | None = None
 
 
 class ModelRunner:
@@ -72,14 +77,16 @@ class ModelRunner:
         options = options or RunnerOptions()
         config = load_config(model_dir)
         kernels = _choose_kernels(options.kernels)
+        cache_shape = _cache_shape(config, options)
         with Checkpoint(model_dir) as checkpoint:
+            _check_memory(check_inventory(checkpoint, config), cache_shape, options)
             weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype).load()
         features = load_feature_head(options.head_dir, config, kernels) if options.head_dir else None
         eps = config.rms_norm_eps if options.latent_norm_eps is None else options.latent_norm_eps
         return cls(
             config,
             Decoder(config, weights, _stack(config, weights, kernels, eps), kernels, features),
-            PagedLatentCache(_cache_shape(config, options)),
+            PagedLatentCache(cache_shape),
             kernels=kernels.name,
             feature_width=config.hidden_size if features else 0,
             weights_digest=weights_digest(model_dir),
@@ -101,6 +108,18 @@ class ModelRunner:
 
 def _choose_kernels(choice: Literal["native", "torch"]) -> Kernels:
     return TorchKernels() if choice == "torch" else NativeKernels(load_library())
+
+
+def _check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -> None:
+    cache_bytes = cache.n_pages * cache.page_bytes
+    limit = options.memory_bytes
+    if limit is None:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weight_bytes + cache_bytes > limit:
+        raise FailedPrecondition(
+            f"weights of {weight_bytes / 1e9:.1f} GB and a KV cache of {cache_bytes / 1e9:.1f} GB "
+            f"do not fit in {limit / 1e9:.1f} GB of memory"
+        )
 
 
 def _stack(config: ModelConfig, weights: ModelWeights, kernels: Kernels, latent_norm_eps: float) -> Stack:

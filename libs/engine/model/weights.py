@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,11 @@ import torch
 
 from libs.engine.kernels.interface import Kernels, MlpMatrices, Packed
 from libs.engine.kernels.layer import Attention, Layer
-from libs.engine.model.checkpoint import Checkpoint, CheckpointError
+from libs.engine.model.checkpoint import Checkpoint
+from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.config_json import read_config_json
+from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Matrix
 from slipstream.errors import InvalidArgument
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -37,7 +38,7 @@ class ModelWeights:
 
 
 class WeightLoader:
-    """Loads one checkpoint. Every tensor is checked against the shape that the configuration implies."""
+    """Loads one checkpoint, whose tensors `check_inventory` has compared with the configuration."""
 
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, kernels: Kernels, dtype: WeightDtype = "auto"
@@ -51,19 +52,18 @@ class WeightLoader:
     def load(self) -> ModelWeights:
         c = self._config
         embedding = self._dense("embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        # Tensors beyond num_hidden_layers (a multi-token-prediction module) are ignored.
         layers = tuple(self._layer(index) for index in range(c.n_layers))
         return ModelWeights(embedding, layers, self._norm("norm", c.hidden_size), self._head(embedding))
 
     def _head(self, embedding: torch.Tensor) -> Packed:
         c = self._config
         name = self._checkpoint.head_name()
-        if c.tie_word_embeddings or name is None:
-            if not c.tie_word_embeddings:
-                raise CheckpointError("lm_head.weight", "not in the checkpoint, and the head is not tied")
+        if name is None:
             return self._kernels.pack(DenseMatrix(embedding))
-        weight = self._checkpoint.dense(name, (c.vocab_size, c.hidden_size))
-        return self._kernels.pack(DenseMatrix(self._cast(weight)))
+        weight = self._cast(self._checkpoint.dense(name, (c.vocab_size, c.hidden_size)))
+        if c.tie_word_embeddings and not torch.equal(weight, embedding):
+            raise CheckpointError(name, "differs from the embedding, to which tie_word_embeddings ties it")
+        return self._kernels.pack(DenseMatrix(weight))
 
     def _layer(self, index: int) -> Layer:
         c = self._config
@@ -131,8 +131,17 @@ class WeightLoader:
         )
 
     def _matrix(self, name: str, rows: int, cols: int) -> Matrix:
-        matrix = self._checkpoint.matrix(f"{self._prefix}{name}", rows, cols, self._config.quant_group_size)
+        matrix = self._checkpoint.matrix(f"{self._prefix}{name}", rows, cols, self._config.quantization)
+        if isinstance(matrix, Fp8Matrix):
+            return DenseMatrix(matrix.dequantised(self._fp8_dtype()))
         return DenseMatrix(self._cast(matrix.weight)) if isinstance(matrix, DenseMatrix) else matrix
+
+    def _fp8_dtype(self) -> torch.dtype:
+        """FP8 weights are held in bf16 where the model's dtype is bf16, as DeepSeek converts them."""
+        if self._dtype == "auto":
+            return torch.bfloat16 if self._config.dtype == "bfloat16" else torch.float32
+        dtype: torch.dtype = getattr(torch, self._dtype)
+        return dtype
 
     def _dense_matrix(self, name: str, rows: int, cols: int) -> DenseMatrix:
         """A matrix to be rearranged before packing, dequantised if it is INT4."""
@@ -164,14 +173,16 @@ def default_feature_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 def _feature_layers(head_dir: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The output indices in `eagle_config.eagle_aux_hidden_state_layer_ids`, or the default ones."""
-    raw = json.loads((head_dir / "config.json").read_text(encoding="utf-8"))
-    nested = raw.get("eagle_config") or {}
-    layers = nested.get("eagle_aux_hidden_state_layer_ids")
+    """The stated output indices, at the top or in `eagle_config`, or the default ones."""
+    raw = read_config_json(head_dir, "draft_model_dir")
+    key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
+    inner = nested.get(key) if isinstance(nested, dict) else None
+    field, layers = (key, raw.get(key)) if inner is None else (f"eagle_config.{key}", inner)
+    if inner is not None and raw.get(key) not in (None, inner):
+        raise InvalidArgument(field, f"{inner!r} contradicts {key} {raw[key]!r} at the top level")
     if layers is None:
         return default_feature_layers(config.n_layers)
-    if len(layers) != 3 or not all(isinstance(i, int) and 0 <= i < config.n_layers for i in layers):
-        raise InvalidArgument(
-            "eagle_config.eagle_aux_hidden_state_layer_ids", f"expected 3 layers below {config.n_layers}"
-        )
+    valid = isinstance(layers, list) and len(layers) == 3
+    if not valid or not all(type(i) is int and 0 <= i < config.n_layers for i in layers):
+        raise InvalidArgument(field, f"expected 3 layers below {config.n_layers}, got {layers!r}")
     return tuple(layers)

@@ -1,7 +1,8 @@
 """The text configuration of a Kimi-K2 / DeepSeek-V3 checkpoint, from its `config.json`.
 
 Accepted spellings: nested `text_config` (Kimi-K2.5) or flat; `rope_scaling` with a top-level `rope_theta`, or
-`rope_parameters` that holds both; `type` or `rope_type`; `dtype` or `torch_dtype`. Unknown keys are ignored.
+`rope_parameters` that holds both; `type` or `rope_type`; `dtype` or `torch_dtype`. The parser uses each key,
+knows that it has no effect, or refuses it by name (`known_keys.py`).
 """
 
 from __future__ import annotations
@@ -13,24 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from libs.engine.model_spec.config_json import read_config_json
-from slipstream.errors import InvalidArgument
+from libs.engine.model_spec.config_section import ConfigSection
+from libs.engine.model_spec.known_keys import MULTIMODAL_KEYS, TEXT_KEYS
+from libs.engine.model_spec.quantization import Quantization, parse_quantization
+from libs.engine.model_spec.rope_config import YarnConfig, parse_rope, yarn_mscale
 
-
-@dataclass(frozen=True, slots=True)
-class YarnConfig:
-    """DeepSeek YaRN: frequency interpolation by `factor`, and its two attention temperatures."""
-
-    factor: float
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
-    original_max_position: int
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape and constants of the text model, mostly under the names of `config.json`."""
+    """Shape and constants of the text model, mostly under the names of `config.json`.
+
+    n_mtp_layers  multi-token-prediction modules behind the layers, which the engine does not run
+    """
 
     vocab_size: int
     hidden_size: int
@@ -58,7 +55,8 @@ class ModelConfig:
     max_position_tokens: int
     tie_word_embeddings: bool
     dtype: str
-    quant_group_size: int
+    quantization: Quantization | None
+    n_mtp_layers: int
 
     @property
     def qk_head_dim(self) -> int:
@@ -81,10 +79,6 @@ class ModelConfig:
         return layer >= self.first_k_dense and layer % self.moe_layer_freq == 0
 
 
-def yarn_mscale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-
 def load_config(model_dir: Path) -> ModelConfig:
     """Read `model_dir/config.json`. Raises InvalidArgument naming the key that is missing or unusable."""
     return parse_config(read_config_json(model_dir, "model_dir"))
@@ -92,17 +86,18 @@ def load_config(model_dir: Path) -> ModelConfig:
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Parse the text model's part of a decoded `config.json`."""
-    text = _Keys(raw.get("text_config") or raw)
-    dtype = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype")
-    quant = text.get("quantization_config") or raw.get("quantization_config")
-    theta, yarn = _rope(text)
-    q_lora_rank = text.get("q_lora_rank")
+    if raw.get("text_config") is None:
+        top = text = ConfigSection(raw, TEXT_KEYS)
+    else:
+        top = ConfigSection(raw, MULTIMODAL_KEYS)
+        text = ConfigSection(raw["text_config"], TEXT_KEYS, "text_config.")
+    theta, yarn = parse_rope(text)
     config = ModelConfig(
         vocab_size=text.integer("vocab_size"),
         hidden_size=text.integer("hidden_size"),
         n_layers=text.integer("num_hidden_layers"),
         n_heads=text.integer("num_attention_heads"),
-        q_lora_rank=None if q_lora_rank is None else text.integer("q_lora_rank"),
+        q_lora_rank=None if text.get("q_lora_rank") is None else text.integer("q_lora_rank"),
         kv_lora_rank=text.integer("kv_lora_rank"),
         qk_nope_head_dim=text.integer("qk_nope_head_dim"),
         qk_rope_head_dim=text.integer("qk_rope_head_dim"),
@@ -116,94 +111,55 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         moe_layer_freq=text.integer("moe_layer_freq", 1),
         n_group=text.integer("n_group", 1),
         topk_group=text.integer("topk_group", 1),
-        norm_topk_prob=bool(text.get("norm_topk_prob", True)),
+        norm_topk_prob=text.boolean("norm_topk_prob", True),
         routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
-        rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=text.number("rms_norm_eps", 1e-6, above=0.0),
         rope_theta=theta,
         yarn=yarn,
         max_position_tokens=text.integer("max_position_embeddings"),
-        tie_word_embeddings=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
-        dtype=str(dtype or "bfloat16").removeprefix("torch."),
-        quant_group_size=_group_size(quant),
+        tie_word_embeddings=text.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", False)),
+        dtype=_dtype(text, top),
+        quantization=_quantization(text, top),
+        n_mtp_layers=text.integer(text.spelling("num_nextn_predict_layers", "num_mtp_layers"), 0, minimum=0),
     )
     _check(config, text)
     return config
 
 
-class _Keys:
-    """Typed reads from a JSON object, with errors that name the key."""
-
-    def __init__(self, raw: Any) -> None:
-        if not isinstance(raw, Mapping):
-            raise InvalidArgument("text_config", "not a JSON object")
-        self._raw = raw
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._raw.get(key, default)
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise InvalidArgument(key, "missing from config.json")
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise InvalidArgument(key, f"expected an integer of at least {minimum}, got {value!r}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InvalidArgument(key, f"expected a finite number, got {value!r}")
-        return float(value)
+def _dtype(text: ConfigSection, top: ConfigSection) -> str:
+    names = ("dtype", "torch_dtype")
+    section = text if text.get(text.spelling(*names)) is not None else top
+    key = section.spelling(*names)
+    stated = section.get(key)
+    dtype = "bfloat16" if stated is None else str(stated).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise section.refusal(
+            key, f"{stated!r} is not supported; supported: {' or '.join(map(repr, _DTYPES))}"
+        )
+    return dtype
 
 
-def _rope(text: _Keys) -> tuple[float, YarnConfig | None]:
-    raw = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope = _Keys(raw)
-    theta = rope.number("rope_theta", text.number("rope_theta", 10000.0))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind != "yarn":
-        raise InvalidArgument("rope_scaling.type", f"expected 'yarn' or 'default', got {kind!r}")
-    yarn = YarnConfig(
-        factor=rope.number("factor", 1.0),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        mscale=rope.number("mscale", 0.0),
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
-        original_max_position=rope.integer("original_max_position_embeddings", 4096),
-    )
-    return theta, yarn
+def _quantization(text: ConfigSection, top: ConfigSection) -> Quantization | None:
+    """Kimi-K2.5 states the section twice, at the top and in `text_config`."""
+    key = "quantization_config"
+    inner, outer = text.get(key), top.get(key)
+    if inner is not None and outer is not None and inner != outer:
+        raise text.refusal(key, f"differs from {key} at the top level; state one of them")
+    if inner is not None:
+        return parse_quantization(inner, f"{text.path}{key}.")
+    return None if outer is None else parse_quantization(outer, f"{key}.")
 
 
-def _group_size(quant: Any) -> int:
-    """INT4 group length along the input dimension; 32 in every Kimi release."""
-    groups = quant.get("config_groups", {}) if isinstance(quant, Mapping) else {}
-    for group in groups.values():
-        size = (group.get("weights") or {}).get("group_size")
-        if isinstance(size, int) and size > 0:
-            return size
-    return 32
-
-
-def _check(config: ModelConfig, text: _Keys) -> None:
-    scoring = text.get("scoring_func", "sigmoid")
-    if scoring != "sigmoid":
-        raise InvalidArgument("scoring_func", f"expected 'sigmoid', got {scoring!r}")
-    if text.get("hidden_act", "silu") != "silu":
-        raise InvalidArgument("hidden_act", f"expected 'silu', got {text.get('hidden_act')!r}")
-    if text.get("attention_bias"):
-        raise InvalidArgument("attention_bias", "not supported: the architecture has none")
-    if text.get("rope_interleave", True) is not True:
-        raise InvalidArgument("rope_interleave", "only interleaved rotary pairs are supported")
+def _check(config: ModelConfig, text: ConfigSection) -> None:
+    text.agrees("num_key_value_heads", config.n_heads, "each head has its own keys and values")
+    text.agrees("qk_head_dim", config.qk_head_dim, "it is the sum of qk_nope_head_dim and qk_rope_head_dim")
+    text.agrees("head_dim", config.qk_rope_head_dim, "it is qk_rope_head_dim, as transformers writes it")
     if config.qk_rope_head_dim % 2:
-        raise InvalidArgument("qk_rope_head_dim", f"must be even, got {config.qk_rope_head_dim}")
+        raise text.refusal("qk_rope_head_dim", f"must be even, got {config.qk_rope_head_dim}")
     if config.n_routed_experts % config.n_group:
-        raise InvalidArgument("n_group", f"{config.n_group} does not divide n_routed_experts")
+        raise text.refusal("n_group", f"{config.n_group} does not divide n_routed_experts")
     if config.topk_group > config.n_group:
-        raise InvalidArgument("topk_group", f"{config.topk_group} exceeds n_group {config.n_group}")
+        raise text.refusal("topk_group", f"{config.topk_group} exceeds n_group {config.n_group}")
     reachable = config.topk_group * (config.n_routed_experts // config.n_group)
     if config.experts_per_token > reachable:
-        raise InvalidArgument("num_experts_per_tok", f"{config.experts_per_token} exceeds {reachable}")
+        raise text.refusal("num_experts_per_tok", f"{config.experts_per_token} exceeds {reachable}")

@@ -1,27 +1,51 @@
-"""Reads the `config.json` of a checkpoint directory."""
+"""Reads the JSON files of a checkpoint directory strictly: no repeated key, no NaN, bounded in size."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from libs.common.service_bounds import MAX_CONFIG_BYTES
 from slipstream.errors import InvalidArgument
 
 
 def read_config_json(directory: Path, option: str) -> dict[str, Any]:
-    """Read the file. `option` is the name of the setting with the directory.
+    """Read `config.json`. `option` is the name of the setting with the directory.
 
-    Raises InvalidArgument for `option` if the file cannot be read, and for `config.json` if it is not a JSON
-    object.
+    Raises InvalidArgument for `option` if the file cannot be read. Raises it for `config.json` unless that is
+    one JSON object without repeated keys.
     """
-    path = directory / "config.json"
+    return read_json_object(directory / "config.json", option, MAX_CONFIG_BYTES)
+
+
+def read_json_object(path: Path, option: str, max_bytes: int) -> dict[str, Any]:
+    """Read a file of at most `max_bytes` as `read_config_json` does. Errors name the file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
     except OSError as error:
         raise InvalidArgument(option, f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InvalidArgument("config.json", f"not JSON: {error}") from error
+    if len(data) > max_bytes:
+        raise InvalidArgument(path.name, f"has more than {max_bytes} bytes")
+    try:
+        raw = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(path.name, f"not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise InvalidArgument("config.json", "not a JSON object")
+        raise InvalidArgument(path.name, "not a JSON object")
     return raw
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in values if names.count(name) > 1)
+        raise ValueError(f"{repeated!r} is stated twice in one object")
+    return values
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")

@@ -1,10 +1,14 @@
-"""A weight matrix in the form of the checkpoint: dense, or INT4 pack-quantized."""
+"""A weight matrix in the form of the checkpoint: dense, INT4 pack-quantized, or FP8 in blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from libs.engine.model_spec.quantization import Fp8Blocks
+
+_FP8_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,29 @@ class Int4Matrix:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """DeepSeek-V3: e4m3 weights with one factor per block; the last blocks of rows and columns may be ragged.
+
+    weight [rows, cols] float8_e4m3fn; scale_inv [ceil(rows / block.rows), ceil(cols / block.cols)]: what a
+    stored value is multiplied by.
+    """
+
+    weight: torch.Tensor
+    scale_inv: torch.Tensor
+    block: Fp8Blocks
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[rows, cols]: the product in fp32, then rounded to `dtype`, as in DeepSeek's `weight_dequant`."""
+        out = torch.empty(self.weight.shape, dtype=dtype)
+        factors = self.scale_inv.float().repeat_interleave(self.block.cols, 1)[:, : out.shape[1]]
+        blocks = (torch.split(part, self.block.rows) for part in (out, self.weight))
+        for target, rows, factor in zip(*blocks, factors, strict=True):
+            target.copy_(rows.float().mul_(factor))
+        return out
+
+
+# What the kernels take; FP8 is dequantised when it is loaded.
 Matrix = DenseMatrix | Int4Matrix
 
 
@@ -70,3 +97,16 @@ def pack_int4(weight: torch.Tensor, group: int, scale_dtype: torch.dtype) -> Int
     words = (padded.reshape(rows, -1, 8) << torch.arange(0, 32, 4)).sum(-1)
     signed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     return Int4Matrix(signed, scale, cols, group)
+
+
+def pack_fp8(weight: torch.Tensor, block: Fp8Blocks) -> Fp8Matrix:
+    """Quantizes [rows, cols] to e4m3 (scale = absmax / 448 per block, as DeepSeek's `weight_quant`)."""
+    scales, quantized = [], []
+    for rows in torch.split(weight.float(), block.rows):
+        blocks = torch.split(rows, block.cols, 1)
+        factors = [float(part.abs().max().clamp_min(1e-8)) / _FP8_MAX for part in blocks]
+        scales.append(factors)
+        quantized.append(torch.cat([part / factor for part, factor in zip(blocks, factors, strict=True)], 1))
+    return Fp8Matrix(
+        torch.cat(quantized).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn), torch.tensor(scales), block
+    )

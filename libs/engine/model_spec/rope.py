@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from libs.engine.model_spec.config import ModelConfig, YarnConfig, yarn_mscale
+from libs.engine.model_spec.config import ModelConfig
 
 
 class Rope:
@@ -14,7 +14,7 @@ class Rope:
 
     def __init__(self, config: ModelConfig) -> None:
         self.inv_freq = inverse_frequencies(config)
-        self._scale = _cos_sin_scale(config.yarn)
+        self._scale = 1.0 if config.yarn is None else config.yarn.attention_factor
 
     def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:
         """positions [T] -> [T, 2, rope_dim / 2] fp32: the cosines, then the sines, of each pair."""
@@ -55,15 +55,8 @@ def correction_range(config: ModelConfig) -> tuple[float, float]:
         turns = yarn.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(pair_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_of(yarn.beta_slow)), dim - 1)
+    low, high = pair_of(yarn.beta_fast), pair_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     return float(low), float(high) if high != low else high + 0.001
-
-
-def _cos_sin_scale(yarn: YarnConfig | None) -> float:
-    """1.0 whenever mscale equals mscale_all_dim, as in every Kimi release."""
-    if yarn is None:
-        return 1.0
-    if yarn.mscale and yarn.mscale_all_dim:
-        return yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
-    return yarn_mscale(yarn.factor, 1.0)

@@ -4,7 +4,6 @@ each process."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.cluster.worker_record import Role
-from slipstream.errors import Unavailable
 from supervisor.commands.drain import drain_process, restart_processes
 from supervisor.commands.status import show_status
 from tests.e2e.fleet.test_drain import WAIT_S, Aside, run_dir, under_load
@@ -55,8 +53,7 @@ def answers(several: LocalCluster, requests: list[FaultRequest]) -> list[Answer]
 def status_of_routers(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     """The routers in the output of `slipstream status`, by instance."""
     capsys.readouterr()
-    with contextlib.suppress(Unavailable):  # raised after the output, for a process that is away
-        asyncio.run(show_status(run_dir(cluster), as_json=True))
+    asyncio.run(show_status(run_dir(cluster), as_json=True))
     workers = json.loads(capsys.readouterr().out)["workers"]
     return {worker["instance"]: worker for worker in workers if worker["role"] == "router"}
 

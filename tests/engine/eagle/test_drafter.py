@@ -10,8 +10,9 @@ import torch
 
 from libs.engine.eagle.drafter import DrafterEngine, Extension
 from libs.engine.eagle.head import EagleHead
-from libs.engine.model.checkpoint import Checkpoint, CheckpointError
+from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
+from libs.engine.model.shards import CheckpointError
 from slipstream.errors import InvalidArgument
 from tests.engine.eagle.plain_head import plain_drafts
 from tests.engine.random_head import RandomHead, write_random_head
@@ -164,7 +165,7 @@ def test_a_draft_vocabulary_needs_its_own_head(tmp_path: Path, target_dir: Path)
         ("architectures", ["Eagle3DeepseekV2ForCausalLM"], "architectures"),
         ("rope_scaling", {"type": "yarn", "factor": 4}, "rope_scaling.type"),
         ("fc_norm", True, "fc_norm"),
-        ("eagle_config", {"norm_before_fc": True}, "norm_before_fc"),
+        ("eagle_config", {"norm_before_fc": True}, "eagle_config.norm_before_fc"),
         ("target_hidden_size", 128, "target_hidden_size"),
         ("num_hidden_layers", 2, "num_hidden_layers"),
         ("hidden_act", "gelu", "hidden_act"),

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from libs.engine.model.checkpoint import INDEX_NAME, Checkpoint, CheckpointError, weights_digest
+from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.model.shards import INDEX_NAME, CheckpointError
 from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, pack_int4, unpack_int4
+from libs.engine.model_spec.quantization import Int4Groups
 
 OPTIONS = RunnerOptions(n_pages=2, kernels="torch")
 
@@ -54,8 +56,8 @@ MOE = "model.layers.1.mlp"
         (f"{MOE}.experts.7.up_proj.weight_scale", None, "not in the checkpoint"),
         ("model.norm.weight", torch.ones(63), r"expected shape \[64\], got \[63\]"),
         ("model.layers.0.self_attn.o_proj.weight", torch.ones(64, 65), r"expected shape \[64, 64\]"),
-        ("model.layers.0.self_attn.o_proj.weight", torch.ones(64, 64).int(), "float dtype"),
-        (f"{MOE}.experts.3.down_proj.weight_packed", torch.ones(64, 4).long(), "expected int32"),
+        ("model.layers.0.self_attn.o_proj.weight", torch.ones(64, 64).int(), "expected dtype F32"),
+        (f"{MOE}.experts.3.down_proj.weight_packed", torch.ones(64, 4).long(), "expected dtype I32"),
         (f"{MOE}.experts.3.down_proj.weight_packed", torch.ones(64, 3).int(), "expected shape"),
         (f"{MOE}.experts.3.down_proj.weight_shape", torch.tensor([32, 64]).int(), "expected"),
     ],
@@ -73,12 +75,13 @@ def test_missing_and_misshaped_tensors_are_named(
 def test_an_expert_without_packed_weight_is_dense(model_dir: Path) -> None:
     name = f"{MOE}.experts.0.gate_proj"
     with Checkpoint(model_dir) as checkpoint:
-        packed = checkpoint.matrix(name, 32, 64, 32)
+        packed = checkpoint.matrix(name, 32, 64, Int4Groups(32))
     assert isinstance(packed, Int4Matrix)
-    edit_checkpoint(model_dir, f"{name}.weight_packed", None)
+    for part in ("packed", "scale", "shape"):
+        edit_checkpoint(model_dir, f"{name}.weight_{part}", None)
     edit_checkpoint(model_dir, f"{name}.weight", packed.dequantised())
     with Checkpoint(model_dir) as checkpoint:
-        dense = checkpoint.matrix(name, 32, 64, 32)
+        dense = checkpoint.matrix(name, 32, 64, Int4Groups(32))
     assert isinstance(dense, DenseMatrix)
     torch.testing.assert_close(dense.weight, packed.dequantised())
     ModelRunner.load(model_dir, OPTIONS)
@@ -86,6 +89,10 @@ def test_an_expert_without_packed_weight_is_dense(model_dir: Path) -> None:
 
 def test_multi_token_prediction_layers_are_ignored(model_dir: Path) -> None:
     edit_checkpoint(model_dir, "model.layers.2.eh_proj.weight", torch.ones(64, 128))
+    with pytest.raises(CheckpointError, match="beyond num_hidden_layers 2 and num_nextn_predict_layers 0"):
+        ModelRunner.load(model_dir, OPTIONS)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     ModelRunner.load(model_dir, OPTIONS)
 
 
@@ -121,10 +128,10 @@ def test_a_malformed_index_is_refused(model_dir: Path, index: str) -> None:
 def test_a_truncated_or_missing_shard_is_named(model_dir: Path) -> None:
     shard = model_dir / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cannot be read from model-00002"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: cannot be read"):
         ModelRunner.load(model_dir, OPTIONS)
     shard.unlink()
-    with pytest.raises(CheckpointError, match="cannot be read from model-00002"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: cannot be read"):
         ModelRunner.load(model_dir, OPTIONS)
 
 

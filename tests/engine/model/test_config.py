@@ -62,7 +62,6 @@ def without(*keys: str) -> dict[str, Any]:
         | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 50000.0, **YARN}},
         without("torch_dtype") | {"dtype": "bfloat16"},
         {"text_config": without("torch_dtype"), "torch_dtype": "torch.bfloat16"},
-        K25 | {"some_future_key": {"nested": True}},
     ],
 )
 def test_all_spellings_give_the_same_config(raw: dict[str, Any]) -> None:
@@ -75,15 +74,7 @@ def test_kimi_k25_constants() -> None:
     assert config.qk_head_dim == 192
     assert config.softmax_scale == pytest.approx(0.144680, abs=1e-6)
     assert [config.is_moe(layer) for layer in (0, 1, 60)] == [False, True, True]
-    assert config.quant_group_size == 32
-
-
-@pytest.mark.parametrize("where", ["top", "text"])
-def test_the_group_size_is_read_from_either_place(where: str) -> None:
-    quant = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 64}}}}
-    raw = {"text_config": dict(K25)}
-    (raw if where == "top" else raw["text_config"])["quantization_config"] = quant
-    assert parse_config(raw).quant_group_size == 64
+    assert config.quantization is None
 
 
 def test_no_rope_scaling_is_plain_rope() -> None:

@@ -27,12 +27,18 @@ VARIANTS: dict[str, RandomCheckpoint] = {
     "no_q_lora": RandomCheckpoint(config=TINY_CONFIG | {"q_lora_rank": None}),
     "groups": RandomCheckpoint(config=TINY_CONFIG | {"n_group": 4, "topk_group": 2}),
     "tied_head": RandomCheckpoint(config=TINY_CONFIG | {"tie_word_embeddings": True}),
-    "dense_fp32": RandomCheckpoint(dtype="float32", int4_experts=False, n_shards=1),
+    "dense_fp32": RandomCheckpoint(dtype="float32", quantization="none", n_shards=1),
     "dense_bf16_two_shared": RandomCheckpoint(
-        config=TINY_CONFIG | {"n_shared_experts": 2, "norm_topk_prob": False}, int4_experts=False
+        config=TINY_CONFIG | {"n_shared_experts": 2, "norm_topk_prob": False}, quantization="none"
     ),
     "no_yarn": RandomCheckpoint(
         config={key: value for key, value in TINY_CONFIG.items() if key != "rope_scaling"}
+    ),
+    "yarn_attention_factor": RandomCheckpoint(
+        config=TINY_CONFIG | {"rope_scaling": TINY_CONFIG["rope_scaling"] | {"attention_factor": 0.7}}
+    ),
+    "yarn_not_truncated": RandomCheckpoint(
+        config=TINY_CONFIG | {"rope_scaling": TINY_CONFIG["rope_scaling"] | {"truncate": False}}
     ),
     # Widths that are no multiple of any vector length.
     "odd_widths": RandomCheckpoint(
