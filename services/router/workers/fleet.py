@@ -56,9 +56,9 @@ class RouterFleet:
         self._tls = tls
         self._clock = clock
         self._fits = fits
-        self.worker_models = WorkerModels()
+        self.book = WorkerModels()
         self.index = PrefixIndex()
-        self.cold_round_robin = ColdRoundRobin()
+        self.spread = ColdRoundRobin()
         self._links: dict[str, WorkerConnection] = {}
         self._in_order: tuple[WorkerConnection, ...] = ()  # of `_links`
         self._of_role: dict[Role, tuple[WorkerConnection, ...]] = dict.fromkeys(
@@ -164,8 +164,8 @@ class RouterFleet:
             queued_tokens=tokens,
             queued_requests=requests,
             queue=link.own_tokens,
-            cold_turn=self.cold_round_robin.turn(link.key),
-            model=self.worker_models.prefill_model(
+            cold_turn=self.spread.turn(link.key),
+            model=self.book.prefill_model(
                 link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
             ),
         )
@@ -187,8 +187,8 @@ class RouterFleet:
             max_sequences=capacity.get("max_batch", 0),
             block_tokens=capacity.get("block_tokens", 64),
             block_bytes=capacity.get("block_bytes", 0),
-            model=self.worker_models.decode_model(link.key),
-            prefill_model=self.worker_models.prefill_model(link.key),
+            model=self.book.decode_model(link.key),
+            prefill_model=self.book.prefill_model(link.key),
         )
 
     def find(self, role: Role, instance: str) -> WorkerConnection | None:
@@ -298,7 +298,7 @@ class RouterFleet:
 
     def _learn(self, link: WorkerConnection, report: worker_pb2.LoadReport) -> None:
         if link.worker.role is Role.DECODE and report.decode_tokens_in_flight:
-            self.worker_models.observe_step(
+            self.book.observe_step(
                 link.key,
                 sequences=report.requests_running,
                 context_tokens=report.decode_tokens_in_flight,
@@ -320,7 +320,7 @@ class RouterFleet:
         while True:
             await asyncio.sleep(_RETIRE_POLL_S)
             await self._clean_up_index()
-            self.worker_models.fade(_RETIRE_POLL_S)
+            self.book.fade(_RETIRE_POLL_S)
             for link in [link for link in self._retired if not self._in_use(link)]:
                 self._retired.remove(link)
                 await self._close(link)
@@ -343,8 +343,8 @@ class RouterFleet:
         if feed is not None:
             feed.stop()
         self.index.drop(link.key)
-        self.worker_models.forget(link.key)
-        self.cold_round_robin.forget(link.key)
+        self.book.forget(link.key)
+        self.spread.forget(link.key)
 
     async def _close(self, link: WorkerConnection) -> None:
         stream = self._streams.pop(link.key, None)
@@ -353,7 +353,7 @@ class RouterFleet:
         await link.close()
         # What it ran as it was retired was noted at its end, and so was how long it took.
         self.index.drop(link.key)
-        self.worker_models.forget(link.key)
+        self.book.forget(link.key)
 
 
 def _most_shared(links: Iterable[WorkerConnection]) -> common_pb2.Fingerprint | None:
