@@ -1,0 +1,1 @@
+"""Benchmark of the requests that cost a router most within the bounds, beside a healthy stream."""

@@ -1,0 +1,182 @@
+"""The longest gap in a healthy stream while the router gets the most expensive requests.
+
+    python -m bench.worst_requests [--json] [--rounds 3] [--at-once 1] [--only tools]
+
+A real router with fake workers streams one answer, a token every few milliseconds. Beside it the router gets
+the worst request of each kind within the bounds (bodies.py over HTTP, messages.py over gRPC). Printed are the
+size of the body, its status, the time to its end and the longest gap between two tokens of the stream, of all
+rounds. "idle" is the gap without another request. Aim: gaps below 100 ms. Condition: below 500 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+from bench.router.rig import RouterUnderTest, under_test
+from bench.worst_requests import bodies, messages
+from bench.worst_requests.healthy_stream import HealthyStream, longest_gap_ms
+from slipstream.rpc.dial import MAX_MESSAGE_BYTES
+
+AIM_MS, CONDITION_MS = 100.0, 500.0
+_STEP_MS = 5.0
+_AFTER_S = 0.3  # what a request leaves behind shows in the stream after its answer
+_LIMIT_S = 120.0
+
+Row = dict[str, Any]
+
+
+class Attack(NamedTuple):
+    """One kind of request; `send` blocks until its answer and returns its status."""
+
+    name: str
+    n_bytes: int
+    send: Callable[[], str]
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.worst_requests", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=1, help="equal requests at the same time")
+    parser.add_argument("--only", default="", help="kinds whose name has this text")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    options.processes = 1
+    return options
+
+
+def over_http(endpoint: str, request: bodies.HttpRequest) -> str:
+    """Send a body from this thread."""
+    host, _, port = endpoint.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=_LIMIT_S)
+    headers = {"Content-Type": "application/json"}
+    if request.encoding:
+        headers["Content-Encoding"] = request.encoding
+    try:
+        connection.request("POST", request.path, request.body, headers)
+        answer = connection.getresponse()
+        answer.read()
+        return str(answer.status)
+    except (BrokenPipeError, ConnectionResetError):  # the router refuses a body before it has all of it
+        return "closed"
+    finally:
+        connection.close()
+
+
+def over_grpc(endpoint: str, message: bytes) -> str:
+    """Send a message from this thread."""
+    with grpc.insecure_channel(endpoint, [("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]) as channel:
+        generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
+        try:
+            for _ in generate(message, timeout=_LIMIT_S):
+                pass
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return "OK"
+
+
+def attacks(router: RouterUnderTest) -> list[Callable[[], Attack]]:
+    """All kinds. Each is made when it is due, and freed after it."""
+
+    def of_http(name: str) -> Attack:
+        request = bodies.KINDS[name]()
+        return Attack(f"HTTP {name}", len(request.body), lambda: over_http(router.http, request))
+
+    def of_grpc(name: str) -> Attack:
+        message = messages.KINDS[name]()
+        return Attack(f"gRPC {name}", len(message), lambda: over_grpc(router.grpc, message))
+
+    return [
+        partial(Attack, "idle", 0, lambda: "-"),
+        *[partial(of_http, name) for name in bodies.KINDS],
+        *[partial(of_grpc, name) for name in messages.KINDS],
+    ]
+
+
+def measure(router: RouterUnderTest, attack: Attack, *, at_once: int) -> Row:
+    """Send one kind beside the stream, so many equal requests at the same time."""
+    with HealthyStream(router.http) as stream, ThreadPoolExecutor(at_once) as threads:
+        began_s = time.monotonic()
+        statuses = [sending.result() for sending in [threads.submit(attack.send) for _ in range(at_once)]]
+        took_s = time.monotonic() - began_s
+        time.sleep(_AFTER_S)
+        gap_ms = longest_gap_ms(stream.arrivals, began_s, time.monotonic())
+    if stream.error:
+        raise RuntimeError(f"the stream ended amid {attack.name}: {stream.error}")
+    return {
+        "kind": attack.name,
+        "bytes": attack.n_bytes,
+        "status": "/".join(sorted(set(statuses))),
+        "time_ms": round(took_s * 1e3, 1),
+        "gap_ms": round(gap_ms, 1),
+    }
+
+
+def worst_of(rounds: list[Row]) -> Row:
+    """The longest time and gap of all rounds of one kind."""
+    worst = {name: max(row[name] for row in rounds) for name in ("time_ms", "gap_ms")}
+    statuses = {status for row in rounds for status in row["status"].split("/")}
+    return {**rounds[0], **worst, "status": "/".join(sorted(statuses))}
+
+
+async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure all kinds against one router."""
+    rows: list[Row] = []
+    async with under_test(options, folder, prefill_ms=5.0, step_ms=_STEP_MS) as router:
+        for make in attacks(router):
+            attack = make()
+            if options.only not in attack.name:
+                continue
+            rounds = [
+                await asyncio.to_thread(measure, router, attack, at_once=options.at_once)
+                for _ in range(options.rounds)
+            ]
+            rows.append(worst_of(rounds))
+            if not options.json:
+                print(_line(rows[-1]), flush=True)
+    gaps_ms = [row["gap_ms"] for row in rows]
+    return {
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "at_once": options.at_once,
+        "kinds": rows,
+        "longest_gap_ms": max(gaps_ms, default=0.0),
+        "above_aim": [row["kind"] for row in rows if row["gap_ms"] > AIM_MS],
+        "above_condition": [row["kind"] for row in rows if row["gap_ms"] > CONDITION_MS],
+    }
+
+
+def _line(row: Row) -> str:
+    size, status = f"{row['bytes']:,}", row["status"]
+    times = f"{row['time_ms']:9.1f} ms, gap {row['gap_ms']:7.1f} ms"
+    return f"{row['kind']:44} {size:>10} bytes {status:>18} {times}"
+
+
+def main() -> int:
+    """Entry point."""
+    options = parse_options()
+    with tempfile.TemporaryDirectory(prefix="worst-requests-") as folder:
+        report = asyncio.run(run(options, Path(folder)))
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"longest gap {report['longest_gap_ms']:.0f} ms, above 500 ms: {report['above_condition']}")
+    return 1 if report["above_condition"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

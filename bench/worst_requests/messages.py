@@ -1,0 +1,65 @@
+"""The most expensive messages of each kind over gRPC, where they differ from HTTP's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream import bounds
+from slipstream.v1 import router_pb2
+
+_ROOM = 200
+
+
+def _repeated(item: bytes, *, around: bytes = b"\x12") -> bytes:
+    """A field of the request (2 is `chat`) with this encoded item as often as it fits."""
+    inside = item * ((bounds.MAX_BODY_BYTES - _ROOM) // len(item))
+    return around + _varint(len(inside)) + inside
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _request() -> router_pb2.GenerateRequest:
+    request = router_pb2.GenerateRequest()
+    request.sampling.max_tokens = 1
+    text = router_pb2.ContentPart(text="hi")
+    request.chat.messages.add(role=router_pb2.MESSAGE_ROLE_USER, content=[text])
+    return request
+
+
+def _arguments(text: str) -> bytes:
+    request = _request()
+    call = router_pb2.ToolCall(id="functions.f:0", name="f", arguments=text)
+    request.chat.messages.add(role=router_pb2.MESSAGE_ROLE_ASSISTANT, tool_calls=[call])
+    return request.SerializeToString()
+
+
+def _parameters(text: str, count: int) -> bytes:
+    request = _request()
+    for n in range(count):
+        request.chat.tools.add(name=f"f{n}", parameters=text)
+    return request.SerializeToString()
+
+
+def _prompt(text: bytes) -> bytes:
+    prompt = text * ((bounds.MAX_BODY_BYTES - _ROOM) // len(text))
+    number = router_pb2.GenerateRequest.PROMPT_FIELD_NUMBER
+    return bytes([number << 3 | 2]) + _varint(len(prompt)) + prompt
+
+
+KINDS: dict[str, Callable[[], bytes]] = {
+    "empty messages": lambda: _repeated(b"\x0a\x00"),
+    "empty content parts": lambda: _repeated(b"\x12\x00", around=b"\x12" + _varint(8 << 20) + b"\x0a"),
+    "unknown fields": lambda: _repeated(b"\xf8\x07\x01"),
+    "parameters, 8 MiB of lists": lambda: _parameters('{"a":[' + "[]," * (8 << 18) + "0]}", 1),
+    "parameters, deep": lambda: _parameters('{"a":' * 90_000, 1),
+    "parameters, parentheses": lambda: _parameters('{"type":"object","pattern":"' + "(" * 5000 + '"}', 128),
+    "arguments, 6 MiB of lists": lambda: _arguments('{"a":[' + "[]," * (8 << 18) + "0]}"),
+    "a prompt of rare characters": lambda: _prompt("\U0001f9a9\U00012345".encode()),
+    "a prompt without UTF-8": lambda: _prompt(b"\xff"),
+}
