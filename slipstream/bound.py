@@ -115,7 +115,7 @@ def shown(value: object) -> str:
 
     Numbers get seven digits, so that a float32 of the wire reads as the client wrote it.
     """
-    text = repr(value)
+    text = repr(value[:64] if isinstance(value, str) else value)
     if isinstance(value, float) and math.isfinite(value):
         text = f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.7g}"
     return text if len(text) <= 64 else text[:61] + "..."
@@ -123,5 +123,5 @@ def shown(value: object) -> str:
 
 def shown_name(name: str) -> str:
     """A client's field name as it may stand in a path: printable, at most 64 characters."""
-    text = repr(name)[1:-1]
+    text = repr(name[:65])[1:-1]
     return text if len(text) <= 64 else text[:61] + "..."

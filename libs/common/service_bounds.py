@@ -25,6 +25,8 @@ MAX_PREEMPTION_VICTIMS = 8
 RETRY_AFTER_S = (0.1, 30.0)
 MAX_WAITING_BYTES = 64 << 10
 MAX_MEASURED = 8
+# Messages that wait for a thread to parse or check them.
+MAX_WAITING_WORK = 512
 
 # Limits of what one request costs the workers.
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -84,6 +86,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "Prompts tokenized before they wait, because they may exceed the context",
         f"{MAX_MEASURED}",
         "others wait first",
+    ),
+    (
+        "Long messages waiting to be parsed and checked: all tenants, in equal shares",
+        f"{MAX_WAITING_WORK}",
+        "refused",
     ),
     ("Expected wait for a prefill worker", f"{MAX_PREFILL_WAIT_S:g} s", "waits at the router"),
     ("Preemptions of one request by higher classes", f"{MAX_PREEMPTIONS}", "it stays"),

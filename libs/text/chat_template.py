@@ -105,9 +105,7 @@ def render_chat(
     """
     out: list[Segment] = []
     if tools:
-        _header(out, IM_SYSTEM, "tool_declare")
-        _text(out, tools_text(tools))
-        _control(out, IM_END)
+        out += tools_header(tools_text(tools))
     if kept_from is None:
         kept_from = reasoning_kept_from(messages, thinking=thinking, first=first)
     for index in range(first, len(messages) if end is None else end):
@@ -133,6 +131,15 @@ def render_chat(
         _control(out, IM_END)
     if add_generation_prompt:
         out += _GENERATION_PROMPTS[thinking]
+    return out
+
+
+def tools_header(declaration: str) -> list[Segment]:
+    """The message before all others, which declares the tools; `declaration` is their `tools_text`."""
+    out: list[Segment] = []
+    _header(out, IM_SYSTEM, "tool_declare")
+    _text(out, declaration)
+    _control(out, IM_END)
     return out
 
 

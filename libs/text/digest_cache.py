@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import marshal
+import threading
 from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
@@ -27,27 +28,34 @@ def digest_of(value: Any) -> bytes | None:
 
 
 class DigestCache(Generic[T]):
-    """An LRU cache of values by digest, bounded in bytes. Not thread-safe."""
+    """An LRU cache of values by digest, bounded in bytes. Any thread may use it."""
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._found: OrderedDict[bytes, tuple[T, int]] = OrderedDict()
+        self._lock = threading.Lock()
         self.n_bytes = 0  # the sum of the sizes that callers state
 
     def get(self, digest: bytes | None) -> T | None:
         """The cached value, or None."""
-        kept = self._found.get(digest) if digest is not None else None
-        if digest is None or kept is None:
+        if digest is None:
             return None
-        self._found.move_to_end(digest)
-        return kept[0]
+        with self._lock:
+            kept = self._found.get(digest)
+            if kept is None:
+                return None
+            self._found.move_to_end(digest)
+            return kept[0]
 
     def keep(self, digest: bytes | None, value: T, *, n_bytes: int) -> None:
         """Add a value that `get` did not find, unless it is larger than the cache."""
-        if digest is None or n_bytes > self._max_bytes or digest in self._found:
+        if digest is None or n_bytes > self._max_bytes:
             return
-        self._found[digest] = (value, n_bytes)
-        self.n_bytes += n_bytes
-        while self.n_bytes > self._max_bytes:
-            _, (_, freed) = self._found.popitem(last=False)
-            self.n_bytes -= freed
+        with self._lock:
+            if digest in self._found:
+                return
+            self._found[digest] = (value, n_bytes)
+            self.n_bytes += n_bytes
+            while self.n_bytes > self._max_bytes:
+                _, (_, freed) = self._found.popitem(last=False)
+                self.n_bytes -= freed

@@ -76,15 +76,23 @@ class Tokenizer:
             return list(self._encode_short(text))
         return self._encode(text)
 
+    def encode_pieces(self, text: str) -> Iterator[list[int]]:
+        """The ids of `encode_text` in parts, each of at most MAX_ENCODE_CHARS characters."""
+        if len(text) <= _SHORT_CHARS:
+            yield list(self._encode_short(text))
+        else:
+            yield from map(self._encode_piece, split_long(text))
+
     def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in map(self._encode_piece, split_long(text)):
+            ids += piece
+        return ids
+
+    def _encode_piece(self, text: str) -> list[int]:
         if not text.isascii():
             text = _SURROGATE.sub("\ufffd", text)
-        if len(text) <= MAX_RUN_CHARS:
-            return self._encoding.encode_ordinary(text)
-        ids: list[int] = []
-        for piece in split_long(text):
-            ids.extend(self._encoding.encode_ordinary(piece))
-        return ids
+        return self._encoding.encode_ordinary(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one id; a special id has none. Raises ValueError outside of the vocabulary."""

@@ -60,6 +60,11 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
+def cached_tools_text(tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """What `tools_text` returns, if a recent call made it; None: making it takes up to 0.2 s."""
+    return _texts.get(digest_of(tools))
+
+
 def _written(tools: Sequence[Mapping[str, Any]]) -> str:
     ordered = _sorted(list(tools))
     try:
@@ -120,7 +125,7 @@ class _Declaration:
     def _interface(self, name: str, schema: Any) -> str:
         if not isinstance(schema, Mapping):
             raise UnsupportedSchema(f"$defs.{name} is not an object")
-        description = schema.get("description", "")
+        description = _description(schema)
         head = _comment(description, "") + "\n" if description else ""
         return f"{head}interface {name} {self._type(schema, '')}"
 
@@ -132,7 +137,7 @@ class _Declaration:
         if "$ref" in schema:
             return self._reference(schema["$ref"])
         if "anyOf" in schema:
-            return " | ".join(self._type(choice, indent) for choice in schema["anyOf"])
+            return " | ".join(self._type(choice, indent) for choice in _list(schema, "anyOf"))
         if "enum" in schema:
             return _enum(schema)
         kind = schema.get("type")
@@ -148,10 +153,12 @@ class _Declaration:
             raise UnsupportedSchema("a schema has neither type, enum, anyOf nor $ref")
         return "any"
 
-    def _reference(self, reference: str) -> str:
+    def _reference(self, reference: object) -> str:
         if reference == "#":
             self._refers_to_itself = True
             return "parameters"
+        if not isinstance(reference, str):
+            raise UnsupportedSchema("$ref is not a text")
         name = reference.rpartition("/")[2]
         if not reference.startswith("#/$defs/") or name not in self._definitions:
             raise UnsupportedSchema(f"reference {reference!r} is not in $defs")
@@ -168,10 +175,10 @@ class _Declaration:
         return f"Array<\n{comments}{inner}{self._type(items, inner)}\n{indent}>"
 
     def _object(self, schema: Schema, indent: str) -> str:
-        self._definitions.update(schema.get("$defs") or {})
+        self._definitions.update(_mapping(schema, "$defs"))
         inner = indent + _INDENT
-        required = set(schema.get("required", ()))
-        names = sorted(schema.get("properties", {}), key=lambda name: (name not in required, name))
+        required = _required(schema)
+        names = sorted(_mapping(schema, "properties"), key=lambda name: (name not in required, name))
         fields = self._fields(schema, inner, names)
         more = schema.get("additionalProperties")
         if isinstance(more, bool):
@@ -183,8 +190,8 @@ class _Declaration:
         return "{\n" + ",\n".join(fields) + f"\n{indent}}}"
 
     def _fields(self, schema: Schema, indent: str, names: Sequence[str] | None = None) -> list[str]:
-        properties = schema.get("properties", {})
-        required = set(schema.get("required", ()))
+        properties = _mapping(schema, "properties")
+        required = _required(schema)
         return [
             self._field(name, properties[name], name not in required, indent)
             for name in (properties if names is None else names)
@@ -201,12 +208,46 @@ class _Declaration:
         return f"{comments}{indent}{name}{'?' if optional else ''}: {self._type(schema, indent)}"
 
 
+def _mapping(schema: Schema, key: str) -> Schema:
+    """The object at `key`, empty if it is absent."""
+    found = schema.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise UnsupportedSchema(f"{key} is not an object")
+    return found
+
+
+def _list(schema: Schema, key: str) -> Sequence[Any]:
+    """The list at `key`, empty if it is absent."""
+    found = schema.get(key)
+    if found is None:
+        return ()
+    if not isinstance(found, (list, tuple)):
+        raise UnsupportedSchema(f"{key} is not a list")
+    return found
+
+
+def _required(schema: Schema) -> set[str]:
+    names = _list(schema, "required")
+    if not all(isinstance(name, str) for name in names):
+        raise UnsupportedSchema("required is not a list of names")
+    return set(names)
+
+
+def _description(schema: Schema) -> str:
+    text = schema.get("description") or ""
+    if not isinstance(text, str):
+        raise UnsupportedSchema("a description is not a text")
+    return text
+
+
 def _comments(schema: Any, indent: str) -> str:
     """Description and bounds as comment lines, each ended by a newline."""
     if not isinstance(schema, Mapping):
         return ""
     lines = []
-    if description := schema.get("description", ""):
+    if description := _description(schema):
         lines.append(_comment(description, indent))
     kind = schema.get("type")
     plain = not any(key in schema for key in ("$ref", "anyOf", "enum"))
@@ -225,14 +266,15 @@ def _enum(schema: Schema) -> str:
             raise UnsupportedSchema(f"enum of the types {kind}")
         kind = kinds[0]
     expected = _ENUM_KINDS.get(kind) if isinstance(kind, str) else None
-    for value in schema["enum"]:
+    values = _list(schema, "enum")
+    for value in values:
         if value is not None and expected is not None and not isinstance(value, expected):
             raise UnsupportedSchema(f"enum value {value!r} is not a {kind}")
-    return " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
+    return " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in values)
 
 
 def _union(kinds: Sequence[str]) -> str:
-    unknown = [kind for kind in kinds if kind not in _UNION_NAMES]
+    unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in _UNION_NAMES]
     if unknown:
         raise UnsupportedSchema(f"unknown types {unknown}")
     return " | ".join(_UNION_NAMES[kind] for kind in kinds)

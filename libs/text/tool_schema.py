@@ -1,16 +1,14 @@
-"""Validates the tool definitions of a request. It resolves no references and does no I/O. Pure."""
+"""Checks the tool definitions of a request. Pure; a check costs time in proportion to the tools' bytes.
+
+A tool's schema is text for the model: nothing here enforces it. It is therefore checked as JSON within bounds
+and not as a schema of some draft. No pattern is compiled.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
 
 from libs.text.digest_cache import DigestCache, digest_of
 from slipstream import bounds
@@ -19,11 +17,7 @@ from slipstream.errors import InvalidArgument
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
 
 _NAME = re.compile(NAME_PATTERN)
-# Digests of valid schemas. Agents send the same tools with every turn, and checking a schema of six
-# parameters takes about 2 ms.
-_known_good: OrderedDict[bytes, None] = OrderedDict()
-_MAX_KNOWN = 16_384
-# Function names of valid tools, cached for all tools of a request together.
+# Function names of valid tools. Agents send the same tools with every turn.
 _known_names: DigestCache[tuple[str, ...]] = DigestCache(max_bytes=4 << 20)
 _ENTRY_BYTES = 300  # objects around the names
 _NAME_BYTES = 128  # at most 64 ASCII characters and their object
@@ -32,8 +26,7 @@ _NAME_BYTES = 128  # at most 64 ASCII characters and their object
 def validate_tools(tools: object, *, field: str = "tools") -> tuple[str, ...]:
     """Check OpenAI-shaped tool definitions against the table of bounds; returns the function names in order.
 
-    Raises InvalidArgument with the path of the defect, e.g.
-    `tools[0].function.parameters.properties.city.type`.
+    Raises InvalidArgument with the path of the defect, e.g. `tools[0].function.parameters.type`.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise InvalidArgument(field, "must be a list")
@@ -44,8 +37,13 @@ def validate_tools(tools: object, *, field: str = "tools") -> tuple[str, ...]:
     if known is not None:
         return known
     names: list[str] = []
+    n_values = n_bytes = 0
     for index, tool in enumerate(tools):
         path = f"{field}[{index}]"
+        n_values += _count_values(tool, path, left=bounds.TOOL_VALUES.high - n_values)
+        bounds.TOOL_VALUES.check(n_values, field)
+        n_bytes += _check_size(tool, path)
+        bounds.TOOLS_BYTES.check(n_bytes, field)
         name = _validate_tool(tool, path)
         if name in names:
             raise bounds.TOOL_TWICE.refused(f"{path}.function.name", name=name)
@@ -63,7 +61,6 @@ def _validate_tool(tool: object, path: str) -> str:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise InvalidArgument(f"{path}.function", "must be an object")
-    _check_size(tool, path)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise bounds.TOOL_NAME.refused(f"{path}.function.name")
@@ -71,51 +68,36 @@ def _validate_tool(tool: object, path: str) -> str:
         raise InvalidArgument(f"{path}.function.description", "must be a string")
     parameters = function.get("parameters")
     if parameters is not None:
-        _check_parameters(parameters, f"{path}.function.parameters")
+        if not isinstance(parameters, Mapping):
+            raise bounds.TOOL_JSON.refused(f"{path}.function.parameters")
+        if parameters and parameters.get("type") != "object":
+            raise InvalidArgument(f"{path}.function.parameters.type", "must be object")
     return name
 
 
-def _check_size(tool: Mapping[str, Any], path: str) -> None:
-    # The depth is checked first, because json and jsonschema recurse.
-    if _deeper_than(tool, bounds.MAX_SCHEMA_DEPTH):
-        raise bounds.TOOL_DEPTH.refused(path)
-    try:
-        size_bytes = len(json.dumps(tool, ensure_ascii=False).encode("utf-8", "replace"))
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(path, "is not JSON") from error
-    if size_bytes > bounds.MAX_TOOL_BYTES:
-        raise bounds.TOOL_BYTES.refused(path, count=size_bytes)
-
-
-def _deeper_than(value: object, max_depth: int) -> bool:
+def _count_values(value: object, path: str, *, left: int) -> int:
+    """The number of JSON values, counted until more than `left`. Refuses deep nesting, as json recurses."""
     level: list[object] = [value]
-    for _ in range(max_depth + 1):
+    count = 0
+    for _ in range(bounds.MAX_SCHEMA_DEPTH + 1):
+        count += len(level)
         deeper: list[object] = []
         for item in level:
             if isinstance(item, Mapping):
                 deeper.extend(item.values())
             elif isinstance(item, (list, tuple)):
                 deeper.extend(item)
-        if not deeper:
-            return False
+        if not deeper or count > left:
+            return count
         level = deeper
-    return True
+    raise bounds.TOOL_DEPTH.refused(path)
 
 
-def _check_parameters(parameters: object, path: str) -> None:
-    if not isinstance(parameters, Mapping):
-        raise bounds.TOOL_JSON.refused(path)
-    if parameters and parameters.get("type") != "object":
-        raise InvalidArgument(f"{path}.type", "must be object")
-    digest = hashlib.blake2b(json.dumps(parameters).encode(), digest_size=16).digest()
-    if digest in _known_good:
-        _known_good.move_to_end(digest)
-        return
+def _check_size(tool: object, path: str) -> int:
     try:
-        Draft202012Validator.check_schema(dict(parameters))
-    except SchemaError as error:
-        where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error.absolute_path)
-        raise bounds.TOOL_SCHEMA.refused(path + where, reason=error.message) from error
-    _known_good[digest] = None
-    while len(_known_good) > _MAX_KNOWN:
-        _known_good.popitem(last=False)
+        n_bytes = len(json.dumps(tool, ensure_ascii=False).encode("utf-8", "replace"))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(path, "is not JSON") from error
+    if n_bytes > bounds.MAX_TOOL_BYTES:
+        raise bounds.TOOL_BYTES.refused(path, count=n_bytes)
+    return n_bytes

@@ -63,7 +63,7 @@ def test_only_valid_tools_are_cached() -> None:
     for _ in range(2):
         assert validate_tools([_tool(1)]) == ("f",)
         with pytest.raises(InvalidArgument) as error:
-            validate_tools([_tool(1, type="text")], field="given")
-        assert error.value.field == "given[0].function.parameters.properties.n.type"
+            validate_tools([_tool(1), {**_tool(1), "type": "text"}], field="given")
+        assert error.value.field == "given[1].type"
         with pytest.raises(InvalidArgument, match="declared twice"):
             validate_tools([_tool(1), _tool(1)])

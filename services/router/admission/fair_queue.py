@@ -92,6 +92,10 @@ class FairQueue:
         known = self._tenants.get(tenant)
         return len(known.costs) if known is not None else 0
 
+    def tenants_with(self, tenant: str) -> int:
+        """How many tenants have items waiting or are this one."""
+        return len({tenant, *[name for name, each in self._tenants.items() if each.costs]})
+
     def longest(self) -> tuple[str, str, int] | None:
         """(tenant, its newest item, its number of items) of the tenant with the most items."""
         found: tuple[str, str, int] | None = None

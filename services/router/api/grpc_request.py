@@ -13,7 +13,9 @@ from typing import Any
 from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
 
+from services.router.api.message_structure import structure_bytes
 from services.router.api.utf8_check import find_invalid_text
+from services.router.request.json_limits import check_structure
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream import bounds
 from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
@@ -38,14 +40,23 @@ _BODY_PATHS = (
 )
 
 
+def parse_request(data: bytes) -> GenerationRequest:
+    """The request in `data`. Raises InvalidArgument naming the first field that does not fit."""
+    return parse_generation(parse_message(data))
+
+
 def parse_message(data: bytes) -> router_pb2.GenerateRequest:
     """The message in `data`. Raises InvalidArgument naming invalid UTF-8 or an unknown field."""
     if len(data) > bounds.MAX_BODY_BYTES:
         raise bounds.body_too_large()
+    schema = router_pb2.GenerateRequest.DESCRIPTOR
+    most = bounds.MAX_STRUCTURE_BYTES
+    if len(data) > most and structure_bytes(data, schema, at_most=most) > most:
+        raise bounds.BODY_STRUCTURE.refused()
     try:
         message = router_pb2.GenerateRequest.FromString(data)
     except DecodeError:
-        where = find_invalid_text(data, router_pb2.GenerateRequest.DESCRIPTOR)
+        where = find_invalid_text(data, schema)
         if where is not None:
             raise bounds.UTF8.refused(_body_path(where)) from None
         raise bounds.BODY_FORMAT.refused() from None
@@ -103,6 +114,8 @@ def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
         bounds.MESSAGES.check(len(chat.messages))
     if len(chat.tools) > bounds.MAX_TOOLS:
         raise bounds.TOOLS.refused(count=len(chat.tools))
+    # Their texts of JSON are values in an HTTP body.
+    check_structure([("body", tool.parameters.encode()) for tool in chat.tools])
     return ChatInput(
         messages=[_message(item, index) for index, item in enumerate(chat.messages)],
         tools=[_tool(item, f"tools[{index}]") for index, item in enumerate(chat.tools)] if chat.tools else (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from libs.common import service_bounds
 from libs.common.rpc import tracing
 from libs.common.rpc.serve import metadata_of
 from services.router.api.api_keys import ApiKeys
-from services.router.api.grpc_request import parse_generation, parse_message
+from services.router.api.grpc_request import parse_request
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.execution.sessions import Sessions
@@ -80,7 +81,8 @@ class GrpcServer:
         caller = self._caller(metadata, context)
         status = None
         try:
-            run = await self._runs.begin(parse_generation(parse_message(data)), caller)
+            generation = await self._runs.read(caller, partial(parse_request, data), n_bytes=len(data))
+            run = await self._runs.begin(generation, caller, n_bytes=len(data))
         except errors.Overloaded as refusal:
             status = to_status(refusal)
             tracing.failed(refusal)

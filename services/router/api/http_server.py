@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler
 from libs.common import service_bounds
 from libs.common.rpc import tracing
 from services.router.api.api_keys import ApiKeys
+from services.router.api.content_encoding import decompress
 from services.router.api.event_stream import Event, EventStream
 from services.router.api.http_errors import client_error, error_response, failure_response
 from services.router.api.metrics import Metrics
@@ -75,6 +76,7 @@ class HttpServer:
             handler_cancellation=True,
             keepalive_timeout=keepalive_s,
             access_log=None,
+            auto_decompress=False,  # see content_encoding.py
             shutdown_timeout=1.0,
         )
 
@@ -91,9 +93,14 @@ class HttpServer:
             caller = self._caller(request)
             data = await self._read_body(request)
             arrived_s = self._clock()
-            generation, envelope = parse(data, request.headers.get("x-request-id", ""))
+            encoding = request.headers.get("Content-Encoding", "").lower()
+            n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
+            request_id = request.headers.get("x-request-id", "")
             try:
-                run = await self._runs.begin(generation, caller)
+                generation, envelope = await self._runs.read(
+                    caller, lambda: parse(decompress(data, encoding), request_id), n_bytes=n_bytes
+                )
+                run = await self._runs.begin(generation, caller, n_bytes=n_bytes)
             except errors.Overloaded as error:
                 tracing.failed(error)
                 refusal = error_response(error)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args, get_origin
 
 import msgspec
 
+from services.router.request.json_limits import check_structure
 from slipstream import bounds
 from slipstream.bound import shown_name
 
@@ -33,8 +33,6 @@ Number: TypeAlias = int | float | None
 WholeNumber: TypeAlias = int | None
 # A field of OpenAI's API that has no effect here: anything but null is refused as unsupported.
 NoEffect: TypeAlias = None
-
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Shape(NamedTuple):
@@ -57,6 +55,7 @@ _SHAPES: Mapping[object, _Shape] = {
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """The body as the decoder's struct. Raises InvalidArgument naming the first defect."""
+    check_structure([("body", body)])
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -83,8 +82,7 @@ def check_no_effect(name: str, item: object, allowed: tuple[object, ...], path: 
 
 def _parse(body: bytes) -> object:
     try:
-        # Bytes that are no UTF-8 become lone surrogates, as escapes such as \\ud800 do.
-        parsed: object = json.loads(body.decode("utf-8", "surrogateescape"))
+        parsed: object = json.loads(_as_text(body))
         where = _find_surrogate(parsed)
     except (ValueError, RecursionError) as error:
         raise bounds.BODY_FORMAT.refused() from error
@@ -95,13 +93,25 @@ def _parse(body: bytes) -> object:
     return parsed
 
 
+def _as_text(body: bytes) -> str:
+    """The body, with the first byte that is no UTF-8 as a lone surrogate, which escapes make as well.
+
+    All bytes after it are one character each, so that the structure stays: replacing each one is slow.
+    """
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        good, rest = body[: error.start], body[error.start + 1 :]
+        return good.decode() + "\udc80" + rest.decode("latin-1")
+
+
 def _find_surrogate(value: object, path: str = "") -> str | None:
     """The path of the first string with a lone surrogate, which no UTF-8 can hold."""
     if isinstance(value, str):
-        return path if _LONE_SURROGATE.search(value) else None
+        return path if _has_surrogate(value) else None
     children: Iterable[tuple[str, object]] = ()
     if isinstance(value, dict):
-        if any(_LONE_SURROGATE.search(key) for key in value):
+        if any(map(_has_surrogate, value)):
             return path
         children = ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
     elif isinstance(value, list):
@@ -111,6 +121,16 @@ def _find_surrogate(value: object, path: str = "") -> str | None:
         if found is not None:
             return found
     return None
+
+
+def _has_surrogate(text: str) -> bool:
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 @functools.cache

@@ -72,6 +72,7 @@ _FUNCTION_FIELDS = frozenset(_Function.__struct_fields__)
 
 def parse_messages(given: Sequence[ChatMessage]) -> Sequence[Json]:
     """The messages without fields that are null or empty lists, their content as one text."""
+    bounds.MESSAGES.check(len(given))
     messages: list[dict[str, Any]] = msgspec.to_builtins(given)
     for index, item in enumerate(given):
         if type(item.content) is not str or item.tool_calls is not None or item.annotations is not None:
@@ -129,6 +130,8 @@ def _tool_call(given: _ToolCall, path: str) -> Json:
 
 def parse_tools(given: Sequence[Any]) -> Sequence[Json]:
     """The tools themselves. Only unknown fields are refused here; `libs.text` checks everything else."""
+    if len(given) > bounds.MAX_TOOLS:
+        raise bounds.TOOLS.refused(count=len(given))
     for index, tool in enumerate(given):
         if not isinstance(tool, dict):
             continue

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from libs.common.rpc.telemetry import Counters
+from services.router.admission.fair_threads import FairThreads
 from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState
 from services.router.execution.policies.start_pacer import StartPacer
@@ -33,4 +34,5 @@ class RouterContext:
     failover: FailoverState
     recovery_wait_s: float = RECOVERY_WAIT_S
     token_cache: TokenCache = field(default_factory=TokenCache)
+    threads: FairThreads = field(default_factory=FairThreads)
     start_pacer: StartPacer = field(default_factory=StartPacer)

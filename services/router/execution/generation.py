@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 
 from libs.common.block_hash import HashChain, tenant_salt
 from libs.common.rpc import tracing
+from libs.text.tool_declaration import cached_tools_text, tools_text
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.attempt_types import AttemptSpec
 from services.router.execution.context import RouterContext
@@ -19,14 +20,15 @@ from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.retry_loop import run_attempts
 from services.router.execution.worker_selection import await_fingerprint
 from services.router.placement.types import PlacementDecision
-from services.router.request.prompt import Prompt, PromptDraft
-from services.router.request.types import Caller, GenerationRequest
+from services.router.request.prompt import Encoded, Prompt, PromptDraft
+from services.router.request.prompt_encoder import PromptEncoder
+from services.router.request.types import Caller, ChatInput, GenerationRequest
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.enum_names import finish_name
 from slipstream.v1 import common_pb2, router_pb2
 
-# Texts longer than this are encoded off the event loop.
+# Longer texts are encoded off the event loop.
 _INLINE_CHARS = 16_384
 
 
@@ -34,14 +36,32 @@ async def encode_prompt(
     context: RouterContext, request: GenerationRequest, *, tenant: str, request_id: str
 ) -> Prompt:
     """Encode a valid request. Raises InvalidArgument when the prompt exceeds the context."""
-    draft = PromptDraft.of(request, context.card, context.token_cache, tenant=tenant)
+    declaration = await _declare_tools(context, request, tenant)
+    draft = PromptDraft.of(request, context.card, context.token_cache, tenant=tenant, declaration=declaration)
     if draft.new_chars <= _INLINE_CHARS:
         encoded = draft.encode()
     else:
-        encoded = await asyncio.to_thread(draft.encode)
+        encoded = await _encode_in_steps(context, draft, tenant)
     prompt = draft.finish(encoded, request_id=request_id)
     context.counters.add("slipstream_prompt_tokens_encoded_total", prompt.encoded_tokens)
     return prompt
+
+
+async def _encode_in_steps(context: RouterContext, draft: PromptDraft, tenant: str) -> Encoded:
+    """Encode off the event loop. A request that ends meanwhile leaves at most one running step behind."""
+    encoder, encoded = PromptEncoder(draft), None
+    while encoded is None:
+        encoded = await context.threads.run(tenant, encoder.step)
+    return encoded
+
+
+async def _declare_tools(context: RouterContext, request: GenerationRequest, tenant: str) -> str | None:
+    """The text of the request's tools. Agents repeat their tools, so it is mostly cached."""
+    tools = request.input.tools if isinstance(request.input, ChatInput) else ()
+    if not tools:
+        return None
+    text = cached_tools_text(tools)
+    return text if text is not None else await context.threads.run(tenant, partial(tools_text, tools))
 
 
 @dataclass(slots=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from libs.common import service_bounds
 from libs.common.rpc import tracing
@@ -17,6 +19,10 @@ from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, validate
 from slipstream import bounds, errors
 
+T = TypeVar("T")
+
+# Longer messages are parsed and checked off the event loop.
+INLINE_BYTES = 64 << 10
 # Admission charges a tenant at most this many tokens for an answer until the answer ends.
 _OUTPUT_TOKENS = 256
 # A prompt may have this many times the tokens that are estimated from its characters.
@@ -57,11 +63,25 @@ class RequestManager:
         """All requests that are not yet released on their workers."""
         return list(self._runs.values())
 
-    async def begin(self, request: GenerationRequest, caller: Caller) -> RunningRequest:
+    async def read(self, caller: Caller, parse: Callable[[], T], *, n_bytes: int) -> T:
+        """What `parse` makes of a message of so many bytes; a long one is parsed off the event loop.
+
+        Raises what `parse` raises, Overloaded and DeadlineExceeded.
+        """
+        if n_bytes <= INLINE_BYTES:
+            return parse()
+        try:
+            async with asyncio.timeout_at(caller.deadline_s):
+                return await self.context.threads.run(caller.tenant, parse, admitted=False)
+        except TimeoutError:
+            raise errors.DeadlineExceeded("the request's deadline passed") from None
+
+    async def begin(self, request: GenerationRequest, caller: Caller, *, n_bytes: int = 0) -> RunningRequest:
         """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
 
-        A prompt that exceeds the context is InvalidArgument even under overload. A caller without a deadline
-        gets the default one.
+        `n_bytes` is the size of the client's message; a long one is checked off the event loop. A prompt that
+        exceeds the context is InvalidArgument even under overload. A caller without a deadline gets the
+        default one.
         """
         began_s, chars = self.context.clock(), request.text_chars
         if caller.deadline_s is None:
@@ -71,7 +91,8 @@ class RequestManager:
             self._check_draining()
             if self.gate.controller.crowded:
                 self._refuse_early(request, caller, chars)
-            self._check(request)
+            await self.read(caller, partial(self._check, request), n_bytes=n_bytes)
+            self._check_draining()  # the router may have begun to drain during the wait
             if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
                 # Otherwise an overlong prompt would occupy the queue, or get a retryable refusal.
                 await self._measure(request, caller)
@@ -85,7 +106,7 @@ class RequestManager:
         except errors.SlipstreamError as refusal:
             self.context.counters.add("slipstream_requests_refused_total")
             if isinstance(refusal, errors.Overloaded):
-                await self._check_length(request, caller, chars)
+                await self._check_length(request, caller, chars, n_bytes)
             raise
         self.context.counters.add("slipstream_requests_total")
         tracing.annotate(request_id=request_id)
@@ -133,6 +154,7 @@ class RequestManager:
         for run in list(self._runs.values()):
             await run.released.wait()
         self.gate.close()
+        self.context.threads.close()
 
     def _make_generation(
         self, run: RunningRequest, request: GenerationRequest, caller: Caller, began_s: float
@@ -167,13 +189,15 @@ class RequestManager:
         if (request.priority or caller.priority or "default") in PRIORITIES:
             self.gate.refuse_early(self._admission(request, caller, "", chars))
 
-    async def _check_length(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
+    async def _check_length(
+        self, request: GenerationRequest, caller: Caller, chars: int, n_bytes: int
+    ) -> None:
         """Raise InvalidArgument, which clients do not retry, for a prompt that exceeds the context.
 
         A refusal has to be cheap, so only prompts that may be too long are encoded, one at a time.
         """
         if self._may_be_too_long(chars) and not self._measuring.locked():
-            self._check(request)
+            await self.read(caller, partial(self._check, request), n_bytes=n_bytes)
             await self._measure(request, caller)
 
     def _may_be_too_long(self, chars: int) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
 from libs.common.block_hash import HashChain, TokenArray, as_tokens
-from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat
+from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat, tools_header
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
@@ -25,6 +25,7 @@ from libs.text.special_tokens import (
     TOOL_CALLS_SECTION_BEGIN,
 )
 from libs.text.tokenizer import Tokenizer
+from libs.text.tool_declaration import tools_text
 from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import (
     CachedChat,
@@ -32,11 +33,15 @@ from services.router.request.token_cache import (
     TokenCache,
     encode,
     pack_ids,
+    run_to_end,
     unpack_ids,
 )
 from services.router.request.types import ChatInput, GenerationRequest
 from services.router.request.validation import check_context
 from slipstream.v1 import common_pb2
+
+# Packed ids of the messages that the cache lacks, and of what follows them.
+Encoded: TypeAlias = tuple[list[bytes], bytes]
 
 _BANNED = -100.0  # as in OpenAI's API: the sampler never picks a token with this bias
 _MIN_TOP_P = 1e-6
@@ -82,7 +87,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptDraft(msgspec.Struct, frozen=True):
-    """A rendered request with the ids that the token cache has; `encode` makes the others."""
+    """A rendered request with the ids that the token cache has; `encode_pieces` makes the others."""
 
     request: GenerationRequest
     card: ModelCard
@@ -92,14 +97,25 @@ class PromptDraft(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, request: GenerationRequest, card: ModelCard, memory: TokenCache, *, tenant: str
+        cls,
+        request: GenerationRequest,
+        card: ModelCard,
+        memory: TokenCache,
+        *,
+        tenant: str,
+        declaration: str | None = None,
     ) -> PromptDraft:
-        """Render a request. Raises InvalidArgument naming the field."""
+        """Render a request. `declaration`: the `tools_text` of its tools, if the caller made it.
+
+        Raises InvalidArgument naming the field.
+        """
         if not isinstance(request.input, ChatInput):
             return cls(request, card, memory, None, thinking=False)
         chat = request.input
         thinking = _thinks(chat)
         kept_from = reasoning_kept_from(chat.messages, thinking=thinking)
+        if declaration is None and chat.tools:
+            declaration = tools_text(chat.tools)
         # Only messages that the cache does not have are rendered.
         conversation = memory.look_up(
             tenant,
@@ -112,29 +128,43 @@ class PromptDraft(msgspec.Struct, frozen=True):
                 kept_from=kept_from,
                 add_generation_prompt=False,
             ),
-            header=render_chat((), chat.tools, add_generation_prompt=False) if chat.tools else (),
+            header=tools_header(declaration) if declaration is not None else (),
             kept_from=kept_from,
         )
         return cls(request, card, memory, conversation, thinking)
 
     @property
     def new_chars(self) -> int:
-        """The number of characters that `encode` has to encode."""
+        """The number of characters to encode."""
         if self.conversation is not None:
             return self.conversation.missing_chars
         return 0 if isinstance(self.request.input, ChatInput) else len(self.request.input.prompt)
 
-    def encode(self) -> tuple[list[bytes], bytes]:
-        """Packed ids of the messages that the cache lacks, and of what follows. May run on any thread."""
+    @property
+    def known_tokens(self) -> int:
+        """The number of tokens that the cache has."""
+        return self.conversation.known_tokens if self.conversation is not None else 0
+
+    def encode_pieces(self) -> Generator[int, None, Encoded]:
+        """Encode the text piece by piece; yields the number of new tokens so far. May run on any thread."""
         tokenizer = self.card.tokenizer
         if self.conversation is not None:
-            messages = encode(self.conversation, tokenizer.encode_text, tokenizer.special_ids.__getitem__)
+            special_id = tokenizer.special_ids.__getitem__
+            messages = yield from encode(self.conversation, tokenizer.encode_pieces, special_id)
             return messages, _generation_prompt(tokenizer, self.thinking)
         assert not isinstance(self.request.input, ChatInput)
-        return [], pack_ids(tokenizer.encode_text(self.request.input.prompt))
+        ids: list[int] = []
+        for piece in tokenizer.encode_pieces(self.request.input.prompt):
+            ids += piece
+            yield len(ids)
+        return [], pack_ids(ids)
 
-    def finish(self, encoded: tuple[list[bytes], bytes], *, request_id: str) -> Prompt:
-        """The prompt from what `encode` returned. Raises InvalidArgument if it exceeds the context."""
+    def encode(self) -> Encoded:
+        """Encode all of it at once."""
+        return run_to_end(self.encode_pieces())
+
+    def finish(self, encoded: Encoded, *, request_id: str) -> Prompt:
+        """The prompt from what was encoded. Raises InvalidArgument if it exceeds the context."""
         request, card = self.request, self.card
         messages, tail = encoded
         chat_ids: CachedChat | None = None

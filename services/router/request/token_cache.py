@@ -14,9 +14,9 @@ conversations are evicted.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from services.router.request.message_key import (
     split_messages,
 )
 from services.router.request.message_node import ID_BYTES, MessageNode, NodeHashes
+
+T = TypeVar("T")
 
 MAX_BYTES = 512 << 20
 MAX_TENANT_BYTES = 256 << 20
@@ -70,6 +72,11 @@ class Conversation:
     missing: list[MessageKey]
     first: int
     version: int
+
+    @property
+    def known_tokens(self) -> int:
+        """The number of ids that need no encoding."""
+        return sum([n_bytes for _, n_bytes in self.known]) // ID_BYTES
 
     @property
     def missing_chars(self) -> int:
@@ -250,20 +257,38 @@ class TokenCache:
 
 
 def encode(
-    conversation: Conversation, encode_text: Callable[[str], list[int]], special_id: Callable[[str], int]
-) -> list[bytes]:
-    """Ids of the missing messages, packed. Costs CPU for long text; shares no state with the cache."""
+    conversation: Conversation,
+    encode_pieces: Callable[[str], Iterable[list[int]]],
+    special_id: Callable[[str], int],
+) -> Generator[int, None, list[bytes]]:
+    """Encode the missing messages piece by piece; returns their ids, packed.
 
-    def ids(key: MessageKey) -> bytes:
-        out: list[int] = []
+    Yields the number of ids so far after each piece of text. Shares no state with the cache.
+    """
+    packed: list[bytes] = []
+    n_ids = 0
+    for key in conversation.missing:
+        ids: list[int] = []
         for control, text in pieces_of(key):
             if control:
-                out.append(special_id(text))
-            else:
-                out += encode_text(text)
-        return pack_ids(out)
+                ids.append(special_id(text))
+                continue
+            for piece in encode_pieces(text):
+                ids += piece
+                yield n_ids + len(ids)
+        n_ids += len(ids)
+        packed.append(pack_ids(ids))
+    return packed
 
-    return [ids(key) for key in conversation.missing]
+
+def run_to_end(pieces: Generator[int, None, T]) -> T:
+    """All pieces at once; returns what the generator returns."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

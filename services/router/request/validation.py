@@ -12,6 +12,7 @@ from typing import Any
 
 from libs.text.tool_schema import NAME_PATTERN, validate_tools
 from services.router.admission.types import PRIORITIES
+from services.router.request.json_limits import check_structure
 from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
 from slipstream import bounds
 from slipstream.bound import shown, shown_name
@@ -64,13 +65,17 @@ def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
         raise bounds.PINNING.refused()
 
 
+def prompt_field(request: GenerationRequest) -> str:
+    """The field of the request that holds its text."""
+    return "prompt" if isinstance(request.input, PromptInput) else "messages"
+
+
 def check_context(request: GenerationRequest, *, prompt_tokens: int, max_context_tokens: int) -> int:
     """The largest number of tokens to generate. Raises InvalidArgument if the context has no room for it."""
     room = max_context_tokens - prompt_tokens
     if room < 1:
-        field = "prompt" if isinstance(request.input, PromptInput) else "messages"
         raise bounds.PROMPT_TOKENS.refused(
-            field, prompt_tokens=prompt_tokens, max_context_tokens=max_context_tokens
+            prompt_field(request), prompt_tokens=prompt_tokens, max_context_tokens=max_context_tokens
         )
     wanted = request.sampling.max_tokens
     if wanted is None:
@@ -126,6 +131,7 @@ def _check_logit_bias(biases: Mapping[int, float], *, vocab_size: int) -> None:
 
 def _check_chat(chat: ChatInput) -> None:
     bounds.MESSAGES.check(len(chat.messages))
+    _check_calls_together(chat.messages)
     calls: set[str] = set()
     for index, message in enumerate(chat.messages):
         if len(message) != 2 or not message.get("content") or message.get("role") not in _TALKING_ROLES:
@@ -138,6 +144,17 @@ def _check_chat(chat: ChatInput) -> None:
         raise bounds.TOOL_CHOICE_TOOLS.refused()
     if choice.mode == "function" and choice.function not in names:
         raise bounds.TOOL_CHOICE_FUNCTION.refused(name=shown(choice.function))
+
+
+def _check_calls_together(messages: Sequence[Message]) -> None:
+    """Bound the calls of all messages before any is looked at: each is one more text of JSON to parse."""
+    arguments: list[tuple[str, bytes]] = []
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            where = f"messages[{index}].tool_calls[{number}].function.arguments"
+            arguments.append((where, call["function"]["arguments"].encode("utf-8", "replace")))
+    bounds.TOOL_CALLS_TOGETHER.check(len(arguments))
+    check_structure(arguments)
 
 
 def _check_message(message: Message, path: str, calls: set[str]) -> None:

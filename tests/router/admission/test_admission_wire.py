@@ -149,7 +149,7 @@ async def test_a_full_router_refuses_a_request_before_validating_it(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     """Validation of tools takes time, so the answer is "busy" and not the defect."""
-    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": 1}}}
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
     body = {"messages": HELLO, "tools": [broken], "options": {"rejectIfBusy": True}}
     async with (
         full_router(cluster, card) as (router, _),
@@ -162,7 +162,7 @@ async def test_a_full_router_refuses_a_request_before_validating_it(
         await eventually(lambda: not router.runs.held)
         async with http.post("/v1/chat/completions", json=body) as answer:
             assert answer.status == 400
-            assert "required" in (await answer.json())["error"]["param"]
+            assert "parameters.type" in (await answer.json())["error"]["param"]
 
 
 async def test_a_prompt_beyond_the_context_is_an_invalid_argument_even_when_busy(

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,11 +14,8 @@ import pytest
 import pytest_asyncio
 from google.protobuf.json_format import ParseDict
 
-from libs.common import service_bounds
-from libs.common.service_bounds import render_markdown
-from services.router.admission.types import AdmissionLimits, Priority
 from services.router.request.model_card import ModelCard
-from services.router.server import RouterOptions, RouterServer
+from services.router.server import RouterServer
 from slipstream import bounds, errors
 from slipstream.bounds import BOUNDS
 from slipstream.rpc.dial import dial
@@ -73,6 +69,10 @@ def _nested(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         schema = {"type": "object", "properties": {"x": schema}}
     return schema
+
+
+# A third of the values that all tools together may have.
+_ENUM = {"type": "object", "enum": [0] * 11_000}
 
 
 def _tool(**function: Any) -> Any:
@@ -129,7 +129,11 @@ _LONG = "x" * (bounds.MAX_BODY_BYTES + 1)
 
 CASES: dict[str, Case] = {
     "BODY": Case("body", http=_LONG.encode(), grpc={"prompt": _LONG}),
+    "BODY_STRUCTURE": messages(
+        "body", *[USER] * 100_000, grpc=[{"role": "user", "content": [{}] * 40} for _ in range(4000)]
+    ),
     "BODY_FORMAT": Case("body", http=b'{"messages": [', grpc=b"\x12\xff"),
+    "CONTENT_ENCODING": Case("content-encoding", http={}, headers={"Content-Encoding": "br"}),
     "UTF8": Case(
         "messages[0].content",
         http=b'{"messages": [{"role": "user", "content": "' + BAD_UTF8 + b'"}]}',
@@ -188,6 +192,12 @@ CASES: dict[str, Case] = {
         http={"messages": [{"role": "assistant", "tool_calls": [OPENAI_CALL] * 129}]},
         grpc={"chat": {"messages": [{"role": "assistant", "toolCalls": [CALL] * 129}]}},
     ),
+    "TOOL_CALLS_TOGETHER": Case(
+        "messages",
+        http={"messages": [{"role": "assistant", "tool_calls": [OPENAI_CALL] * 128}] * 33},
+        grpc={"chat": {"messages": [{"role": "assistant", "toolCalls": [CALL] * 128} for _ in range(33)]}},
+        words="at most 4096 tool calls",
+    ),
     "TOOL_CALL_NAME": _call_case("messages[1].tool_calls[0].function.name", name="no spaces"),
     "TOOL_CALL_ARGUMENTS": _call_case("messages[1].tool_calls[0].function.arguments", arguments="[1]"),
     "PROMPT": Case("prompt", http={"prompt": ""}, grpc={"prompt": ""}),
@@ -203,11 +213,15 @@ CASES: dict[str, Case] = {
     "TOOL_JSON": tools(
         "tools[0].function.parameters", [_tool(parameters="{not json")], [{**TOOL, "parameters": "{not json"}]
     ),
-    "TOOL_SCHEMA": tools(
-        "tools[0].function.parameters.properties.x.type",
-        [_tool(parameters={"type": "object", "properties": {"x": {"type": "wizard"}}})],
-        [{**TOOL, "parameters": '{"type": "object", "properties": {"x": {"type": "wizard"}}}'}],
-        "is not valid JSON Schema",
+    "TOOLS_BYTES": tools(
+        "tools",
+        [_tool(name=f"f{n}", description="d" * 60_000) for n in range(18)],
+        [{**TOOL, "name": f"f{n}", "description": "d" * 60_000} for n in range(18)],
+    ),
+    "TOOL_VALUES": tools(
+        "tools",
+        [_tool(name=f"f{n}", parameters=_ENUM) for n in range(4)],
+        [{**TOOL, "name": f"f{n}", "parameters": json.dumps(_ENUM)} for n in range(4)],
     ),
     "TOOL_CHOICE": Case(
         "tool_choice",
@@ -300,13 +314,6 @@ def test_every_row_has_a_case_on_each_of_its_apis() -> None:
         assert (case.grpc is not None) == (apis in ("both", "gRPC")), name
 
 
-def test_the_page_in_docs_is_the_table() -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "bounds.md"
-    assert page.read_text() == service_bounds.render_markdown(), (
-        "python -m libs.common.bounds > docs/bounds.md"
-    )
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router(card: ModelCard) -> AsyncIterator[RouterServer]:
     """One router for all cases: none of them may reach a worker."""
@@ -379,13 +386,3 @@ async def _refused_over_grpc(router: RouterServer, case: Case) -> tuple[str, str
     error = from_rpc_error(raised.value)
     assert isinstance(error, (errors.InvalidArgument, errors.NotFound))
     return str(error.field), error.message
-
-
-def test_the_limits_of_admission_are_those_of_the_table() -> None:
-    limits = AdmissionLimits()
-    assert limits.max_running == service_bounds.MAX_RUNNING_REQUESTS == RouterOptions("r").max_requests
-    assert tuple(limits.max_waiting[priority] for priority in Priority) == service_bounds.MAX_WAITING_REQUESTS
-    assert tuple(limits.max_wait_ms[priority] / 1e3 for priority in Priority) == service_bounds.MAX_WAIT_S
-    page = render_markdown()
-    for words in ("256 / 512 / 1024 requests", "30 / 60 / 300 s", "0.1 to 30 s"):
-        assert words in page

@@ -14,7 +14,7 @@ from libs.text.chat_template import Segment, encode_chat, render_chat
 from services.router.request.message_key import label_of
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt import Prompt, PromptDraft
-from services.router.request.token_cache import TokenCache, encode
+from services.router.request.token_cache import TokenCache, encode, run_to_end
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, ToolChoice
 
 ROOT = b"r" * 16
@@ -86,7 +86,9 @@ def test_cached_messages_are_not_rendered_again(card: ModelCard) -> None:
             return render_chat(messages, first=first, end=end, add_generation_prompt=False)
 
         found = memory.look_up("t", messages, render)
-        memory.finish(found, encode(found, card.tokenizer.encode_text, card.tokenizer.special_id), b"")
+        memory.finish(
+            found, run_to_end(encode(found, card.tokenizer.encode_pieces, card.tokenizer.special_id)), b""
+        )
         return len(found.missing)
 
     history: Messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -1,0 +1,32 @@
+"""Decompresses bodies, to at most the bound of a body. Pure; runs off the event loop.
+
+The HTTP server would decompress on the event loop, and a body that it refused to its very end.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from slipstream import bounds
+
+_GZIP, _ZLIB, _RAW = 31, 15, -15  # window bits, which tell zlib the format
+_CM_DEFLATE = 8  # in the first byte of a zlib header; some clients send "deflate" without the header
+
+
+def decompress(body: bytes, encoding: str) -> bytes:
+    """The body that was sent with this Content-Encoding. Raises BodyTooLarge, InvalidArgument."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise bounds.CONTENT_ENCODING.refused()
+    has_header = encoding == "gzip" or (body[:1] and body[0] & 0xF == _CM_DEFLATE)
+    stream = zlib.decompressobj(_GZIP if encoding == "gzip" else _ZLIB if has_header else _RAW)
+    try:
+        plain = stream.decompress(body, bounds.MAX_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise bounds.BODY_FORMAT.refused() from error
+    if len(plain) > bounds.MAX_BODY_BYTES:
+        raise bounds.body_too_large()
+    if not stream.eof or stream.unused_data:
+        raise bounds.BODY_FORMAT.refused()
+    return plain

@@ -1,0 +1,20 @@
+"""Bounds what the JSON of a request costs to parse, before it is parsed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from libs.text.json_structure import structure_bytes
+from slipstream import bounds
+
+
+def check_structure(texts: Sequence[tuple[str, bytes]]) -> None:
+    """Bound the structure of JSON texts together. Raises InvalidArgument naming the field of one."""
+    most = bounds.MAX_STRUCTURE_BYTES
+    if sum([len(text) for _, text in texts]) <= most:
+        return  # no need to tell strings apart
+    n_bytes = 0
+    for field, text in texts:
+        n_bytes += structure_bytes(text, at_most=most - n_bytes)
+        if n_bytes > most:
+            raise bounds.BODY_STRUCTURE.refused(field)
