@@ -3,7 +3,7 @@
     host = ServiceHost("127.0.0.1:0")
     add_XServicer_to_server(servicer, host.server)
     await host.start(["slipstream.v1.XService"])   # health: "liveness" SERVING, "readiness" NOT_SERVING
-    await host.set_ready(True)                     # health: "readiness" and "" SERVING
+    await host.set_ready(True)                     # health: "readiness", "", each service: SERVING
     await host.wait_for_stop()                     # SIGTERM, SIGINT or host.request_stop()
     await host.stop(grace_s=5)                     # NOT_SERVING first, then calls in flight get `grace_s`
 
@@ -92,6 +92,7 @@ class ServiceHost:
             raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self._service_names: tuple[str, ...] = ()
         self._stopping = asyncio.Event()
 
     @property
@@ -100,7 +101,8 @@ class ServiceHost:
         return f"{self._host}:{self.port}"
 
     async def start(self, service_names: Sequence[str]) -> None:
-        """Serve. Alive at once; ready only after `set_ready`."""
+        """Serve. Alive at once; ready only after `set_ready`. Names are full ones."""
+        self._service_names = tuple(service_names)
         reflection.enable_server_reflection(
             [*service_names, reflection.SERVICE_NAME, health.SERVICE_NAME], self.server
         )
@@ -112,8 +114,8 @@ class ServiceHost:
         """Say whether new work is welcome. Liveness is not touched."""
         kinds = health_pb2.HealthCheckResponse
         status = kinds.SERVING if ready else kinds.NOT_SERVING
-        await self._health.set(READINESS, status)
-        await self._health.set(health.OVERALL_HEALTH, status)
+        for name in (READINESS, health.OVERALL_HEALTH, *self._service_names):
+            await self._health.set(name, status)
 
     def request_stop(self) -> None:
         """Make `wait_for_stop` return."""

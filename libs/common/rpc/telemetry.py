@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import generate_latest
@@ -38,6 +40,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_requests_finished_total", "counter", "Requests that ended with a finish reason."),
     Metric("slipstream_requests_failed_total", "counter", "Requests that ended with a server error."),
     Metric("slipstream_requests_refused_total", "counter", "Requests refused as invalid or over capacity."),
+    Metric("slipstream_http_malformed_total", "counter", "HTTP messages that are malformed."),
     Metric("slipstream_requests_aborted_total", "counter", "Requests that their client ended."),
     Metric("slipstream_attempts_total", "counter", "Attempts made for requests, retries included."),
     Metric("slipstream_hedges_total", "counter", "Attempts made because a prefill was slow."),
@@ -265,12 +268,44 @@ def _add_histogram(
     family.add_sample(f"{metric.name}_sum", dict(labels), values[f"{metric.name}|sum"])
 
 
-def configure_logging(service: str, level: str = "info") -> None:
-    """Log to stderr, one line for each record, with the name of the service."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format=f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s",
-    )
+class TracebackFormatter(logging.Formatter):
+    """Formats exceptions as their frames and classes, without their messages.
+
+    The message of an unexpected exception may hold what it failed on: a client's text or key. Messages of the
+    operating system stay.
+    """
+
+    def formatException(self, ei: Any) -> str:
+        """The frames of the exception and of its causes, the first cause first."""
+        return "\n".join(_without_messages(ei[1]))
+
+
+def _without_messages(error: BaseException) -> Iterator[str]:
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        yield from _without_messages(cause)
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _without_messages(part)
+    yield "Traceback (most recent call last):"
+    yield "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    yield f"{name}: {error}" if isinstance(error, OSError) else name
+
+
+def log_format(service: str) -> str:
+    """The form of a log line, with the name of the service."""
+    return f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s"
+
+
+def configure_logging(service: str, level: str = "info", *, hides_messages: bool = False) -> None:
+    """Log to stderr, one line for each record, with the name of the service.
+
+    `hides_messages`: for processes that hold secrets of clients, see TracebackFormatter.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    kind = TracebackFormatter if hides_messages else logging.Formatter
+    handler.setFormatter(kind(log_format(service)))
+    logging.basicConfig(handlers=[handler], level=level.upper())
     # grpc.aio logs a harmless traceback for each cancelled stream handler.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)

@@ -148,7 +148,7 @@ def annotate(opened: Span | None = None, /, **attributes: Attribute) -> None:
 
 def failed(error: BaseException, opened: Span | None = None) -> None:
     """The span, or the current one, ends with this error; the first one told counts. What its caller ended is
-    no error."""
+    no error, and what a server refuses as the caller's fault is none of the server's."""
     if _tracer is None:
         return
     opened = opened if opened is not None else trace.get_current_span()
@@ -164,6 +164,8 @@ def failed(error: BaseException, opened: Span | None = None) -> None:
     if isinstance(error, SlipstreamError):
         annotate(opened, code=error.code)
         message = error.message
+        if error.http_status < 500 and isinstance(opened, ReadableSpan) and opened.kind is SpanKind.SERVER:
+            return
     opened.set_status(Status(StatusCode.ERROR, message[:_MAX_MESSAGE_CHARS]))
 
 

@@ -105,9 +105,25 @@ def test_an_error_is_on_the_span_that_it_ended(
     assert dict(span.attributes or {}) == {"slipstream.tokens": 2, **attributes}
 
 
+def test_a_refusal_is_no_error_of_the_server_that_made_it(kept: KeptSpans) -> None:
+    refusal = errors.InvalidArgument("top_p", "must be a number")
+
+    def refuse() -> None:
+        with tracing.server_span("call", {"traceparent": PARENT}), tracing.span("below"):
+            raise refusal
+
+    with pytest.raises(errors.InvalidArgument):
+        refuse()
+    served = kept.one("call")
+    assert served.status.status_code is StatusCode.UNSET
+    said = {"error.type": "InvalidArgument", "slipstream.code": "INVALID_ARGUMENT"}
+    assert dict(served.attributes or {}) == said
+    assert kept.one("below").status.status_code is StatusCode.ERROR
+
+
 def test_the_first_error_counts(kept: KeptSpans) -> None:
     def fail() -> None:
-        tracing.failed(errors.Overloaded("first", retry_after_ms=1))
+        tracing.failed(errors.Unavailable("first"))
         raise ValueError("second")
 
     with pytest.raises(ValueError, match="second"), tracing.server_span("call", {"traceparent": PARENT}):
