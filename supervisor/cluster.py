@@ -134,7 +134,12 @@ class ClusterSupervisor:
         ClusterSecret.keep_in(secret_file(self._config.run_dir))
         self._say_what_starts()
         run_directory.forget_drained(self._config.run_dir)
-        self._logs = ProcessLogs(self._config.run_dir / "logs", on_problem=self._say)
+        self._logs = ProcessLogs(
+            self._config.run_dir / "logs",
+            on_problem=self._say,
+            max_bytes=self._config.log_max_bytes,
+            n_files=self._config.log_files,
+        )
         taken = {int(a.rpartition(":")[2]) for a in (self._config.http, self._config.grpc) if a}
         n_pool = pool_ports_needed(self._config)
         ports = free_ports(ports_needed(self._config) + 2 + n_pool, rng=self._rng, taken=taken)
@@ -215,7 +220,8 @@ class ClusterSupervisor:
         for wave in sorted({plan.wave for plan in self._plans}, reverse=True):
             wave_plans = (plan for plan in self._plans if plan.wave == wave)
             running = [self._processes[p.instance] for p in wave_plans if p.instance in self._processes]
-            await asyncio.gather(*(process.stop(grace_s=self._config.grace_s) for process in running))
+            grace_s = self._config.grace_s
+            await asyncio.gather(*(each.stop(grace_s=each.plan.drain_s + grace_s) for each in running))
         await asyncio.gather(*self._reports, return_exceptions=True)
         if self._logs is not None:
             self._logs.close()

@@ -1,20 +1,25 @@
 """Output of the cluster's processes: to files, with problems passed on to the terminal.
 
 .run/logs/cluster.log      everything, each line prefixed with the instance
-.run/logs/decode-0.log     one file a process; the previous run's is kept as decode-0.log.1
+.run/logs/decode-0.log     one file a process
+.run/logs/decode-0.log.1   what was written before: by the previous run, or before the file reached its size
 
-A disk that takes nothing more costs lines, and one line says so: the processes run on.
+The processes write to pipes, so this process alone has the files open and renames them between two lines. A
+disk that takes nothing more costs lines, and one line says so: the processes run on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
 
+MAX_LOG_BYTES = 32 << 20
+LOG_FILES = 4
 _CHUNK_BYTES = 64 << 10
 _LONGEST_LINE_BYTES = 64 << 10
 _TAIL_LINES = 15
@@ -23,14 +28,25 @@ _PROBLEM = re.compile(rb'^\S+ \S+ (ERROR|CRITICAL) |"level":"(error|fatal|panic)
 
 
 class ProcessLogs:
-    """The log files of one cluster."""
+    """The log files of one cluster. Each name has at most `n_files` files of about `max_bytes`."""
 
-    def __init__(self, folder: Path, *, on_problem: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_problem: Callable[[str], None],
+        max_bytes: int = MAX_LOG_BYTES,
+        n_files: int = LOG_FILES,
+    ) -> None:
         """`on_problem` gets each line that reports an error, prefixed with the instance. Raises OSError."""
+        self._max_bytes = max_bytes
+        self._n_files = n_files
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._on_problem = on_problem
-        self._files: dict[str, FileIO] = {"cluster": self._open("cluster")}
+        self._files: dict[str, FileIO] = {}
+        self._sizes: dict[str, int] = {}
+        self._open("cluster")
         self._tails: dict[str, deque[str]] = {}
         self._losing = False
 
@@ -78,14 +94,25 @@ class ProcessLogs:
             file.close()
 
     def _append(self, name: str, lines: list[bytes]) -> None:
-        if name not in self._files:
-            self._files[name] = self._open(name)
-        rest = memoryview(b"".join(line + b"\n" for line in lines))
+        data = b"".join([line + b"\n" for line in lines])
+        if name not in self._files or (self._sizes[name] and self._sizes[name] + len(data) > self._max_bytes):
+            self._open(name)
+        rest = memoryview(data)
         while rest:  # a disk with little room takes a part, and says at the next that it is full
-            rest = rest[self._files[name].write(rest) :]
+            n_bytes = self._files[name].write(rest)
+            self._sizes[name] += n_bytes
+            rest = rest[n_bytes:]
 
-    def _open(self, name: str) -> FileIO:
+    def _open(self, name: str) -> None:
+        """Begin a new file; the one before it gets the suffix .1, and each older one the next number."""
         path = self.path(name)
+        self._sizes[name] = 0  # where no file can be made, the old one takes as many bytes again
         if path.exists():
-            path.replace(path.with_name(f"{path.name}.1"))
-        return path.open("wb", buffering=0)
+            names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, self._n_files))]
+            for newer, older in reversed(list(itertools.pairwise(names))):
+                if newer.exists():
+                    newer.replace(older)
+        file = path.open("wb", buffering=0)
+        if name in self._files:
+            self._files[name].close()
+        self._files[name] = file

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
+from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
@@ -40,7 +41,10 @@ class ClusterConfig:
     pool_masters: int = 1  # of the pool; one leads, the others stand by
     log_level: str = "info"  # one of LOG_LEVELS
     ready_timeout_s: float = 90.0
-    grace_s: float = 10.0
+    log_max_bytes: int = MAX_LOG_BYTES
+    log_files: int = LOG_FILES
+    drain_s: float = 120.0  # of routers: what their clients have to read running answers
+    grace_s: float = 10.0  # from SIGTERM to SIGKILL, for routers from the end of their drain
     modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})
     extra_arguments: Mapping[Role, Sequence[str]] = field(default_factory=dict)
     extra_environment: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
@@ -69,6 +73,7 @@ class ProcessPlan:
     http: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     awaited: bool = True
+    drain_s: float = 0.0  # how much longer than others the process may take to stop
 
 
 def secret_file(run_dir: Path) -> Path:
@@ -111,6 +116,7 @@ def plan_services(
                 command=tuple(command),
                 endpoint=listen,
                 http=http,
+                drain_s=config.drain_s if role is Role.ROUTER else 0.0,
                 # Several processes share the cores; each with a thread per core would thrash.
                 env={
                     "SLIPSTREAM_CLUSTER_SECRET_FILE": str(secret_file(config.run_dir)),
@@ -138,7 +144,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
         arguments += ["--drafts", config.drafts]
     if http is not None:
         # Local clusters are for looking into: a request may name its prefill worker.
-        arguments += ["--http", http, "--allow-pinning"]
+        arguments += ["--http", http, "--allow-pinning", "--drain-s", f"{config.drain_s:g}"]
     if role is not Role.ROUTER:
         arguments += ["--transport", config.transport]
     arguments += ["--log-level", config.log_level]

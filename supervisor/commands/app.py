@@ -14,6 +14,7 @@ import typer
 from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, check_endpoints, tls_from
 from slipstream.errors import InvalidArgument
 from supervisor.commands import cluster_options as flags
+from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
 
 
 def up(
@@ -34,6 +35,9 @@ def up(
     pool_masters: flags.PoolMasters = 1,
     log_level: flags.LogLevel = "info",
     ready_timeout_s: flags.ReadyTimeoutS = 90.0,
+    log_max_bytes: flags.LogMaxBytes = MAX_LOG_BYTES,
+    log_files: flags.LogFiles = LOG_FILES,
+    drain_s: flags.DrainS = 120.0,
     grace_s: flags.GraceS = 10.0,
 ) -> None:
     """Run a local cluster until Ctrl-C or `slipstream down`.
@@ -70,6 +74,9 @@ def up(
         pool_masters=pool_masters,
         log_level=log_level,
         ready_timeout_s=ready_timeout_s,
+        log_max_bytes=log_max_bytes,
+        log_files=log_files,
+        drain_s=drain_s,
         grace_s=grace_s,
     )
     raise SystemExit(asyncio.run(run_cluster(config)))
@@ -77,7 +84,7 @@ def up(
 
 def down(
     run_dir: RunDir = Path(".run"),
-    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 60.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 180.0,
 ) -> None:
     """Stop the cluster that runs in the run directory."""
     from supervisor.commands.down import stop_cluster
@@ -122,7 +129,7 @@ def kill(
 def drain(
     instance: Annotated[str, typer.Argument(help="Name of a process, such as decode-0.")],
     run_dir: RunDir = Path(".run"),
-    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 30.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 150.0,
 ) -> None:
     """Move the work of one process elsewhere and end the process.
 
@@ -139,7 +146,7 @@ def restart(
     ] = None,
     run_dir: RunDir = Path(".run"),
     rolling: Annotated[bool, typer.Option(help="Restart every process, one after the other.")] = False,
-    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when one is not back by then.")] = 90.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when one is not back by then.")] = 180.0,
 ) -> None:
     """Drain one process, or all in turn, and start it again.
 

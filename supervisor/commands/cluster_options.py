@@ -35,4 +35,12 @@ PoolMasters = Annotated[
 ]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 ReadyTimeoutS = Annotated[float, typer.Option(min=0.1, help="Seconds until the start fails.")]
-GraceS = Annotated[float, typer.Option(min=0, help="Seconds that a process has to end after SIGTERM.")]
+LogMaxBytes = Annotated[int, typer.Option(min=4096, help="Size at which a log file is rotated.")]
+LogFiles = Annotated[int, typer.Option(min=1, help="Files kept of each log, the current one included.")]
+DrainS = Annotated[
+    float, typer.Option(min=0, help="Seconds that a router which stops has for running requests.")
+]
+GraceS = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL; for routers after --drain-s."),
+]

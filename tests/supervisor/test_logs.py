@@ -108,3 +108,46 @@ async def test_a_full_disk_costs_lines_and_is_told_once(
         f"lines are missing in {tmp_path}: {full}"
     ]  # again, after a time without the problem
     book.close()
+
+
+async def test_a_file_that_reaches_its_size_is_rotated_between_lines(tmp_path: Path) -> None:
+    book = ProcessLogs(tmp_path, on_problem=print, max_bytes=100, n_files=3)
+    for number in range(40):
+        await copy(book, "a-0", b"line %02d\n" % number)
+    book.close()
+    kept = [(tmp_path / name).read_bytes() for name in ("a-0.log.2", "a-0.log.1", "a-0.log")]
+    assert [len(text) for text in kept] == [96, 96, 32]
+    assert b"".join(kept) == b"".join(b"line %02d\n" % number for number in range(12, 40))
+    # The file of all processes, whose lines are longer, is bounded in the same way.
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(tmp_path)}
+    assert {"cluster.log", "cluster.log.1", "cluster.log.2"} < set(sizes)
+    assert len(sizes) == 6 and max(sizes.values()) <= 100
+
+
+async def test_one_file_of_each_log_keeps_the_newest_lines(tmp_path: Path) -> None:
+    book = ProcessLogs(tmp_path, on_problem=print, max_bytes=20, n_files=1)
+    await copy(book, "a-0", b"the first\n")
+    await copy(book, "a-0", b"the second\n")
+    book.close()
+    assert (tmp_path / "a-0.log").read_bytes() == b"the second\n"
+    assert sorted(os.listdir(tmp_path)) == ["a-0.log", "cluster.log"]
+
+
+async def test_a_rotation_that_fails_loses_no_older_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[str] = []
+    book = ProcessLogs(tmp_path, on_problem=problems.append, max_bytes=20, n_files=3)
+    await copy(book, "a-0", b"the first line\n")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(path: Path, mode: str, buffering: int) -> FileIO:
+        raise full
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for number in range(5):
+        await copy(book, "a-0", b"%d is written?\n" % number)
+    monkeypatch.undo()
+    book.close()
+    assert problems[0] == f"lines are missing in {tmp_path}: {full.strerror}"
+    assert (tmp_path / "a-0.log.1").read_bytes().startswith(b"the first line\n")

@@ -52,6 +52,12 @@ def test_default_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flag(plans["kvstore-0"], "--data-dir") == "/run/data/kvstore-0"
 
 
+def test_a_router_has_its_drain_before_the_grace_time_of_all() -> None:
+    plans = plan(ClusterConfig(drain_s=30.0))
+    assert flag(plans["router-0"], "--drain-s") == "30"
+    assert {p.instance: p.drain_s for p in plans.values() if p.drain_s} == {"router-0": 30.0}
+
+
 def test_counts_addresses_and_extra_arguments() -> None:
     config = ClusterConfig(
         routers=2, prefill=0, decode=3, drafters=0, http="0.0.0.0:80", grpc="0.0.0.0:81", draft_model=None

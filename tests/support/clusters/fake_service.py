@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for flag in ("instance", "listen", "etcd", "run-dir", "log-level"):
         parser.add_argument(f"--{flag}", required=True)
-    for flag in ("transport", "model", "draft-model", "http", "data-dir"):
+    for flag in ("transport", "model", "draft-model", "http", "data-dir", "drain-s"):
         parser.add_argument(f"--{flag}")
     parser.add_argument("--drafts")
     parser.add_argument("--allow-pinning", action="store_true")
