@@ -36,14 +36,6 @@ BODY_FORMAT = _request.add(
         "The router guesses nothing from a broken body.",
     )
 )
-CONTENT_ENCODING = _request.add(
-    Rule(
-        "content-encoding",
-        "must be gzip, deflate or identity",
-        "A body is decompressed within its bound.",
-        "HTTP",
-    )
-)
 UTF8 = _request.add(Rule("any text", "must be valid UTF-8", "The tokenizer encodes valid text only."))
 BODY_TIME = _request.add(
     Rule("body", f"must arrive within {BODY_READ_S:g} s", "Half-open connections hold no memory.", "HTTP")

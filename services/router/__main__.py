@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.cluster.exit_reports import EtcdExitReports, ExitReports, NoExitReports
@@ -20,10 +21,11 @@ from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.settings import load_settings
-from services.router.settings import RouterSettings, parse_region_ms
+from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
 
 try:
+    from services.router.api.access_log import open_access_log
     from services.router.api.api_keys import ApiKeys
     from services.router.multiprocess import die_with, run_processes
     from services.router.request.model_card import load_model_card
@@ -55,8 +57,14 @@ def _naming(flag: str) -> Iterator[None]:
         raise InvalidArgument(flag, f"{error.filename}: {error.strerror}") from None
 
 
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what a task or callback raised. asyncio's own line has the message of the exception too."""
+    log.error("%s", context["message"], exc_info=context.get("exception"))
+
+
 async def serve(options: RouterSettings) -> None:
     """Serve until SIGTERM or SIGINT."""
+    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     with _naming("--model"):
         card = await asyncio.to_thread(load_model_card, options.model, name=options.served_model_name)
     with _naming("--api-keys"):
@@ -67,6 +75,10 @@ async def serve(options: RouterSettings) -> None:
         listen=options.listen,
         http=options.http,
         tls=options.tls(),
+        http_tls=options.http_tls,
+        allowed_hosts=parse_names(options.allowed_hosts),
+        cors_origins=parse_origins(options.cors_origins),
+        access_log=open_access_log(options.access_log, instance=options.instance),
         tenants=tenants,
         max_requests=options.max_requests,
         allow_pinning=options.allow_pinning,
@@ -95,7 +107,7 @@ async def serve(options: RouterSettings) -> None:
 def main() -> int:
     """Parse the command line and serve."""
     options = parse_options()
-    configure_logging(options.instance, options.log_level)
+    configure_logging(options.instance, options.log_level, hides_messages=True)
     configure_tracing(Role.ROUTER, options.instance)
     try:
         keep_freed_memory(_KEPT_HEAP_BYTES)

@@ -6,10 +6,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from aiohttp import web
 
 from libs.common import service_bounds
 from libs.common.cluster.discovery import Discovery, Fleet
@@ -20,10 +18,13 @@ from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import Counters
 from libs.common.runtime import heap
+from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
+from services.router.api.http.guard import HttpGuard
 from services.router.api.http_server import HttpServer
 from services.router.api.metrics import Metrics
+from services.router.api.readiness import readiness_of
 from services.router.event_loop_lag import EventLoopLag
 from services.router.execution.context import RECOVERY_WAIT_S, RouterContext
 from services.router.execution.dispatcher import Dispatcher
@@ -59,6 +60,10 @@ class RouterOptions:
     listen: str = "127.0.0.1:0"
     http: str = "127.0.0.1:0"
     tls: TlsFiles | None = None
+    http_tls: bool = True  # HTTP uses the certificate of `tls`, where there is one
+    allowed_hosts: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    access_log: AccessLog = field(default_factory=AccessLog)
     tenants: ApiKeys = field(default_factory=ApiKeys)
     max_requests: int = service_bounds.MAX_RUNNING_REQUESTS
     allow_pinning: bool = False
@@ -138,6 +143,7 @@ class RouterServer:
             sessions=sessions,
             card=card,
             tenants=options.tenants,
+            access_log=options.access_log,
             write_stall_s=options.write_stall_s,
         )
         self._grpc.add_to(self.host.server)
@@ -160,11 +166,19 @@ class RouterServer:
                     **heap.figures(),
                 },
             ),
+            guard=HttpGuard.of(
+                options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
+            ),
+            access_log=options.access_log,
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
         # What bounds idle connections bounds a request header that never ends, too.
-        self._http_runner = self._http.runner(keepalive_s=options.idle_connection_s)
+        self._http_listener = self._http.listener(
+            self.http_socket,
+            tls=options.tls if options.http_tls else None,
+            keepalive_s=options.idle_connection_s,
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -174,7 +188,7 @@ class RouterServer:
         return f"{host}:{port}"
 
     async def start(self) -> None:
-        """Serve; ready as soon as there is a prefill and a decode worker."""
+        """Serve; ready as soon as requests can run."""
         self._tasks.append(asyncio.create_task(self._awake.run(), name="awake-clock"))
         await self._members.__aenter__()
         await self.fleet.start()
@@ -184,15 +198,13 @@ class RouterServer:
         else:
             await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
         await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
-        await self._http_runner.setup()
-        await web.SockSite(self._http_runner, self.http_socket).start()
+        await self._http_listener.start()
         self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
         self._discovery.announce(self._record)
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
 
     async def stop(self, *, grace_s: float) -> None:
         """Refuse new requests, give running ones `grace_s` to end, abort the others, release everything."""
-        await self.host.set_ready(False)
         await self._worker_service.drain()
         deadline_s = time.monotonic() + grace_s
         while self.runs.held and time.monotonic() < deadline_s:
@@ -201,7 +213,7 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._http_runner.cleanup()
+        await self._http_listener.stop()
         self.loop_delay.close()
         await self.host.stop(grace_s=1.0)
         await self.fleet.close()
@@ -225,6 +237,7 @@ class RouterServer:
 
     async def _drain(self) -> None:
         self.runs.drain()
+        await self._report_readiness()
         await self._discovery.withdraw(self._record)
         # Streams of the SDK continue at another router; many end before.
         asyncio.get_running_loop().call_later(HAND_OVER_AFTER_S, self.runs.hand_over)
@@ -232,8 +245,11 @@ class RouterServer:
     async def _follow_readiness(self) -> None:
         while True:
             seen = self.fleet.version
-            await self.host.set_ready(self.fleet.ready and not self._worker_service.draining)
+            await self._report_readiness()
             await self.fleet.wait_changed(seen)
+
+    async def _report_readiness(self) -> None:
+        await self.host.set_ready(readiness_of(self.runs, self.fleet).serves)
 
     def _load(self) -> worker_pb2.LoadReport:
         return worker_pb2.LoadReport(

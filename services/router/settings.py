@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
+from services.router.api.access_log import ACCESS_LOG_FORMS
+
+# Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.
+ROUTER_DRAIN_S = 120.0
+_HOST_NAME = re.compile(r"[A-Za-z0-9.-]+")
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9.:\[\]-]+")
 
 
 def parse_region_ms(text: str) -> dict[str, float]:
@@ -25,6 +32,24 @@ def parse_region_ms(text: str) -> dict[str, float]:
     return distances
 
 
+def parse_names(text: str) -> list[str]:
+    """Host names, without port. Raises ValueError with the reason."""
+    names = list(filter(None, text.split(",")))
+    for name in names:
+        if name != "*" and not _HOST_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not a host name without scheme and port, or *")
+    return names
+
+
+def parse_origins(text: str) -> list[str]:
+    """Origins as browsers send them. Raises ValueError with the reason."""
+    origins = list(filter(None, text.split(",")))
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is not SCHEME://HOST[:PORT] without a path, or *")
+    return origins
+
+
 @dataclass(frozen=True)
 class RouterSettings(ServiceSettings):
     """The settings of a router."""
@@ -35,6 +60,20 @@ class RouterSettings(ServiceSettings):
     http: str = setting(
         "address of the HTTP server; port 0 = any free one", default="127.0.0.1:8000", check=check_address
     )
+    http_tls: bool = setting(
+        "HTTPS with the certificate of --tls-certificate, where there is one", default=True
+    )
+    allowed_hosts: str = setting(
+        "NAME[,NAME..] that the Host header may have beside addresses and localhost; * = any",
+        default="",
+        default_text="none where --http is on loopback, else any",
+        check=parse_names,
+    )
+    cors_origins: str = setting(
+        "ORIGIN[,ORIGIN..] of web pages that may call over HTTP; * = any", default="", check=parse_origins
+    )
+    access_log: str = setting("form of the line about each call", default="text", choices=ACCESS_LOG_FORMS)
+    drain_s: float = setting("seconds that SIGTERM waits for running requests", default=ROUTER_DRAIN_S)
     model: Path = setting("checkpoint directory: tokenizer, config, name", check=check_readable)
     served_model_name: str | None = setting("name clients use", default=None, default_text="the directory's")
     region_ms: str = setting(

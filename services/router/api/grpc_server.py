@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,17 @@ import grpc
 from libs.common import service_bounds
 from libs.common.rpc import tracing
 from libs.common.rpc.serve import metadata_of
+from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_request import parse_request
+from services.router.api.http_errors import new_request_id
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.execution.sessions import Sessions
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request.model_card import ModelCard
-from services.router.request.types import Caller
+from services.router.request.types import Caller, GenerationRequest
+from services.router.request.validation import is_request_id
 from services.router.workers.fleet import RouterFleet
 from slipstream import errors
 from slipstream.enum_names import role_value
@@ -32,6 +35,7 @@ SERVICE_NAME = "slipstream.v1.RouterService"
 _MAX_START_WAIT_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_UnaryMethod = Callable[[Any, Context], Awaitable[Any]]
 
 
 class GrpcServer:
@@ -45,6 +49,7 @@ class GrpcServer:
         sessions: Sessions,
         card: ModelCard,
         tenants: ApiKeys,
+        access_log: AccessLog | None = None,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
         self._runs = runs
@@ -52,6 +57,7 @@ class GrpcServer:
         self._sessions = sessions
         self._card = card
         self._tenants = tenants
+        self._access_log = access_log or AccessLog()
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
 
@@ -65,7 +71,9 @@ class GrpcServer:
         }
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(
-                method, request_deserializer=kind.FromString, response_serializer=_serialize
+                self._logged(name, method),
+                request_deserializer=kind.FromString,
+                response_serializer=_serialize,
             )
             for name, (method, kind) in unary.items()
         }
@@ -76,15 +84,32 @@ class GrpcServer:
 
     async def generate(self, data: bytes, context: Context) -> None:
         """Generate. The request's task outlives no end of this call, however the call ends."""
+        with self._access_log.call("grpc", "Generate") as record:
+            record.request_id = new_request_id()  # of a call that is refused before it is parsed
+            try:
+                await self._generate(data, context, record)
+                record.status = "OK"
+            except BaseException as error:
+                _note_failure(record, error)
+                raise
+            finally:
+                del context  # see libs/common/rpc/serve.py
+
+    async def _generate(self, data: bytes, context: Context, record: AccessRecord) -> None:
         arrived_s = self._clock()
         metadata = metadata_of(context)
         caller = self._caller(metadata, context)
+        record.tenant = caller.tenant
         status = None
         try:
-            generation = await self._runs.read(caller, partial(parse_request, data), n_bytes=len(data))
-            run = await self._runs.begin(generation, caller, n_bytes=len(data))
+            request = await self._read(data, caller)
+            if is_request_id(request.request_id):
+                record.request_id = request.request_id
+            run = await self._runs.begin(request, caller, n_bytes=len(data))
+            record.request_id, record.answer = run.request_id, run.sink
         except errors.Overloaded as refusal:
             status = to_status(refusal)
+            _note_failure(record, refusal)
             tracing.failed(refusal)
         if status is not None:
             refused = context.abort_with_status(status)
@@ -101,6 +126,32 @@ class GrpcServer:
             if decision is not None:
                 context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
             run.end()
+
+    async def _read(self, data: bytes, caller: Caller) -> GenerationRequest:
+        try:
+            return await self._runs.read(caller, partial(parse_request, data), n_bytes=len(data))
+        except errors.InvalidArgument:
+            self._runs.context.counters.add("slipstream_requests_refused_total")
+            raise
+
+    def _logged(self, name: str, method: _UnaryMethod) -> _UnaryMethod:
+        """A unary method with its line in the access log."""
+
+        async def call(request: Any, context: Context) -> Any:
+            with self._access_log.call("grpc", name) as record:
+                record.request_id = new_request_id()
+                try:
+                    record.tenant = self._tenant(context)
+                    response = await method(request, context)
+                    record.status = "OK"
+                    return response
+                except BaseException as error:
+                    _note_failure(record, error)
+                    raise
+                finally:
+                    del context  # see libs/common/rpc/serve.py
+
+        return call
 
     async def _answer(self, run: RunningRequest, context: Context) -> None:
         """Write the events, those that are ready together in one response."""
@@ -203,6 +254,15 @@ class GrpcServer:
             attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
         )
+
+
+def _note_failure(record: AccessRecord, error: BaseException) -> None:
+    """Note the error that ends a call, and the status that its client gets. The first error counts."""
+    record.fail(error)
+    if not record.status:
+        is_gone = isinstance(error, asyncio.CancelledError)
+        code = "CANCELLED" if is_gone else errors.Internal.code
+        record.status = error.code if isinstance(error, errors.SlipstreamError) else code
 
 
 def _session(metadata: Mapping[str, str]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from aiohttp import web
@@ -12,20 +13,27 @@ from aiohttp.typedefs import Handler
 
 from libs.common import service_bounds
 from libs.common.rpc import tracing
+from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.api.content_encoding import decompress
 from services.router.api.event_stream import Event, EventStream
-from services.router.api.http_errors import client_error, error_response, failure_response
+from services.router.api.http.connection import HttpListener, MalformedMessages
+from services.router.api.http.frame import RECORD, RequestFrame
+from services.router.api.http.guard import HttpGuard
+from services.router.api.http_errors import UNAVAILABLE_RETRY_S, client_error, error_response
 from services.router.api.metrics import Metrics
-from services.router.api.openai_request import Parser, parse_chat, parse_completion
+from services.router.api.openai_request import Parser, ResponseOptions, parse_chat, parse_completion
 from services.router.api.openai_response import ResponseWriter
+from services.router.api.readiness import readiness_of
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
 from services.router.request.model_card import ModelCard
-from services.router.request.types import Caller
+from services.router.request.types import Caller, GenerationRequest
+from services.router.request.validation import is_request_id
 from services.router.workers.fleet import RouterFleet
 from slipstream import bounds, errors
+from slipstream.rpc.tls import TlsFiles
 
 STATS_HEADER = "x-slipstream-stats"
 
@@ -41,6 +49,8 @@ class HttpServer:
         card: ModelCard,
         tenants: ApiKeys,
         metrics: Metrics,
+        guard: HttpGuard | None = None,
+        access_log: AccessLog | None = None,
         body_read_s: float = bounds.BODY_READ_S,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
@@ -49,16 +59,23 @@ class HttpServer:
         self._card = card
         self._tenants = tenants
         self._metrics = metrics
+        self._guard = guard or HttpGuard()
+        self._access_log = access_log or AccessLog()
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
 
-    def runner(self, *, keepalive_s: float = service_bounds.IDLE_CONNECTION_S) -> web.AppRunner:
-        """The server of the routes. A client that disconnects ends its request.
-
-        A connection without a whole request header is closed after `keepalive_s`.
-        """
-        application = web.Application(middlewares=[_report_failures], client_max_size=bounds.MAX_BODY_BYTES)
+    def listener(
+        self,
+        listening: socket.socket,
+        *,
+        tls: TlsFiles | None = None,
+        keepalive_s: float = service_bounds.IDLE_CONNECTION_S,
+    ) -> HttpListener:
+        """What serves the routes on a socket. A client that disconnects ends its request."""
+        frame = RequestFrame(self._guard, self._access_log, is_draining=lambda: self._runs.draining)
+        application = web.Application(middlewares=[frame.serve], client_max_size=bounds.MAX_BODY_BYTES)
+        application.on_response_prepare.append(frame.complete_headers)
         application.add_routes(
             [
                 self._generation("/v1/chat/completions", parse_chat, chat=True),
@@ -71,14 +88,8 @@ class HttpServer:
                 _get("/metrics", self._metrics_text),
             ]
         )
-        return web.AppRunner(
-            application,
-            handler_cancellation=True,
-            keepalive_timeout=keepalive_s,
-            access_log=None,
-            auto_decompress=False,  # see content_encoding.py
-            shutdown_timeout=1.0,
-        )
+        malformed = MalformedMessages(self._runs.context.counters, clock=self._clock)
+        return HttpListener(application, listening, tls=tls, malformed=malformed, keepalive_s=keepalive_s)
 
     # ---- generation
 
@@ -90,19 +101,24 @@ class HttpServer:
         self, request: web.Request, *, span: str, parse: Parser, chat: bool
     ) -> web.StreamResponse:
         with tracing.server_span(span, request.headers, begins=True):
+            record = request[RECORD]
             caller = self._caller(request)
             data = await self._read_body(request)
             arrived_s = self._clock()
             encoding = request.headers.get("Content-Encoding", "").lower()
             n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-            request_id = request.headers.get("x-request-id", "")
+            # An invalid id of the header is refused by name, not replaced.
+            request_id = request.headers.get("x-request-id") or record.request_id
             try:
-                generation, envelope = await self._runs.read(
+                generation, envelope = await self._read(
                     caller, lambda: parse(decompress(data, encoding), request_id), n_bytes=n_bytes
                 )
+                if is_request_id(generation.request_id):  # the one in the body goes before the header
+                    record.request_id = generation.request_id
                 run = await self._runs.begin(generation, caller, n_bytes=n_bytes)
             except errors.Overloaded as error:
                 tracing.failed(error)
+                record.fail(error)
                 refusal = error_response(error)
                 await refusal.prepare(request)
                 await refusal.write_eof()
@@ -110,6 +126,7 @@ class HttpServer:
                     "slipstream_refusal_ms", (self._clock() - arrived_s) * 1e3
                 )
                 return refusal
+            record.answer = run.sink
             try:
                 with_stats = run.sink.wants_stats = request.headers.get(STATS_HEADER) == "1"
                 # An answer in one piece is not needed before its first token, nor known before where it runs.
@@ -123,6 +140,15 @@ class HttpServer:
                 return await self._whole(request, run, answer, events)
             finally:
                 run.end()
+
+    async def _read(
+        self, caller: Caller, parse: Callable[[], tuple[GenerationRequest, ResponseOptions]], *, n_bytes: int
+    ) -> tuple[GenerationRequest, ResponseOptions]:
+        try:
+            return await self._runs.read(caller, parse, n_bytes=n_bytes)
+        except errors.InvalidArgument:
+            self._runs.context.counters.add("slipstream_requests_refused_total")
+            raise
 
     async def _whole(
         self, request: web.Request, run: RunningRequest, answer: ResponseWriter, events: Sequence[Event]
@@ -150,7 +176,8 @@ class HttpServer:
         except Exception as error:
             if not stream.has_begun:
                 raise  # a failure before the first token gets its own status
-            await stream.fail(client_error(request, error))  # kept in no variable: that would be a cycle
+            request[RECORD].fail(error)
+            await stream.fail(client_error(error))  # kept in no variable: that would be a cycle
             return stream.response
         finally:
             run.sink.direct_writer = None
@@ -177,7 +204,7 @@ class HttpServer:
         if timeout is not None:
             deadline_s = self._clock() + bounds.TIMEOUT.parse(timeout) / 1e3
         return Caller(
-            tenant=self._tenants.tenant_of(headers.get("Authorization")),
+            tenant=self._tenant(request),
             session=headers.get("x-session-affinity"),
             deadline_s=deadline_s,
             pinned_prefill=headers.get("x-slipstream-prefill"),
@@ -186,7 +213,8 @@ class HttpServer:
         )
 
     def _tenant(self, request: web.Request) -> str:
-        return self._tenants.tenant_of(request.headers.get("Authorization"))
+        tenant = request[RECORD].tenant = self._tenants.tenant_of(request.headers.get("Authorization"))
+        return tenant
 
     # ---- the rest
 
@@ -214,10 +242,12 @@ class HttpServer:
         return web.json_response({"status": "alive"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        ready = self._fleet.ready
+        readiness = readiness_of(self._runs, self._fleet)
         workers = {f"{link.worker.role}/{link.worker.instance}": link.ready for link in self._fleet.links()}
-        status = "ready" if ready else "waiting for a prefill and a decode worker"
-        return web.json_response({"status": status, "workers": workers}, status=200 if ready else 503)
+        page = {"status": readiness.value, "message": readiness.words, "workers": workers}
+        if readiness.serves:
+            return web.json_response(page)
+        return web.json_response(page, status=503, headers={"Retry-After": str(UNAVAILABLE_RETRY_S)})
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(text=await self._metrics.render(), content_type="text/plain")
@@ -228,23 +258,11 @@ def _get(path: str, handler: Handler) -> web.RouteDef:
 
 
 async def _on_expect(request: web.Request) -> web.StreamResponse | None:
-    """Answers an Expect header, before the middlewares: 100 Continue, or 417 in OpenAI's error shape."""
-    if request.version < HttpVersion11:
-        return None
-    if request.headers["Expect"].lower() != "100-continue":
-        return failure_response(request, web.HTTPExpectationFailed())
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # what precedes the response belongs to none
+    """Sends 100 Continue, before the middlewares. These refuse any other expectation."""
+    if request.version >= HttpVersion11 and request.headers["Expect"].lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # what precedes the response belongs to none
     return None
-
-
-@web.middleware
-async def _report_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Responds to any failure in OpenAI's error shape."""
-    try:
-        return await handler(request)
-    except Exception as error:
-        return failure_response(request, error)
 
 
 def _headers(request: web.Request, run: RunningRequest) -> dict[str, str]:

@@ -50,6 +50,7 @@ class ResponseQueue:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.ttft_ms = 0.0  # from the request's arrival to its first token
 
     @property
     def is_full(self) -> bool:

@@ -203,6 +203,7 @@ class HedgedAttempt:
         state, workers = self._state, assignment.workers
         failover = state.context.failover
         state.stats.observe(batch)
+        state.sink.ttft_ms = state.stats.ttft_ms
         if batch.prefill_ms is not None and workers.uncached_tokens is not None:
             elapsed_ms = (state.context.clock() - self._began_s) * 1e3
             failover.hedge_policy.observe(elapsed_ms, uncached_tokens=workers.uncached_tokens)

@@ -136,6 +136,11 @@ class RequestManager:
             run.end()
             await run.released.wait()
 
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because this router is about to end."""
+        return self._draining
+
     def drain(self) -> None:
         """Refuse new requests. Running requests continue."""
         self._draining = True

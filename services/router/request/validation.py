@@ -30,6 +30,11 @@ _SESSION = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 _SESSION_BYTES = 256
 
 
+def is_request_id(text: str) -> bool:
+    """Whether a client may name its request so."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
 def validate(
     request: GenerationRequest, *, models: Sequence[str], vocab_size: int, max_context_tokens: int
 ) -> None:
@@ -38,7 +43,7 @@ def validate(
         served = ", ".join(models)
         reason = bounds.MODEL.refused(model=shown(request.model), served=served)
         raise NotFound(reason.message, field="model")
-    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+    if request.request_id and not is_request_id(request.request_id):
         raise bounds.REQUEST_ID.refused()
     if request.priority and request.priority not in PRIORITIES:
         raise bounds.PRIORITY.refused()

@@ -110,7 +110,7 @@ class RouterFleet:
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be placed: a prefill and a decode worker of one fingerprint."""
+        """Whether both tiers are there: a prefill and a decode worker of one fingerprint."""
         fingerprint = self.fingerprint()
         return fingerprint is not None and all(
             self._ready(role, fingerprint) for role in (Role.PREFILL, Role.DECODE)
@@ -120,6 +120,11 @@ class RouterFleet:
     def outage_s(self) -> float:
         """Seconds since no request could be placed any more: 0 while one can, infinite if none ever could."""
         return 0.0 if self.ready else self._clock() - self._outage_began_s
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request could run: a decode worker computes prompts where there is no prefill worker."""
+        return self.fingerprint() is not None
 
     @property
     def tokens_in_flight(self) -> int:

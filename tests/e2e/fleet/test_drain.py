@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,45 @@ def under_load(fakes: LocalCluster, load: list[FaultRequest], expected: list[Ans
     while not aside.done:
         assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
     aside.join()
+
+
+def readiness(http: str) -> tuple[int, str]:
+    """Status and state of a router's readiness page."""
+    connection = HTTPConnection(http, timeout=60)
+    connection.request("GET", "/healthz/ready")
+    answer = connection.getresponse()
+    return answer.status, json.load(answer)["status"]
+
+
+def open_http_stream(http: str) -> HTTPResponse:
+    """A streamed answer that has begun."""
+    connection = HTTPConnection(http, timeout=WAIT_S)
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 40}
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}), headers)
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: {")
+    return answer
+
+
+def test_a_draining_router_ends_its_http_streams_and_says_that_it_is_not_ready(
+    fakes: LocalCluster, comes_back: list[str]
+) -> None:
+    """Without SDK and without resume: the whole answer comes from the router that drains."""
+    comes_back.append("router-0")
+    assert readiness(fakes.http) == (200, "ready")
+    drain = Aside(lambda: drain_process(run_dir(fakes), "router-0", timeout_s=WAIT_S))
+    with fakes.gate.held("decode-0", "decode-1", from_token=4) as gate:
+        answer = open_http_stream(fakes.http)
+        drain.start()
+        until(lambda: readiness(fakes.http) == (503, "draining"), what="router-0 is not ready")
+        refused = HTTPConnection(fakes.http, timeout=60)
+        body = '{"messages": [{"role": "user", "content": "hello"}]}'
+        refused.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+        said = refused.getresponse()
+        assert (said.status, said.headers["Connection"], said.headers["Retry-After"]) == (503, "close", "1")
+        assert not drain.done
+        gate.open()
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    drain.join()
+    assert fakes.supervisor.record().find("router-0").exit_code == 0

@@ -133,7 +133,6 @@ CASES: dict[str, Case] = {
         "body", *[USER] * 100_000, grpc=[{"role": "user", "content": [{}] * 40} for _ in range(4000)]
     ),
     "BODY_FORMAT": Case("body", http=b'{"messages": [', grpc=b"\x12\xff"),
-    "CONTENT_ENCODING": Case("content-encoding", http={}, headers={"Content-Encoding": "br"}),
     "UTF8": Case(
         "messages[0].content",
         http=b'{"messages": [{"role": "user", "content": "' + BAD_UTF8 + b'"}]}',
@@ -357,7 +356,7 @@ async def _refused_over_http(router: RouterServer, case: Case) -> tuple[str, str
     url = f"http://{router.http_endpoint}{path}"
     async with (
         aiohttp.ClientSession() as session,
-        session.post(url, data=body, headers=case.headers) as answer,
+        session.post(url, data=body, headers={"Content-Type": "application/json", **case.headers}) as answer,
     ):
         error = (await answer.json())["error"]
         assert answer.status == {"body": 400, "model": 404}.get(case.field, 400) or answer.status == 413

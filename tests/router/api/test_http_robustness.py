@@ -20,8 +20,14 @@ HELLO = [{"role": "user", "content": "Where is my order?"}]
 
 
 def post(body: bytes, *, length: int | None = None) -> bytes:
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n\r\n"
-    return head.encode() + body
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {length or len(body)}\r\n\r\n".encode() + body
+
+
+def json_session(router: RouterServer) -> aiohttp.ClientSession:
+    """A client that sends bytes as JSON."""
+    kind = {"Content-Type": "application/json"}
+    return aiohttp.ClientSession(f"http://{router.http_endpoint}", headers=kind)
 
 
 async def connect(router: RouterServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -31,7 +37,7 @@ async def connect(router: RouterServer) -> tuple[asyncio.StreamReader, asyncio.S
 
 async def test_a_header_that_never_ends_is_cut_off(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card, idle_connection_s=0.3) as router:
-        for beginning in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "):
+        for beginning in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "):
             reader, writer = await connect(router)
             writer.write(beginning)
             async with asyncio.timeout(60):
@@ -66,7 +72,7 @@ async def test_a_body_of_unknown_size_is_bounded_too(router: RouterServer) -> No
             yield b"x" * (1 << 16)
 
     async with (
-        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+        json_session(router) as http,
         http.post("/v1/chat/completions", data=endless()) as answer,
     ):
         assert answer.status == 413
@@ -79,7 +85,7 @@ async def test_a_compressed_bomb_is_bounded_too(router: RouterServer) -> None:
     bomb = gzip.compress(b" " * (bounds.MAX_BODY_BYTES * 4))
     assert len(bomb) < 100_000
     async with (
-        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+        json_session(router) as http,
         http.post("/v1/chat/completions", data=bomb, headers={"Content-Encoding": "gzip"}) as answer,
     ):
         assert answer.status == 413
@@ -87,7 +93,7 @@ async def test_a_compressed_bomb_is_bounded_too(router: RouterServer) -> None:
 
 async def test_a_body_that_is_not_what_its_encoding_says_is_the_clients_fault(router: RouterServer) -> None:
     async with (
-        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+        json_session(router) as http,
         http.post("/v1/chat/completions", data=b"plain", headers={"Content-Encoding": "gzip"}) as answer,
     ):
         assert answer.status == 400
@@ -108,7 +114,7 @@ async def test_what_fails_after_the_status_is_told_in_the_stream_and_the_connect
         assert answer.count(b"HTTP/1.1") == 1
         assert b"internal error" in answer
         assert not any(secret in answer for secret in (b"a secret", b"[DONE]"))
-        writer.write(b"GET /healthz/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /healthz/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     writer.close()
     await eventually(lambda: not cluster.held and not router.runs.held)
@@ -185,5 +191,5 @@ async def test_an_expectation_of_something_else_is_refused(router: RouterServer)
     async with asyncio.timeout(60):
         assert (await reader.readline()).startswith(b"HTTP/1.1 417")
         await reader.readuntil(b"\r\n\r\n")
-        assert json.loads(await reader.readuntil(b"}}"))["error"]["message"] == "Expectation Failed"
+        assert json.loads(await reader.readuntil(b"}}"))["error"]["code"] == "expectation_failed"
     writer.close()

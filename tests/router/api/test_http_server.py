@@ -334,7 +334,7 @@ async def test_unknown_paths_and_methods_have_the_error_shape(http: aiohttp.Clie
         assert (answer.status, (await answer.json())["error"]["param"]) == (405, None)
         assert answer.headers["Allow"] == "POST"
     async with http.post("/v1/models/tiny") as answer:
-        assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
 
 
 async def test_a_debug_header_asks_for_the_placement(http: aiohttp.ClientSession) -> None:

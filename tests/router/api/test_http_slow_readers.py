@@ -44,7 +44,8 @@ class RawClient:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self.socket, (host, int(port)))
         data = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {endpoint}\r\nContent-Length: {len(data)}\r\n"
+        head += "Content-Type: application/json\r\n"
         await loop.sock_sendall(self.socket, head.encode() + b"Connection: close\r\n\r\n" + data)
 
     async def read(self, n_bytes: int) -> bytes:

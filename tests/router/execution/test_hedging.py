@@ -57,7 +57,10 @@ class HedgedRig(HedgedAttempt):
             context=context,
             suspect=SimpleNamespace(strikes=0, workers=()),
             retry_policy=SimpleNamespace(avoid=set()),
-            stats=SimpleNamespace(attempts=1, observe=lambda batch: None, placed=lambda *_, **__: None),
+            stats=SimpleNamespace(
+                attempts=1, ttft_ms=1.0, observe=lambda batch: None, placed=lambda *_, **__: None
+            ),
+            sink=SimpleNamespace(ttft_ms=0.0),
             caller=SimpleNamespace(pinned_prefill=None),
             spec=SimpleNamespace(prompt=[1, 2, 3]),
             output=SimpleNamespace(tokens=[], stopped=False),

@@ -1,0 +1,176 @@
+"""Connections of HTTP clients, and the answer to what is no HTTP message.
+
+aiohttp answers a malformed message in plain text, and logs it with the offending line, which may hold a key
+or a prompt. Here the answer has OpenAI's error shape, and the log names the kind of defect only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.http_exceptions import (
+    BadStatusLine,
+    ContentEncodingError,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+)
+from aiohttp.web_protocol import RequestPayloadError
+
+from libs.common.rpc.telemetry import Counters
+from libs.common.service_bounds import GRPC_HANDSHAKE_S
+from services.router.api.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
+from slipstream import errors
+from slipstream.rpc.tls import TlsFiles
+
+log = logging.getLogger(__name__)
+
+SERVER_NAME = "slipstream"
+_LOG_INTERVAL_S = 1.0
+_SHUTDOWN_S = 1.0
+_BACKLOG = 128
+_REFUSALS: tuple[tuple[type[Exception], int, str], ...] = (
+    (ContentEncodingError, 415, "the Content-Encoding is not supported"),
+    (LineTooLong, 431, "a line of the HTTP header is too long"),
+    (InvalidHeader, 400, "a header of the HTTP message is malformed"),
+    (InvalidURLError, 400, "the target of the HTTP request is malformed"),
+    (BadStatusLine, 400, "the request line of the HTTP message is malformed"),
+)
+
+
+class MalformedMessages:
+    """Counts malformed HTTP messages, and logs one line a second at most, without their content."""
+
+    def __init__(self, counters: Counters, *, clock: Callable[[], float]) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._logged_s = float("-inf")
+        self._n_unlogged = 0
+
+    def note(self, defect: BaseException | None, peer: str | None) -> None:
+        """Count one message. `peer` is the client's address."""
+        self._counters.add("slipstream_http_malformed_total")
+        now_s = self._clock()
+        if now_s - self._logged_s < _LOG_INTERVAL_S:
+            self._n_unlogged += 1
+            return
+        log.warning(
+            "malformed HTTP message (%s) from %s; %d more since the last such line",
+            type(defect).__name__,
+            peer,
+            self._n_unlogged,
+        )
+        self._logged_s, self._n_unlogged = now_s, 0
+
+
+class HttpConnection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ("_malformed",)
+
+    def __init__(self, server: web.Server, *, malformed: MalformedMessages, keepalive_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=keepalive_s,
+            access_log=None,  # type: ignore[arg-type]
+            auto_decompress=False,  # see content_encoding.py
+        )
+        self._malformed = malformed
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The last answer of a connection: to a malformed message, or after a defect outside the handlers."""
+        self.log_exception("the connection ended", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun")
+        if isinstance(exc, HttpProcessingError):
+            response = refusal_response(_refusal(exc))
+        else:
+            response = error_response(errors.Internal("internal error"))
+        response.headers["Server"] = SERVER_NAME
+        response.headers["x-request-id"] = new_request_id()
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log what a connection raised. A malformed message is the client's fault."""
+        error = kw.get("exc_info")
+        if isinstance(error, (HttpProcessingError, RequestPayloadError)):
+            name = self.peername
+            self._malformed.note(error, name[0] if isinstance(name, tuple) else None)
+        else:
+            log.error(*args, **kw)
+
+
+class HttpListener:
+    """Accepts connections for an application. Times are in seconds."""
+
+    def __init__(
+        self,
+        application: web.Application,
+        listening: socket.socket,
+        *,
+        tls: TlsFiles | None,
+        malformed: MalformedMessages,
+        keepalive_s: float,
+    ) -> None:
+        """A connection without a whole request header is closed after `keepalive_s`."""
+        # A client that disconnects ends its request.
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
+        self._listening = listening
+        self._tls = tls
+        self._malformed = malformed
+        self._keepalive_s = keepalive_s
+        self._acceptor: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Accept connections. Raises OSError for a certificate that cannot be read."""
+        await self._runner.setup()
+        self._acceptor = await asyncio.get_running_loop().create_server(
+            self._connect,
+            sock=self._listening,
+            backlog=_BACKLOG,
+            ssl=None if self._tls is None else server_context(self._tls),
+            ssl_handshake_timeout=None if self._tls is None else GRPC_HANDSHAKE_S,
+        )
+
+    async def stop(self) -> None:
+        """Close all connections. A handler has a second to write its last event."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await self._runner.cleanup()
+
+    def _connect(self) -> HttpConnection:
+        server = self._runner.server
+        assert server is not None
+        return HttpConnection(server, malformed=self._malformed, keepalive_s=self._keepalive_s)
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """TLS with the certificate that gRPC uses. HTTP clients have API keys, and need no certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(files.certificate, files.key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _refusal(defect: HttpProcessingError) -> HttpRefusal:
+    for kind, status, words in _REFUSALS:
+        if isinstance(defect, kind):
+            return HttpRefusal(status, words, code="malformed_http")
+    return HttpRefusal(400, "the HTTP message is malformed", code="malformed_http")

@@ -1,0 +1,96 @@
+"""What every HTTP request gets around its handler: the guard, an id, a log line, headers, errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
+
+from services.router.api.access_log import AccessLog, AccessRecord
+from services.router.api.http.connection import SERVER_NAME
+from services.router.api.http.guard import HttpGuard, check_body
+from services.router.api.http_errors import HttpRefusal, failure_response, new_request_id
+from services.router.request.validation import is_request_id
+from slipstream import errors
+from slipstream.bound import shown
+
+# The request's line in the access log. Handlers fill it.
+RECORD = web.RequestKey("record", AccessRecord)
+_CLIENT_GONE = str(errors.Aborted.http_status)  # for the log alone
+# Successful probes and scrapes come every few seconds, and are left out of the access log.
+_UNLOGGED = ("/healthz", "/healthz/ready", "/healthz/live", "/metrics")
+
+
+class RequestFrame:
+    """A middleware of aiohttp, and what completes the headers of each response."""
+
+    def __init__(
+        self, guard: HttpGuard, access_log: AccessLog, *, is_draining: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._guard = guard
+        self._access_log = access_log
+        self._is_draining = is_draining
+
+    @web.middleware
+    async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Guard and log a request, and respond to any failure in OpenAI's error shape."""
+        route = request.match_info.route.resource
+        path = "-" if route is None else route.canonical
+        with self._access_log.call("http", f"{_known_method(request)} {path}") as record:
+            request[RECORD] = record
+            given = request.headers.get("x-request-id", "")
+            record.request_id = given if is_request_id(given) else new_request_id()
+            try:
+                response = await self._guarded(request, handler)
+            except (ConnectionResetError, asyncio.CancelledError):
+                record.status = _CLIENT_GONE
+                raise
+            except Exception as error:
+                record.fail(error)
+                response = failure_response(error)
+            record.status = str(response.status)
+            record.is_logged = response.status >= 400 or path not in _UNLOGGED
+            return response
+
+    async def complete_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the headers that every response has. aiohttp calls it before it sends them."""
+        headers = response.headers
+        headers["Server"] = SERVER_NAME
+        if "x-request-id" not in headers:
+            record = request.get(RECORD)
+            headers["x-request-id"] = new_request_id() if record is None else record.request_id
+        headers.update(self._guard.cors_headers(request.headers))
+        if self._is_draining():  # the client's next request needs a connection to another router
+            headers["Connection"] = "close"
+            response.force_close()
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._guard.check(request.headers)
+        if self._guard.is_preflight(request.method, request.headers):
+            return web.Response(status=204, headers=self._guard.preflight_headers(request.headers))
+        if request.match_info.http_exception is not None:
+            raise _no_route(request, request.match_info.http_exception)
+        if request.method == hdrs.METH_POST:
+            check_body(request.headers, content_type=request.content_type)
+        return await handler(request)
+
+
+def _known_method(request: web.Request) -> str:
+    """The method as it may stand in a log: a word that a client made up may not."""
+    return request.method if request.method in hdrs.METH_ALL else "-"
+
+
+def _no_route(request: web.Request, error: web.HTTPException) -> HttpRefusal:
+    """The refusal of a path that does not exist, or not for this method. It names what exists."""
+    asked = f"{_known_method(request)} {shown(request.rel_url.raw_path)}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{asked} does not exist: this path takes {allowed}"
+        return HttpRefusal(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    paths = [resource.canonical for resource in request.app.router.resources()]
+    message = f"{asked} does not exist; there are {', '.join(paths)}"
+    if f"/v1{request.path}" in paths:
+        message = f"{asked} does not exist: the base URL of the API ends with /v1"
+    return HttpRefusal(404, message, code="unknown_url")
