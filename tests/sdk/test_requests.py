@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.router.api.openai_request import parse_chat
+from services.router.api.openai.request import parse_chat
 from slipstream.errors import InvalidArgument
 from slipstream.requests import chat_request, prompt_request
 from slipstream.v1 import router_pb2

@@ -12,7 +12,7 @@ from aiohttp.http import HttpVersion11
 
 from libs.common.rpc import tracing
 from services.router.api.http_errors import error_object
-from services.router.api.openai_response import ResponseWriter, sse
+from services.router.api.openai.response import ResponseWriter, sse
 from slipstream import errors
 from slipstream.v1 import router_pb2
 

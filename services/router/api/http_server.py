@@ -15,15 +15,15 @@ from libs.common import service_bounds
 from libs.common.rpc import tracing
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
-from services.router.api.content_encoding import decompress
 from services.router.api.event_stream import Event, EventStream
 from services.router.api.http.connection import HttpListener, MalformedMessages
+from services.router.api.http.content_encoding import decompress
 from services.router.api.http.frame import RECORD, RequestFrame
 from services.router.api.http.guard import HttpGuard
 from services.router.api.http_errors import UNAVAILABLE_RETRY_S, client_error, error_response
 from services.router.api.metrics import Metrics
-from services.router.api.openai_request import Parser, ResponseOptions, parse_chat, parse_completion
-from services.router.api.openai_response import ResponseWriter
+from services.router.api.openai.request import Parser, ResponseOptions, parse_chat, parse_completion
+from services.router.api.openai.response import ResponseWriter
 from services.router.api.readiness import readiness_of
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest

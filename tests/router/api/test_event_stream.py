@@ -12,7 +12,7 @@ from aiohttp.http import StreamWriter
 from aiohttp.test_utils import make_mocked_request
 
 from services.router.api.event_stream import EventStream
-from services.router.api.openai_response import ResponseWriter
+from services.router.api.openai.response import ResponseWriter
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.v1 import router_pb2

@@ -9,7 +9,7 @@ import socket
 import aiohttp
 import pytest
 
-from services.router.api.openai_response import ResponseWriter
+from services.router.api.openai.response import ResponseWriter
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import bounds

@@ -15,7 +15,8 @@ import grpc
 import pytest
 
 from libs.text.tokenizer import Tokenizer
-from services.router.api import grpc_request, http_server, openai_request
+from services.router.api import grpc_request, http_server
+from services.router.api.openai import request as openai_request
 from services.router.execution import generation, request_manager
 from services.router.execution.request_manager import INLINE_BYTES
 from services.router.server import RouterServer

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.api.openai_response import DONE, ResponseWriter
+from services.router.api.openai.response import DONE, ResponseWriter
 from slipstream.v1 import common_pb2, router_pb2
 
 # Protobuf refuses lone surrogates; quotes, control characters and U+2028 are to come often.

@@ -25,7 +25,7 @@ from services.router.api.json_body import (
     decode_body,
     path_of,
 )
-from services.router.api.openai_messages import ChatMessage, parse_messages, parse_tool_choice, parse_tools
+from services.router.api.openai.messages import ChatMessage, parse_messages, parse_tool_choice, parse_tools
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
 from slipstream import bounds
 from slipstream.bound import shown_name

@@ -1,6 +1,6 @@
 """Messages and tools of the OpenAI-shaped HTTP API, as `libs.text` renders them. Pure.
 
-As in openai_request.py, only shapes and types are checked here.
+As in request.py, only shapes and types are checked here.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.api.openai_request import parse_chat, parse_completion
+from services.router.api.openai.request import parse_chat, parse_completion
 from slipstream.errors import InvalidArgument
 
 CASES = json.loads(Path(__file__).with_name("refused_bodies.json").read_text())
