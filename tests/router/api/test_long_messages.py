@@ -59,6 +59,7 @@ async def over_grpc(router: RouterServer, parameters: Mapping[str, Any], text: s
     return ""
 
 
+JSON = {"Content-Type": "application/json"}
 BOTH = pytest.mark.parametrize("ask", [over_http, over_grpc])
 
 
@@ -143,7 +144,7 @@ async def test_a_deadline_ends_the_wait_for_a_thread(router: RouterServer) -> No
     held = [asyncio.create_task(threads.run("other", lambda: release.wait(60))) for _ in range(threads.size)]
     try:
         url = f"http://{router.http_endpoint}/v1/chat/completions"
-        body, headers = b" " * (INLINE_BYTES + 1), {"x-request-timeout-ms": "20"}
+        body, headers = b" " * (INLINE_BYTES + 1), {**JSON, "x-request-timeout-ms": "20"}
         async with (
             aiohttp.ClientSession() as session,
             session.post(url, data=body, headers=headers) as answer,
@@ -172,7 +173,7 @@ async def test_a_compressed_body_is_decompressed_within_its_bound_off_the_event_
     threads.watch(http_server, "decompress")
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}).encode()
     url = f"http://{router.http_endpoint}/v1/chat/completions"
-    headers = {"Content-Encoding": "gzip"}
+    headers = {**JSON, "Content-Encoding": "gzip"}
     async with (
         aiohttp.ClientSession() as session,
         session.post(url, data=make(body), headers=headers) as answer,
