@@ -19,6 +19,7 @@ MAX_TOOL_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
 # What a parser does per byte outside of texts takes a hundred times as long as per byte of a text.
 MAX_STRUCTURE_BYTES = 256 << 10
+MAX_KEY_FILE_BYTES = 4 << 20
 
 _request = Section("The request")
 BODY = _request.add(Size("body", 0, MAX_BODY_BYTES, "bytes", "256k tokens are about 1 MiB of text."))

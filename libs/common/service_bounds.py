@@ -112,6 +112,7 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{MAX_PREFIX_INDEX_BYTES} / {MAX_TENANT_PREFIX_INDEX_BYTES} bytes",
         "the ends of the least recently used chains are evicted",
     ),
+    ("The file of API keys", f"{bounds.MAX_KEY_FILE_BYTES} bytes", "the keys stay as they were"),
     (
         "Sessions that a router without etcd remembers",
         f"{MAX_LOCAL_SESSIONS}",

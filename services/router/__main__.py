@@ -27,6 +27,7 @@ from slipstream.errors import InvalidArgument, SlipstreamError
 try:
     from services.router.api.access_log import open_access_log
     from services.router.api.api_keys import ApiKeys
+    from services.router.api.key_reload import KeyReload
     from services.router.multiprocess import die_with, run_processes
     from services.router.request.model_card import load_model_card
     from services.router.server import RouterOptions, RouterServer
@@ -67,8 +68,8 @@ async def serve(options: RouterSettings) -> None:
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     with _naming("--model"):
         card = await asyncio.to_thread(load_model_card, options.model, name=options.served_model_name)
-    with _naming("--api-keys"):
-        tenants = ApiKeys.from_file(options.api_keys) if options.api_keys else ApiKeys()
+    tenants = ApiKeys()
+    key_reload = None if options.api_keys is None else KeyReload(options.api_keys, tenants)
     router_options = RouterOptions(
         instance=options.instance,
         region_ms=parse_region_ms(options.region_ms),
@@ -85,6 +86,8 @@ async def serve(options: RouterSettings) -> None:
         share_ports=bool(options.child_of),
     )
     async with contextlib.AsyncExitStack() as stack:
+        if key_reload is not None:
+            stack.callback(asyncio.create_task(key_reload.run(), name="api-keys").cancel)
         discovery: Discovery = InMemoryDiscovery()
         placements: Placements = InMemoryPlacements()
         deaths: ExitReports = NoExitReports()

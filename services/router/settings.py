@@ -81,7 +81,9 @@ class RouterSettings(ServiceSettings):
     )
     max_requests: int = setting("requests running at once", default=MAX_RUNNING_REQUESTS, least=1)
     api_keys: Path | None = setting(
-        "file with lines `key tenant`; none = requests need no key", default=None, check=check_readable
+        "file of API keys (`slipstream keys`), followed; none = requests need no key",
+        default=None,
+        check=check_readable,
     )
     processes: int = setting("router processes that share the ports", default=1, least=1)
     allow_pinning: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream import __version__
+from slipstream.cli.keys import keys_app
 from slipstream.cli.kv import kv_app
 from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, check_endpoints, tls_from
 from slipstream.errors import FailedPrecondition, SlipstreamError
@@ -122,6 +123,7 @@ def build_app() -> typer.Typer:
             ignored = {"ignore_unknown_options": True, "allow_extra_args": True}
             built.command(name, hidden=True, context_settings=ignored)(_needs_server(name))
     built.add_typer(kv_app, name="kv")
+    built.add_typer(keys_app, name="keys")
     return built
 
 

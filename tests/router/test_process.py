@@ -12,11 +12,9 @@ import grpc
 import pytest
 
 from services.router.__main__ import parse_options
-from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard, load_model_card
 from slipstream import errors
 from slipstream.async_client import AsyncClient
-from slipstream.errors import Unauthenticated
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import router_pb2, router_pb2_grpc
@@ -83,20 +81,6 @@ async def test_mtls_to_clients_and_workers(model: FakeModel, card: ModelCard) ->
             stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(plain)
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.ListModels(router_pb2.ListModelsRequest(), timeout=60)
-
-
-def test_an_api_keys_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# keys\n\nsecret-1 anna\nsecret-2 bert\n")
-    tenants = ApiKeys.from_file(path)
-    assert tenants.tenant_of("Bearer secret-2") == "bert"
-    for wrong in (None, "", "Bearer ", "Basic secret-1", "secret-1", "Bearer secret-3"):
-        with pytest.raises(Unauthenticated):
-            tenants.tenant_of(wrong)
-    path.write_text("secret-without-tenant\n")
-    with pytest.raises(ValueError) as refused:
-        ApiKeys.from_file(path)
-    assert "secret" not in str(refused.value)
 
 
 def test_a_checkpoint_that_does_not_fit_its_tokenizer_is_refused(model_dir: Path, tmp_path: Path) -> None:

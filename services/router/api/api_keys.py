@@ -1,52 +1,74 @@
-"""Maps API keys to tenants. A request finds only the KV of its own tenant."""
+"""Authenticates clients by API key: which key a request has, of which tenant, with which scope."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
+from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.errors import Unauthenticated
 
 DEFAULT_TENANT = "default"
+KEY_HEADERS = ("x-api-key", "api-key")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyIdentity:
+    """The key of a request: its name in the file, its tenant and its scope."""
+
+    name: str
+    tenant: str
+    scope: KeyScope
+
+
+_OPEN = KeyIdentity("", DEFAULT_TENANT, KeyScope.TENANT)
 
 
 class ApiKeys:
-    """Keeps keys as digests, so that the time of a look-up reveals nothing of other keys."""
+    """The keys that count now, found by their hashes: the time of a look-up reveals nothing of other keys."""
 
-    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        """`keys` maps API keys to tenants; with None every client is the default tenant."""
-        self._tenants = None if keys is None else {_digest(key): tenant for key, tenant in keys.items()}
-
-    @classmethod
-    def from_file(cls, path: Path) -> ApiKeys:
-        """Read lines of `key tenant`; blank lines and comments (#) are skipped. Raises ValueError."""
-        keys: dict[str, str] = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            parts = line.split()
-            if len(parts) != 2:
-                # The message leaves out the line, which holds a secret.
-                raise ValueError(f"{path}:{number}: expected a key and a tenant")
-            keys[parts[0]] = parts[1]
-        return cls(keys)
+    def __init__(
+        self, records: Iterable[KeyRecord] | None = None, *, wall_clock_s: Callable[[], float] = time.time
+    ) -> None:
+        """With None as `records` requests need no key, and every client is the default tenant."""
+        self._wall_clock_s = wall_clock_s
+        self._records: dict[bytes, KeyRecord] | None = None
+        if records is not None:
+            self.replace(records)
 
     @property
     def open(self) -> bool:
         """Whether no keys are configured."""
-        return self._tenants is None
+        return self._records is None
 
-    def tenant_of(self, authorization: str | None) -> str:
-        """The tenant of an Authorization value, `Bearer KEY`. Raises Unauthenticated."""
-        if self._tenants is None:
-            return DEFAULT_TENANT
-        scheme, _, key = (authorization or "").partition(" ")
-        tenant = self._tenants.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
-        if tenant is None:
-            raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
-        return tenant
+    def replace(self, records: Iterable[KeyRecord]) -> None:
+        """Let these keys count from now on, and no others. Requests that run go on to their end."""
+        self._records = {record.sha256: record for record in records}
+
+    def identify(self, headers: Mapping[str, str]) -> KeyIdentity:
+        """The key in the headers or metadata of a request. Raises Unauthenticated.
+
+        `headers` finds names in lower case.
+        """
+        if self._records is None:
+            return _OPEN
+        key = given_key(headers)
+        if not key:
+            raise Unauthenticated("the API key is missing: send it as `Authorization: Bearer KEY`")
+        record = self._records.get(key_hash(key))
+        if record is None or record.is_expired(self._wall_clock_s()):
+            raise Unauthenticated("the API key is wrong: it is unknown, revoked or expired")
+        return KeyIdentity(record.name, record.tenant, record.scope)
+
+    def tenant_of(self, headers: Mapping[str, str]) -> str:
+        """The tenant of a request's key. Raises Unauthenticated."""
+        return self.identify(headers).tenant
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def given_key(headers: Mapping[str, str]) -> str:
+    """The key of `Authorization: Bearer KEY`, else of `x-api-key`, else of `api-key`; empty without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and (key := key.strip()):
+        return key
+    return next((found for name in KEY_HEADERS if (found := headers.get(name, "").strip())), "")

@@ -242,12 +242,12 @@ class GrpcServer:
         )
 
     def _tenant(self, context: Context) -> str:
-        return self._tenants.tenant_of(metadata_of(context).get("authorization"))
+        return self._tenants.tenant_of(metadata_of(context))
 
     def _caller(self, metadata: Mapping[str, str], context: Context) -> Caller:
         left_s = context.time_remaining()
         return Caller(
-            tenant=self._tenants.tenant_of(metadata.get("authorization")),
+            tenant=self._tenants.tenant_of(metadata),
             session=_session(metadata),
             deadline_s=None if left_s is None else self._clock() + left_s,
             pinned_prefill=metadata.get("x-slipstream-prefill"),

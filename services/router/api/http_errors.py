@@ -43,6 +43,8 @@ def error_object(error: errors.SlipstreamError) -> dict[str, Any]:
     code = "model_not_found" if isinstance(error, errors.NotFound) and field == "model" else None
     if isinstance(error, errors.Overloaded):
         code = BUSY_CODE
+    if isinstance(error, errors.Unauthenticated):
+        code = "invalid_api_key"
     return {"error": {"message": error.message, "type": error.openai_type, "param": field, "code": code}}
 
 

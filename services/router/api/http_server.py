@@ -213,7 +213,7 @@ class HttpServer:
         )
 
     def _tenant(self, request: web.Request) -> str:
-        tenant = request[RECORD].tenant = self._tenants.tenant_of(request.headers.get("Authorization"))
+        tenant = request[RECORD].tenant = self._tenants.tenant_of(request.headers)
         return tenant
 
     # ---- the rest

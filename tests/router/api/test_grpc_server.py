@@ -9,13 +9,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
 from slipstream.rpc.dial import dial
 from slipstream.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.api_keys import tenant_keys
 from tests.router.conftest import HELLO, chat_of, eventually, open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_workers import BLOCK_TOKENS
@@ -289,7 +289,7 @@ async def test_the_routers_own_status_and_models(client: AsyncClient, router: Ro
 
 
 async def test_api_keys_name_tenants_whose_blocks_never_meet(cluster: FakeCluster, card: ModelCard) -> None:
-    tenants = ApiKeys({"key-a": "anna", "key-b": "bert"})
+    tenants = tenant_keys({"key-a": "anna", "key-b": "bert"})
     words = [{"role": "user", "content": "order " * 40}]
     async with open_router(cluster, card, tenants=tenants) as router:
         endpoint = router.host.endpoint

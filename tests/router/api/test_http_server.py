@@ -10,9 +10,9 @@ import aiohttp
 import openai
 import pytest
 
-from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
+from tests.support.api_keys import tenant_keys
 from tests.router.conftest import eventually, open_router, script
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
@@ -238,13 +238,34 @@ async def test_errors_are_the_clients_own_classes(
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.chat.completions.create(model="huge", messages=HELLO)
     assert unknown.value.code == "model_not_found"
-    async with open_router(cluster, card, tenants=ApiKeys({"sesame": "ali"})) as locked:
+    async with open_router(cluster, card, tenants=tenant_keys({"sesame": "ali"})) as locked:
         url = f"http://{locked.http_endpoint}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as other:
-            with pytest.raises(openai.AuthenticationError):
+            with pytest.raises(openai.AuthenticationError) as refused:
                 await other.chat.completions.create(model="tiny", messages=HELLO)
+            assert refused.value.code == "invalid_api_key"
+            assert "is wrong" in refused.value.message
         async with openai.AsyncOpenAI(base_url=url, api_key="sesame", max_retries=0) as other:
             assert (await other.chat.completions.create(model="tiny", messages=HELLO)).choices
+
+
+async def test_keys_of_other_apis_headers_are_taken(cluster: FakeCluster, card: ModelCard) -> None:
+    async with (
+        open_router(cluster, card, tenants=tenant_keys({"sesame": "ali"})) as locked,
+        aiohttp.ClientSession(f"http://{locked.http_endpoint}") as session,
+    ):
+        for header, value in (
+            ("Authorization", "Bearer sesame"),
+            ("x-api-key", "sesame"),
+            ("api-key", "sesame"),
+        ):
+            async with session.get("/v1/models", headers={header: value}) as answer:
+                assert answer.status == 200
+        async with session.get("/v1/models") as answer:
+            assert answer.status == 401
+            error = (await answer.json())["error"]
+        assert error["code"] == "invalid_api_key"
+        assert "is missing" in error["message"]
 
 
 async def test_the_trail_is_told_when_asked_for(http: aiohttp.ClientSession, cluster: FakeCluster) -> None:

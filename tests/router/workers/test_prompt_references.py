@@ -10,7 +10,6 @@ import pytest
 from libs.common.cluster.worker_record import Role
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_tokens
-from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, RemotePromptCache
@@ -20,6 +19,7 @@ from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import PrefixUnknown, Unavailable
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2
+from tests.support.api_keys import tenant_keys
 from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
@@ -119,7 +119,7 @@ async def test_workers_that_forgot_are_sent_the_whole_prompt_in_the_same_attempt
 
 
 async def test_a_tenants_prompt_is_not_named_for_another(cluster: FakeCluster, card: ModelCard) -> None:
-    tenants = ApiKeys({"key-a": "a", "key-b": "b"})
+    tenants = tenant_keys({"key-a": "a", "key-b": "b"})
     async with cluster, open_router(cluster, card, tenants=tenants) as router:
         for key in ("key-a", "key-b"):
             async with AsyncClient(router.host.endpoint, api_key=key) as client:

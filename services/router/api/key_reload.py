@@ -1,0 +1,56 @@
+"""Follows the file of API keys: a changed file counts within two seconds, without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from services.router.api.api_keys import ApiKeys
+from slipstream.api_key_file import KeyRecord, read_keys
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+_Signature = tuple[int, int, int]
+
+
+class KeyReload:
+    """Reads the file again when its inode, time or size changed. A broken file leaves the keys as they are."""
+
+    def __init__(self, path: Path, keys: ApiKeys) -> None:
+        """Raises ValueError when the file cannot be used at the start."""
+        self._path = path
+        self._keys = keys
+        # Taken before the file is read: a change during the read is seen by the next poll.
+        self._seen = self._signature()
+        keys.replace(read_keys(path))
+
+    async def run(self, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
+        """Poll for ever."""
+        while True:
+            await sleep(POLL_S)
+            await self.poll()
+
+    async def poll(self) -> None:
+        """Replace the keys if the file has changed since the last call."""
+        signature = self._signature()
+        if signature == self._seen:
+            return
+        self._seen = signature
+        try:
+            records: tuple[KeyRecord, ...] = await asyncio.to_thread(read_keys, self._path)
+        except ValueError as error:  # its text has no part of a key
+            log.error("the API keys stay as they were: %s", error)
+            return
+        self._keys.replace(records)
+        log.info("%s: %d API keys count now", self._path, len(records))
+
+    def _signature(self) -> _Signature | None:
+        """None while the file cannot be found."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size

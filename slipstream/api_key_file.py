@@ -1,0 +1,218 @@
+"""The file of API keys: names, tenants, scopes and hashes. It never holds a key.
+
+    [[key]]
+    name = "anna-laptop"
+    tenant = "anna"
+    scope = "tenant"                  # or "operator"; left out: "tenant"
+    sha256 = "9f86d081..."            # of the key, 64 hex digits
+    expires = 2027-01-31T00:00:00Z    # optional
+
+A key has 256 random bits, which no search finds, so a slow hash would protect nothing.
+Messages of errors name the file and a line, and never show a value: it could be a key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from slipstream.bounds import MAX_KEY_FILE_BYTES
+from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
+
+KEY_PREFIX = "sk-slipstream-"
+_KEY_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FIELDS = ("name", "tenant", "scope", "sha256", "expires")
+_HEADER = "# API keys by their hashes. `slipstream keys` writes this file.\n"
+
+
+class KeyScope(StrEnum):
+    """What a key may do. An operator's key may do all that a tenant's may."""
+
+    TENANT = "tenant"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """One key of the file. `sha256` is its hash; `expires_s` a Unix time, None = never."""
+
+    name: str
+    tenant: str
+    scope: KeyScope
+    sha256: bytes
+    expires_s: float | None = None
+
+    def is_expired(self, now_s: float) -> bool:
+        """Whether the key has expired at the Unix time `now_s`."""
+        return self.expires_s is not None and now_s >= self.expires_s
+
+
+def key_hash(key: str) -> bytes:
+    """The hash by which the file names a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def parse_keys(text: str, *, source: str) -> tuple[KeyRecord, ...]:
+    """The records of a file's text. Raises ValueError that begins with `source:line`."""
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        found = re.search(r"at line (\d+)", str(error))
+        line = found.group(1) if found else str(text.count("\n") + 1)
+        raise ValueError(f"{source}:{line}: is not TOML; keys are tables [[key]]") from None
+    tables = document.get("key", [])
+    if set(document) - {"key"} or not isinstance(tables, list):
+        raise ValueError(f"{source}:1: holds something else than tables [[key]]")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[", line)]
+    records: dict[str, KeyRecord] = {}
+    hashes: set[bytes] = set()
+    for index, table in enumerate(tables):
+        where = f"{source}:{lines[index] if index < len(lines) else 1}"
+        try:
+            record = _record(table)
+            if record.name in records or record.sha256 in hashes:
+                raise ValueError("repeats the name or the hash of an earlier key")
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        records[record.name] = record
+        hashes.add(record.sha256)
+    return tuple(records.values())
+
+
+def format_keys(records: Sequence[KeyRecord]) -> str:
+    """The text of a file with these records."""
+    parts = [_HEADER]
+    for record in records:
+        lines = [
+            "[[key]]",
+            f'name = "{record.name}"',
+            f'tenant = "{record.tenant}"',
+            f'scope = "{record.scope}"',
+            f'sha256 = "{record.sha256.hex()}"',
+        ]
+        if record.expires_s is not None:
+            expires = datetime.fromtimestamp(record.expires_s, UTC)
+            lines.append(f"expires = {expires.strftime('%Y-%m-%dT%H:%M:%SZ')}")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def read_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """The keys of a file. Raises ValueError that names the file and the line."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise ValueError(f"{path}:1: has more than {MAX_KEY_FILE_BYTES} bytes")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}:{line}: is not UTF-8") from None
+    return parse_keys(text, source=str(path))
+
+
+def add_key(
+    path: Path, *, name: str, tenant: str, scope: KeyScope = KeyScope.TENANT, expires_s: float | None = None
+) -> str:
+    """Add a new random key and return it; only its hash is kept.
+
+    Raises InvalidArgument for a name that is taken or malformed, FailedPrecondition for a broken file.
+    """
+    for field, value, allowed in (("--name", name, _NAME), ("--tenant", tenant, _TENANT)):
+        if not allowed.fullmatch(value):
+            raise InvalidArgument(field, f"must match {allowed.pattern}")
+    key = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+    with _changing(path) as records:
+        if name in records:
+            raise InvalidArgument("--name", f"{name!r} is the name of another key")
+        records[name] = KeyRecord(name, tenant, scope, key_hash(key), expires_s)
+    return key
+
+
+def revoke_key(path: Path, name: str) -> None:
+    """Remove a key. Raises NotFound, or FailedPrecondition for a broken file."""
+    with _changing(path) as records:
+        if name not in records:
+            raise NotFound(f"{path} has no key {name!r}")
+        del records[name]
+
+
+@contextlib.contextmanager
+def _changing(path: Path) -> Iterator[dict[str, KeyRecord]]:
+    """The records of the file by name; what the block leaves of them replaces the file, if it succeeds."""
+    path = path.resolve()  # a link stays a link
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise FailedPrecondition(f"{path.parent} cannot hold the keys: {error.strerror}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # of two changes at a time, none is lost
+        try:
+            records = {record.name: record for record in read_keys(path)} if path.exists() else {}
+        except ValueError as error:
+            raise FailedPrecondition(str(error)) from None
+        yield records
+        try:
+            _replace(path, format_keys(list(records.values())))
+        except OSError as error:
+            raise FailedPrecondition(f"{path} cannot be written: {error.strerror}") from None
+    finally:
+        os.close(folder)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, whole. Only its owner can read it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    temporary.unlink(missing_ok=True)
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as writer:
+            writer.write(text)
+            writer.flush()
+            os.fsync(writer.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _record(table: Any) -> KeyRecord:
+    """The record of one table. Raises ValueError without a value of the table."""
+    if not isinstance(table, Mapping):
+        raise ValueError("key must be a table: [[key]]")
+    if set(table) - set(_FIELDS):  # the name of an unknown field may be a key
+        raise ValueError(f"has an unknown field; fields are {', '.join(_FIELDS)}")
+    name, tenant, sha256 = (table.get(field) for field in ("name", "tenant", "sha256"))
+    for field, value, allowed in (("name", name, _NAME), ("tenant", tenant, _TENANT)):
+        if not isinstance(value, str) or not allowed.fullmatch(value):
+            raise ValueError(f"{field} must be text that matches {allowed.pattern}")
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        raise ValueError("sha256 must be 64 lower-case hex digits")
+    try:
+        scope = KeyScope(table.get("scope", KeyScope.TENANT))
+    except ValueError:
+        raise ValueError(f"scope must be one of {', '.join(KeyScope)}") from None
+    expires = table.get("expires")
+    if expires is not None and (not isinstance(expires, datetime) or expires.tzinfo is None):
+        raise ValueError("expires must be a date and time with an offset, as 2027-01-31T00:00:00Z")
+    return KeyRecord(
+        str(name), str(tenant), scope, bytes.fromhex(sha256), None if expires is None else expires.timestamp()
+    )

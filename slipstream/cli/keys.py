@@ -1,0 +1,96 @@
+"""`slipstream keys`: make, list and revoke the API keys of a router's file."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.api_key_file import KeyRecord, KeyScope, add_key, read_keys, revoke_key
+from slipstream.cli.options import AsJson
+from slipstream.errors import FailedPrecondition, InvalidArgument
+
+keys_app = typer.Typer(
+    help="Make, list and revoke the API keys of a router. Routers follow the file.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+
+KeyFile = Annotated[
+    Path, typer.Option("--file", envvar="SLIPSTREAM_API_KEYS", help="File of keys, as a router's --api-keys.")
+]
+
+
+@keys_app.command("new")
+def new(
+    file: KeyFile,
+    name: Annotated[str, typer.Option(help="Name of the key, to list and revoke it.")],
+    tenant: Annotated[str, typer.Option(help="Tenant whose requests and KV the key reaches.")],
+    scope: Annotated[KeyScope, typer.Option(help="What the key may do.")] = KeyScope.TENANT,
+    expires: Annotated[
+        str | None, typer.Option(help="End of the key, as 2027-01-31 or 2027-01-31T12:00:00Z (UTC).")
+    ] = None,
+) -> None:
+    """Make a key, print it once and keep its hash."""
+    expires_s = None if expires is None else _unix_s(expires)
+    key = add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s)
+    print(key)
+
+
+@keys_app.command("list")
+def show(file: KeyFile, as_json: AsJson = False) -> None:
+    """List the keys: names, tenants, scopes and ends."""
+    try:
+        records = read_keys(file)
+    except ValueError as error:
+        raise FailedPrecondition(str(error)) from None
+    rows = [_row(record, time.time()) for record in records]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.markup import escape
+
+    from slipstream.cli.tables import figures_table, print_table
+
+    if not rows:
+        print("no keys")
+        return
+    table = figures_table(("key", "tenant", "scope", "expires"), ())
+    for row in rows:
+        ends = f"{row['expires'] or 'never'}{' (expired)' if row['is_expired'] else ''}"
+        table.add_row(*(escape(str(cell)) for cell in (row["name"], row["tenant"], row["scope"], ends)))
+    print_table(table)
+
+
+@keys_app.command("revoke")
+def revoke(
+    name: Annotated[str, typer.Argument(help="Name of the key.")],
+    file: KeyFile,
+) -> None:
+    """Remove a key. Routers refuse it within two seconds; answers that run go on."""
+    revoke_key(file, name)
+    print(f"revoked {name}")
+
+
+def _row(record: KeyRecord, now_s: float) -> dict[str, object]:
+    expires = None if record.expires_s is None else datetime.fromtimestamp(record.expires_s, UTC).isoformat()
+    return {
+        "name": record.name,
+        "tenant": record.tenant,
+        "scope": str(record.scope),
+        "expires": expires,
+        "is_expired": record.is_expired(now_s),
+    }
+
+
+def _unix_s(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidArgument("--expires", "must be a date, or a date and time") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,50 @@
+"""`slipstream keys`: a key is printed once, listed by name and revoked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from slipstream.api_key_file import KeyScope, key_hash, read_keys
+from slipstream.cli.app import app
+from slipstream.errors import InvalidArgument, NotFound
+
+
+def run(*arguments: str, file: Path) -> str:
+    done = CliRunner().invoke(app, ["keys", *arguments], env={"SLIPSTREAM_API_KEYS": str(file)})
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_the_life_of_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    key = run("new", "--name", "laptop", "--tenant", "anna", "--expires", "2030-01-01", file=file).strip()
+    run("new", "--name", "root", "--tenant", "ops", "--scope", "operator", file=file)
+    laptop, root = read_keys(file)
+    assert laptop.sha256 == key_hash(key)
+    assert laptop.expires_s == 1_893_456_000
+    assert root.scope is KeyScope.OPERATOR
+    listed = json.loads(run("list", "--json", file=file))
+    assert [row["name"] for row in listed] == ["laptop", "root"]
+    table = run("list", file=file)
+    assert "laptop" in table and "operator" in table and "never" in table
+    assert key not in table and laptop.sha256.hex() not in table
+    assert run("revoke", "laptop", file=file) == "revoked laptop\n"
+    assert [record.name for record in read_keys(file)] == ["root"]
+
+
+def test_refusals_name_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    for kind, arguments in (
+        (InvalidArgument, ("new", "--name", "a", "--tenant", "t", "--expires", "soon")),
+        (InvalidArgument, ("new", "--name", "a b", "--tenant", "t")),
+        (NotFound, ("revoke", "a")),
+    ):
+        try:
+            run(*arguments, file=file)
+        except kind:
+            continue
+        raise AssertionError(arguments)

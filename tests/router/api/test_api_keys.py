@@ -1,0 +1,154 @@
+"""Authentication by API key, and the file that routers follow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from services.router.api.api_keys import ApiKeys, KeyIdentity
+from services.router.api.key_reload import KeyReload
+from slipstream.api_key_file import KeyRecord, KeyScope, add_key, key_hash, revoke_key
+from slipstream.errors import Unauthenticated
+
+RECORDS = (
+    KeyRecord("laptop", "anna", KeyScope.TENANT, key_hash("one")),
+    KeyRecord("root", "ops", KeyScope.OPERATOR, key_hash("two"), expires_s=1000.0),
+)
+
+
+class Clock:
+    """A wall clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_key_has_a_name_a_tenant_and_a_scope() -> None:
+    keys = ApiKeys(RECORDS, wall_clock_s=Clock())
+    assert keys.identify({"authorization": "Bearer one"}) == KeyIdentity("laptop", "anna", KeyScope.TENANT)
+    assert keys.identify({"authorization": "bearer two"}) == KeyIdentity("root", "ops", KeyScope.OPERATOR)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer one"},
+        {"authorization": "BEARER  one "},
+        {"x-api-key": "one"},
+        {"api-key": "one"},
+        {"authorization": "Bearer ", "api-key": "one"},
+        {"authorization": "Basic abc", "x-api-key": "one"},
+        {"x-api-key": "one", "api-key": "wrong"},
+    ],
+)
+def test_three_headers_carry_a_key(headers: dict[str, str]) -> None:
+    assert ApiKeys(RECORDS).tenant_of(headers) == "anna"
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer "}, {"authorization": "one"}, {"api-key": ""}]
+)
+def test_without_a_key_it_is_missing(headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthenticated, match="is missing"):
+        ApiKeys(RECORDS).identify(headers)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"authorization": "Bearer three"}, {"x-api-key": "\udcff"}, {"api-key": "laptop"}]
+)
+def test_a_key_that_was_given_is_wrong(headers: dict[str, str]) -> None:
+    with pytest.raises(Unauthenticated, match="is wrong") as refused:
+        ApiKeys(RECORDS).identify(headers)
+    assert not set(headers.values()) & set(refused.value.message.split())
+
+
+def test_a_key_ends_when_it_expires() -> None:
+    clock = Clock()
+    keys = ApiKeys(RECORDS, wall_clock_s=clock)
+    clock.now_s = 999.0
+    assert keys.tenant_of({"api-key": "two"}) == "ops"
+    clock.now_s = 1000.0
+    with pytest.raises(Unauthenticated, match="expired"):
+        keys.tenant_of({"api-key": "two"})
+
+
+def test_without_keys_everyone_is_the_default_tenant_and_with_none_nobody_is() -> None:
+    assert ApiKeys().open
+    assert ApiKeys().identify({}) == KeyIdentity("", "default", KeyScope.TENANT)
+    assert not ApiKeys(()).open
+    with pytest.raises(Unauthenticated):
+        ApiKeys(()).identify({"api-key": "one"})
+
+
+async def test_new_and_revoked_keys_count_after_a_poll(tmp_path: Path) -> None:
+    path, keys = tmp_path / "keys.toml", ApiKeys()
+    first = add_key(path, name="a", tenant="anna")
+    following = KeyReload(path, keys)
+    assert keys.tenant_of({"api-key": first}) == "anna"
+    second = add_key(path, name="b", tenant="bert")
+    await following.poll()
+    assert keys.tenant_of({"api-key": second}) == "bert"
+    revoke_key(path, "a")
+    await following.poll()
+    with pytest.raises(Unauthenticated, match="revoked"):
+        keys.tenant_of({"api-key": first})
+    assert keys.tenant_of({"api-key": second}) == "bert"
+
+
+async def test_a_broken_file_keeps_the_keys_and_logs_one_line_without_the_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, keys = tmp_path / "keys.toml", ApiKeys()
+    key = add_key(path, name="a", tenant="anna")
+    following = KeyReload(path, keys)
+    with caplog.at_level(logging.INFO):
+        path.write_text(f"# new\n{key} bert\n")
+        for _ in range(3):
+            await following.poll()
+        assert keys.tenant_of({"api-key": key}) == "anna"
+        (record,) = caplog.records
+        assert f"{path}:2:" in record.getMessage()
+        assert key not in caplog.text and record.exc_info is None
+        path.unlink()
+        for _ in range(3):
+            await following.poll()
+        assert keys.tenant_of({"api-key": key}) == "anna"
+        assert len(caplog.records) == 2
+    later = add_key(path, name="b", tenant="bert")
+    await following.poll()
+    assert keys.tenant_of({"api-key": later}) == "bert"
+
+
+async def test_the_file_is_polled_every_second(tmp_path: Path) -> None:
+    path, keys = tmp_path / "keys.toml", ApiKeys()
+    add_key(path, name="a", tenant="anna")
+    following = KeyReload(path, keys)
+    waits: list[float] = []
+    second = ""
+
+    async def sleep(seconds: float) -> None:
+        nonlocal second
+        waits.append(seconds)
+        if len(waits) == 2:
+            second = add_key(path, name="b", tenant="bert")
+        if len(waits) == 3:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await following.run(sleep=sleep)
+    assert keys.tenant_of({"api-key": second}) == "bert"
+    assert sum(waits[1:]) <= 2
+
+
+def test_a_broken_file_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("secret anna\n")
+    with pytest.raises(ValueError, match=r"keys\.toml:1") as refused:
+        KeyReload(path, ApiKeys())
+    assert "secret" not in str(refused.value).removeprefix(str(path))
