@@ -94,7 +94,7 @@ async def serve(options: RouterSettings) -> None:
         if options.etcd:
             client = EtcdClient(options.etcd.split(","))
             stack.push_async_callback(client.close)
-            etcd_placements = EtcdPlacements(client)
+            etcd_placements = EtcdPlacements(client, session_ttl_s=options.session_ttl_s)
             await etcd_placements.start()
             stack.push_async_callback(etcd_placements.close)
             discovery, placements, deaths = EtcdDiscovery(client), etcd_placements, EtcdExitReports(client)

@@ -163,6 +163,7 @@ class RouterServer:
                     **self.runs.gate.gauges(),
                     **self.fleet.index.gauges(),
                     **memory.gauges(),
+                    **placements.figures(),
                     **heap.figures(),
                 },
             ),

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.common.cluster.placements import SESSION_TTL_S
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
@@ -84,6 +85,11 @@ class RouterSettings(ServiceSettings):
         "file of API keys (`slipstream keys`), followed; none = requests need no key",
         default=None,
         check=check_readable,
+    )
+    session_ttl_s: int = setting(
+        "seconds until etcd forgets the placement of a session that is not used",
+        default=SESSION_TTL_S,
+        least=1,
     )
     processes: int = setting("router processes that share the ports", default=1, least=1)
     allow_pinning: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)

@@ -4,11 +4,14 @@
     await placements.start()
     placements.get(session)                    # from memory; requests never wait for etcd
     placements.put(session, placement)         # seen by `get` at once, by other routers a moment later
-    await placements.claim(session, placement, expected_epoch=seen.epoch)   # now, or StaleEpoch
+
+A placement is a hint of where KV is, and claims nothing: two routers may run requests of a session at the
+same time, and the later record counts (ADR 0041).
 
 Each router watches the prefix of the records, so it knows all placements, even after a restart. Changes are
-coalesced and written in batches by compare-and-swap on the epoch; see write_behind.py. Records expire some
-time after their last change, through leases that all records of a few minutes share.
+coalesced and written in batches by compare-and-swap on the epoch, each session at most once a second; see
+write_behind.py. Records expire some time after their last change, through leases that all records of a few
+minutes share.
 """
 
 from __future__ import annotations
@@ -33,23 +36,17 @@ from libs.common.etcd.client import MAX_SWAPS, EtcdClient
 from libs.common.etcd.messages import KeyValue, LeaseNotFound, PrefixSnapshot, PrefixUpdate, Swap
 from libs.common.etcd.watch import watch_prefix
 from libs.common.service_bounds import MAX_LOCAL_SESSIONS
-from slipstream.errors import DeadlineExceeded, FailedPrecondition, SlipstreamError
+from slipstream.errors import DeadlineExceeded, SlipstreamError
 
 log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 0.2
 SESSION_TTL_S = 3600
-LEASE_WINDOW_S = 300
+MAX_LEASE_WINDOW_S = 300
+WRITE_INTERVAL_S = 1.0
 MAX_DIRTY = 100_000
 _RETRY_S = 0.5
-
-
-class StaleEpoch(FailedPrecondition):
-    """Another router has changed the placement to `current` (None: it expired)."""
-
-    def __init__(self, session: SessionId, current: Placement | None) -> None:
-        super().__init__(f"the placement of session {session.session!r} was changed by another router")
-        self.current = current
+_CLOSE_S = 2.0
 
 
 class Placements(Protocol):
@@ -61,21 +58,17 @@ class Placements(Protocol):
     def put(self, session: SessionId, placement: Placement) -> None:
         """Change the placement. Other routers see it after a short delay. Ignores `placement.epoch`."""
 
-    async def claim(self, session: SessionId, placement: Placement, *, expected_epoch: int) -> Placement:
-        """Change the placement now if its epoch still is `expected_epoch` (0: there is none).
-
-        Returns it with the new epoch. Raises StaleEpoch, or Unavailable without a response of etcd; then the
-        change may or may not have happened.
-        """
-
     def all(self) -> Mapping[SessionId, Placement]:
         """All known placements."""
+
+    def figures(self) -> Mapping[str, float]:
+        """The metrics of placements."""
 
     async def flush(self, *, timeout_s: float) -> None:
         """Return when all changes are recorded. Raises DeadlineExceeded."""
 
     async def close(self) -> None:
-        """Record as many changes as possible within a second, then stop."""
+        """Record as many changes as possible within two seconds, then stop."""
 
 
 class EtcdPlacements:
@@ -87,14 +80,16 @@ class EtcdPlacements:
         *,
         flush_interval_s: float = FLUSH_INTERVAL_S,
         session_ttl_s: int = SESSION_TTL_S,
-        lease_window_s: int = LEASE_WINDOW_S,
+        write_interval_s: float = WRITE_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A record expires `session_ttl_s` to `session_ttl_s + lease_window_s` after its last change."""
+        """A record expires `session_ttl_s` after its last change, or up to a quarter later."""
         self._client = client
         self._flush_interval_s = flush_interval_s
-        self._leases = _WindowLeases(client, session_ttl_s, lease_window_s, clock)
-        self._state = PlacementWriteBehind(max_dirty=MAX_DIRTY)
+        self._clock = clock
+        self._leases = _WindowLeases(client, session_ttl_s, clock)
+        self._state = PlacementWriteBehind(max_dirty=MAX_DIRTY, write_interval_s=write_interval_s)
+        self._n_written = 0
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,39 +108,23 @@ class EtcdPlacements:
         except TimeoutError:
             log.warning("placements are not loaded yet: etcd does not respond")
 
-    @property
-    def conflicts(self) -> int:
-        """How many changes were dropped because another router had recorded one before."""
-        return self._state.conflicts
-
     def get(self, session: SessionId) -> Placement | None:
         return self._state.get(session)
 
     def all(self) -> Mapping[SessionId, Placement]:
         return self._state.all()
 
+    def figures(self) -> Mapping[str, float]:
+        return {
+            "slipstream_session_writes_total": self._n_written,
+            "slipstream_session_conflicts_total": self._state.conflicts,
+            "slipstream_session_writes_dropped_total": self._state.dropped,
+        }
+
     def put(self, session: SessionId, placement: Placement) -> None:
         self._state.put(session, placement)
         self._idle.clear()
         self._changed.set()
-
-    async def claim(self, session: SessionId, placement: Placement, *, expected_epoch: int) -> Placement:
-        swap = Swap(session.key, encode_placement(placement), expected_epoch, await self._leases.current())
-        try:
-            outcome = await self._client.swap([swap])
-        except LeaseNotFound:
-            self._leases.drop()
-            lease_id = await self._leases.current()
-            outcome = await self._client.swap(
-                [Swap(session.key, encode_placement(placement), expected_epoch, lease_id)]
-            )
-        if outcome.succeeded:
-            claimed = placement.at_epoch(outcome.revision)
-            self._state.record_claim(session, claimed)
-            return claimed
-        current = _read(outcome.current[0])
-        self._state.observe(session, current)
-        raise StaleEpoch(session, current)
 
     async def flush(self, *, timeout_s: float) -> None:
         try:
@@ -157,7 +136,7 @@ class EtcdPlacements:
     async def close(self) -> None:
         if self._tasks:
             try:
-                await self.flush(timeout_s=1.0)
+                await self.flush(timeout_s=_CLOSE_S)
             except DeadlineExceeded as error:
                 log.warning("closing: %s", error)
         for task in self._tasks:
@@ -176,7 +155,7 @@ class EtcdPlacements:
             await self._changed.wait()
             await asyncio.sleep(self._flush_interval_s)
             self._changed.clear()
-            while changes := self._state.start_writes(MAX_SWAPS):
+            while changes := self._state.start_writes(MAX_SWAPS, now_s=self._clock()):
                 try:
                     await self._write(changes)
                     failing = False
@@ -187,7 +166,9 @@ class EtcdPlacements:
                         log.warning("placements are not recorded: %s", error, exc_info=is_unexpected)
                     failing = True
                     await asyncio.sleep(_RETRY_S)
-            if not self._state.pending:
+            if self._state.pending:  # sessions that were written less than a second ago
+                self._changed.set()
+            else:
                 self._idle.set()
 
     async def _write(self, changes: list[tuple[SessionId, Placement]]) -> None:
@@ -201,6 +182,7 @@ class EtcdPlacements:
             for index, (session, placement) in enumerate(changes):
                 open_changes.remove(session)
                 if outcome.succeeded:
+                    self._n_written += 1
                     self._state.confirm(session, outcome.revision)
                 elif _revision(outcome.current[index]) == placement.epoch:
                     self._state.requeue(session)
@@ -217,12 +199,10 @@ class EtcdPlacements:
 class _WindowLeases:
     """One lease for all records changed within a time window. It is never renewed."""
 
-    def __init__(
-        self, client: EtcdClient, record_ttl_s: int, window_s: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, client: EtcdClient, record_ttl_s: int, clock: Callable[[], float]) -> None:
         self._client = client
-        self._ttl_s = record_ttl_s + window_s
-        self._window_s = window_s
+        self._window_s = min(MAX_LEASE_WINDOW_S, max(1, record_ttl_s // 4))
+        self._ttl_s = record_ttl_s + self._window_s
         self._clock = clock
         self._lease_id = 0
         self._until_s = 0.0
@@ -267,15 +247,11 @@ class InMemoryPlacements:
         if len(self._placements) > self._max_sessions:
             self._placements.popitem(last=False)
 
-    async def claim(self, session: SessionId, placement: Placement, *, expected_epoch: int) -> Placement:
-        current = self._placements.get(session)
-        if (current.epoch if current else 0) != expected_epoch:
-            raise StaleEpoch(session, current)
-        self.put(session, placement)
-        return self._placements[session]
-
     def all(self) -> Mapping[SessionId, Placement]:
         return dict(self._placements)
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
 
     async def flush(self, *, timeout_s: float) -> None:
         return

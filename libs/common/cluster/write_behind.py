@@ -1,11 +1,13 @@
 """The state of placements that are written to etcd later, by compare-and-swap. Pure.
 
-Several changes of one session become one write. Each change has a base epoch; if another router has recorded
-a change since, that one wins, and ours is dropped and counted.
+Several changes of one session become one write, and a session is written at most once in `write_interval_s`.
+Each change has a base epoch; if another router has recorded a change since, that one wins, and ours is
+dropped and counted.
 
     put(s, p)            get(s) = p; s is dirty, with the epoch known now as the base
     put(s, q)            get(s) = q; still one write
-    start_writes(n)      up to n dirty sessions, longest waiting first; placement.epoch = base; in flight
+    start_writes(n)      up to n dirty sessions that are due, longest waiting first; placement.epoch = base;
+                         in flight
     confirm(s, e)        recorded at epoch e, which is the base of a change made meanwhile
     reject(s, r)         etcd has r. If r is ours, an earlier response was lost: as `confirm`.
                          If r is None, it expired: dirty again, without a base. Else: a conflict, r wins
@@ -17,6 +19,7 @@ a change since, that one wins, and ours is dropped and counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from libs.common.cluster.placement_record import UNRECORDED, Placement, SessionId
 
@@ -27,8 +30,10 @@ _MAX_UNKNOWN = 8
 class PlacementWriteBehind:
     """The recorded placements, and this router's changes that are not recorded yet."""
 
-    def __init__(self, *, max_dirty: int) -> None:
+    def __init__(self, *, max_dirty: int, write_interval_s: float = 0.0) -> None:
         self._max_dirty = max_dirty
+        self._write_interval_s = write_interval_s
+        self._written_s: dict[SessionId, float] = {}  # of the last interval, the earliest first
         self._recorded: dict[SessionId, Placement] = {}
         self._dirty: dict[SessionId, Placement] = {}
         self._in_flight: dict[SessionId, Placement] = {}
@@ -64,11 +69,18 @@ class PlacementWriteBehind:
             self.dropped += 1
         self._dirty[session] = placement.at_epoch(known.epoch if known else UNRECORDED)
 
-    def start_writes(self, limit: int) -> list[tuple[SessionId, Placement]]:
+    def start_writes(self, limit: int, *, now_s: float) -> list[tuple[SessionId, Placement]]:
         """Up to `limit` changes to write now; at any time at most one of each session is in flight."""
-        sessions = [session for session in self._dirty if session not in self._in_flight][:limit]
+        while self._written_s:
+            earliest = next(iter(self._written_s))
+            if now_s - self._written_s[earliest] < self._write_interval_s:
+                break
+            del self._written_s[earliest]
+        waiting = self._in_flight.keys() | self._written_s.keys()
+        sessions = list(islice((session for session in self._dirty if session not in waiting), limit))
         for session in sessions:
             self._in_flight[session] = self._dirty.pop(session)
+            self._written_s[session] = now_s
         return [(session, self._in_flight[session]) for session in sessions]
 
     def confirm(self, session: SessionId, epoch: int) -> None:
@@ -79,6 +91,7 @@ class PlacementWriteBehind:
     def reject(self, session: SessionId, current: Placement | None) -> None:
         """The write in flight failed its comparison with `current` (None: there is no record)."""
         placement = self._in_flight.pop(session)
+        self._written_s.pop(session, None)
         if current is None:
             self._remove(session)
             self._dirty.setdefault(session, placement.at_epoch(UNRECORDED))
@@ -92,21 +105,15 @@ class PlacementWriteBehind:
 
     def requeue(self, session: SessionId) -> None:
         """The write in flight was not tried."""
-        placement = self._in_flight.pop(session)
-        # In front, as it has waited longest. A change made meanwhile supersedes it.
-        self._dirty = {session: self._dirty.get(session, placement), **self._dirty}
+        self._written_s.pop(session, None)
+        self._retry(session)
 
     def mark_unknown(self, session: SessionId) -> None:
         """The write in flight may or may not have been recorded."""
         placement = self._in_flight[session]
         if not self._is_ours(session, placement):
             self._unknown[session] = (*self._unknown.get(session, ()), placement)[-_MAX_UNKNOWN:]
-        self.requeue(session)
-
-    def record_claim(self, session: SessionId, placement: Placement) -> None:
-        """`placement` was recorded by a direct write; drops a waiting change."""
-        self._dirty.pop(session, None)
-        self._accept(session, placement)
+        self._retry(session)
 
     def observe(self, session: SessionId, placement: Placement | None) -> None:
         """Apply a record seen in etcd; None: it expired."""
@@ -130,6 +137,12 @@ class PlacementWriteBehind:
             self.observe(session, None)
         for session, placement in placements.items():
             self.observe(session, placement)
+
+    def _retry(self, session: SessionId) -> None:
+        """Make the write in flight dirty again."""
+        placement = self._in_flight.pop(session)
+        # In front, as it has waited longest. A change made meanwhile supersedes it.
+        self._dirty = {session: self._dirty.get(session, placement), **self._dirty}
 
     def _accept(self, session: SessionId, placement: Placement) -> None:
         """Record a placement that is ours or contradicts no change; it is the base of later changes."""

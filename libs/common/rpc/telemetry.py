@@ -168,6 +168,13 @@ METRICS: tuple[Metric, ...] = (
         "Blocks evicted from the prefix index for room.",
     ),
     Metric("slipstream_token_cache_bytes", "gauge", "Memory of the token cache of conversations."),
+    Metric("slipstream_session_writes_total", "counter", "Placements of sessions written to etcd."),
+    Metric(
+        "slipstream_session_conflicts_total", "counter", "Placements dropped: another router wrote first."
+    ),
+    Metric(
+        "slipstream_session_writes_dropped_total", "counter", "Placements dropped: too many waited for etcd."
+    ),
     Metric("slipstream_workers", "gauge", "Workers that are ready at this router."),
     Metric("slipstream_event_loop_delay_ms", "gauge", "Delay of event-loop timers, recent mean."),
     Metric("slipstream_event_loop_delay_max_ms", "gauge", "Delay of event-loop timers, recent maximum."),

@@ -17,7 +17,7 @@ _Signature = tuple[int, int, int]
 
 
 class KeyReload:
-    """Reads the file again when its inode, time or size changed. A broken file leaves the keys as they are."""
+    """Reads the file again when its inode, time or size changed. A broken file changes no key."""
 
     def __init__(self, path: Path, keys: ApiKeys) -> None:
         """Raises ValueError when the file cannot be used at the start."""

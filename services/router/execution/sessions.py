@@ -47,14 +47,17 @@ class Sessions:
         kvstore: str,
         hashes: Sequence[bytes],
     ) -> None:
-        """Record which instances have the KV of the session's blocks with these hashes."""
-        if session:
+        """Record which instances have the KV of the session's blocks with these hashes.
+
+        Nothing is recorded without a full block: there is no KV to come back to.
+        """
+        if session and hashes:
             placement = Placement(
                 kvstore=kvstore,
                 prefill=prefill,
                 decode=decode,
                 block_count=len(hashes),
-                tail_hash=hashes[-1] if hashes else b"",
+                tail_hash=hashes[-1],
             )
             self._placements.put(SessionId(tenant, session), placement)
 

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from libs.common.cluster.placement_record import Placement, SessionId, decode_placement, encode_placement
 from libs.common.cluster.placements import (
-    LEASE_WINDOW_S,
     SESSION_TTL_S,
     EtcdPlacements,
     InMemoryPlacements,
     Placements,
-    StaleEpoch,
 )
 from libs.common.etcd.client import EtcdClient
 from slipstream.errors import DeadlineExceeded
@@ -67,11 +65,11 @@ async def router(
     *,
     timeout_s: float = WAIT_S,
     session_ttl_s: int = SESSION_TTL_S,
-    lease_window_s: int = LEASE_WINDOW_S,
+    write_interval_s: float = 0.0,
 ) -> AsyncIterator[EtcdPlacements]:
     client = EtcdClient([endpoint], timeout_s=timeout_s)
     placements = EtcdPlacements(
-        client, flush_interval_s=0.01, session_ttl_s=session_ttl_s, lease_window_s=lease_window_s
+        client, flush_interval_s=0.01, session_ttl_s=session_ttl_s, write_interval_s=write_interval_s
     )
     await placements.start(timeout_s=WAIT_S)
     try:
@@ -108,7 +106,7 @@ async def two_routers(kind: str, tmp_path: Path) -> AsyncIterator[tuple[Placemen
 
 
 @pytest.mark.parametrize("kind", ["memory", "etcd"])
-async def test_routers_share_placements_and_one_claim_wins(kind: str, tmp_path: Path) -> None:
+async def test_routers_share_placements(kind: str, tmp_path: Path) -> None:
     async with two_routers(kind, tmp_path) as (a, b):
         assert a.get(SESSION) is None
         first = Placement(kvstore="kv-0", prefill="p-0", decode="d-0", block_count=3, tail_hash=b"\1" * 16)
@@ -120,19 +118,15 @@ async def test_routers_share_placements_and_one_claim_wins(kind: str, tmp_path: 
         seen = await wait_for_placement(b, SESSION, first)
         assert seen is not None
         assert seen.epoch > 0
-        claims = [
-            router.claim(SESSION, Placement(decode=name), expected_epoch=seen.epoch)
-            for router, name in ((a, "d-1"), (b, "d-2"))
-        ]
-        results = await asyncio.gather(*claims, return_exceptions=True)
-        won = [result for result in results if isinstance(result, Placement)]
-        lost = [result for result in results if isinstance(result, StaleEpoch)]
-        assert (len(won), len(lost)) == (1, 1)
-        assert won[0].epoch > seen.epoch
-        assert lost[0].current == won[0]
-        for each in (a, b):
-            assert await wait_for_placement(each, SESSION, won[0]) == won[0]
-        assert a.all() == {SESSION: won[0]}
+        for router, name in ((b, "d-1"), (a, "d-2")):
+            later = Placement(decode=name)
+            router.put(SESSION, later)
+            await router.flush(timeout_s=WAIT_S)
+            for each in (a, b):
+                changed = await wait_for_placement(each, SESSION, later)
+                assert changed is not None and changed.epoch > seen.epoch
+        assert a.all() == b.all()
+        assert list(a.all()) == [SESSION]
 
 
 async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -> None:
@@ -145,7 +139,7 @@ async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -
     placements.put(sessions[3], Placement(decode="d-0"))
     assert list(placements.all()) == [sessions[1], sessions[0], sessions[3]]
     assert placements.get(sessions[2]) is None
-    await placements.claim(sessions[2], Placement(decode="d-2"), expected_epoch=0)
+    placements.put(sessions[2], Placement(decode="d-2"))
     assert sessions[1] not in placements.all() and len(placements.all()) == 3
 
 
@@ -162,7 +156,11 @@ async def test_many_placement_changes_are_written_in_few_transactions(etcd: Etcd
         assert decode_placement(snapshot.entries[SESSION.key].value, epoch=1).block_count == 999
         # 2,000 changes of 101 sessions: two transactions of at most 64 keys.
         assert snapshot.revision - before == 2
-        assert placements.conflicts == 0
+        assert placements.figures() == {
+            "slipstream_session_writes_total": 101,
+            "slipstream_session_conflicts_total": 0,
+            "slipstream_session_writes_dropped_total": 0,
+        }
     await client.close()
 
 
@@ -184,7 +182,7 @@ async def test_reads_and_changes_continue_without_etcd_and_are_written_later(etc
         proxy.restore()
         await cut.flush(timeout_s=WAIT_S)
         await wait_for_placement(peer, SESSION, Placement(decode="d-1"))
-        assert cut.conflicts == 0
+        assert cut.figures()["slipstream_session_conflicts_total"] == 0
 
 
 async def test_a_change_made_during_a_partition_yields_to_the_other_routers_change(etcd: EtcdProcess) -> None:
@@ -203,12 +201,12 @@ async def test_a_change_made_during_a_partition_yields_to_the_other_routers_chan
         proxy.restore()
         await wait_for_placement(cut, SESSION, Placement(decode="theirs"))
         await cut.flush(timeout_s=WAIT_S)
-        assert cut.conflicts == 1
+        assert cut.figures()["slipstream_session_conflicts_total"] == 1
 
 
 async def test_placements_expire_and_a_restarted_router_loads_the_others(etcd: EtcdProcess) -> None:
     for ttl_s in (1, 3, 9, 27):  # until a router has started before a record expires
-        async with router(etcd.endpoint, session_ttl_s=ttl_s, lease_window_s=1) as placements:
+        async with router(etcd.endpoint, session_ttl_s=ttl_s) as placements:
             placements.put(SESSION, Placement(decode="d-0"))
             await placements.flush(timeout_s=WAIT_S)
             async with router(etcd.endpoint) as restarted:
@@ -234,8 +232,25 @@ async def test_a_lost_lease_only_delays_a_write(etcd: EtcdProcess) -> None:
         await placements.flush(timeout_s=WAIT_S)
         found = await wait_for_placement(placements, SESSION, Placement(decode="d-1"))
         assert found is not None
-        claimed = await placements.claim(SESSION, Placement(decode="d-2"), expected_epoch=found.epoch)
-        assert claimed.epoch > found.epoch
+
+
+async def test_a_busy_session_is_written_once_a_second(etcd: EtcdProcess) -> None:
+    client = EtcdClient([etcd.endpoint])
+    began_s = asyncio.get_running_loop().time()
+    async with router(etcd.endpoint, write_interval_s=1.0) as placements:
+        last = Placement()
+        for block_count in range(100):
+            last = Placement(decode="d-0", block_count=block_count)
+            placements.put(SESSION, last)
+            await asyncio.sleep(0.02)
+        await placements.flush(timeout_s=WAIT_S)
+        took_s = asyncio.get_running_loop().time() - began_s
+        stored = await client.get(SESSION.key)
+        assert stored is not None
+        assert decode_placement(stored.value, epoch=1).same_place(last)
+        written = placements.figures()["slipstream_session_writes_total"]
+        assert 1 < written <= took_s + 1
+    await client.close()
 
 
 async def test_malformed_placements_are_ignored(etcd: EtcdProcess) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -60,7 +62,7 @@ class TwoRouters(RuleBasedStateMachine):
 
     @rule(router=ROUTERS, limit=st.integers(1, 2))
     def take(self, router: int, limit: int) -> None:
-        self.taken[router] += self.write_behinds[router].start_writes(limit)
+        self.taken[router] += self.write_behinds[router].start_writes(limit, now_s=0.0)
 
     @rule(router=ROUTERS, fate=st.sampled_from(["answered", "response lost", "request lost", "not tried"]))
     def write(self, router: int, fate: str) -> None:
@@ -107,7 +109,7 @@ class TwoRouters(RuleBasedStateMachine):
         """After all writes and events, both routers have the same placements as etcd."""
         for _ in range(20):
             for router, write_behind in enumerate(self.write_behinds):
-                self.taken[router] += write_behind.start_writes(10)
+                self.taken[router] += write_behind.start_writes(10, now_s=0.0)
                 while self.taken[router]:
                     self.write(router, "answered")
                 while self.events[router]:
@@ -130,7 +132,7 @@ def test_a_single_router_never_conflicts_with_itself(steps: list[str]) -> None:
 
     def write(lost: bool) -> None:
         nonlocal record, revision
-        for _, placement in write_behind.start_writes(1):
+        for _, placement in write_behind.start_writes(1, now_s=0.0):
             matches = (record.epoch if record else 0) == placement.epoch
             if matches:
                 revision += 1
@@ -164,4 +166,31 @@ def test_the_oldest_change_is_dropped_when_too_many_are_pending() -> None:
     for number in range(4):
         write_behind.put(SessionId("t", str(number)), Placement(block_count=number))
     assert write_behind.dropped == 2
-    assert [session.session for session, _ in write_behind.start_writes(10)] == ["2", "3"]
+    assert [session.session for session, _ in write_behind.start_writes(10, now_s=0.0)] == ["2", "3"]
+
+
+def test_a_session_is_written_at_most_once_in_the_interval() -> None:
+    write_behind = PlacementWriteBehind(max_dirty=10, write_interval_s=1.0)
+    written: list[float] = []
+    for step in range(100):
+        now_s = step / 10
+        write_behind.put(SESSIONS[0], Placement(block_count=step))
+        for session, _ in write_behind.start_writes(10, now_s=now_s):
+            written.append(now_s)
+            write_behind.confirm(session, epoch=step + 1)
+    assert len(written) == 10
+    assert min(later - earlier for earlier, later in pairwise(written)) >= 1.0
+    write_behind.put(SESSIONS[1], Placement(block_count=1))  # another session does not wait
+    assert [session for session, _ in write_behind.start_writes(10, now_s=9.95)] == [SESSIONS[1]]
+
+
+def test_a_write_that_was_not_made_is_repeated_at_once_and_an_unknown_one_later() -> None:
+    write_behind = PlacementWriteBehind(max_dirty=10, write_interval_s=1.0)
+    session = SESSIONS[0]
+    write_behind.put(session, Placement(block_count=1))
+    assert write_behind.start_writes(10, now_s=0.0)
+    write_behind.requeue(session)
+    assert write_behind.start_writes(10, now_s=0.1)
+    write_behind.mark_unknown(session)
+    assert not write_behind.start_writes(10, now_s=0.9)
+    assert write_behind.start_writes(10, now_s=1.1)

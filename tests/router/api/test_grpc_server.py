@@ -15,10 +15,10 @@ from slipstream import errors
 from slipstream.async_client import AsyncClient
 from slipstream.rpc.dial import dial
 from slipstream.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.api_keys import tenant_keys
 from tests.router.conftest import HELLO, chat_of, eventually, open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_workers import BLOCK_TOKENS
+from tests.support.api_keys import tenant_keys
 
 TOOLS = [
     {

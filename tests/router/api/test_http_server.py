@@ -12,11 +12,11 @@ import pytest
 
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from tests.support.api_keys import tenant_keys
 from tests.router.conftest import eventually, open_router, script
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 from tests.router.support.fake_workers import BLOCK_TOKENS
+from tests.support.api_keys import tenant_keys
 
 HELLO: Any = [{"role": "user", "content": "Where is my order?"}]
 TOOLS: Any = [

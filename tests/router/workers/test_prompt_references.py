@@ -19,12 +19,12 @@ from slipstream.block_hashes import unpack_hashes
 from slipstream.errors import PrefixUnknown, Unavailable
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2
-from tests.support.api_keys import tenant_keys
 from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 from tests.router.support.fake_workers import BLOCK_TOKENS, FakeDecode, FakeWorker
 from tests.router.support.listeners import SequenceReader
+from tests.support.api_keys import tenant_keys
 
 ERROR = common_pb2.FINISH_REASON_ERROR
 LEAST_TOKENS = 2 * BLOCK_TOKENS

@@ -17,7 +17,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from supervisor.etcd import etcd_binary, etcd_command
+from supervisor.etcd import COMPACTION_RETENTION, etcd_binary, etcd_command
 from tests.support.network.ports import own_ports
 
 
@@ -29,8 +29,9 @@ def free_port() -> int:
 class EtcdProcess:
     """etcd on fixed loopback ports, so that a restart has the same endpoint."""
 
-    def __init__(self, data_dir: Path, *extra_arguments: str) -> None:
+    def __init__(self, data_dir: Path, *extra_arguments: str, compaction: str = COMPACTION_RETENTION) -> None:
         self._data_dir = data_dir
+        self._compaction = compaction
         self._extra_arguments = extra_arguments
         self._client_port, self._peer_port = own_ports(2)
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,6 +53,7 @@ class EtcdProcess:
             data_dir=self._data_dir,
             client_port=self._client_port,
             peer_port=self._peer_port,
+            compaction=self._compaction,
         )
         # fsync protects against a crash of the machine, which no test causes, and is slow on a shared disk.
         command += ["--unsafe-no-fsync", *self._extra_arguments]
