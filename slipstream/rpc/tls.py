@@ -1,11 +1,23 @@
-"""Mutual TLS from three PEM files, for both ends of every internal connection."""
+"""Mutual TLS from three PEM files, for both ends of every internal connection.
+
+Servers follow their files: a new connection gets the certificate that is there at its handshake, and
+connections that are open stay as they are. Channels read the files when they are made.
+"""
 
 from __future__ import annotations
 
+import logging
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
+
+log = logging.getLogger(__name__)
+
+FilesVersion = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +29,74 @@ class TlsFiles:
     key: Path
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials that require and verify the client's certificate."""
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
+        """Credentials that require and verify the client's certificate, and follow the files.
+
+        The caller keeps them as long as the server runs: gRPC does not.
+        """
+        certificates = ServerCertificates(self)
+        # The stubs leave out that a fetcher may return None.
+        fetch: Callable[[], Any] = certificates.fetch
+        return grpc.dynamic_ssl_server_credentials(
+            certificates.configuration(), fetch, require_client_authentication=True
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials that present our certificate and verify the server's."""
         return grpc.ssl_channel_credentials(
             self.ca.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
         )
+
+    def version(self) -> FilesVersion | None:
+        """Changes when a file is replaced or written; None while one is missing."""
+        return files_version(self.ca, self.certificate, self.key)
+
+    def check(self) -> None:
+        """Raises OSError or ssl.SSLError for files that are not PEM, or a key of another certificate."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.ca)
+
+
+def files_version(*files: Path | None) -> FilesVersion | None:
+    """The inode, time and size of each file that is given; None while one is missing."""
+    try:
+        found = [file.stat() for file in files if file is not None]
+    except OSError:
+        return None
+    return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+
+
+class ServerCertificates:
+    """The certificates of one server as its files have them. Any thread may call `fetch`."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises OSError for a file that cannot be read."""
+        self._files = files
+        self._seen = files.version()
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """What the files hold now. Raises OSError."""
+        pair = (self._files.key.read_bytes(), self._files.certificate.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], self._files.ca.read_bytes())
+
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """The configuration of a handshake where the files changed since the last one; None: as before.
+
+        A certificate and a key that do not belong together, as between two writes, change nothing.
+        """
+        version = self._files.version()
+        if version == self._seen:
+            return None
+        self._seen = version
+        try:
+            self._files.check()
+            configuration = self.configuration()
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "is not PEM"
+            log.error("%s: the certificates stay as they were: %s", self._files.certificate, reason)
+            return None
+        if self._files.version() != version:  # a file changed meanwhile: the next handshake reads again
+            self._seen = ()
+            return None
+        log.info("%s: serving the new certificate", self._files.certificate)
+        return configuration

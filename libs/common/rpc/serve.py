@@ -87,7 +87,8 @@ class ServiceHost:
             if tls is None:
                 self.port = self.server.add_insecure_port(listen)
             else:
-                self.port = self.server.add_secure_port(listen, tls.server_credentials())
+                self._credentials = tls.server_credentials()  # gRPC calls them at each handshake
+                self.port = self.server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
         self._health = health.aio.HealthServicer()

@@ -21,20 +21,32 @@ class Peers:
         self._tls = tls
         self._max_channels = max_channels
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._tls_version = tls.version() if tls is not None else None
         self._closing: set[asyncio.Task[None]] = set()
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
         """The channel to "host:port"; it connects with the first call. Do not close it."""
+        self._drop_old_certificates()
         channel = self._channels.get(endpoint)
         if channel is None:
             channel = self._channels[endpoint] = dial(endpoint, tls=self._tls)
             if len(self._channels) > self._max_channels:
-                _, oldest = self._channels.popitem(last=False)
-                task = asyncio.create_task(oldest.close(_GRACE_S))
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._close_late(self._channels.popitem(last=False)[1])
         self._channels.move_to_end(endpoint)
         return channel
+
+    def _drop_old_certificates(self) -> None:
+        """Replace all channels when the files of our certificate changed."""
+        version = self._tls.version() if self._tls is not None else None
+        if version is not None and version != self._tls_version:
+            self._tls_version = version
+            while self._channels:
+                self._close_late(self._channels.popitem()[1])
+
+    def _close_late(self, channel: grpc.aio.Channel) -> None:
+        task = asyncio.create_task(channel.close(_GRACE_S))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Close all channels; calls on them are cancelled."""
