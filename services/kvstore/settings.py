@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libs.common.cluster.discovery import LEASE_TTL_S
+from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
 from libs.common.transport.open import TransportChoice
@@ -23,7 +24,7 @@ class Options:
 
     instance: str
     listen: str
-    etcd: str
+    etcd: EtcdAccess
     disks: tuple[Path, ...]
     dram_bytes: int
     disk_bytes: int
@@ -89,7 +90,7 @@ def options_of(parsed: NodeSettings) -> Options:
         instance=parsed.instance,
         region=parsed.region,
         listen=parsed.listen,
-        etcd=parsed.etcd,
+        etcd=EtcdAccess.of(parsed),
         etcd_lease_s=parsed.etcd_lease_s,
         disks=parsed.disk or (parsed.data_dir or parsed.run_dir / parsed.instance,),
         scrub_bytes_per_s=parsed.scrub_bytes_per_s,
@@ -109,7 +110,7 @@ def _pool(parsed: NodeSettings) -> PoolOptions | None:
         return None
     choice = TransportChoice.parse(parsed.transport)
     return PoolOptions(
-        pool_master(parsed.pool_master, parsed.etcd),
+        pool_master(parsed.pool_master, EtcdAccess.of(parsed)),
         segment_bytes=parsed.pool_bytes,
         replicas=parsed.pool_replicas,
         host=parsed.listen.rsplit(":", 1)[0],

@@ -7,7 +7,7 @@ import logging
 
 from libs.common.cluster.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.cluster.worker_record import Worker
-from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.serve import ServiceHost
 from slipstream.errors import DeadlineExceeded
 
@@ -17,15 +17,15 @@ _ANNOUNCE_S = 5.0
 
 
 async def open_discovery(
-    etcd: str, stack: contextlib.AsyncExitStack, *, ttl_s: int = LEASE_TTL_S
+    etcd: EtcdAccess, stack: contextlib.AsyncExitStack, *, ttl_s: int = LEASE_TTL_S
 ) -> Discovery:
-    """Open discovery through etcd at HOST:PORT[,HOST:PORT..], or within this process if `etcd` is empty.
+    """Open discovery through etcd, or within this process if `etcd` has no endpoints.
 
     The stack closes it.
     """
-    if not etcd:
+    if not etcd.endpoints:
         return InMemoryDiscovery()
-    client = EtcdClient(etcd.split(","))
+    client = etcd.open()
     stack.push_async_callback(client.close)
     discovery = EtcdDiscovery(client, ttl_s=ttl_s)
     stack.push_async_callback(discovery.close)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.dial import NO_RETRIES
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.tls import FilesVersion, files_version
 
 # etcd ends a connection with GOAWAY too_many_pings if pings arrive more often than every 5 s. The health
 # check of connection.py detects silence sooner.
@@ -34,6 +36,29 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class EtcdTls:
+    """The CA of etcd's certificate, and our own certificate and key where etcd asks for them (PEM)."""
+
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def version(self) -> FilesVersion | None:
+        """Changes when a file is replaced or written; None while one is missing."""
+        return files_version(self.ca, self.certificate, self.key)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials from the files as they are now. Raises InvalidArgument for one that cannot be read."""
+        try:
+            ca = self.ca.read_bytes()
+            if self.certificate is None or self.key is None:
+                return grpc.ssl_channel_credentials(ca)
+            return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.certificate.read_bytes())
+        except OSError as error:
+            raise InvalidArgument("etcd", f"{error.filename} cannot be read: {error.strerror}") from None
+
+
 def channel_target(endpoints: Sequence[str]) -> str:
     """gRPC's target for the endpoints: one "host:port", or several "address:port" tried in turn.
 
@@ -53,7 +78,7 @@ def channel_target(endpoints: Sequence[str]) -> str:
     return f"ipv{versions.pop()}:{','.join(endpoints)}"
 
 
-def open_channel(target: str, tls: TlsFiles | None, *, host: str) -> grpc.aio.Channel:
+def open_channel(target: str, tls: EtcdTls | None, *, host: str) -> grpc.aio.Channel:
     """Open a channel. `host` is the name in the certificate, because an ipv4: target has none."""
     if tls is None:
         return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)

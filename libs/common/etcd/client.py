@@ -11,12 +11,12 @@ have happened, and compare-and-swap makes a repeat safe.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
 
-from libs.common.etcd.channel import channel_target, open_channel
+from libs.common.etcd.channel import EtcdTls, channel_target, open_channel
 from libs.common.etcd.connection import Connection, Connections
 from libs.common.etcd.messages import (
     NO_LEASE,
@@ -32,7 +32,6 @@ from libs.common.etcd.messages import (
 )
 from slipstream.errors import SlipstreamError, Unauthenticated
 from slipstream.etcd.v3 import etcd_pb2 as pb
-from slipstream.rpc.tls import TlsFiles
 
 _READ_ATTEMPT_S = 1.0
 # etcd's default --max-txn-ops is 128.
@@ -66,15 +65,19 @@ class EtcdClient:
         self,
         endpoints: Sequence[str],
         *,
-        tls: TlsFiles | None = None,
+        tls: EtcdTls | None = None,
         user: str | None = None,
-        password: str = "",
+        password: Callable[[], str] = str,
         timeout_s: float = 3.0,
     ) -> None:
+        """`password` is called at each login, with `user`."""
         target = channel_target(endpoints)
         host = endpoints[0].rpartition(":")[0]
         self._connections = Connections(
-            lambda: open_channel(target, tls, host=host), _probe, linger_s=timeout_s + 1
+            lambda: open_channel(target, tls, host=host),
+            _probe,
+            linger_s=timeout_s + 1,
+            credentials_version=tls.version if tls is not None else lambda: None,
         )
         self._timeout_s = timeout_s
         self._user = user
@@ -209,7 +212,7 @@ class EtcdClient:
         async with self._token_lock:
             # Another call may have renewed the token while this one waited for the lock.
             if self._token is None or (fresh_token and self._token == stale):
-                request = pb.AuthenticateRequest(name=self._user, password=self._password)
+                request = pb.AuthenticateRequest(name=self._user, password=self._password())
                 connection = self._connections.current
                 login = _unary(connection.channel, "Auth/Authenticate", pb.AuthenticateResponse)
                 try:

@@ -85,15 +85,19 @@ class Connections:
         probe: Callable[[grpc.aio.Channel, float], Awaitable[object]],
         *,
         linger_s: float,
+        credentials_version: Callable[[], object] = lambda: None,
     ) -> None:
         """`probe(channel, timeout_s)` makes a call that any working member answers, if only with an error.
 
-        A replaced channel is closed after `linger_s`.
+        A replaced channel is closed after `linger_s`. A connection that fails is replaced where
+        `credentials_version` has changed since it was opened: gRPC itself connects with the old files.
         """
         self._linger_s = linger_s
         self._probe_timeout_s = PROBE_TIMEOUT_S
         self._open_channel = open_channel
         self._probe = probe
+        self._credentials_version = credentials_version
+        self._opened_with = credentials_version()
         self.current = Connection(open_channel())
         self.n_replaced = 0
         self._closing: set[asyncio.Task[None]] = set()
@@ -138,14 +142,17 @@ class Connections:
                     self._replace(connection)
                 return
             if error.code() is grpc.StatusCode.UNAVAILABLE:  # gRPC has noticed, and reconnects
+                if self._credentials_version() not in (None, self._opened_with):
+                    self._replace(connection)
                 await asyncio.sleep(PROBE_AFTER_S)
                 return
         answer_s = loop.time() - began_s
         self._probe_timeout_s = min(MAX_PROBE_TIMEOUT_S, max(PROBE_TIMEOUT_S, 2 * answer_s))
 
     def _replace(self, connection: Connection) -> None:
-        log.info("etcd: replacing a silent connection")
+        log.info("etcd: replacing a connection that does not answer")
         self.n_replaced += 1
+        self._opened_with = self._credentials_version()
         self.current = Connection(self._open_channel())
         connection.fail_reads()
         closing = asyncio.create_task(self._close_late(connection.channel))

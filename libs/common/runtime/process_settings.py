@@ -25,6 +25,17 @@ class ServiceSettings:
         "address of the gRPC server; port 0 = any free one", default="127.0.0.1:0", check=check_address
     )
     etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="")
+    etcd_ca: Path | None = setting(
+        "PEM of the CA of etcd's certificate: TLS to etcd", default=None, check=check_readable
+    )
+    etcd_certificate: Path | None = setting(
+        "PEM of a certificate for etcd, where it asks for one", default=None, check=check_readable
+    )
+    etcd_key: Path | None = setting("PEM of its key", default=None, check=check_readable)
+    etcd_user: str = setting("user of etcd", default="")
+    etcd_password_file: Path | None = setting(
+        "file with the password of that user", default=None, check=check_readable
+    )
     run_dir: Path = setting("directory for files of this run", default=Path(".run"))
     tls_ca: Path | None = setting(
         "PEM of the CA; with the two below: mTLS on gRPC, both ways", default=None, check=check_readable

@@ -16,6 +16,7 @@ import grpc
 from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
@@ -66,7 +67,7 @@ async def serve_worker(
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
-        discovery = await open_discovery(options.etcd, stack)
+        discovery = await open_discovery(EtcdAccess.of(options), stack)
         stack.push_async_callback(app.close)
         endpoint = options.advertise or host.endpoint
         await app.open(endpoint, discovery, host.request_stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from libs.common.etcd.access import EtcdAccess
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
 POOLS = ("mooncake",)
@@ -62,13 +63,15 @@ class PoolOptions:
             )
 
 
-def pool_master(asked: str, etcd: str) -> str:
+def pool_master(asked: str, etcd: EtcdAccess) -> str:
     """The configured master, else the leader that the cluster's etcd knows.
 
-    `etcd`: HOST:PORT[,HOST:PORT..] or empty. Raises InvalidArgument when neither is given.
+    Raises InvalidArgument when neither is given, or Mooncake cannot reach this etcd.
     """
     if asked:
         return asked
-    if not etcd:
+    if not etcd.endpoints:
         raise InvalidArgument("--pool-master", "must be given where there is no --etcd")
-    return _ETCD + etcd.replace(",", ";")
+    if not etcd.is_plain:
+        raise InvalidArgument("--pool-master", "must be given: Mooncake reaches no etcd with TLS or a user")
+    return _ETCD + etcd.endpoints.replace(",", ";")

@@ -123,8 +123,8 @@ async def test_an_expired_token_is_renewed(tmp_path: Path) -> None:
         etcd.ctl("user", "add", "root:secret")
         etcd.ctl("user", "grant-role", "root", "root")
         etcd.ctl("auth", "enable")
-        client = EtcdClient([etcd.endpoint], user="root", password="secret", timeout_s=60)
-        stranger = EtcdClient([etcd.endpoint], user="root", password="wrong", timeout_s=60)
+        client = EtcdClient([etcd.endpoint], user="root", password=lambda: "secret", timeout_s=60)
+        stranger = EtcdClient([etcd.endpoint], user="root", password=lambda: "wrong", timeout_s=60)
         try:
             await client.put("/a", b"1")
             first_token = await client.metadata()

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
+from libs.common.etcd.access import EtcdAccess
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.pool.agent.client_guard import ClientGuard, Replica
 from services.kvstore.pool.agent.node_readers import MAX_READERS, Element, NodeReaders
@@ -100,10 +101,12 @@ def test_the_configuration_is_checked() -> None:
         PoolOptions("a:1", segment_bytes=1).check()
     with pytest.raises(InvalidArgument, match="--pool-replicas"):
         PoolOptions("a:1", replicas=0).check()
-    assert pool_master("a:1", "e:2379") == "a:1"
-    assert pool_master("", "e:2379,f:2379") == "etcd://e:2379;f:2379"
+    assert pool_master("a:1", EtcdAccess("e:2379", user="u")) == "a:1"
+    assert pool_master("", EtcdAccess("e:2379,f:2379")) == "etcd://e:2379;f:2379"
     with pytest.raises(InvalidArgument, match="--pool-master"):
-        pool_master("", "")
+        pool_master("", EtcdAccess())
+    with pytest.raises(InvalidArgument, match="Mooncake reaches no etcd with TLS"):
+        pool_master("", EtcdAccess("e:2379", user="u"))
 
 
 def test_a_message_is_one_line() -> None:

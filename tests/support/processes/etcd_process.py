@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import time
 import urllib.error
@@ -17,6 +18,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
+from slipstream.rpc.tls import TlsFiles
 from supervisor.etcd import COMPACTION_RETENTION, etcd_binary, etcd_command
 from tests.support.network.ports import own_ports
 
@@ -29,7 +31,15 @@ def free_port() -> int:
 class EtcdProcess:
     """etcd on fixed loopback ports, so that a restart has the same endpoint."""
 
-    def __init__(self, data_dir: Path, *extra_arguments: str, compaction: str = COMPACTION_RETENTION) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *extra_arguments: str,
+        compaction: str = COMPACTION_RETENTION,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`tls`: clients reach it by mutual TLS only."""
+        self.tls = tls
         self._data_dir = data_dir
         self._compaction = compaction
         self._extra_arguments = extra_arguments
@@ -57,6 +67,12 @@ class EtcdProcess:
         )
         # fsync protects against a crash of the machine, which no test causes, and is slow on a shared disk.
         command += ["--unsafe-no-fsync", *self._extra_arguments]
+        if self.tls is not None:
+            command = [
+                part.replace(f"http://{self.endpoint}", f"https://{self.endpoint}") for part in command
+            ]
+            command += [f"--cert-file={self.tls.certificate}", f"--key-file={self.tls.key}"]
+            command += [f"--trusted-ca-file={self.tls.ca}", "--client-cert-auth"]
         log_path = self._data_dir.with_suffix(".log")
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -94,7 +110,12 @@ class EtcdProcess:
 
     def ctl(self, *arguments: str, timeout_s: float = 100.0) -> str:
         """Run etcdctl against this member, without a proxy; returns its output."""
-        command = [str(etcd_binary().with_name("etcdctl")), f"--endpoints={self.endpoint}", *arguments]
+        command = [str(etcd_binary().with_name("etcdctl")), *arguments]
+        if self.tls is None:
+            command.append(f"--endpoints={self.endpoint}")
+        else:
+            command += [f"--endpoints=https://{self.endpoint}", f"--cacert={self.tls.ca}"]
+            command += [f"--cert={self.tls.certificate}", f"--key={self.tls.key}"]
         environment = {**os.environ, "ETCDCTL_API": "3"}
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=True, env=environment
@@ -107,8 +128,13 @@ class EtcdProcess:
         return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def _healthy(self) -> bool:
+        url, context = f"http://{self.endpoint}/health", None
+        if self.tls is not None:
+            context = ssl.create_default_context(cafile=str(self.tls.ca))
+            context.load_cert_chain(self.tls.certificate, self.tls.key)
+            url = f"https://{self.endpoint}/health"
         try:
-            with urllib.request.urlopen(f"http://{self.endpoint}/health", timeout=1) as response:
+            with urllib.request.urlopen(url, timeout=1, context=context) as response:
                 return b"true" in response.read()
         except (urllib.error.URLError, OSError):
             return False
