@@ -1,10 +1,11 @@
 """The identity of KV blocks: a keyed chain hash over the prompt's tokens. Pure.
 
-    h_i = BLAKE2b-128(key = tenant salt, h_{i-1} || tokens_i as little-endian u32),   h_{-1} = root
+    h_i = BLAKE2b-128(key = salt_i, h_{i-1} || tokens_i as little-endian u32),   h_{-1} = root
 
 `root` is the 16-byte digest of the model fingerprint, so blocks of different models, layouts or dtypes have
-different hashes. The server derives `salt` from the authenticated tenant, so blocks of different tenants have
-different hashes, too. Specification with test vectors: docs/block-hash.md.
+different hashes. `salt_i` is that of the authenticated tenant, keyed by the cluster's secret, so blocks of
+different tenants have different hashes, too, which no one else can compute. Only blocks within a configured
+prefix have a salt that all tenants share. Specification with test vectors: docs/block-hash.md.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from slipstream.block_hashes import HASH_BYTES
 
+SALT_LABEL = "tenant-salt"
 MAX_SALT_BYTES = 64
 _TOKEN_BYTES = 4
 
@@ -31,17 +33,44 @@ def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> TokenArray:
 
 
 @functools.lru_cache(1024)
-def tenant_salt(tenant: str) -> bytes:
-    """The 32-byte salt of an authenticated tenant. The name must never come from client input."""
-    return hashlib.blake2b(tenant.encode(), digest_size=32, person=b"slipstream-salt").digest()
+def tenant_salt(tenant: str, *, key: bytes = b"") -> bytes:
+    """The 32-byte salt of an authenticated tenant. The name must never come from client input.
+
+    `key`: ClusterSecret.derive(SALT_LABEL); without it anyone who knows the name can compute the salt.
+    """
+    return hashlib.blake2b(tenant.encode(), key=key, digest_size=32, person=b"slipstream-salt").digest()
+
+
+def shared_salt(*, key: bytes = b"") -> bytes:
+    """The 32-byte salt of blocks that all tenants share; different from that of every tenant."""
+    return hashlib.blake2b(key=key, digest_size=32, person=b"slipstream-share").digest()
+
+
+class SharedBlocks(msgspec.Struct, frozen=True, gc=False):
+    """The leading blocks of a prompt that all tenants share: their salt and their number."""
+
+    salt: bytes = b""
+    count: int = 0
+
+    def after(self, n_blocks: int) -> SharedBlocks:
+        """Those that are left after the first `n_blocks` of the prompt."""
+        return SharedBlocks(self.salt, max(self.count - n_blocks, 0))
+
+
+NOTHING_SHARED = SharedBlocks()
 
 
 def chain_hashes(
-    tokens: Sequence[int] | npt.NDArray[np.integer], *, root: bytes, salt: bytes, block_tokens: int
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    *,
+    root: bytes,
+    salt: bytes,
+    block_tokens: int,
+    shared: SharedBlocks = NOTHING_SHARED,
 ) -> list[bytes]:
     """Hashes of all full blocks of `tokens`, 16 bytes each; an incomplete last block has none."""
     chain = HashChain(root=root, salt=salt, block_tokens=block_tokens)
-    return chain.extend(tokens)
+    return chain.extend(tokens, shared=shared)
 
 
 class ChainState(msgspec.Struct, frozen=True, gc=False):
@@ -52,9 +81,24 @@ class ChainState(msgspec.Struct, frozen=True, gc=False):
 
 
 def extend_chain(
-    state: ChainState, tokens: Sequence[int] | npt.NDArray[np.integer], *, salt: bytes, block_tokens: int
+    state: ChainState,
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    *,
+    salt: bytes,
+    block_tokens: int,
+    shared: SharedBlocks = NOTHING_SHARED,
 ) -> tuple[ChainState, list[bytes]]:
-    """The chain after `tokens`, and the hashes of the blocks that became full. Hashes only these tokens."""
+    """The chain after `tokens`, and the hashes of the blocks that became full. Hashes only these tokens.
+
+    The first `shared.count` of these blocks have the shared salt; `state` ends with a full block then.
+    """
+    if shared.count:
+        tokens, n_shared = as_tokens(tokens), shared.count * block_tokens
+        if state.tail or len(tokens) < n_shared:
+            raise ValueError("shared blocks must be full and whole")
+        state, first = extend_chain(state, tokens[:n_shared], salt=shared.salt, block_tokens=block_tokens)
+        state, rest = extend_chain(state, tokens[n_shared:], salt=salt, block_tokens=block_tokens)
+        return state, first + rest
     pending = state.tail + as_tokens(tokens).tobytes()
     block_bytes = _TOKEN_BYTES * block_tokens
     full_bytes = len(pending) - len(pending) % block_bytes
@@ -95,10 +139,12 @@ class HashChain:
         self._state = after or ChainState(root)
         self.hashes: list[bytes] = list(hashes)
 
-    def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> list[bytes]:
+    def extend(
+        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, shared: SharedBlocks = NOTHING_SHARED
+    ) -> list[bytes]:
         """Append tokens; returns the hashes of the blocks that became full."""
         self._state, fresh = extend_chain(
-            self._state, tokens, salt=self._salt, block_tokens=self._block_tokens
+            self._state, tokens, salt=self._salt, block_tokens=self._block_tokens, shared=shared
         )
         self.hashes.extend(fresh)
         return fresh

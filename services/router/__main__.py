@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from libs.common.block_hash import SALT_LABEL
 from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.cluster.exit_reports import EtcdExitReports, ExitReports, NoExitReports
 from libs.common.cluster.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.cluster.worker_record import Role
-from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
@@ -29,7 +30,8 @@ try:
     from services.router.api.api_keys import ApiKeys
     from services.router.api.key_reload import KeyReload
     from services.router.multiprocess import die_with, run_processes
-    from services.router.request.model_card import load_model_card
+    from services.router.request.model_card import ModelCard, load_model_card
+    from services.router.request.prompt_salts import PromptSalts, system_prompt_ids
     from services.router.server import RouterOptions, RouterServer
 except ModuleNotFoundError as missing:  # of aiohttp and the like, which only the router's extra installs
     raise SystemExit(f"router: {missing_package(missing, Role.ROUTER)}") from None
@@ -63,6 +65,17 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
     log.error("%s", context["message"], exc_info=context.get("exception"))
 
 
+def _salts(options: RouterSettings, card: ModelCard) -> PromptSalts:
+    """The salts of this cluster. Without a secret they are no secret either: docs/block-hash.md."""
+    secret = options.cluster_secret()
+    key = secret.derive(SALT_LABEL) if secret is not None else b""
+    if options.shared_prefix is None:
+        return PromptSalts(key)
+    with _naming("--shared-prefix"):
+        text = options.shared_prefix.read_text(encoding="utf-8").strip("\n")
+    return PromptSalts(key, system_prompt_ids(card.tokenizer, text))
+
+
 async def serve(options: RouterSettings) -> None:
     """Serve until SIGTERM or SIGINT."""
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
@@ -81,6 +94,7 @@ async def serve(options: RouterSettings) -> None:
         cors_origins=parse_origins(options.cors_origins),
         access_log=open_access_log(options.access_log, instance=options.instance),
         tenants=tenants,
+        salts=_salts(options, card),
         max_requests=options.max_requests,
         allow_pinning=options.allow_pinning,
         share_ports=bool(options.child_of),
@@ -92,7 +106,7 @@ async def serve(options: RouterSettings) -> None:
         placements: Placements = InMemoryPlacements()
         deaths: ExitReports = NoExitReports()
         if options.etcd:
-            client = EtcdClient(options.etcd.split(","))
+            client = EtcdAccess.of(options).open()
             stack.push_async_callback(client.close)
             etcd_placements = EtcdPlacements(client, session_ttl_s=options.session_ttl_s)
             await etcd_placements.start()

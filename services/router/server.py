@@ -32,6 +32,7 @@ from services.router.execution.failover import FailoverState
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.sessions import Sessions
 from services.router.request.model_card import ModelCard
+from services.router.request.prompt_salts import PromptSalts
 from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.connection import SILENCE_S
@@ -65,6 +66,7 @@ class RouterOptions:
     cors_origins: Sequence[str] = ()
     access_log: AccessLog = field(default_factory=AccessLog)
     tenants: ApiKeys = field(default_factory=ApiKeys)
+    salts: PromptSalts = field(default_factory=PromptSalts)
     max_requests: int = service_bounds.MAX_RUNNING_REQUESTS
     allow_pinning: bool = False
     region_ms: Mapping[str, float] = field(default_factory=dict)
@@ -126,6 +128,7 @@ class RouterServer:
                 failover=FailoverState(clock=clock, exit_reports=deaths),
                 recovery_wait_s=options.recovery_wait_s,
                 token_cache=memory,
+                salts=options.salts,
             ),
             max_requests=options.max_requests,
             allow_pinning=options.allow_pinning,

@@ -86,6 +86,11 @@ class RouterSettings(ServiceSettings):
         default=None,
         check=check_readable,
     )
+    shared_prefix: Path | None = setting(
+        "file with a system prompt whose KV all tenants share; the same for all routers",
+        default=None,
+        check=check_readable,
+    )
     session_ttl_s: int = setting(
         "seconds until etcd forgets the placement of a session that is not used",
         default=SESSION_TTL_S,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/decode.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x83\x01\n\rDecodeRequest\x12,\n\x06starts\x18\x01 \x03(\x0b\x32\x1c.slipstream.v1.StartSequence\x12\x0e\n\x06\x61\x62orts\x18\x02 \x03(\r\x12\x1e\n\x11\x66rame_interval_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_frame_interval_ms\"\xf5\x03\n\rStartSequence\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12.\n\x06prefix\x18\x06 \x01(\x0b\x32\x1e.slipstream.v1.PromptReference\x12\x0f\n\x07\x65mitted\x18\x07 \x01(\x0c\x12/\n\x08sampling\x18\x08 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x0e\n\x06ticket\x18\t \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\r\x12\x18\n\x10kvstore_endpoint\x18\x0b \x01(\t\x12\x17\n\x0fstore_generated\x18\x0c \x01(\x08\x12\x0c\n\x04salt\x18\r \x01(\x0c\x12\x16\n\x0e\x64isable_drafts\x18\x0e \x01(\x08\x12\x36\n\x05trace\x18\x0f \x03(\x0b\x32\'.slipstream.v1.StartSequence.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"{\n\x0e\x44\x65\x63odeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12,\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1c.slipstream.v1.SequenceDelta\x12\x16\n\x0epacked_handles\x18\x03 \x01(\x0c\x12\x15\n\rpacked_tokens\x18\x04 \x01(\x0c\"\xfd\x01\n\rSequenceDelta\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x31\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1f.slipstream.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12\'\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.Failure\x12+\n\x05stats\x18\x06 \x01(\x0b\x32\x1c.slipstream.v1.SequenceStats\x12\x0f\n\x07running\x18\x07 \x01(\x08\"\xff\x01\n\rSequenceStats\x12\x18\n\x10generated_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x02 \x01(\r\x12\x15\n\rdrafted_steps\x18\x03 \x01(\r\x12\x17\n\x0fproposed_drafts\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\x05 \x01(\r\x12\x1a\n\x12\x64raft_waits_missed\x18\x06 \x01(\r\x12\x17\n\x0fkv_bytes_pulled\x18\x07 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x08 \x01(\x02\x12+\n\x06\x63\x61\x63hed\x18\t \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\"=\n\x12\x41\x62ortDecodeRequest\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Attempt\"\x15\n\x13\x41\x62ortDecodeResponse2\xb0\x01\n\rDecodeService\x12I\n\x06\x44\x65\x63ode\x12\x1c.slipstream.v1.DecodeRequest\x1a\x1d.slipstream.v1.DecodeResponse(\x01\x30\x01\x12T\n\x0b\x41\x62ortDecode\x12!.slipstream.v1.AbortDecodeRequest\x1a\".slipstream.v1.AbortDecodeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/decode.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x83\x01\n\rDecodeRequest\x12,\n\x06starts\x18\x01 \x03(\x0b\x32\x1c.slipstream.v1.StartSequence\x12\x0e\n\x06\x61\x62orts\x18\x02 \x03(\r\x12\x1e\n\x11\x66rame_interval_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_frame_interval_ms\"\xa1\x04\n\rStartSequence\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12.\n\x06prefix\x18\x06 \x01(\x0b\x32\x1e.slipstream.v1.PromptReference\x12\x0f\n\x07\x65mitted\x18\x07 \x01(\x0c\x12/\n\x08sampling\x18\x08 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x0e\n\x06ticket\x18\t \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\r\x12\x18\n\x10kvstore_endpoint\x18\x0b \x01(\t\x12\x17\n\x0fstore_generated\x18\x0c \x01(\x08\x12\x0c\n\x04salt\x18\r \x01(\x0c\x12\x16\n\x0e\x64isable_drafts\x18\x0e \x01(\x08\x12\x36\n\x05trace\x18\x0f \x03(\x0b\x32\'.slipstream.v1.StartSequence.TraceEntry\x12\x13\n\x0bshared_salt\x18\x10 \x01(\x0c\x12\x15\n\rshared_blocks\x18\x11 \x01(\r\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"{\n\x0e\x44\x65\x63odeResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12,\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1c.slipstream.v1.SequenceDelta\x12\x16\n\x0epacked_handles\x18\x03 \x01(\x0c\x12\x15\n\rpacked_tokens\x18\x04 \x01(\x0c\"\xfd\x01\n\rSequenceDelta\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x31\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1f.slipstream.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12\'\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.Failure\x12+\n\x05stats\x18\x06 \x01(\x0b\x32\x1c.slipstream.v1.SequenceStats\x12\x0f\n\x07running\x18\x07 \x01(\x08\"\xff\x01\n\rSequenceStats\x12\x18\n\x10generated_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x02 \x01(\r\x12\x15\n\rdrafted_steps\x18\x03 \x01(\r\x12\x17\n\x0fproposed_drafts\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\x05 \x01(\r\x12\x1a\n\x12\x64raft_waits_missed\x18\x06 \x01(\r\x12\x17\n\x0fkv_bytes_pulled\x18\x07 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x08 \x01(\x02\x12+\n\x06\x63\x61\x63hed\x18\t \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\"=\n\x12\x41\x62ortDecodeRequest\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Attempt\"\x15\n\x13\x41\x62ortDecodeResponse2\xb0\x01\n\rDecodeService\x12I\n\x06\x44\x65\x63ode\x12\x1c.slipstream.v1.DecodeRequest\x1a\x1d.slipstream.v1.DecodeResponse(\x01\x30\x01\x12T\n\x0b\x41\x62ortDecode\x12!.slipstream.v1.AbortDecodeRequest\x1a\".slipstream.v1.AbortDecodeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,19 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=74
   _globals['_DECODEREQUEST']._serialized_end=205
   _globals['_STARTSEQUENCE']._serialized_start=208
-  _globals['_STARTSEQUENCE']._serialized_end=709
-  _globals['_STARTSEQUENCE_TRACEENTRY']._serialized_start=665
-  _globals['_STARTSEQUENCE_TRACEENTRY']._serialized_end=709
-  _globals['_DECODERESPONSE']._serialized_start=711
-  _globals['_DECODERESPONSE']._serialized_end=834
-  _globals['_SEQUENCEDELTA']._serialized_start=837
-  _globals['_SEQUENCEDELTA']._serialized_end=1090
-  _globals['_SEQUENCESTATS']._serialized_start=1093
-  _globals['_SEQUENCESTATS']._serialized_end=1348
-  _globals['_ABORTDECODEREQUEST']._serialized_start=1350
-  _globals['_ABORTDECODEREQUEST']._serialized_end=1411
-  _globals['_ABORTDECODERESPONSE']._serialized_start=1413
-  _globals['_ABORTDECODERESPONSE']._serialized_end=1434
-  _globals['_DECODESERVICE']._serialized_start=1437
-  _globals['_DECODESERVICE']._serialized_end=1613
+  _globals['_STARTSEQUENCE']._serialized_end=753
+  _globals['_STARTSEQUENCE_TRACEENTRY']._serialized_start=709
+  _globals['_STARTSEQUENCE_TRACEENTRY']._serialized_end=753
+  _globals['_DECODERESPONSE']._serialized_start=755
+  _globals['_DECODERESPONSE']._serialized_end=878
+  _globals['_SEQUENCEDELTA']._serialized_start=881
+  _globals['_SEQUENCEDELTA']._serialized_end=1134
+  _globals['_SEQUENCESTATS']._serialized_start=1137
+  _globals['_SEQUENCESTATS']._serialized_end=1392
+  _globals['_ABORTDECODEREQUEST']._serialized_start=1394
+  _globals['_ABORTDECODEREQUEST']._serialized_end=1455
+  _globals['_ABORTDECODERESPONSE']._serialized_start=1457
+  _globals['_ABORTDECODERESPONSE']._serialized_end=1478
+  _globals['_DECODESERVICE']._serialized_start=1481
+  _globals['_DECODESERVICE']._serialized_end=1657
 # @@protoc_insertion_point(module_scope)

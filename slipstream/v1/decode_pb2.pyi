@@ -90,6 +90,8 @@ class StartSequence(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     DISABLE_DRAFTS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    SHARED_SALT_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """identifies the sequence on its stream; not 0; the router chooses one not in use"""
     prompt: _builtins.bytes
@@ -111,6 +113,10 @@ class StartSequence(_message.Message):
     salt: _builtins.bytes
     """the tenant's, for the hashes of further blocks"""
     disable_drafts: _builtins.bool
+    shared_salt: _builtins.bytes
+    """of the first `shared_blocks` blocks, which all tenants share"""
+    shared_blocks: _builtins.int
+    """within the prompt"""
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     @_builtins.property
@@ -141,10 +147,12 @@ class StartSequence(_message.Message):
         salt: _builtins.bytes = ...,
         disable_drafts: _builtins.bool = ...,
         trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        shared_salt: _builtins.bytes = ...,
+        shared_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "store_generated", b"store_generated", "ticket", b"ticket", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "disable_drafts", b"disable_drafts", "emitted", b"emitted", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "shared_blocks", b"shared_blocks", "shared_salt", b"shared_salt", "store_generated", b"store_generated", "ticket", b"ticket", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,8 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.block_hash import HashChain, chain_hashes, tenant_salt
+from libs.common.block_hash import (
+    SALT_LABEL,
+    ChainState,
+    HashChain,
+    SharedBlocks,
+    chain_hashes,
+    extend_chain,
+    shared_salt,
+    tenant_salt,
+)
 from slipstream.block_hashes import pack_hashes, unpack_hashes
+from slipstream.rpc.cluster_secret import ClusterSecret
 
 ROOT = bytes(range(16))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -20,16 +30,49 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 def test_the_vectors_of_the_specification() -> None:
     page = (Path(__file__).parents[2] / "docs" / "block-hash.md").read_text()
-    rows = re.findall(r"^\| `(\w*)` \| (\d+) \| `([\d ]*)` \| `([0-9a-f ]*)` \|$", page, re.MULTILINE)
-    assert len(rows) >= 5
-    for tenant, block_tokens, ids, expected in rows:
+    pattern = r"^\| `([\w ]*)` \| `(\w*)` \| (\d+) \| (\d+) \| `([\d ]*)` \| `([0-9a-f ]*)` \|$"
+    rows = re.findall(pattern, page, re.MULTILINE)
+    assert len(rows) >= 12
+    for secret, tenant, n_shared, block_tokens, ids, expected in rows:
+        key = ClusterSecret(secret.encode()).derive(SALT_LABEL) if secret else b""
         hashes = chain_hashes(
             [int(i) for i in ids.split()],
             root=ROOT,
-            salt=tenant_salt(tenant),
+            salt=tenant_salt(tenant, key=key),
             block_tokens=int(block_tokens),
+            shared=SharedBlocks(shared_salt(key=key), int(n_shared)),
         )
         assert [h.hex() for h in hashes] == expected.split()
+
+
+def test_a_tenants_hashes_need_the_secret() -> None:
+    """The attack: a known tenant, a guessed prompt, and a look-up of its hashes."""
+    ids, key = list(range(16)), ClusterSecret(b"the cluster's own secret").derive(SALT_LABEL)
+    real = chain_hashes(ids, root=ROOT, salt=tenant_salt("anna", key=key), block_tokens=4)
+    for guess in (b"", ClusterSecret(b"a guess of the secret").derive(SALT_LABEL)):
+        found = chain_hashes(ids, root=ROOT, salt=tenant_salt("anna", key=guess), block_tokens=4)
+        assert not set(found) & set(real)
+
+
+@given(tokens, st.integers(0, 10), st.integers(0, 10))
+def test_shared_blocks_are_those_of_every_tenant_and_no_more(ids: list[int], n_shared: int, cut: int) -> None:
+    """Cut anywhere at a block, the chain is the same."""
+    n_shared, cut = min(n_shared, len(ids) // 4), min(cut, len(ids) // 4)
+    shared = SharedBlocks(b"all", n_shared)
+    anna, bert = (
+        chain_hashes(ids, root=ROOT, salt=salt, block_tokens=4, shared=shared) for salt in (b"a", b"b")
+    )
+    assert anna[:n_shared] == bert[:n_shared]
+    assert not set(anna[n_shared:]) & set(bert[n_shared:])
+    before = SharedBlocks(b"all", min(n_shared, cut))
+    state, first = extend_chain(ChainState(ROOT), ids[: cut * 4], salt=b"a", block_tokens=4, shared=before)
+    _, rest = extend_chain(state, ids[cut * 4 :], salt=b"a", block_tokens=4, shared=shared.after(cut))
+    assert first + rest == anna
+
+
+def test_shared_blocks_beyond_the_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be full"):
+        chain_hashes([1] * 7, root=ROOT, salt=b"a", block_tokens=4, shared=SharedBlocks(b"s", 2))
 
 
 @given(tokens, st.integers(1, 8), st.lists(st.integers(0, 40), max_size=5))

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from libs.common.block_hash import MAX_SALT_BYTES, TokenArray, as_tokens, chain_hashes
+from libs.common.block_hash import (
+    MAX_SALT_BYTES,
+    NOTHING_SHARED,
+    SharedBlocks,
+    TokenArray,
+    as_tokens,
+    chain_hashes,
+)
 from libs.common.cluster.fingerprint import Fingerprint, differences
 from libs.worker.requests.prompt_cache import Prefix, PromptCache
 from slipstream import bounds
@@ -52,6 +59,7 @@ def parse_prompt(
     salt: bytes,
     memory: PromptCache,
     block_tokens: int,
+    shared: SharedBlocks = NOTHING_SHARED,
 ) -> tuple[TokenArray, tuple[bytes, ...]]:
     """A prompt's ids, and the hashes of all full blocks of prompt ++ emitted. Caches the prompt.
 
@@ -72,6 +80,7 @@ def parse_prompt(
         root=known.hashes[-1] if known.hashes else root,
         salt=salt,
         block_tokens=block_tokens,
+        shared=shared.after(len(known.hashes)),
     )
     if known.hashes:
         tokens, hashes = parse_tokens(b"".join([*known.ids, packed]), "prompt"), (*known.hashes, *hashes)
@@ -89,18 +98,22 @@ def parse_block_hashes(
     root: bytes,
     salt: bytes,
     block_tokens: int,
+    shared: SharedBlocks = NOTHING_SHARED,
 ) -> tuple[bytes, ...]:
     """Hashes of all full blocks of prompt ++ emitted; `packed` has those of the prompt alone.
 
     `root`: the hash of the block before them. A wrong hash would give this prompt's KV to other prompts, so
     the hashes are computed again, in about a microsecond a block. Raises InvalidArgument when they differ.
     """
-    if len(salt) > MAX_SALT_BYTES:
-        raise InvalidArgument("salt", f"has more than {MAX_SALT_BYTES} bytes")
+    for field, value in (("salt", salt), ("shared_salt", shared.salt)):
+        if len(value) > MAX_SALT_BYTES:
+            raise InvalidArgument(field, f"has more than {MAX_SALT_BYTES} bytes")
+    if shared.count > len(prompt) // block_tokens:
+        raise InvalidArgument("shared_blocks", "are more than the prompt's full blocks")
     if len(packed) % HASH_BYTES:
         raise InvalidArgument("block_hashes", f"has {len(packed)} bytes, no multiple of {HASH_BYTES}")
     context = np.concatenate([prompt, as_tokens(emitted)]) if emitted else prompt
-    own = chain_hashes(context, root=root, salt=salt, block_tokens=block_tokens)
+    own = chain_hashes(context, root=root, salt=salt, block_tokens=block_tokens, shared=shared)
     n_prompt = len(prompt) // block_tokens
     if unpack_hashes(packed) != own[:n_prompt]:
         raise InvalidArgument("block_hashes", f"are not those of the prompt's {n_prompt} full blocks")

@@ -12,6 +12,7 @@ from services.router.execution.failover import FailoverState
 from services.router.execution.policies.start_pacer import StartPacer
 from services.router.execution.sessions import Sessions
 from services.router.request.model_card import ModelCard
+from services.router.request.prompt_salts import PromptSalts
 from services.router.request.token_cache import TokenCache
 from services.router.workers.fleet import RouterFleet
 
@@ -35,4 +36,5 @@ class RouterContext:
     recovery_wait_s: float = RECOVERY_WAIT_S
     token_cache: TokenCache = field(default_factory=TokenCache)
     threads: FairThreads = field(default_factory=FairThreads)
+    salts: PromptSalts = field(default_factory=PromptSalts)
     start_pacer: StartPacer = field(default_factory=StartPacer)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 
-from libs.common.block_hash import HashChain, tenant_salt
+from libs.common.block_hash import HashChain
 from libs.common.rpc import tracing
 from libs.text.tool_declaration import cached_tools_text, tools_text
 from services.router.admission.gate import AdmissionTicket
@@ -123,9 +123,10 @@ class GenerationTask:
 
     def _make_state(self, fingerprint: common_pb2.Fingerprint) -> RequestState:
         context, prompt = self.context, self._prompt
-        salt = tenant_salt(self.caller.tenant)
+        salt = context.salts.of_tenant(self.caller.tenant)
+        shared = context.salts.shared(prompt.token_ids, block_tokens=fingerprint.block_tokens)
         self._chain, n_hashed = prompt.chain(
-            root=fingerprint.digest, salt=salt, block_tokens=fingerprint.block_tokens
+            root=fingerprint.digest, salt=salt, block_tokens=fingerprint.block_tokens, shared=shared
         )
         context.counters.add("slipstream_prompt_tokens_hashed_total", n_hashed)
         hashes = list(self._chain.hashes)
@@ -138,6 +139,7 @@ class GenerationTask:
             root=fingerprint.digest,
             salt=salt,
             block_tokens=fingerprint.block_tokens,
+            shared=shared,
         )
         return RequestState(
             context=context,

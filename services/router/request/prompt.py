@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from libs.common.block_hash import HashChain, TokenArray, as_tokens
+from libs.common.block_hash import NOTHING_SHARED, HashChain, SharedBlocks, TokenArray, as_tokens
 from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat, tools_header
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
@@ -73,14 +73,16 @@ class Prompt(msgspec.Struct, frozen=True):
             tools=tools,
         )
 
-    def chain(self, *, root: bytes, salt: bytes, block_tokens: int) -> tuple[HashChain, int]:
+    def chain(
+        self, *, root: bytes, salt: bytes, block_tokens: int, shared: SharedBlocks = NOTHING_SHARED
+    ) -> tuple[HashChain, int]:
         """The hash chain of the prompt, which can be extended, and how many tokens were hashed for it."""
         if self._chat is None:
             chain = HashChain(root=root, salt=salt, block_tokens=block_tokens)
-            chain.extend(self.token_ids)
+            chain.extend(self.token_ids, shared=shared)
             return chain, len(self.token_ids)
         hashes, state, n_hashed = self._chat.hashes(
-            root=root, salt=salt, block_tokens=block_tokens, more=self.forced
+            root=root, salt=salt, block_tokens=block_tokens, more=self.forced, shared=shared
         )
         chain = HashChain(root=root, salt=salt, block_tokens=block_tokens, hashes=hashes, after=state)
         return chain, n_hashed

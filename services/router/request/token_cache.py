@@ -20,7 +20,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain
+from libs.common.block_hash import (
+    NOTHING_SHARED,
+    ChainState,
+    SharedBlocks,
+    TokenArray,
+    as_tokens,
+    extend_chain,
+)
 from libs.common.radix.lru import TenantLru
 from libs.common.radix.tree import RadixTree
 from libs.text.chat_template import Segment
@@ -98,11 +105,17 @@ class CachedChat:
         self._parts = parts
 
     def hashes(
-        self, *, root: bytes, salt: bytes, block_tokens: int, more: Sequence[int] = ()
+        self,
+        *,
+        root: bytes,
+        salt: bytes,
+        block_tokens: int,
+        more: Sequence[int] = (),
+        shared: SharedBlocks = NOTHING_SHARED,
     ) -> tuple[list[bytes], ChainState, int]:
         """Hashes of all full blocks of `ids` and `more`, the chain's end, and how many tokens were hashed.
 
-        Caches the hashes that were missing.
+        Caches the hashes that were missing. The salts must depend on the tenant and the ids alone.
         """
         chain = (root, block_tokens)
         found: list[bytes] = []
@@ -116,7 +129,9 @@ class CachedChat:
         if more:
             rest = np.concatenate([rest, as_tokens(more)])
         state = ChainState(found[-1] if found else root)
-        state, fresh = extend_chain(state, rest, salt=salt, block_tokens=block_tokens)
+        state, fresh = extend_chain(
+            state, rest, salt=salt, block_tokens=block_tokens, shared=shared.after(len(found))
+        )
         found += fresh
         for part, begin, end in self._parts if fresh else ():
             if part.chain != chain:

@@ -15,7 +15,14 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from libs.common import service_bounds
-from libs.common.block_hash import ChainState, TokenArray, as_tokens, extend_chain
+from libs.common.block_hash import (
+    NOTHING_SHARED,
+    ChainState,
+    SharedBlocks,
+    TokenArray,
+    as_tokens,
+    extend_chain,
+)
 from slipstream import errors
 from slipstream.block_hashes import pack_hashes
 from slipstream.v1 import decode_pb2, prefill_pb2
@@ -35,15 +42,23 @@ class OutgoingPrompt:
     The packed bytes of each form (whole, or after a prefix) are shared by all requests until `drop_packed`.
     """
 
-    __slots__ = ("_packed", "_root", "block_tokens", "hashes", "ids", "salt")
+    __slots__ = ("_packed", "_root", "block_tokens", "hashes", "ids", "salt", "shared")
 
     def __init__(
-        self, ids: TokenArray, hashes: Sequence[bytes], *, root: bytes, salt: bytes, block_tokens: int
+        self,
+        ids: TokenArray,
+        hashes: Sequence[bytes],
+        *,
+        root: bytes,
+        salt: bytes,
+        block_tokens: int,
+        shared: SharedBlocks = NOTHING_SHARED,
     ) -> None:
-        """`root`: that of the hash chain; `salt`: that of the tenant."""
+        """`root`: that of the hash chain; `salt`: the tenant's, for all blocks but the `shared` ones."""
         self.ids = ids
         self.hashes = hashes
         self.salt = salt
+        self.shared = shared
         self.block_tokens = block_tokens
         self._root = root
         self._packed: dict[int, tuple[bytes, bytes]] = {}  # ids and hashes, by the blocks of the prefix
@@ -64,6 +79,7 @@ class OutgoingPrompt:
             root=self._root,
             salt=self.salt,
             block_tokens=self.block_tokens,
+            shared=self.shared,
         )
 
     def drop_packed(self) -> None:

@@ -78,7 +78,7 @@ def test_a_key_ends_when_it_expires() -> None:
         keys.tenant_of({"api-key": "two"})
 
 
-def test_without_keys_everyone_is_the_default_tenant_and_with_none_nobody_is() -> None:
+def test_without_a_file_all_are_the_default_tenant_and_an_empty_file_refuses_all() -> None:
     assert ApiKeys().open
     assert ApiKeys().identify({}) == KeyIdentity("", "default", KeyScope.TENANT)
     assert not ApiKeys(()).open

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from services.router.request.model_card import ModelCard
+from services.router.request.prompt_salts import PromptSalts, system_prompt_ids
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
@@ -311,6 +312,27 @@ async def test_api_keys_name_tenants_whose_blocks_never_meet(cluster: FakeCluste
                 router_pb2.ListSessionsRequest(), metadata=(("authorization", "Bearer key-b"),)
             )
             assert [session.tenant for session in (await call).sessions] == ["bert"]
+
+
+async def test_tenants_share_the_blocks_of_the_configured_prefix_only(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    text = "order " * 40
+    salts = PromptSalts(b"secret", system_prompt_ids(card.tokenizer, text))
+    n_shared = len(system_prompt_ids(card.tokenizer, text)) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert n_shared >= 2 * BLOCK_TOKENS
+    talk = [{"role": "system", "content": text}, {"role": "user", "content": "order " * 40}]
+    cached: dict[str, list[int]] = {}
+    tenants = tenant_keys({"key-a": "anna", "key-b": "bert"})
+    async with open_router(cluster, card, tenants=tenants, salts=salts) as router:
+        for key in ("key-a", "key-b", "key-b"):
+            async with AsyncClient(router.host.endpoint, api_key=key) as client:
+                usage = (await client.chat(talk)).usage
+                assert usage is not None
+                cached.setdefault(key, []).append(usage.cached_tokens)
+    assert cached["key-a"] == [0]
+    assert cached["key-b"][0] == n_shared
+    assert cached["key-b"][1] > n_shared
 
 
 async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
