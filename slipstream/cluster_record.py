@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.errors import NotFound
+from slipstream.rpc.tls import TlsFiles
 
 RECORD_FILE = "cluster.json"
 LOCK_FILE = "lock"
@@ -47,6 +49,12 @@ class ClusterRecord:
     model: str
     ready_s: float | None
     processes: tuple[ProcessRecord, ...] = field(default_factory=tuple)
+    tls: Mapping[str, str] = field(default_factory=dict)  # the PEM files of mutual TLS, by TlsFiles' names
+    etcd_access: Mapping[str, str] = field(default_factory=dict)  # settings of an external etcd, by name
+
+    def tls_files(self) -> TlsFiles | None:
+        """The files by which the supervisor talks to its processes; None without mutual TLS."""
+        return TlsFiles(**{name: Path(file) for name, file in self.tls.items()}) if self.tls else None
 
     def find(self, instance: str) -> ProcessRecord:
         """The process of that name. `NotFound`, listing the names, if there is none."""

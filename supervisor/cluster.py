@@ -17,17 +17,19 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 
 from libs.common.cluster.exit_reports import REPORTED_ROLES, report_exit, run_name
 from libs.common.cluster.worker_record import Role
-from libs.common.etcd.client import EtcdClient
-from libs.common.etcd.messages import EtcdUnavailable
+from libs.common.etcd.access import EtcdAccess
+from libs.common.etcd.messages import EtcdRefused, EtcdUnavailable
 from slipstream.cluster_record import ClusterRecord, ProcessRecord
-from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unauthenticated
 from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.tls import TlsFiles
 from supervisor import process_stats, run_directory
 from supervisor.config_check import check_config, transport_warning
 from supervisor.etcd import etcd_binary, etcd_command
@@ -41,6 +43,7 @@ from supervisor.process import SupervisedProcess
 _SERVICE_ROLES = frozenset(Role)
 _ETCD_WAVE = -2
 _EXTERNAL_ETCD_S = 2.0
+ETCD_PREFIX = "/slipstream/v1/"
 _UNTIL_READY = {ETCD: until_etcd_ready, POOL_MASTER: until_pool_ready}
 
 
@@ -60,7 +63,7 @@ class ClusterSupervisor:
         self._rng = rng or random.Random()
         self._started_s = time.monotonic()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._etcd = config.etcd or ""
+        self._etcd = EtcdAccess.of(config)
         self._plans: list[ProcessPlan] = []
         self._processes: dict[str, SupervisedProcess] = {}
         self._lock: run_directory.RunDirLock | None = None
@@ -99,12 +102,14 @@ class ClusterSupervisor:
             supervisor_start_ticks=process_stats.start_ticks(os.getpid()),
             started_at=self._started_at,
             run_dir=str(self._config.run_dir),
-            etcd=self._etcd,
+            etcd=self._etcd.endpoints,
             router_grpc=router.endpoint,
             router_http=router.http or "",
             model=str(self._config.model),
             ready_s=self.ready_s,
             processes=tuple(self._process_record(process) for process in self._processes.values()),
+            tls=_tls_record(self._config.tls),
+            etcd_access=_etcd_record(self._config),
         )
 
     def rss_bytes(self) -> int:
@@ -144,9 +149,9 @@ class ClusterSupervisor:
         n_pool = pool_ports_needed(self._config)
         ports = free_ports(ports_needed(self._config) + 2 + n_pool, rng=self._rng, taken=taken)
         etcd_plan = await self._plan_etcd(ports[:2])
-        masters = plan_masters(self._config, etcd=self._etcd, ports=ports[2 : 2 + n_pool])
+        masters = plan_masters(self._config, etcd=self._etcd.endpoints, ports=ports[2 : 2 + n_pool])
         services = plan_services(
-            with_masters(self._config, masters), etcd=self._etcd, ports=ports[2 + n_pool :]
+            with_masters(self._config, masters), etcd=self._etcd.endpoints, ports=ports[2 + n_pool :]
         )
         self._plans = [*etcd_plan, *masters, *services]
         for wave in sorted({plan.wave for plan in self._plans}):
@@ -168,27 +173,27 @@ class ClusterSupervisor:
 
     async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:
         if self._config.etcd is not None:
-            client = EtcdClient(self._config.etcd.split(","), timeout_s=_EXTERNAL_ETCD_S)
+            client = self._etcd.open(timeout_s=_EXTERNAL_ETCD_S)
             try:
-                await client.get("/slipstream/v1/")
-            except EtcdUnavailable as error:
+                await client.get(ETCD_PREFIX)
+            except (EtcdUnavailable, EtcdRefused, Unauthenticated) as error:
                 raise FailedPrecondition(f"no etcd at {self._config.etcd}: {error}") from None
             finally:
                 await client.close()
             return []
-        self._etcd = f"127.0.0.1:{ports[0]}"
+        self._etcd = EtcdAccess(f"127.0.0.1:{ports[0]}")
         data_dir = self._config.run_dir / "etcd"
         # It holds who is there and hints, all of the run before; blocks on disk are the kvstore's.
         await asyncio.to_thread(shutil.rmtree, data_dir, ignore_errors=True)
         command = etcd_command(etcd_binary(), data_dir=data_dir, client_port=ports[0], peer_port=ports[1])
-        return [ProcessPlan(ETCD, ETCD, _ETCD_WAVE, tuple(command), self._etcd)]
+        return [ProcessPlan(ETCD, ETCD, _ETCD_WAVE, tuple(command), self._etcd.endpoints)]
 
     def _supervise(self, plan: ProcessPlan) -> SupervisedProcess:
         assert self._logs is not None
         process = SupervisedProcess(
             plan,
             self._logs,
-            until_ready=_UNTIL_READY.get(plan.role, until_grpc_ready),
+            until_ready=_UNTIL_READY.get(plan.role) or partial(until_grpc_ready, tls=self._config.tls),
             on_change=self._write_record,
             say=self._say,
             is_drained=lambda: run_directory.is_drained(self._config.run_dir, plan.instance),
@@ -204,7 +209,7 @@ class ClusterSupervisor:
             return
 
         async def report() -> None:
-            client = EtcdClient(self._etcd.split(","), timeout_s=_EXTERNAL_ETCD_S)
+            client = self._etcd.open(timeout_s=_EXTERNAL_ETCD_S)
             try:
                 run = run_name(Role(plan.role), plan.instance, incarnation)
                 await report_exit(client, run, crashed=broke)
@@ -271,3 +276,16 @@ async def _all_ready(processes: list[SupervisedProcess]) -> None:
                 group.create_task(process.wait_ready())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+def _tls_record(tls: TlsFiles | None) -> dict[str, str]:
+    """Names of files for cluster.json, which holds no secret."""
+    return {} if tls is None else {name: str(path.resolve()) for name, path in asdict(tls).items()}
+
+
+def _etcd_record(config: ClusterConfig) -> dict[str, str]:
+    """Settings of the external etcd for cluster.json: names of files, and no secret."""
+    files = {name: getattr(config, name) for name in ("etcd_ca", "etcd_certificate", "etcd_key")}
+    files["etcd_password_file"] = config.etcd_password_file
+    found = {name: str(path.resolve()) for name, path in files.items() if path is not None}
+    return {**found, "etcd_user": config.etcd_user} if config.etcd_user else found

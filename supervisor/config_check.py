@@ -9,7 +9,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from libs.common.etcd.access import EtcdAccess
 from libs.common.transport.open import TransportChoice
+from slipstream.api_key_file import read_keys
 from slipstream.errors import InvalidArgument
 from supervisor.plan import DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free
@@ -43,6 +45,7 @@ def check_config(config: ClusterConfig) -> None:
     if config.http is not None and config.http == config.grpc:
         raise InvalidArgument("--grpc", f"is {config.http}, as --http: the two need different ports")
     _check_transport(config)
+    _check_access(config)
     _check_space(config)
 
 
@@ -101,6 +104,26 @@ def _check_transport(config: ClusterConfig) -> None:
         wants = f"--pool {config.pool}"
     if wants and (missing := why_no_mooncake()):
         raise InvalidArgument(wants, missing)
+
+
+def _check_access(config: ClusterConfig) -> None:
+    """Files of keys and certificates, and what they go together with."""
+    if config.api_keys is not None:
+        try:
+            read_keys(config.api_keys)
+        except ValueError as error:
+            raise InvalidArgument("--api-keys", str(error)) from None
+    files = [("--shared-prefix", config.shared_prefix), ("--etcd-password-file", config.etcd_password_file)]
+    files += [("--etcd-ca", config.etcd_ca), ("--etcd-key", config.etcd_key)]
+    files.append(("--etcd-certificate", config.etcd_certificate))
+    for flag, file in files:
+        if file is not None and not os.access(file, os.R_OK):
+            raise InvalidArgument(flag, f"{file} cannot be read")
+    access = EtcdAccess.of(config)
+    if config.etcd is None and not access.is_plain:
+        raise InvalidArgument("--etcd-ca, --etcd-user", "need --etcd: the cluster's own etcd is plain")
+    if config.pool is not None and not access.is_plain:
+        raise InvalidArgument("--pool", "Mooncake reaches no etcd with TLS or a user")
 
 
 def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:

@@ -10,20 +10,19 @@ import urllib.request
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.rpc.dial import NO_RETRIES
+from slipstream.rpc.dial import dial
+from slipstream.rpc.tls import TlsFiles
 
 READINESS = "readiness"
 _ASK_S = 1.0
 _INTERVAL_S = 0.1
 
 
-async def until_grpc_ready(endpoint: str) -> None:
+async def until_grpc_ready(endpoint: str, *, tls: TlsFiles | None = None) -> None:
     """Return when the health service at `endpoint` says that "readiness" is SERVING. Waits for ever."""
     while True:
         # A new channel each time: one that failed to connect would sit out a back-off.
-        async with grpc.aio.insecure_channel(
-            endpoint, options=[("grpc.use_local_subchannel_pool", 1), NO_RETRIES]
-        ) as channel:
+        async with dial(endpoint, tls=tls) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(service=READINESS), timeout=_ASK_S)

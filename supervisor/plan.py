@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
+from slipstream.rpc.tls import TlsFiles
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +38,16 @@ class ClusterConfig:
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router
     transport: str = "auto"
+    served_model_name: str | None = None  # None: the model directory's
+    api_keys: Path | None = None  # of all routers; None: requests need no key
+    shared_prefix: Path | None = None  # of all routers
+    tls: TlsFiles | None = None  # of all services, for gRPC
+    etcd_ca: Path | None = None  # these five belong to an external etcd
+    etcd_certificate: Path | None = None
+    etcd_key: Path | None = None
+    etcd_user: str = ""
+    etcd_password_file: Path | None = None
+    disk_bytes: int | None = None  # of each kvstore; None: the kvstore's default
     pool: str | None = None  # one of POOLS; None: each kvstore keeps its blocks to itself
     pool_masters: int = 1  # of the pool; one leads, the others stand by
     log_level: str = "info"  # one of LOG_LEVELS
@@ -130,10 +141,12 @@ def plan_services(
 
 def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | None) -> list[str]:
     """The arguments of a service beside its name and addresses."""
-    arguments = ["--run-dir", str(config.run_dir)]
+    arguments = ["--run-dir", str(config.run_dir), *_access_arguments(config)]
     if role is Role.KVSTORE:
         # Blocks are bytes to it: it needs no model.
         arguments += ["--data-dir", str(config.run_dir / "data" / instance)]
+        if config.disk_bytes is not None:
+            arguments += ["--disk-bytes", str(config.disk_bytes)]
         if config.pool is not None:
             arguments += ["--pool", config.pool]
     else:
@@ -145,7 +158,39 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
     if http is not None:
         # Local clusters are for looking into: a request may name its prefill worker.
         arguments += ["--http", http, "--allow-pinning", "--drain-s", f"{config.drain_s:g}"]
+        arguments += _given(
+            ("--served-model-name", config.served_model_name),
+            ("--api-keys", config.api_keys),
+            ("--shared-prefix", config.shared_prefix),
+        )
     if role is not Role.ROUTER:
         arguments += ["--transport", config.transport]
     arguments += ["--log-level", config.log_level]
     return [*arguments, *config.extra_arguments.get(role, ())]
+
+
+def _access_arguments(config: ClusterConfig) -> list[str]:
+    """How a service proves who it is, and reaches an external etcd: names of files, and no secret."""
+    arguments = []
+    if config.tls is not None:
+        arguments += _given(
+            ("--tls-ca", config.tls.ca),
+            ("--tls-certificate", config.tls.certificate),
+            ("--tls-key", config.tls.key),
+        )
+    return arguments + _given(
+        ("--etcd-ca", config.etcd_ca),
+        ("--etcd-certificate", config.etcd_certificate),
+        ("--etcd-key", config.etcd_key),
+        ("--etcd-user", config.etcd_user or None),
+        ("--etcd-password-file", config.etcd_password_file),
+    )
+
+
+def _given(*flags: tuple[str, str | Path | None]) -> list[str]:
+    """The flags that have a value; paths are absolute, as the services may run elsewhere."""
+    found: list[str] = []
+    for flag, value in flags:
+        if value is not None:
+            found += [flag, str(value.resolve()) if isinstance(value, Path) else value]
+    return found

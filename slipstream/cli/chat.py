@@ -52,14 +52,17 @@ def read_tools(path: Path) -> list[Tool]:
 
 def run_chat(options: ChatOptions, *, ask: Ask = input) -> None:
     """Talk until the input ends. `ask` shows a prompt and returns a line; EOFError at the end."""
-    endpoint = options.endpoint or read_record(options.run_dir, instead="--endpoint HOST:PORT").router_grpc
+    endpoint, tls = options.endpoint, options.tls
+    if endpoint is None:
+        record = read_record(options.run_dir, instead="--endpoint HOST:PORT")
+        endpoint, tls = record.router_grpc, tls or record.tls_files()
     arguments: ChatArguments = {"session": f"chat-{secrets.token_hex(4)}", **options.arguments}
     messages: list[dict[str, Any]] = []
     if options.system:
         messages.append({"role": "system", "content": options.system})
     if options.tools:
         arguments["tools"] = options.tools
-    with Client(endpoint, api_key=options.api_key, tls=options.tls) as client:
+    with Client(endpoint, api_key=options.api_key, tls=tls) as client:
         while True:
             try:
                 line = ask("you> ").strip()

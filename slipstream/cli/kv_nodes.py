@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from slipstream.cluster_record import read_record
+from slipstream.cluster_record import ClusterRecord, read_record
 from slipstream.errors import NotFound
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
@@ -39,21 +39,21 @@ class Nodes:
 
 def kv_nodes(run_dir: Path, wanted: Sequence[str], *, tls: TlsFiles | None = None) -> Nodes:
     """Those wanted, or all. A wanted host:port needs no run directory. NotFound for an unknown name."""
-    return Nodes(_endpoints(run_dir, wanted), tls)
-
-
-def _endpoints(run_dir: Path, wanted: Sequence[str]) -> dict[str, str]:
     direct = {text: text for text in wanted if ":" in text}
     named = [text for text in wanted if ":" not in text]
     if wanted and not named:
-        return direct
-    processes = [p for p in read_record(run_dir, instead="--node HOST:PORT").processes if p.role == _ROLE]
+        return Nodes(direct, tls)
+    record = read_record(run_dir, instead="--node HOST:PORT")
+    return Nodes({**_endpoints(record, named), **direct}, tls or record.tls_files())
+
+
+def _endpoints(record: ClusterRecord, named: Sequence[str]) -> dict[str, str]:
+    processes = [process for process in record.processes if process.role == _ROLE]
     running = {process.instance: process.endpoint for process in processes}
     for name in named:
         if name not in running:
             raise NotFound(f"no KV store node {name!r}; there are {', '.join(running) or 'none'}")
-    chosen = {name: running[name] for name in named} if named else running
-    return {**chosen, **direct}
+    return {name: running[name] for name in named} if named else running
 
 
 async def ask_all(

@@ -24,8 +24,25 @@ Drafts = Annotated[
     str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")
 ]
 Etcd = Annotated[str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")]
+EtcdCa = Annotated[Path | None, typer.Option(help="PEM of the CA of that etcd: TLS to it.")]
+EtcdCertificate = Annotated[Path | None, typer.Option(help="PEM of a certificate, where it asks for one.")]
+EtcdKey = Annotated[Path | None, typer.Option(help="PEM of its key.")]
+EtcdUser = Annotated[str, typer.Option(help="User of that etcd.")]
+EtcdPasswordFile = Annotated[Path | None, typer.Option(help="File with the password of that user.")]
 Http = Annotated[str, typer.Option(help=f"host:port of the HTTP API, or '{ANY_PORT}' for a free port.")]
 Grpc = Annotated[str, typer.Option(help=f"host:port of the gRPC API, or '{ANY_PORT}' for a free port.")]
+ServedModelName = Annotated[
+    str | None, typer.Option(help="Name that clients use; default: the model directory's.")
+]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option("--api-keys", help="File of API keys (`slipstream keys`); default: no keys.")
+]
+SharedPrefix = Annotated[
+    Path | None, typer.Option(help="File with a system prompt whose KV all tenants share.")
+]
+DiskBytes = Annotated[
+    int | None, typer.Option(min=0, help="Bytes on disk of each KV store; 0 = memory only; default: 1 GiB.")
+]
 Transport = Annotated[str, typer.Option(help="KV transport: auto, mooncake, socket, rdma[:DEVICE,..].")]
 Pool = Annotated[
     str | None, typer.Option(help="mooncake: the KV stores share memory through Mooncake Store.")

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from libs.common.cluster.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
 from libs.common.cluster.worker_record import Role
-from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.access import EtcdAccess
+from libs.common.etcd.channel import EtcdTls
 from slipstream.cli.status import (
     ASK_TIMEOUT_S,
     LOAD_COLUMNS,
@@ -44,8 +45,9 @@ async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = No
     Raises NotFound if none runs there, Unavailable if a ready process did not answer.
     """
     record = read_record(run_dir, instead="--endpoint HOST:PORT")
+    tls = tls or record.tls_files()
     answers, (sessions, trouble) = await asyncio.gather(
-        asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record.etcd)
+        asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record)
     )
     workers = [row for pair in zip(record.processes, answers, strict=True) for row in _rows(*pair)]
     if as_json:
@@ -80,9 +82,12 @@ async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.
     return [answers[instance] for instance in sorted(answers)]
 
 
-async def _placements(etcd: str) -> tuple[list[dict[str, Any]], str | None]:
+async def _placements(record: ClusterRecord) -> tuple[list[dict[str, Any]], str | None]:
     """All recorded placements, newest first; or why they are not known."""
-    client = EtcdClient(etcd.split(","), timeout_s=ASK_TIMEOUT_S)
+    try:
+        client = etcd_access(record).open(timeout_s=ASK_TIMEOUT_S)
+    except SlipstreamError as error:
+        return [], error.message
     try:
         entries = (await client.get_prefix(SESSIONS_PREFIX)).entries.values()
     except SlipstreamError as error:
@@ -99,6 +104,16 @@ async def _placements(etcd: str) -> tuple[list[dict[str, Any]], str | None]:
         row = {**structs.asdict(session), **structs.asdict(placement), "tail_hash": placement.tail_hash.hex()}
         sessions.append(row)
     return sessions, None
+
+
+def etcd_access(record: ClusterRecord) -> EtcdAccess:
+    """How the recorded cluster reaches its etcd."""
+    files = {name: Path(text) for name, text in record.etcd_access.items() if name != "etcd_user"}
+    tls = None
+    if "etcd_ca" in files:
+        tls = EtcdTls(files["etcd_ca"], files.get("etcd_certificate"), files.get("etcd_key"))
+    user = record.etcd_access.get("etcd_user", "")
+    return EtcdAccess(record.etcd, tls, user, files.get("etcd_password_file"))
 
 
 def _rows(process: ProcessRecord, answers: Sequence[worker_pb2.GetStatusResponse]) -> list[dict[str, Any]]:

@@ -1,0 +1,138 @@
+"""A local cluster with all that guards it: mutual TLS, API keys, etcd with TLS and a user."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from libs.common.cluster.worker_record import Role
+from slipstream.api_key_file import add_key, revoke_key
+from slipstream.async_client import AsyncClient
+from slipstream.cluster_record import read_record
+from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
+from supervisor.cluster import ClusterSupervisor
+from supervisor.commands.status import show_status
+from supervisor.plan import DEFAULT_MODEL, ClusterConfig
+from tests.support.network.ports import OwnPorts
+from tests.support.processes.etcd_process import EtcdProcess
+from tests.support.tls.authority import Authority
+
+PASSWORD = "s3cret-of-etcd"
+HELLO = [{"role": "user", "content": "hello " * 200}]
+
+
+def small_model(directory: Path) -> Path:
+    directory.mkdir()
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copy(DEFAULT_MODEL / name, directory)
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 8192, "vocab_size": 1536}))
+    return directory
+
+
+def secured(tmp_path: Path, etcd: EtcdProcess, authority: Authority) -> ClusterConfig:
+    """A cluster of real services with fake engines."""
+    tls, etcd_files = authority.issue("cluster"), authority.issue("router")
+    (tmp_path / "password").write_text(PASSWORD)
+    return ClusterConfig(
+        run_dir=tmp_path / "run",
+        model=small_model(tmp_path / "model"),
+        draft_model=None,
+        prefill=1,
+        decode=1,
+        drafters=0,
+        transport="socket",
+        etcd=etcd.endpoint,
+        etcd_ca=etcd_files.ca,
+        etcd_certificate=etcd_files.certificate,
+        etcd_key=etcd_files.key,
+        etcd_user="slipstream",
+        etcd_password_file=tmp_path / "password",
+        tls=tls,
+        api_keys=tmp_path / "keys.toml",
+        served_model_name="helper",
+        disk_bytes=64 << 20,
+        extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE), ("--engine", "fake")),
+        ready_timeout_s=300,
+        grace_s=100,
+    )
+
+
+async def test_a_secured_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = Authority(tmp_path / "authority")
+    with EtcdProcess(tmp_path / "etcd", tls=authority.issue("etcd")) as etcd:
+        etcd.ctl("user", "add", f"root:{PASSWORD}")
+        etcd.ctl("user", "grant-role", "root", "root")
+        etcd.ctl("role", "add", "slipstream")
+        etcd.ctl("role", "grant-permission", "slipstream", "--prefix", "readwrite", "/slipstream/v1/")
+        etcd.ctl("user", "add", f"slipstream:{PASSWORD}")
+        etcd.ctl("user", "grant-role", "slipstream", "slipstream")
+        etcd.ctl("auth", "enable")
+        config = secured(tmp_path, etcd, authority)
+        assert config.api_keys is not None
+        key = add_key(config.api_keys, name="anna", tenant="anna")
+        async with ClusterSupervisor(config, say=lambda line: None, rng=OwnPorts()) as cluster:
+            await _use(cluster, config, key)
+            await show_status(config.run_dir, as_json=True)
+            status = json.loads(capsys.readouterr().out)
+            assert status["etcd_error"] is None
+            assert [worker["instance"] for worker in status["workers"] if worker["status"] is None] == []
+            assert [session["session"] for session in status["sessions"]] == ["s-1"]
+            record = (config.run_dir / "cluster.json").read_text()
+            assert PASSWORD not in record and key not in record
+            assert read_record(config.run_dir).tls_files() == config.tls
+    logs = "".join(path.read_text(errors="replace") for path in (config.run_dir / "logs").iterdir())
+    assert key not in logs
+    assert PASSWORD not in logs
+
+
+async def _use(cluster: ClusterSupervisor, config: ClusterConfig, key: str) -> None:
+    """A request with the key, none with TLS alone, and none once the key is revoked."""
+    endpoint = cluster.record().router_grpc
+    assert config.api_keys is not None
+    async with AsyncClient(endpoint, api_key=key, tls=config.tls) as anna:
+        assert await anna.models() == ["helper"]
+        reply = await anna.chat(HELLO, session="s-1", max_tokens=4)
+        assert reply.usage is not None and reply.usage.prompt_tokens > 64
+        async with AsyncClient(endpoint, tls=config.tls) as other:
+            with pytest.raises(Unauthenticated, match="missing"):
+                await other.models()
+        async with AsyncClient(endpoint, api_key=key) as plain:
+            with pytest.raises(SlipstreamError):
+                await plain.models()
+        later = add_key(config.api_keys, name="bert", tenant="bert")
+        revoke_key(config.api_keys, "anna")
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await anna.models()
+                except Unauthenticated:
+                    break
+                await asyncio.sleep(0.1)
+    async with AsyncClient(endpoint, api_key=later, tls=config.tls) as bert:
+        assert await bert.models() == ["helper"]
+
+
+async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("sk-secret anna\n")
+    base = {"run_dir": tmp_path / "run", "model": small_model(tmp_path / "model"), "draft_model": None}
+    wrong = (
+        ({"api_keys": keys}, "--api-keys: .*keys.toml:1"),
+        ({"shared_prefix": tmp_path / "missing"}, "--shared-prefix: .* cannot be read"),
+        ({"etcd_ca": keys}, "--etcd-ca, --etcd-user: need --etcd"),
+        ({"etcd": "127.0.0.1:1", "etcd_user": "u"}, "--etcd-user, --etcd-password-file: go together"),
+        ({"etcd": "127.0.0.1:1", "etcd_ca": tmp_path / "missing"}, "--etcd-ca: .* cannot be read"),
+    )
+    for change, words in wrong:
+        with pytest.raises(InvalidArgument, match=words) as refused:
+            async with ClusterSupervisor(
+                ClusterConfig(**base, **change),  # type: ignore[arg-type]
+                say=lambda line: None,
+                rng=OwnPorts(),
+            ):
+                pass
+        assert "sk-secret" not in refused.value.message
