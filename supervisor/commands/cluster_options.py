@@ -31,6 +31,14 @@ EtcdUser = Annotated[str, typer.Option(help="User of that etcd.")]
 EtcdPasswordFile = Annotated[Path | None, typer.Option(help="File with the password of that user.")]
 Http = Annotated[str, typer.Option(help=f"host:port of the HTTP API, or '{ANY_PORT}' for a free port.")]
 Grpc = Annotated[str, typer.Option(help=f"host:port of the gRPC API, or '{ANY_PORT}' for a free port.")]
+# Without variables: those of a shell are for its clients, and must not reach the services.
+ServiceTlsCa = Annotated[
+    Path | None, typer.Option("--tls-ca", help="PEM of the CA; with the two below: mTLS of all services.")
+]
+ServiceTlsCertificate = Annotated[
+    Path | None, typer.Option("--tls-certificate", help="PEM of the services' certificate.")
+]
+ServiceTlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM of its key.")]
 ServedModelName = Annotated[
     str | None, typer.Option(help="Name that clients use; default: the model directory's.")
 ]
