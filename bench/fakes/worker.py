@@ -23,7 +23,7 @@ import grpc
 from bench.fakes.pace import ANSWER, ExactLoops, Pace
 from bench.fakes.paced_settings import PacedSettings
 from bench.fakes.rpc_server import RpcServer
-from libs.common.block_hash import SharedBlocks, TokenArray
+from libs.common.block_hash import SharedPrefix, TokenArray
 from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
@@ -67,7 +67,7 @@ class Prompts:
             salt=request.salt,
             memory=self._memory,
             block_tokens=BLOCK_TOKENS,
-            shared=SharedBlocks(request.shared_salt, request.shared_blocks),
+            shared=SharedPrefix(request.shared_salt, request.shared_blocks),
         )
 
 

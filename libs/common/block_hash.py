@@ -46,18 +46,18 @@ def shared_salt(*, key: bytes = b"") -> bytes:
     return hashlib.blake2b(key=key, digest_size=32, person=b"slipstream-share").digest()
 
 
-class SharedBlocks(msgspec.Struct, frozen=True, gc=False):
+class SharedPrefix(msgspec.Struct, frozen=True, gc=False):
     """The leading blocks of a prompt that all tenants share: their salt and their number."""
 
     salt: bytes = b""
-    count: int = 0
+    n_blocks: int = 0
 
-    def after(self, n_blocks: int) -> SharedBlocks:
-        """Those that are left after the first `n_blocks` of the prompt."""
-        return SharedBlocks(self.salt, max(self.count - n_blocks, 0))
+    def after(self, n_hashed: int) -> SharedPrefix:
+        """Those that are left after the first `n_hashed` blocks of the prompt."""
+        return SharedPrefix(self.salt, max(self.n_blocks - n_hashed, 0))
 
 
-NOTHING_SHARED = SharedBlocks()
+NOTHING_SHARED = SharedPrefix()
 
 
 def chain_hashes(
@@ -66,7 +66,7 @@ def chain_hashes(
     root: bytes,
     salt: bytes,
     block_tokens: int,
-    shared: SharedBlocks = NOTHING_SHARED,
+    shared: SharedPrefix = NOTHING_SHARED,
 ) -> list[bytes]:
     """Hashes of all full blocks of `tokens`, 16 bytes each; an incomplete last block has none."""
     chain = HashChain(root=root, salt=salt, block_tokens=block_tokens)
@@ -86,14 +86,14 @@ def extend_chain(
     *,
     salt: bytes,
     block_tokens: int,
-    shared: SharedBlocks = NOTHING_SHARED,
+    shared: SharedPrefix = NOTHING_SHARED,
 ) -> tuple[ChainState, list[bytes]]:
     """The chain after `tokens`, and the hashes of the blocks that became full. Hashes only these tokens.
 
-    The first `shared.count` of these blocks have the shared salt; `state` ends with a full block then.
+    The first `shared.n_blocks` of these blocks have the shared salt; `state` ends with a full block then.
     """
-    if shared.count:
-        tokens, n_shared = as_tokens(tokens), shared.count * block_tokens
+    if shared.n_blocks:
+        tokens, n_shared = as_tokens(tokens), shared.n_blocks * block_tokens
         if state.tail or len(tokens) < n_shared:
             raise ValueError("shared blocks must be full and whole")
         state, first = extend_chain(state, tokens[:n_shared], salt=shared.salt, block_tokens=block_tokens)
@@ -140,7 +140,7 @@ class HashChain:
         self.hashes: list[bytes] = list(hashes)
 
     def extend(
-        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, shared: SharedBlocks = NOTHING_SHARED
+        self, tokens: Sequence[int] | npt.NDArray[np.integer], *, shared: SharedPrefix = NOTHING_SHARED
     ) -> list[bytes]:
         """Append tokens; returns the hashes of the blocks that became full."""
         self._state, fresh = extend_chain(

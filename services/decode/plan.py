@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from libs.common.block_hash import SharedBlocks
+from libs.common.block_hash import SharedPrefix
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc import tracing
 from libs.engine.step.types import EngineInfo, SequenceSpec
@@ -54,7 +54,7 @@ def plan_decode(
         salt=start.salt,
         memory=memory,
         block_tokens=info.block_tokens,
-        shared=SharedBlocks(start.shared_salt, start.shared_blocks),
+        shared=SharedPrefix(start.shared_salt, start.shared_blocks),
     )
     key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
     spec = SequenceSpec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from libs.common.block_hash import SharedBlocks
+from libs.common.block_hash import SharedPrefix
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.engine.step.types import EngineInfo, SequenceSpec
 from libs.worker.requests.attempts import AttemptKey
@@ -44,7 +44,7 @@ def plan_prefill(
         salt=request.salt,
         memory=memory,
         block_tokens=info.block_tokens,
-        shared=SharedBlocks(request.shared_salt, request.shared_blocks),
+        shared=SharedPrefix(request.shared_salt, request.shared_blocks),
     )
     n_emitted = request.emitted_tokens
     if n_emitted >= len(tokens):

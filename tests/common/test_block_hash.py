@@ -15,7 +15,7 @@ from libs.common.block_hash import (
     SALT_LABEL,
     ChainState,
     HashChain,
-    SharedBlocks,
+    SharedPrefix,
     chain_hashes,
     extend_chain,
     shared_salt,
@@ -40,7 +40,7 @@ def test_the_vectors_of_the_specification() -> None:
             root=ROOT,
             salt=tenant_salt(tenant, key=key),
             block_tokens=int(block_tokens),
-            shared=SharedBlocks(shared_salt(key=key), int(n_shared)),
+            shared=SharedPrefix(shared_salt(key=key), int(n_shared)),
         )
         assert [h.hex() for h in hashes] == expected.split()
 
@@ -58,13 +58,13 @@ def test_a_tenants_hashes_need_the_secret() -> None:
 def test_shared_blocks_are_those_of_every_tenant_and_no_more(ids: list[int], n_shared: int, cut: int) -> None:
     """Cut anywhere at a block, the chain is the same."""
     n_shared, cut = min(n_shared, len(ids) // 4), min(cut, len(ids) // 4)
-    shared = SharedBlocks(b"all", n_shared)
+    shared = SharedPrefix(b"all", n_shared)
     anna, bert = (
         chain_hashes(ids, root=ROOT, salt=salt, block_tokens=4, shared=shared) for salt in (b"a", b"b")
     )
     assert anna[:n_shared] == bert[:n_shared]
     assert not set(anna[n_shared:]) & set(bert[n_shared:])
-    before = SharedBlocks(b"all", min(n_shared, cut))
+    before = SharedPrefix(b"all", min(n_shared, cut))
     state, first = extend_chain(ChainState(ROOT), ids[: cut * 4], salt=b"a", block_tokens=4, shared=before)
     _, rest = extend_chain(state, ids[cut * 4 :], salt=b"a", block_tokens=4, shared=shared.after(cut))
     assert first + rest == anna
@@ -72,7 +72,7 @@ def test_shared_blocks_are_those_of_every_tenant_and_no_more(ids: list[int], n_s
 
 def test_shared_blocks_beyond_the_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="must be full"):
-        chain_hashes([1] * 7, root=ROOT, salt=b"a", block_tokens=4, shared=SharedBlocks(b"s", 2))
+        chain_hashes([1] * 7, root=ROOT, salt=b"a", block_tokens=4, shared=SharedPrefix(b"s", 2))
 
 
 @given(tokens, st.integers(1, 8), st.lists(st.integers(0, 40), max_size=5))

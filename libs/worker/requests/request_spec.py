@@ -13,7 +13,7 @@ import numpy as np
 from libs.common.block_hash import (
     MAX_SALT_BYTES,
     NOTHING_SHARED,
-    SharedBlocks,
+    SharedPrefix,
     TokenArray,
     as_tokens,
     chain_hashes,
@@ -59,7 +59,7 @@ def parse_prompt(
     salt: bytes,
     memory: PromptCache,
     block_tokens: int,
-    shared: SharedBlocks = NOTHING_SHARED,
+    shared: SharedPrefix = NOTHING_SHARED,
 ) -> tuple[TokenArray, tuple[bytes, ...]]:
     """A prompt's ids, and the hashes of all full blocks of prompt ++ emitted. Caches the prompt.
 
@@ -98,7 +98,7 @@ def parse_block_hashes(
     root: bytes,
     salt: bytes,
     block_tokens: int,
-    shared: SharedBlocks = NOTHING_SHARED,
+    shared: SharedPrefix = NOTHING_SHARED,
 ) -> tuple[bytes, ...]:
     """Hashes of all full blocks of prompt ++ emitted; `packed` has those of the prompt alone.
 
@@ -108,7 +108,7 @@ def parse_block_hashes(
     for field, value in (("salt", salt), ("shared_salt", shared.salt)):
         if len(value) > MAX_SALT_BYTES:
             raise InvalidArgument(field, f"has more than {MAX_SALT_BYTES} bytes")
-    if shared.count > len(prompt) // block_tokens:
+    if shared.n_blocks > len(prompt) // block_tokens:
         raise InvalidArgument("shared_blocks", "are more than the prompt's full blocks")
     if len(packed) % HASH_BYTES:
         raise InvalidArgument("block_hashes", f"has {len(packed)} bytes, no multiple of {HASH_BYTES}")

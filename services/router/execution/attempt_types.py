@@ -127,8 +127,8 @@ def _write_common(
         start.deadline_ms = max(1, int((spec.deadline_s - now_s) * 1e3))
     start.kvstore_endpoint = workers.kvstore_endpoint
     start.salt = spec.prompt.salt
-    if spec.prompt.shared.count:
-        start.shared_salt, start.shared_blocks = spec.prompt.shared.salt, spec.prompt.shared.count
+    if spec.prompt.shared.n_blocks:
+        start.shared_salt, start.shared_blocks = spec.prompt.shared.salt, spec.prompt.shared.n_blocks
 
 
 def attempt_name(spec: AttemptSpec, attempt: int) -> common_pb2.Attempt:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from libs.common.block_hash import NOTHING_SHARED, HashChain, SharedBlocks, TokenArray, as_tokens
+from libs.common.block_hash import NOTHING_SHARED, HashChain, SharedPrefix, TokenArray, as_tokens
 from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat, tools_header
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
@@ -74,7 +74,7 @@ class Prompt(msgspec.Struct, frozen=True):
         )
 
     def chain(
-        self, *, root: bytes, salt: bytes, block_tokens: int, shared: SharedBlocks = NOTHING_SHARED
+        self, *, root: bytes, salt: bytes, block_tokens: int, shared: SharedPrefix = NOTHING_SHARED
     ) -> tuple[HashChain, int]:
         """The hash chain of the prompt, which can be extended, and how many tokens were hashed for it."""
         if self._chat is None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from libs.common.block_hash import (
     NOTHING_SHARED,
-    SharedBlocks,
+    SharedPrefix,
     TokenArray,
     as_tokens,
     shared_salt,
@@ -28,12 +28,12 @@ class PromptSalts:
         """The salt of a tenant."""
         return tenant_salt(tenant, key=self._key)
 
-    def shared(self, ids: TokenArray, *, block_tokens: int) -> SharedBlocks:
+    def shared(self, ids: TokenArray, *, block_tokens: int) -> SharedPrefix:
         """The leading blocks of a prompt that lie within the shared prefix."""
         n = min(len(ids), len(self._shared_ids))
         different = np.flatnonzero(ids[:n] != self._shared_ids[:n])
         n_blocks = (int(different[0]) if len(different) else n) // block_tokens
-        return SharedBlocks(shared_salt(key=self._key), n_blocks) if n_blocks else NOTHING_SHARED
+        return SharedPrefix(shared_salt(key=self._key), n_blocks) if n_blocks else NOTHING_SHARED
 
 
 def system_prompt_ids(tokenizer: Tokenizer, text: str) -> TokenArray:

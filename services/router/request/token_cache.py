@@ -23,7 +23,7 @@ import numpy as np
 from libs.common.block_hash import (
     NOTHING_SHARED,
     ChainState,
-    SharedBlocks,
+    SharedPrefix,
     TokenArray,
     as_tokens,
     extend_chain,
@@ -111,7 +111,7 @@ class CachedChat:
         salt: bytes,
         block_tokens: int,
         more: Sequence[int] = (),
-        shared: SharedBlocks = NOTHING_SHARED,
+        shared: SharedPrefix = NOTHING_SHARED,
     ) -> tuple[list[bytes], ChainState, int]:
         """Hashes of all full blocks of `ids` and `more`, the chain's end, and how many tokens were hashed.
 

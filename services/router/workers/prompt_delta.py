@@ -18,7 +18,7 @@ from libs.common import service_bounds
 from libs.common.block_hash import (
     NOTHING_SHARED,
     ChainState,
-    SharedBlocks,
+    SharedPrefix,
     TokenArray,
     as_tokens,
     extend_chain,
@@ -52,7 +52,7 @@ class OutgoingPrompt:
         root: bytes,
         salt: bytes,
         block_tokens: int,
-        shared: SharedBlocks = NOTHING_SHARED,
+        shared: SharedPrefix = NOTHING_SHARED,
     ) -> None:
         """`root`: that of the hash chain; `salt`: the tenant's, for all blocks but the `shared` ones."""
         self.ids = ids

@@ -19,7 +19,7 @@ def test_blocks_are_shared_while_the_prompt_equals_the_prefix(prefix: list[int],
     n_equal = 0
     while n_equal < min(len(prefix), len(prompt)) and prefix[n_equal] == prompt[n_equal]:
         n_equal += 1
-    assert found.count == n_equal // 3
+    assert found.n_blocks == n_equal // 3
 
 
 def test_nothing_is_shared_by_default() -> None:
@@ -37,4 +37,4 @@ def test_the_shared_prefix_begins_each_conversation_with_that_system_prompt(card
         whole = encode_chat(card.tokenizer, messages).token_ids
         assert whole[: len(ids)] == ids.tolist()
         shared = PromptSalts(b"", ids).shared(as_tokens(whole), block_tokens=4)
-        assert shared.count == len(ids) // 4 > 0
+        assert shared.n_blocks == len(ids) // 4 > 0

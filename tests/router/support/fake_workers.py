@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from libs.common.block_hash import SharedBlocks
+from libs.common.block_hash import SharedPrefix
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_record import Role, Worker
@@ -105,7 +105,7 @@ class FakeWorker:
             salt=request.salt,
             memory=self.prompts,
             block_tokens=BLOCK_TOKENS,
-            shared=SharedBlocks(request.shared_salt, request.shared_blocks),
+            shared=SharedPrefix(request.shared_salt, request.shared_blocks),
         )
         return prompt.tolist(), hashes
 
