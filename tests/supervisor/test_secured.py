@@ -6,17 +6,25 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from libs.common.block_hash import SALT_LABEL, chain_hashes, tenant_salt
 from libs.common.cluster.worker_record import Role
+from libs.text.chat_template import encode_chat
+from libs.text.tokenizer import Tokenizer
 from slipstream.api_key_file import add_key, revoke_key
 from slipstream.async_client import AsyncClient
+from slipstream.block_hashes import pack_hashes
 from slipstream.cluster_record import read_record
 from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.dial import dial
+from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.commands.status import show_status
-from supervisor.plan import DEFAULT_MODEL, ClusterConfig
+from supervisor.plan import DEFAULT_MODEL, ClusterConfig, secret_file
 from tests.support.network.ports import OwnPorts
 from tests.support.processes.etcd_process import EtcdProcess
 from tests.support.tls.authority import Authority
@@ -97,6 +105,7 @@ async def _use(cluster: ClusterSupervisor, config: ClusterConfig, key: str) -> N
         assert await anna.models() == ["helper"]
         reply = await anna.chat(HELLO, session="s-1", max_tokens=4)
         assert reply.usage is not None and reply.usage.prompt_tokens > 64
+        await _guess_hashes(cluster, config)
         async with AsyncClient(endpoint, tls=config.tls) as other:
             with pytest.raises(Unauthenticated, match="missing"):
                 await other.models()
@@ -114,6 +123,36 @@ async def _use(cluster: ClusterSupervisor, config: ClusterConfig, key: str) -> N
                 await asyncio.sleep(0.1)
     async with AsyncClient(endpoint, api_key=later, tls=config.tls) as bert:
         assert await bert.models() == ["helper"]
+
+
+async def _guess_hashes(cluster: ClusterSupervisor, config: ClusterConfig) -> None:
+    """Who knows the tenant and the prompt, and not the secret, learns nothing from the kvstore."""
+    endpoints = {process.role: process.endpoint for process in cluster.record().processes}
+    tokens = encode_chat(Tokenizer.from_dir(config.model), HELLO).token_ids
+    async with (
+        dial(endpoints["prefill"], tls=config.tls) as prefill,
+        dial(endpoints["kvstore"], tls=config.tls) as store,
+    ):
+        worker: Any = worker_pb2_grpc.WorkerServiceStub(prefill)
+        fingerprint = (await worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)).fingerprint
+        stub: Any = kvstore_pb2_grpc.KvstoreServiceStub(store)
+
+        async def held(key: bytes) -> int:
+            hashes = chain_hashes(
+                tokens,
+                root=fingerprint.digest,
+                salt=tenant_salt("anna", key=key),
+                block_tokens=fingerprint.block_tokens,
+            )
+            request = kvstore_pb2.LookupRequest(fingerprint=fingerprint, block_hashes=pack_hashes(hashes))
+            return int((await stub.Lookup(request, timeout=60)).held_blocks)
+
+        secret = ClusterSecret.from_file(secret_file(config.run_dir))
+        async with asyncio.timeout(60):
+            while await held(secret.derive(SALT_LABEL)) < len(tokens) // fingerprint.block_tokens:
+                await asyncio.sleep(0.05)
+        assert await held(b"") == 0
+        assert await held(ClusterSecret(b"another secret of 16").derive(SALT_LABEL)) == 0
 
 
 async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.block_hash import TokenArray, as_tokens, chain_hashes, tenant_salt
+from libs.common.block_hash import SharedPrefix, TokenArray, as_tokens, chain_hashes, tenant_salt
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import parse_prompt
 from slipstream.block_hashes import pack_hashes
@@ -224,3 +224,30 @@ def test_conversations_of_many_turns_stay_within_the_bounds() -> None:
         assert cache.n_bytes == sum(map(cache.tenant_bytes, SALTS)) <= 20_000
     assert cache.find(SALTS[1], hashes_of([29] * 8, SALTS[1])[-1], blocks=2) is not None
     assert cache.find(SALTS[0], hashes_of([0] * 8, SALTS[0])[-1], blocks=2) is None
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_reference_may_end_within_a_shared_prefix(blocks: int) -> None:
+    """And no tenant refers to a prompt of another one, shared or not."""
+    cache, tokens, shared = new_cache(), list(range(5 * BLOCK)), SharedPrefix(b"all", 2)
+    hashes = chain_hashes(tokens, root=ROOT, salt=SALTS[0], block_tokens=BLOCK, shared=shared)
+
+    def take(salt: bytes, blocks: int) -> tuple[bytes, ...]:
+        prefix = common_pb2.PromptReference()
+        if blocks:
+            prefix = common_pb2.PromptReference(blocks=blocks, hash=hashes[blocks - 1])
+        return parse_prompt(
+            as_tokens(tokens[blocks * BLOCK :]).tobytes(),
+            pack_hashes(hashes[blocks:]),
+            prefix,
+            root=ROOT,
+            salt=salt,
+            memory=cache,
+            block_tokens=BLOCK,
+            shared=shared,
+        )[1]
+
+    assert list(take(SALTS[0], 0)) == hashes
+    assert list(take(SALTS[0], blocks)) == hashes
+    with pytest.raises(PrefixUnknown):
+        take(SALTS[1], blocks)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.block_hash import chain_hashes
+from libs.common.block_hash import SharedPrefix, chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.worker.requests.request_spec import (
     check_fingerprint,
@@ -76,6 +76,38 @@ def test_wrong_hashes_are_refused(hashes: bytes, salt: bytes, field: str) -> Non
     with pytest.raises(InvalidArgument) as caught:
         parse_block_hashes(hashes, np.arange(4, dtype="<u4"), root=ROOT, salt=salt, block_tokens=4)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("emitted", [[], [7] * 6])
+def test_a_shared_prefix_is_checked_as_all_hashes_are(emitted: list[int]) -> None:
+    prompt, shared = list(range(14)), SharedPrefix(b"all", 2)
+    given_ = chain_hashes(prompt, root=ROOT, salt=b"s", block_tokens=4, shared=shared)
+
+    def parse(n_blocks: int, salt: bytes = b"all") -> list[bytes]:
+        return list(
+            parse_block_hashes(
+                pack_hashes(given_),
+                np.asarray(prompt, "<u4"),
+                emitted=emitted,
+                root=ROOT,
+                salt=b"s",
+                block_tokens=4,
+                shared=SharedPrefix(salt, n_blocks),
+            )
+        )
+
+    whole = chain_hashes([*prompt, *emitted], root=ROOT, salt=b"s", block_tokens=4, shared=shared)
+    assert parse(2) == whole
+    for n_blocks, salt, field in (
+        (1, b"all", "block_hashes"),
+        (3, b"all", "block_hashes"),
+        (2, b"other", "block_hashes"),
+        (4, b"all", "shared_blocks"),
+        (2, bytes(65), "shared_salt"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            parse(n_blocks, salt)
+        assert caught.value.field == field
 
 
 GOOD: dict[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 5}
