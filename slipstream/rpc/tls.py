@@ -18,6 +18,7 @@ import grpc
 log = logging.getLogger(__name__)
 
 FilesVersion = tuple[tuple[int, int, int], ...]
+_Pem = tuple[bytes, bytes, bytes]  # CA, key, certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,7 @@ class TlsFiles:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials that present our certificate and verify the server's."""
-        return grpc.ssl_channel_credentials(
-            self.ca.read_bytes(), self.key.read_bytes(), self.certificate.read_bytes()
-        )
+        return grpc.ssl_channel_credentials(*_usable(self))
 
     def version(self) -> FilesVersion | None:
         """Changes when a file is replaced or written; None while one is missing."""
@@ -64,6 +63,27 @@ def files_version(*files: Path | None) -> FilesVersion | None:
     except OSError:
         return None
     return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+
+
+# The last files that belonged together, for channels that are made between two writes of a renewal.
+_last_usable: dict[TlsFiles, tuple[FilesVersion | None, _Pem]] = {}
+
+
+def _usable(files: TlsFiles) -> _Pem:
+    """What the files hold, or held when they last belonged together. Raises OSError if they never did."""
+    version = files.version()
+    known = _last_usable.get(files)
+    if known is not None and known[0] == version:
+        return known[1]
+    try:
+        files.check()
+        pem = files.ca.read_bytes(), files.key.read_bytes(), files.certificate.read_bytes()
+    except OSError:
+        if known is None:
+            raise
+        return known[1]
+    _last_usable[files] = (version, pem)
+    return pem
 
 
 class ServerCertificates:

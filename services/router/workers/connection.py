@@ -63,6 +63,7 @@ class WorkerConnection:
     ) -> None:
         self.worker = worker
         self.key = run_name(worker.role, worker.instance, worker.incarnation)
+        self.tls_version = tls.version() if tls is not None else None
         self.channel = dial(worker.endpoint, tls=tls)
         self.fingerprint: common_pb2.Fingerprint | None = None
         self.digest = ""  # the fingerprint's, in hex

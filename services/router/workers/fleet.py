@@ -329,6 +329,19 @@ class RouterFleet:
             for link in [link for link in self._retired if not self._in_use(link)]:
                 self._retired.remove(link)
                 await self._close(link)
+            await self._dial_again()
+
+    async def _dial_again(self) -> None:
+        """Replace idle connections that fail with an old certificate: gRPC reconnects with the old files."""
+        version = self._tls.version() if self._tls is not None else None
+        for name, link in [*self._links.items()] if version is not None else ():
+            if link.tls_version != version and not link.reachable and not self._in_use(link):
+                self._forget(link)
+                await self._close(link)
+                if self._links.get(name) is link:
+                    self._links[name] = self._open(link.worker)
+                    self._put_in_order()
+                    self._notify()
 
     async def _clean_up_index(self) -> None:
         for _ in range(_CLEAN_UP_STEPS):
