@@ -12,6 +12,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition, InvalidArgument
+from slipstream.rpc.tls import TlsFiles
 from supervisor.plan import ROOT, ClusterConfig, ProcessPlan, plan_services, ports_needed
 from supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
 
@@ -109,3 +110,32 @@ def test_processes_that_choose_alike_are_given_different_ports(tmp_path: Path) -
     assert FIRST_PORT <= others <= LAST_PORT
     assert others // 32 != chosen[0] // 32  # not even near: each has the block to itself
     assert not list(tmp_path.iterdir())
+
+
+def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) -> None:
+    tls = TlsFiles(tmp_path / "ca", tmp_path / "pem", tmp_path / "key")
+    config = ClusterConfig(
+        etcd="e:1",
+        etcd_ca=tmp_path / "etcd-ca",
+        etcd_user="slipstream",
+        etcd_password_file=tmp_path / "password",
+        tls=tls,
+        api_keys=tmp_path / "keys.toml",
+        shared_prefix=tmp_path / "prompt.txt",
+        served_model_name="helper",
+        disk_bytes=123,
+    )
+    plans = plan(config)
+    for process in plans.values():
+        assert flag(process, "--tls-ca") == str(tls.ca)
+        assert flag(process, "--tls-certificate") == str(tls.certificate)
+        assert flag(process, "--tls-key") == str(tls.key)
+        assert flag(process, "--etcd-ca") == str(tmp_path / "etcd-ca")
+        assert flag(process, "--etcd-user") == "slipstream"
+        assert flag(process, "--etcd-password-file") == str(tmp_path / "password")
+        is_router = process.role == Role.ROUTER
+        assert flag(process, "--api-keys") == (str(tmp_path / "keys.toml") if is_router else None)
+        assert flag(process, "--shared-prefix") == (str(tmp_path / "prompt.txt") if is_router else None)
+        assert flag(process, "--served-model-name") == ("helper" if is_router else None)
+        assert flag(process, "--disk-bytes") == ("123" if process.role == Role.KVSTORE else None)
+    assert not any("--tls-ca" in process.command for process in plan(ClusterConfig()).values())
