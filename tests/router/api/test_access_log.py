@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 
 from services.router.api.access_log import AccessLog, LineWriter
-from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
+from tests.support.api_keys import tenant_keys
 
 HELLO = [{"role": "user", "content": "a-secret-word " * 30}]
 CHAT = "POST /v1/chat/completions"
@@ -43,7 +43,7 @@ def lines() -> Lines:
 
 @pytest.fixture
 async def logging_router(cluster: FakeCluster, card: ModelCard, lines: Lines) -> AsyncIterator[RouterServer]:
-    keys = ApiKeys({"sesame": "ali"})
+    keys = tenant_keys({"sesame": "ali"})
     async with open_router(cluster, card, tenants=keys, access_log=lines.log) as router:
         yield router
 

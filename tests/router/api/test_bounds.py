@@ -300,7 +300,7 @@ MORE: list[tuple[str, Case]] = [
         )
     ),
 ]
-# Refused in test_bounds_running.py and, of a slow client, in test_http_robustness.py.
+# Refused in test_bounds_running.py and, of a slow client, in http/test_robustness.py.
 ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME"}
 ALL = [*CASES.items(), *MORE]
 

@@ -16,7 +16,7 @@ from services.router.api.openai.response import ResponseWriter
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.v1 import router_pb2
-from tests.router.api.test_http_robustness import HELLO, connect
+from tests.router.api.http.test_robustness import HELLO, connect
 from tests.router.conftest import eventually
 from tests.router.support.fake_cluster import FakeCluster
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from services.router.api.api_keys import ApiKeys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster
+from tests.support.api_keys import tenant_keys
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Where is my order?"}], "max_tokens": 4}
@@ -56,7 +56,7 @@ async def test_the_id_of_the_body_goes_before_the_header_also_on_an_error(
 
 async def test_refusals_of_every_kind_have_an_id(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
-        open_router(cluster, card, tenants=ApiKeys({"sesame": "ali"})) as router,
+        open_router(cluster, card, tenants=tenant_keys({"sesame": "ali"})) as router,
         aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
     ):
         async with http.post(CHAT, json=BODY, headers={"x-request-id": "mine"}) as answer:
