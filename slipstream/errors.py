@@ -27,6 +27,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+# gRPC carries an error up to four times in 8 KiB of metadata, percent-encoded or in base64.
+MAX_MESSAGE_BYTES = 1024
+MAX_FIELD_BYTES = 256
+
+
+def shortened(text: str, max_bytes: int) -> str:
+    """The text in at most so many bytes of UTF-8; what UTF-8 cannot hold is escaped."""
+    if text.isascii() and len(text) <= max_bytes:
+        return text
+    data = text[: max_bytes + 1].encode("utf-8", "backslashreplace")
+    if len(data) <= max_bytes:
+        return data.decode()
+    return data[: max_bytes - 3].decode("utf-8", "ignore") + "..."
+
 
 class SlipstreamError(Exception):
     """Base of all errors that cross a Slipstream interface."""
@@ -36,8 +50,8 @@ class SlipstreamError(Exception):
     openai_type: ClassVar[str] = "server_error"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = shortened(message, MAX_MESSAGE_BYTES)
+        super().__init__(self.message)
 
 
 class InvalidArgument(SlipstreamError):
@@ -48,9 +62,9 @@ class InvalidArgument(SlipstreamError):
     openai_type = "invalid_request_error"
 
     def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
+        self.field = shortened(field, MAX_FIELD_BYTES)
+        super().__init__(f"{self.field}: {reason}")
+        self.reason = self.message[len(self.field) + 2 :]
 
 
 class BodyTooLarge(InvalidArgument):
@@ -68,7 +82,7 @@ class NotFound(SlipstreamError):
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field = None if field is None else shortened(field, MAX_FIELD_BYTES)
 
 
 class Unauthenticated(SlipstreamError):

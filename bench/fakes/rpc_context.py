@@ -60,8 +60,9 @@ class Requests:
 class RpcContext:
     """The part of `grpc.aio.ServicerContext` that servicers use."""
 
-    def __init__(self, call: Call, serialize: Callable[[Any], bytes] | None) -> None:
+    def __init__(self, call: Call, serialize: Callable[[Any], bytes] | None, requests: Requests) -> None:
         self._call = call
+        self._requests = requests
         self._serialize = serialize
         self._metadata = metadata_of(call.headers)
         self._code: grpc.StatusCode | None = None
@@ -69,6 +70,10 @@ class RpcContext:
         self._trailing: Metadata = ()
         timeout_s = timeout_of(call.headers)
         self._until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+    async def read(self) -> Any:
+        """The next request, or EOF."""
+        return await anext(self._requests, grpc.aio.EOF)
 
     async def write(self, message: Any) -> None:
         """Send a response; returns when the client's window has room for the next one."""

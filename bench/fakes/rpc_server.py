@@ -53,8 +53,9 @@ class RpcServer(grpc.aio.Server):
         *,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Sequence[Any] = (),
+        maximum_concurrent_rpcs: int | None = None,
     ) -> None:
-        """`options` have no effect."""
+        """`options` and `maximum_concurrent_rpcs` have no effect."""
         self._interceptors = interceptors
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._sockets: list[socket.socket] = []
@@ -115,7 +116,7 @@ class RpcServer(grpc.aio.Server):
         details = _Details(call.method, None)
         handler = self._handler(details)
         requests = Requests(handler.request_deserializer if handler is not None else None)
-        context = RpcContext(call, handler.response_serializer if handler is not None else None)
+        context = RpcContext(call, handler.response_serializer if handler is not None else None, requests)
         details = _Details(call.method, context.invocation_metadata())
         task = asyncio.create_task(self._run(details, requests, context))
         rpc = self._rpcs[call] = _Rpc(requests, context, task)

@@ -13,6 +13,18 @@ WRITE_STALL_S = 30.0
 GRPC_HANDSHAKE_S = 10.0
 GRPC_PING_S = 10.0
 GRPC_PING_ANSWER_S = 5.0
+# What a process of the cluster serves at once over gRPC, and takes before a handler reads.
+GRPC_CONNECTIONS = 2048
+GRPC_CONNECTION_CALLS = 1024
+GRPC_CALLS = 4096
+GRPC_PUBLIC_CALLS = 64
+GRPC_WINDOW_BYTES = 65_535  # HTTP/2's initial window
+REQUEST_READ_S = bounds.BODY_READ_S
+# The router's public port: an idle connection, and a message with its envelope.
+GRPC_IDLE_CONNECTION_S = 8.0
+GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
+# A worker's streams of load reports: one for each router and operator.
+LOAD_WATCHERS = 256
 
 # Admission, by class: interactive, default, bulk. The queue is limited in number and in time.
 MAX_RUNNING_REQUESTS = 256

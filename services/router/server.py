@@ -25,6 +25,7 @@ from services.router.api.http.guard import HttpGuard
 from services.router.api.http_server import HttpServer
 from services.router.api.metrics import Metrics
 from services.router.api.readiness import readiness_of
+from services.router.api.tenant_interceptor import TenantInterceptor
 from services.router.event_loop_lag import EventLoopLag
 from services.router.execution.context import RECOVERY_WAIT_S, RouterContext
 from services.router.execution.dispatcher import Dispatcher
@@ -97,7 +98,13 @@ class RouterServer:
         self.host = ServiceHost(
             options.listen,
             tls=options.tls,
-            options=[("grpc.so_reuseport", int(options.share_ports))],
+            options=[
+                ("grpc.so_reuseport", int(options.share_ports)),
+                ("grpc.max_receive_message_length", service_bounds.GRPC_REQUEST_BYTES),
+                # A client whose calls were refused keeps nothing here for longer.
+                ("grpc.max_connection_idle_ms", int(service_bounds.GRPC_IDLE_CONNECTION_S * 1000)),
+            ],
+            interceptors=[TenantInterceptor(options.tenants, SERVICE_NAME)],
             front_doors=[f"/{SERVICE_NAME}/Generate"],
         )
         self.http_socket = listen_tcp(options.http, share_port=options.share_ports)

@@ -12,10 +12,13 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from slipstream import errors
+from slipstream import bounds, errors
 from slipstream.v1 import common_pb2
 
 DOMAIN = "slipstream"
+
+# Part of gRPC's words for a message beyond the limit of its sender or its receiver.
+_TOO_LARGE = "message larger than max"
 
 _BY_CODE: dict[str, type[errors.SlipstreamError]] = {
     "INVALID_ARGUMENT": errors.InvalidArgument,
@@ -79,6 +82,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.Slipst
     reason = field = ""
     retry_after_ms = 0
     message = error.details() or error.code().name
+    if status is None and _TOO_LARGE in message:
+        return bounds.body_too_large()  # gRPC's status for it, RESOURCE_EXHAUSTED, would be tried again
     for detail in status.details if status is not None else ():
         info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()

@@ -10,10 +10,11 @@
 Errors of the tree in `slipstream/errors.py` leave as rich gRPC statuses; anything else is logged
 with its traceback and leaves as INTERNAL without details.
 
+An interceptor that raises such an error refuses the call before any of its message is read.
+
 Half-open clients: gRPC closes a connection whose TLS or HTTP/2 handshake is not done within
-GRPC_HANDSHAKE_S, and one, with calls or without, whose peer does not answer a ping. What it does not
-close is a connection that answers pings and holds a call open without sending its message: such a call
-waits inside gRPC, before any handler, at the cost of its headers, until the peer ends it or its deadline.
+GRPC_HANDSHAKE_S, and one, with calls or without, whose peer does not answer a ping. A call whose message
+does not arrive within REQUEST_READ_S is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,19 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Span
 
 from libs.common.rpc import tracing
-from libs.common.service_bounds import GRPC_HANDSHAKE_S, GRPC_PING_ANSWER_S, GRPC_PING_S
+from libs.common.rpc.call_room import CallRoom
+from libs.common.rpc.single_request import MalformedRequests, read_request, refusing_handler
+from libs.common.service_bounds import (
+    GRPC_CALLS,
+    GRPC_CONNECTION_CALLS,
+    GRPC_CONNECTIONS,
+    GRPC_HANDSHAKE_S,
+    GRPC_PING_ANSWER_S,
+    GRPC_PING_S,
+    GRPC_PUBLIC_CALLS,
+    GRPC_WINDOW_BYTES,
+    REQUEST_READ_S,
+)
 from slipstream import errors
 from slipstream.rpc import dial
 from slipstream.rpc.rpc_errors import UNIMPLEMENTED, to_status
@@ -46,6 +59,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 LIVENESS = "liveness"
 READINESS = "readiness"
 
+# Enters while there is room, and raises Overloaded otherwise.
+Room = contextlib.AbstractContextManager[Any]
+_NO_BOUND: Room = contextlib.nullcontext()
 _PING_MS, _PING_ANSWER_MS = int(GRPC_PING_S * 1000), int(GRPC_PING_ANSWER_S * 1000)
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", _PING_MS),
@@ -57,6 +73,13 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", dial.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", dial.MAX_MESSAGE_BYTES),
+    # What a connection may send before a handler reads it. A probe of the bandwidth would raise it to MiBs.
+    ("grpc.http2.lookahead_bytes", GRPC_WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),
+    # gRPC reads into buffers of this size, whatever the windows are: 4 MiB a connection by default.
+    ("grpc.experimental.tcp_max_read_chunk_size", GRPC_WINDOW_BYTES),
+    ("grpc.max_concurrent_streams", GRPC_CONNECTION_CALLS),
+    ("grpc.max_allowed_incoming_connections", GRPC_CONNECTIONS),
     # Two processes on one port would split the traffic silently.
     ("grpc.so_reuseport", 0),
 ]
@@ -79,8 +102,11 @@ class ServiceHost:
         # One value for a name: of two, gRPC takes the first.
         merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
         merged.update(options)
+        self.malformed = MalformedRequests()
         self.server = make_server(
-            interceptors=[ErrorInterceptor(front_doors), *interceptors], options=list(merged.items())
+            interceptors=[ErrorInterceptor(front_doors, self.malformed), *interceptors],
+            options=list(merged.items()),
+            maximum_concurrent_rpcs=GRPC_CALLS,
         )
         self._host = listen.rsplit(":", 1)[0]
         try:
@@ -142,8 +168,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     traces of its own.
     """
 
-    def __init__(self, front_doors: Collection[str] = ()) -> None:
+    def __init__(self, front_doors: Collection[str], malformed: MalformedRequests) -> None:
         self._front_doors = frozenset(front_doors)
+        self._malformed = malformed
+        self._public = CallRoom(GRPC_PUBLIC_CALLS)
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that wrapped
 
     async def intercept_service(
@@ -151,9 +179,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith("/grpc."):
-            return handler
+        try:
+            handler = await continuation(handler_call_details)
+        except errors.SlipstreamError as error:
+            return refusing_handler(error)
+        if handler is None:
+            return None
         method = handler_call_details.method
         known = self._wrapped.get(method)
         if known is None or known[0] is not handler:
@@ -161,38 +192,45 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _wrap(self, handler: Any, method: str) -> Any:
-        if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else (grpc.unary_stream_rpc_method_handler)
-            )
-            inner = handler.stream_stream or handler.unary_stream
-        else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else (grpc.unary_unary_rpc_method_handler)
-            )
-            inner = handler.stream_unary or handler.unary_unary
+        streaming = handler.response_streaming
+        make = grpc.stream_stream_rpc_method_handler if streaming else grpc.stream_unary_rpc_method_handler
+        inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+        # Without keys and open for hours: health and reflection.
+        is_public = method.startswith("/grpc.")
+        traced = not handler.request_streaming and not is_public
         wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
         wrapped = wrap(
-            inner, method, traced=not handler.request_streaming, begins=method in self._front_doors
+            inner,
+            method,
+            reads=not handler.request_streaming,
+            traced=traced,
+            begins=method in self._front_doors,
+            room=self._public if is_public else _NO_BOUND,
         )
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        parse = self._malformed.checked(handler.request_deserializer, method)
+        return make(wrapped, parse, handler.response_serializer)
 
 
 def _wrap_call(
-    inner: Callable[..., Awaitable[Any]], method: str, *, traced: bool, begins: bool
+    inner: Callable[..., Awaitable[Any]],
+    method: str,
+    *,
+    reads: bool,
+    traced: bool,
+    begins: bool,
+    room: Room,
 ) -> Callable[..., Awaitable[Any]]:
     """Of a handler that returns its response, or writes its responses itself."""
 
     async def call(request: Any, context: Context) -> Any:
         try:
-            if not tracing.enabled():
-                return await inner(request, context)
-            with _span_of(method, context, traced=traced, begins=begins):
-                return await inner(request, context)
+            with room:
+                if reads:
+                    request = await read_request(context, timeout_s=REQUEST_READ_S)
+                if not tracing.enabled():
+                    return await inner(request, context)
+                with _span_of(method, context, traced=traced, begins=begins):
+                    return await inner(request, context)
         except grpc.aio.AbortError:
             del request, context  # see _status_of
             raise
@@ -206,15 +244,25 @@ def _wrap_call(
 
 
 def _wrap_stream(
-    inner: Callable[..., AsyncIterator[Any]], method: str, *, traced: bool, begins: bool
+    inner: Callable[..., AsyncIterator[Any]],
+    method: str,
+    *,
+    reads: bool,
+    traced: bool,
+    begins: bool,
+    room: Room,
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+        stream: Any = None
         # The span is opened without being made current: a generator may be resumed in another context.
         with _span_of(method, context, traced=traced, begins=begins, current=False) as opened:
-            stream = inner(request, context)
             try:
-                async for response in stream:
-                    yield response
+                with room:
+                    if reads:
+                        request = await read_request(context, timeout_s=REQUEST_READ_S)
+                    stream = inner(request, context)
+                    async for response in stream:
+                        yield response
                 return
             except grpc.aio.AbortError:
                 del request, context
@@ -223,7 +271,8 @@ def _wrap_stream(
                 status = _status_of(error, method, context)
                 tracing.failed(error, opened)
             finally:
-                await stream.aclose()  # type: ignore[attr-defined]
+                if stream is not None:
+                    await stream.aclose()
         abort = context.abort_with_status(status)
         del request, context
         await abort

@@ -1,0 +1,82 @@
+"""The request of a call that takes one message, read after the call's metadata was accepted.
+
+gRPC reads the message of a unary call before any code of a service runs, so that a caller without a key
+fills the memory with it. On the wire a unary call and a stream of one request are equal: a host serves both
+as streams, and the wrapped handler reads the message itself. What nothing reads stays in the flow-control
+window of its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from slipstream import bounds
+from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.rpc.rpc_errors import to_status
+
+log = logging.getLogger(__name__)
+
+Deserialize = Callable[[bytes], Any]
+
+_LOG_EVERY_S = 1.0
+
+
+class MalformedRequests:
+    """Counts the messages that do not parse, and logs one line a second for all of them."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0
+        self._clock = clock
+        self._logged = 0
+        self._quiet_until_s = float("-inf")
+
+    def note(self, method: str) -> None:
+        """Count a message to this method."""
+        self.count += 1
+        now_s = self._clock()
+        if now_s >= self._quiet_until_s:
+            log.warning("%d malformed messages, the last to %s", self.count - self._logged, method)
+            self._logged, self._quiet_until_s = self.count, now_s + _LOG_EVERY_S
+
+    def checked(self, deserialize: Deserialize | None, method: str) -> Deserialize | None:
+        """The deserializer, which raises InvalidArgument for bytes that are not its message."""
+        if deserialize is None:
+            return None
+
+        def parse(data: bytes) -> Any:
+            try:
+                return deserialize(data)
+            except DecodeError:
+                self.note(method)
+            raise InvalidArgument("request", "is not a well-formed message of this method")
+
+        return parse
+
+
+async def read_request(context: Any, *, timeout_s: float) -> Any:
+    """The message of a call. Raises InvalidArgument when there is none in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            request = await context.read()
+    except TimeoutError:
+        raise bounds.BODY_TIME.refused() from None
+    if request is grpc.aio.EOF:
+        raise InvalidArgument("request", "must be given")
+    return request
+
+
+def refusing_handler(error: SlipstreamError) -> Any:
+    """A handler that reads nothing of its call and ends it with the error."""
+    status = to_status(error)
+
+    async def refuse(requests: Any, context: Any) -> None:
+        await context.abort_with_status(status)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
