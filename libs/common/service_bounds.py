@@ -21,7 +21,7 @@ GRPC_PUBLIC_CALLS = 64
 GRPC_WINDOW_BYTES = 65_535  # HTTP/2's initial window
 REQUEST_READ_S = bounds.BODY_READ_S
 # The router's public port: an idle connection, and a message with its envelope.
-GRPC_IDLE_CONNECTION_S = 8.0
+GRPC_IDLE_CONNECTION_S = 4.5
 GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
 # A worker's streams of load reports: one for each router and operator.
 LOAD_WATCHERS = 256
