@@ -3,8 +3,8 @@
     python -m bench.keyless                          # 1,000 connections, gRPC, then HTTP
     python -m bench.keyless --connections 40 --message-bytes 31000000 --json
 
-Starts a router process with API keys and no workers. Each connection sends one message of the largest size
-that the router takes, as far as flow control and the sockets allow, and stays open. Prints the peak of resident
+Starts a router process with API keys and no workers. Each connection sends one message of the largest
+size that the router takes, as far as flow control and the sockets allow, and stays open. Prints the peak of
 memory over the idle router, and when all connections are closed, at most 10 s after the last refusal, memory
 over idle and what is still open.
 """

@@ -1,4 +1,4 @@
-"""Clients that send one large message without an API key: raw HTTP/2 and HTTP/1.1, hence cheap by the thousand."""
+"""Clients that send a large message without an API key: raw HTTP, hence cheap by the thousand."""
 
 from __future__ import annotations
 

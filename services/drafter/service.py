@@ -24,6 +24,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SEQ_ID_CHARS = 512
 MAX_SEQUENCES_PER_STREAM = 1024
+MAX_POSITION = 1 << 30  # beyond any context; the positions of drafts after it fit the message, too
 # Requests of one stream that are not answered yet; beyond this the stream is not read.
 _MAX_WAITING = 8
 
@@ -91,6 +92,8 @@ class DraftStream(ServerStream[None, Sequence[Proposal]]):
             raise InvalidArgument("extends", f"has more than {MAX_SEQUENCES_PER_STREAM} sequences open")
         if extend.width != self._feature_width:
             raise InvalidArgument("width", f"must be {self._feature_width}, not {extend.width}")
+        if extend.start_position > MAX_POSITION:
+            raise InvalidArgument("start_position", f"must be at most {MAX_POSITION}")
         tokens = parse_tokens(extend.next_tokens, "next_tokens")
         features = parse_features(extend.features, extend.width, "features")
         if not len(tokens) or len(tokens) != len(features):

@@ -1,0 +1,41 @@
+"""Fuzzed messages to DrafterService: refused as bad input, and nothing of them stays."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+from libs.common.cluster.worker_service import held
+from services.drafter.drafts import FakeHead
+from slipstream.v1 import drafter_pb2
+from tests.drafter.nodes import running_drafter
+from tests.drafter.test_service import extend
+from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
+from tests.worker.nodes import eventually
+
+SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
+SEEDS = [
+    drafter_pb2.DraftRequest(extends=[extend("a", 0, [5, 6]), extend("b", 9, [7])]),
+    drafter_pb2.DraftRequest(extends=[extend("a", 2, [9])], closed=["b"]),
+]
+
+
+async def test_fuzzed_messages_are_refused_as_bad_input(caplog: pytest.LogCaptureFixture) -> None:
+    await check(caplog, inputs=2000)
+
+
+@pytest.mark.soak
+async def test_a_million_fuzzed_messages_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    await check(caplog, inputs=1_000_000)
+
+
+async def check(caplog: pytest.LogCaptureFixture, *, inputs: int) -> None:
+    async with running_drafter(FakeHead(guess=lambda token: token + 1)) as node:
+
+        async def nothing_held() -> None:
+            await eventually(lambda: held(node.service.ledger()) == 0)
+
+        await fuzz(RpcFuzzer(node.channel, SERVICE, random.Random(15), SEEDS), inputs, settle=nothing_held)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
