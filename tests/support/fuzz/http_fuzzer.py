@@ -1,0 +1,195 @@
+"""Malformed HTTP messages by a grammar: request lines, headers, framing, codings and JSON of many shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gzip
+import json
+import random
+import re
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/x", "/healthz", "/healthz/live"),
+    *("/metrics", "/", "*", "//", "/v1/models/%ff%00", "/v1/../v1/models", "/v1/chat/completions?rejectIfBusy=x"),
+    *("http://x/v1/models", "/" + "a" * 9000, "/v1/\u00e9", "/%", "/?" + "&" * 2000, ""),
+)
+_METHODS = ("POST", "POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "HEAD", "CONNECT", "PRI", "get", "P OST")
+_VERSIONS = ("HTTP/1.1", "HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9.9", "HTTP/1.", "http/1.1", "")
+_HEADERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Authorization", ("Bearer x", "Bearer x\x01", "", "Basic " + "A" * 9000)),
+    ("Content-Type", ("application/json", "text/plain", "application/json; charset=utf-7", "multipart/form-data")),
+    ("Accept-Encoding", ("gzip", "*;q=0", "\x7f")),
+    ("Expect", ("100-continue", "200-ok", "")),
+    ("Connection", ("close", "upgrade", "keep-alive, close, x")),
+    ("Upgrade", ("websocket", "h2c", "")),
+    ("Cookie", ("a=b", "=", "a" * 5000)),
+    ("Range", ("bytes=0-", "x")),
+    ("x-request-id", ("r-1", "r" * 129, "\u00e9", "")),
+    ("x-session-affinity", ("s", "s" * 257, "\x00", "caf\u00e9")),
+    ("x-request-timeout-ms", ("1", "5000", "0", "-1", "1e3", "\u0661", "9" * 30)),
+    ("x-slipstream-priority", ("bulk", "none")),
+    ("x-slipstream-prefill", ("prefill-0",)),
+    ("x-slipstream-debug", ("1",)),
+    ("x-slipstream-stats", ("1",)),
+    ("traceparent", ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "zz")),
+    ("Bad Name", ("x",)),
+    ("X-Colon:", ("y",)),
+    ("X-Long", ("z" * 20_000,)),
+    ("", ("empty",)),
+)
+_VALUES: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1.5, 2**31, 2**63, 10**400, 1e308, "", "x", "\x00", "\ud800", "é" * 300, "q" * 20_000),
+    *([], [[]], {}, {"": None}, [None] * 50, {"type": "text", "text": "x"}, {"role": "user"}, [1, "a", {}]),
+)
+_BODIES: tuple[dict[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0.5, "seed": 1},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 2, "stream": True},
+    {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 2,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+    },
+    {"prompt": "once", "max_tokens": 2, "stop": ["x"], "logprobs": 1, "stream_options": {"include_usage": True}},
+)
+_SIDE_BY_SIDE = 16
+# Of a message that is not whole nothing comes; the next one begins meanwhile.
+_ANSWER_S, _MORE_S = 0.5, 0.05
+# aiohttp answers with the version of the request.
+_STATUS = re.compile(rb"^HTTP/\d\.\d (\d{3}) ")
+
+
+@dataclass
+class HttpFuzzer:
+    """Sends to one HTTP server and collects the statuses of its answers."""
+
+    port: int
+    rng: random.Random
+    statuses: Counter[int] = field(default_factory=Counter)  # 0: no answer
+    defects: list[str] = field(default_factory=list)
+
+    async def run(self, inputs: int) -> None:
+        """Send so many messages, each on a connection of its own."""
+        left = iter(range(inputs))
+
+        async def send() -> None:
+            for _ in left:
+                await self._send(self.message())
+
+        async with asyncio.TaskGroup() as senders:
+            for _ in range(_SIDE_BY_SIDE):
+                senders.create_task(send())
+
+    def check(self) -> None:
+        """Assert that bad input was refused as such, and that good input was answered."""
+        assert not self.defects, f"{len(self.defects)} defects:\n" + "\n".join(self.defects[:20])
+        assert self.statuses[200] and self.statuses[400] and self.statuses[404], self.statuses
+
+    def message(self) -> bytes:
+        """One message: mostly whole and of known parts, each of which is wrong now and then."""
+        rng = self.rng
+        wild = rng.random() < 0.5
+        method = rng.choice(_METHODS) if wild else "POST"
+        path = rng.choice(_PATHS) if wild else rng.choice(_PATHS[:2])
+        version = rng.choice(_VERSIONS) if wild else "HTTP/1.1"
+        lines = [f"{method} {path} {version}".encode()]
+        names = rng.sample(_HEADERS, rng.choice((0, 1, 2, 4))) if wild else []
+        if rng.random() < 0.95:
+            lines.append(b"Host: " + rng.choice((b"localhost", b"localhost", b"127.0.0.1", b"", b"a b")))
+        lines += [f"{name}: {rng.choice(values)}".encode("utf-8", "surrogatepass") for name, values in names]
+        framing, body = self._framed(self.body())
+        lines += framing
+        end = rng.choice((b"\r\n", b"\r\n", b"\r\n", b"\r\n", b"\n", b"\r"))
+        data = end.join([*lines, b"", b""]) + body
+        if rng.random() < 0.1:
+            data = self._damaged(data)
+        return data
+
+    def body(self) -> bytes:
+        """A body: JSON with some members replaced, or its text damaged."""
+        rng = self.rng
+        body = json.loads(json.dumps(rng.choice(_BODIES)))
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            self._replace(body)
+        data = json.dumps(body).encode()
+        kind = rng.random()
+        if kind < 0.1:
+            data = self._damaged(data)
+        elif kind < 0.14:
+            data = rng.choice((b"[" * 100_000, b'{"a":' * 5000, b"NaN", b"", b"\xff\xfe{}", b'{"a":1e999}', b"{}{}"))
+        elif kind < 0.17:
+            data = data[:-1] + b', "messages": [], "max_tokens": NaN, "seed": -Infinity}'
+        return data
+
+    def _replace(self, value: Any) -> None:
+        """Put an odd value at a random place of the tree."""
+        rng = self.rng
+        while True:
+            keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
+            if not keys:
+                return
+            key = rng.choice(keys)
+            if isinstance(value[key], (dict, list)) and rng.random() < 0.6:
+                value = value[key]
+                continue
+            value[key] = copy.deepcopy(rng.choice(_VALUES))
+            return
+
+    def _framed(self, body: bytes) -> tuple[list[bytes], bytes]:
+        """The headers of the body's length and coding, and the bytes; they agree mostly."""
+        rng = self.rng
+        headers: list[bytes] = []
+        coding = rng.random()
+        if coding < 0.08:
+            headers.append(b"Content-Encoding: gzip")
+            body = gzip.compress(body) if coding < 0.05 else body
+        elif coding < 0.12:
+            headers.append(b"Content-Encoding: " + rng.choice((b"deflate", b"br", b"zstd", b"x", b"gzip, gzip")))
+            body = zlib.compress(body)
+        kind = rng.random()
+        if kind < 0.7:
+            return [*headers, b"Content-Length: %d" % len(body)], body
+        if kind < 0.8:
+            lie = rng.choice((b"0", b"-1", b"1", b"99999999999999999999", b"0x10", b"+5", b"5, 5", b"", b"9000000"))
+            return [*headers, b"Content-Length: " + lie], body
+        if kind < 0.83:
+            return [*headers, b"Content-Length: 5", b"Content-Length: 6"], body
+        headers.append(b"Transfer-Encoding: " + rng.choice((b"chunked", b"chunked", b"chunked", b"gzip, chunked", b"x")))
+        size = rng.choice((b"%x" % len(body), b"%x" % len(body), b"-1", b"fffffffffffffffff", b"zz", b"", b"5;a=b"))
+        return headers, size + b"\r\n" + body + rng.choice((b"\r\n0\r\n\r\n", b"\r\n0\r\n\r\n", b"0\r\n", b"\r\n0\r\nX: y\r\n\r\n"))
+
+    def _damaged(self, data: bytes) -> bytes:
+        rng, damaged = self.rng, bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(damaged) + 1)
+            kind = rng.randrange(3)
+            if kind == 0:
+                damaged[at:at] = rng.randbytes(rng.randint(1, 4))
+            elif kind == 1:
+                del damaged[at : at + rng.randint(1, 30)]
+            elif at < len(damaged):
+                damaged[at] ^= 1 << rng.randrange(8)
+        return bytes(damaged)
+
+    async def _send(self, data: bytes) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        answer = b""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            writer.write(data)
+            async with asyncio.timeout(_ANSWER_S) as patience:
+                while piece := await reader.read(1 << 16):
+                    answer += piece
+                    patience.reschedule(asyncio.get_running_loop().time() + _MORE_S)
+        writer.transport.abort()
+        found = _STATUS.match(answer)
+        status = int(found[1]) if found else 0
+        self.statuses[status] += 1
+        if status >= 500 or (answer and not found):
+            self.defects.append(f"{answer[:200]!r} to {data[:400]!r}")
