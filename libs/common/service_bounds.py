@@ -39,6 +39,11 @@ MAX_WAITING_BYTES = 64 << 10
 MAX_MEASURED = 8
 # Messages that wait for a thread to parse or check them.
 MAX_WAITING_WORK = 512
+# The text of requests that run or wait at a router, and messages that arrive together.
+MAX_HELD_TEXT_CHARS = 512 << 20
+MAX_TENANT_HELD_TEXT_CHARS = 256 << 20
+MAX_RECEIVED_TOGETHER = 64
+MAX_TENANT_RECEIVED_TOGETHER = 16
 
 # Limits of what one request costs the workers.
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -80,6 +85,38 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "closed",
     ),
     (
+        "Connections of one process / calls of one connection / calls of one process (gRPC)",
+        f"{GRPC_CONNECTIONS} / {GRPC_CONNECTION_CALLS} / {GRPC_CALLS}",
+        "closed / wait at the client / RESOURCE_EXHAUSTED",
+    ),
+    (
+        "Calls of health and reflection together (gRPC)",
+        f"{GRPC_PUBLIC_CALLS}",
+        "RESOURCE_EXHAUSTED",
+    ),
+    (
+        "Bytes that a connection may send before a call on it is accepted (gRPC)",
+        f"{GRPC_WINDOW_BYTES}",
+        "wait at the client",
+    ),
+    (
+        "Message to a router's port (gRPC)",
+        f"{GRPC_REQUEST_BYTES} bytes",
+        "RESOURCE_EXHAUSTED; the SDK raises BodyTooLarge",
+    ),
+    ("No whole message of an accepted call (gRPC)", f"{REQUEST_READ_S:g} s", "INVALID_ARGUMENT"),
+    (
+        "No call on a connection of a router's port (gRPC)",
+        f"{GRPC_IDLE_CONNECTION_S:g} to {2 * GRPC_IDLE_CONNECTION_S:g} s",
+        "closed",
+    ),
+    ("Streams of load reports of one process", f"{LOAD_WATCHERS}", "RESOURCE_EXHAUSTED"),
+    (
+        "Messages that arrive at a router together: of all tenants / of one",
+        f"{MAX_RECEIVED_TOGETHER} / {MAX_TENANT_RECEIVED_TOGETHER}",
+        f"others wait at the client, at most {REQUEST_READ_S:g} s",
+    ),
+    (
         "Longest pause before a reconnect",
         f"{LONGEST_PAUSE_S:g} s",
         f"connected again within {HEAL_S:g} s",
@@ -91,6 +128,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "Requests waiting there: interactive / default / bulk",
         _by_class(MAX_WAITING_REQUESTS, "requests"),
         "refused: this one, or the newest of the tenant with most waiting",
+    ),
+    (
+        "Text of the requests that run or wait: of all tenants / of one",
+        f"{MAX_HELD_TEXT_CHARS} / {MAX_TENANT_HELD_TEXT_CHARS} characters",
+        "refused",
     ),
     ("Wait of one request: interactive / default / bulk", _by_class(MAX_WAIT_S, "s"), "refused"),
     ("Wait after which a class competes with higher classes", _by_class(PROMOTE_AFTER_S, "s"), "promoted"),

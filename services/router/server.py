@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from libs.common import service_bounds
 from libs.common.cluster.discovery import Discovery, Fleet
@@ -15,9 +16,11 @@ from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
-from libs.common.rpc.serve import ServiceHost
+from libs.common.rpc.serve import Context, ServiceHost, metadata_of
+from libs.common.rpc.single_request import read_request
 from libs.common.rpc.telemetry import Counters
 from libs.common.runtime import heap
+from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
@@ -39,7 +42,7 @@ from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.connection import SILENCE_S
 from services.router.workers.fleet import RouterFleet
 from slipstream import bounds
-from slipstream.errors import DeadlineExceeded, Unavailable
+from slipstream.errors import DeadlineExceeded, Unauthenticated, Unavailable
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -95,6 +98,7 @@ class RouterServer:
         self._options = options
         self._identity = WorkerIdentity(Role.ROUTER, options.instance)
         self.counters = Counters()
+        self._received = ReceiveSlots()
         self.host = ServiceHost(
             options.listen,
             tls=options.tls,
@@ -106,6 +110,7 @@ class RouterServer:
             ],
             interceptors=[TenantInterceptor(options.tenants, SERVICE_NAME)],
             front_doors=[f"/{SERVICE_NAME}/Generate"],
+            read=self._read_request,
         )
         self.http_socket = listen_tcp(options.http, share_port=options.share_ports)
         self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
@@ -181,6 +186,7 @@ class RouterServer:
                 options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
             ),
             access_log=options.access_log,
+            received=self._received,
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
@@ -245,6 +251,15 @@ class RouterServer:
                     await self.fleet.wait_changed(self.fleet.version)
         except (TimeoutError, DeadlineExceeded):
             log.info("serves without having seen a prefill and a decode worker")
+
+    async def _read_request(self, context: Context) -> Any:
+        """The message of an accepted call, within its tenant's share of those that arrive."""
+        try:
+            tenant = self._options.tenants.tenant_of(metadata_of(context))
+        except Unauthenticated:  # health and reflection need no key
+            tenant = ""
+        async with self._received.receiving(tenant):
+            return await read_request(context)
 
     async def _drain(self) -> None:
         self.runs.drain()

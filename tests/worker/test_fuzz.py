@@ -19,7 +19,9 @@ SERVICES: dict[str, Any] = {
     "kv events": kv_events_pb2.DESCRIPTOR.services_by_name["KvEventService"],
 }
 # Of KvstoreService a worker has the reading part.
-PEER_CACHE_OMITS = frozenset({"Lookup", "Reserve", "Commit", "CancelReservation", "VerifyBlocks", "DropBlocks"})
+PEER_CACHE_OMITS = frozenset(
+    {"Lookup", "Reserve", "Commit", "CancelReservation", "VerifyBlocks", "DropBlocks"}
+)
 
 
 def seeds(node: Node) -> list[Any]:
@@ -57,9 +59,7 @@ def seeds(node: Node) -> list[Any]:
         prompt_tokens=40,
         lease_ms=1000,
     )
-    with_ticket = start_request(
-        node, prompts[1], attempt=attempt("r40"), ticket=ticket.SerializeToString()
-    )
+    with_ticket = start_request(node, prompts[1], attempt=attempt("r40"), ticket=ticket.SerializeToString())
     aborts = [
         prefill_pb2.AbortPrefillRequest(attempt=attempt("p5")),
         decode_pb2.AbortDecodeRequest(attempt=attempt("r5")),

@@ -22,13 +22,15 @@ from typing import Any
 import grpc
 
 from libs.common.runtime import heap
+from libs.common.service_bounds import LOAD_WATCHERS
 from slipstream.enum_names import role_value, transport_value
-from slipstream.errors import Draining
+from slipstream.errors import Draining, Overloaded
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MIN_INTERVAL_MS = 50
+MIN_INTERVAL_S = 0.01
 # The load stream is the worker's heartbeat: routers fail a worker that was silent for several times this.
 MAX_SILENCE_S = 0.25
 # How often a drain polls the ledger for ends without a notification, such as an expired lease.
@@ -87,6 +89,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._drain_task: asyncio.Task[None] | None = None
         self._sequence = 0
         self._watchers: set[asyncio.Event] = set()
+        self._load_streams = 0
         self._started_at = time.monotonic()
 
     @property
@@ -143,9 +146,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
-        min_interval_s = (request.min_interval_ms or DEFAULT_MIN_INTERVAL_MS) / 1000
+        if self._load_streams >= LOAD_WATCHERS:
+            raise Overloaded(f"{LOAD_WATCHERS} streams of load reports are open already")
+        min_interval_s = max((request.min_interval_ms or DEFAULT_MIN_INTERVAL_MS) / 1000, MIN_INTERVAL_S)
         changed = asyncio.Event()
         self._watchers.add(changed)
+        self._load_streams += 1
         try:
             while True:
                 changed.clear()
@@ -155,6 +161,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     async with asyncio.timeout(max(0.0, MAX_SILENCE_S - min_interval_s)):
                         await changed.wait()
         finally:
+            self._load_streams -= 1
             self._watchers.discard(changed)
 
     async def Drain(

@@ -35,7 +35,12 @@ from opentelemetry.trace import Span
 
 from libs.common.rpc import tracing
 from libs.common.rpc.call_room import CallRoom
-from libs.common.rpc.single_request import MalformedRequests, read_request, refusing_handler
+from libs.common.rpc.single_request import (
+    MalformedRequests,
+    ReadRequest,
+    read_request,
+    refusing_handler,
+)
 from libs.common.service_bounds import (
     GRPC_CALLS,
     GRPC_CONNECTION_CALLS,
@@ -45,7 +50,6 @@ from libs.common.service_bounds import (
     GRPC_PING_S,
     GRPC_PUBLIC_CALLS,
     GRPC_WINDOW_BYTES,
-    REQUEST_READ_S,
 )
 from slipstream import errors
 from slipstream.rpc import dial
@@ -96,15 +100,19 @@ class ServiceHost:
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         front_doors: Collection[str] = (),
+        read: ReadRequest = read_request,
         make_server: Callable[..., grpc.aio.Server] = grpc.aio.server,
     ) -> None:
-        """`front_doors`: full names of the methods whose calls begin traces of their own."""
+        """`front_doors`: full names of the methods whose calls begin traces of their own.
+
+        `read` receives the message of a call that takes one.
+        """
         # One value for a name: of two, gRPC takes the first.
         merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
         merged.update(options)
         self.malformed = MalformedRequests()
         self.server = make_server(
-            interceptors=[ErrorInterceptor(front_doors, self.malformed), *interceptors],
+            interceptors=[ErrorInterceptor(front_doors, self.malformed, read), *interceptors],
             options=list(merged.items()),
             maximum_concurrent_rpcs=GRPC_CALLS,
         )
@@ -168,7 +176,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     traces of its own.
     """
 
-    def __init__(self, front_doors: Collection[str], malformed: MalformedRequests) -> None:
+    def __init__(self, front_doors: Collection[str], malformed: MalformedRequests, read: ReadRequest) -> None:
+        self._read = read
         self._front_doors = frozenset(front_doors)
         self._malformed = malformed
         self._public = CallRoom(GRPC_PUBLIC_CALLS)
@@ -202,7 +211,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         wrapped = wrap(
             inner,
             method,
-            reads=not handler.request_streaming,
+            read=None if handler.request_streaming else self._read,
             traced=traced,
             begins=method in self._front_doors,
             room=self._public if is_public else _NO_BOUND,
@@ -215,7 +224,7 @@ def _wrap_call(
     inner: Callable[..., Awaitable[Any]],
     method: str,
     *,
-    reads: bool,
+    read: ReadRequest | None,
     traced: bool,
     begins: bool,
     room: Room,
@@ -225,8 +234,8 @@ def _wrap_call(
     async def call(request: Any, context: Context) -> Any:
         try:
             with room:
-                if reads:
-                    request = await read_request(context, timeout_s=REQUEST_READ_S)
+                if read is not None:
+                    request = await read(context)
                 if not tracing.enabled():
                     return await inner(request, context)
                 with _span_of(method, context, traced=traced, begins=begins):
@@ -247,7 +256,7 @@ def _wrap_stream(
     inner: Callable[..., AsyncIterator[Any]],
     method: str,
     *,
-    reads: bool,
+    read: ReadRequest | None,
     traced: bool,
     begins: bool,
     room: Room,
@@ -258,8 +267,8 @@ def _wrap_stream(
         with _span_of(method, context, traced=traced, begins=begins, current=False) as opened:
             try:
                 with room:
-                    if reads:
-                        request = await read_request(context, timeout_s=REQUEST_READ_S)
+                    if read is not None:
+                        request = await read(context)
                     stream = inner(request, context)
                     async for response in stream:
                         yield response

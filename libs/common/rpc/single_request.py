@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from libs.common.service_bounds import REQUEST_READ_S
 from slipstream import bounds
 from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.rpc.rpc_errors import to_status
@@ -24,6 +25,7 @@ from slipstream.rpc.rpc_errors import to_status
 log = logging.getLogger(__name__)
 
 Deserialize = Callable[[bytes], Any]
+ReadRequest = Callable[[Any], Awaitable[Any]]
 
 _LOG_EVERY_S = 1.0
 
@@ -60,7 +62,7 @@ class MalformedRequests:
         return parse
 
 
-async def read_request(context: Any, *, timeout_s: float) -> Any:
+async def read_request(context: Any, *, timeout_s: float = REQUEST_READ_S) -> Any:
     """The message of a call. Raises InvalidArgument when there is none in time."""
     try:
         async with asyncio.timeout(timeout_s):

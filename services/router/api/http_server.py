@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler
 
 from libs.common import service_bounds
 from libs.common.rpc import tracing
+from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.api.event_stream import Event, EventStream
@@ -51,6 +52,7 @@ class HttpServer:
         metrics: Metrics,
         guard: HttpGuard | None = None,
         access_log: AccessLog | None = None,
+        received: ReceiveSlots,
         body_read_s: float = bounds.BODY_READ_S,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
@@ -61,6 +63,7 @@ class HttpServer:
         self._metrics = metrics
         self._guard = guard or HttpGuard()
         self._access_log = access_log or AccessLog()
+        self._received = received
         self._body_read_s = body_read_s
         self._write_stall_s = write_stall_s
         self._clock = asyncio.get_running_loop().time
@@ -103,7 +106,7 @@ class HttpServer:
         with tracing.server_span(span, request.headers, begins=True):
             record = request[RECORD]
             caller = self._caller(request)
-            data = await self._read_body(request)
+            data = await self._read_body(request, caller.tenant)
             arrived_s = self._clock()
             encoding = request.headers.get("Content-Encoding", "").lower()
             n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
@@ -182,13 +185,13 @@ class HttpServer:
         finally:
             run.sink.direct_writer = None
 
-    async def _read_body(self, request: web.Request) -> bytes:
+    async def _read_body(self, request: web.Request, tenant: str) -> bytes:
         try:
             if request.content.is_eof():  # most bodies arrive with the header, and need no time-out
                 return await request.read()
             if (request.content_length or 0) > bounds.MAX_BODY_BYTES:
                 raise bounds.body_too_large()
-            async with asyncio.timeout(self._body_read_s):
+            async with self._received.receiving(tenant), asyncio.timeout(self._body_read_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise bounds.body_too_large() from None

@@ -24,6 +24,5 @@ class TenantInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         if handler_call_details.method.startswith(self._prefix):
             metadata: Any = handler_call_details.invocation_metadata or ()
-            keys = [value for name, value in metadata if name == "authorization"]
-            self._tenants.tenant_of(keys[-1] if keys else None)
+            self._tenants.tenant_of({name: value for name, value in metadata if isinstance(value, str)})
         return await continuation(handler_call_details)

@@ -11,6 +11,7 @@ from typing import TypeVar
 from libs.common import service_bounds
 from libs.common.rpc import tracing
 from services.router.admission.gate import AdmissionGate, priority_of
+from services.router.admission.tenant_shares import TextShares
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest
 from services.router.execution.context import RouterContext
 from services.router.execution.generation import GenerationTask, encode_prompt
@@ -45,6 +46,7 @@ class RequestManager:
             links_of=context.fleet.links_of,
             counters=context.counters,
         )
+        self.texts = TextShares()
         self._allow_pinning = allow_pinning
         self._runs: dict[tuple[str, str], RunningRequest] = {}
         # One for each request that is over for its client and not yet released on its workers.
@@ -102,7 +104,12 @@ class RequestManager:
             await self._free_id(key, is_takeover=bool(request.resume_after_tokens) or caller.attempt > 1)
             run = RunningRequest(request_id, movable=caller.attempt > 0)
             admission = self._admission(request, caller, request_id, chars)
-            run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
+            self.texts.take(caller.tenant, chars)
+            try:
+                run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
+            except BaseException:
+                self.texts.give_back(caller.tenant, chars)
+                raise
         except errors.SlipstreamError as refusal:
             self.context.counters.add("slipstream_requests_refused_total")
             if isinstance(refusal, errors.Overloaded):
@@ -266,17 +273,18 @@ class RequestManager:
                 chars, prompt_tokens=sink.prompt_tokens, cached_tokens=sink.cached_tokens
             )
         if not run.releasing:
-            self._released(run, key)
+            self._released(run, key, chars)
             return
-        release = asyncio.create_task(self._wait_released(run, key))
+        release = asyncio.create_task(self._wait_released(run, key, chars))
         self._release_tasks.add(release)
         release.add_done_callback(self._release_tasks.discard)
 
-    async def _wait_released(self, run: RunningRequest, key: tuple[str, str]) -> None:
+    async def _wait_released(self, run: RunningRequest, key: tuple[str, str], chars: int) -> None:
         await run.wait_released()
-        self._released(run, key)
+        self._released(run, key, chars)
 
-    def _released(self, run: RunningRequest, key: tuple[str, str]) -> None:
+    def _released(self, run: RunningRequest, key: tuple[str, str], chars: int) -> None:
+        self.texts.give_back(key[0], chars)
         if run.ticket is not None:
             run.ticket.end(output_tokens=run.sink.completion_tokens)
         del self._runs[key]

@@ -16,14 +16,49 @@ from typing import Any
 
 _PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/x", "/healthz", "/healthz/live"),
-    *("/metrics", "/", "*", "//", "/v1/models/%ff%00", "/v1/../v1/models", "/v1/chat/completions?rejectIfBusy=x"),
+    *(
+        "/metrics",
+        "/",
+        "*",
+        "//",
+        "/v1/models/%ff%00",
+        "/v1/../v1/models",
+        "/v1/chat/completions?rejectIfBusy=x",
+    ),
     *("http://x/v1/models", "/" + "a" * 9000, "/v1/\u00e9", "/%", "/?" + "&" * 2000, ""),
 )
-_METHODS = ("POST", "POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS", "HEAD", "CONNECT", "PRI", "get", "P OST")
-_VERSIONS = ("HTTP/1.1", "HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/9.9", "HTTP/1.", "http/1.1", "")
+_METHODS = (
+    "POST",
+    "POST",
+    "POST",
+    "POST",
+    "GET",
+    "PUT",
+    "DELETE",
+    "OPTIONS",
+    "HEAD",
+    "CONNECT",
+    "PRI",
+    "get",
+    "P OST",
+)
+_VERSIONS = (
+    "HTTP/1.1",
+    "HTTP/1.1",
+    "HTTP/1.1",
+    "HTTP/1.0",
+    "HTTP/2.0",
+    "HTTP/9.9",
+    "HTTP/1.",
+    "http/1.1",
+    "",
+)
 _HEADERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Authorization", ("Bearer x", "Bearer x\x01", "", "Basic " + "A" * 9000)),
-    ("Content-Type", ("application/json", "text/plain", "application/json; charset=utf-7", "multipart/form-data")),
+    (
+        "Content-Type",
+        ("application/json", "text/plain", "application/json; charset=utf-7", "multipart/form-data"),
+    ),
     ("Accept-Encoding", ("gzip", "*;q=0", "\x7f")),
     ("Expect", ("100-continue", "200-ok", "")),
     ("Connection", ("close", "upgrade", "keep-alive, close, x")),
@@ -44,12 +79,32 @@ _HEADERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("empty",)),
 )
 _VALUES: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1.5, 2**31, 2**63, 10**400, 1e308, "", "x", "\x00", "\ud800", "é" * 300, "q" * 20_000),
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        2**31,
+        2**63,
+        10**400,
+        1e308,
+        "",
+        "x",
+        "\x00",
+        "\ud800",
+        "é" * 300,
+        "q" * 20_000,
+    ),
     *([], [[]], {}, {"": None}, [None] * 50, {"type": "text", "text": "x"}, {"role": "user"}, [1, "a", {}]),
 )
 _BODIES: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0.5, "seed": 1},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 2, "stream": True},
+    {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        "max_tokens": 2,
+        "stream": True,
+    },
     {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 2,
@@ -57,7 +112,13 @@ _BODIES: tuple[dict[str, Any], ...] = (
         "tool_choice": "auto",
         "response_format": {"type": "text"},
     },
-    {"prompt": "once", "max_tokens": 2, "stop": ["x"], "logprobs": 1, "stream_options": {"include_usage": True}},
+    {
+        "prompt": "once",
+        "max_tokens": 2,
+        "stop": ["x"],
+        "logprobs": 1,
+        "stream_options": {"include_usage": True},
+    },
 )
 _SIDE_BY_SIDE = 16
 # Of a message that is not whole nothing comes; the next one begins meanwhile.
@@ -123,7 +184,9 @@ class HttpFuzzer:
         if kind < 0.1:
             data = self._damaged(data)
         elif kind < 0.14:
-            data = rng.choice((b"[" * 100_000, b'{"a":' * 5000, b"NaN", b"", b"\xff\xfe{}", b'{"a":1e999}', b"{}{}"))
+            data = rng.choice(
+                (b"[" * 100_000, b'{"a":' * 5000, b"NaN", b"", b"\xff\xfe{}", b'{"a":1e999}', b"{}{}")
+            )
         elif kind < 0.17:
             data = data[:-1] + b', "messages": [], "max_tokens": NaN, "seed": -Infinity}'
         return data
@@ -151,19 +214,29 @@ class HttpFuzzer:
             headers.append(b"Content-Encoding: gzip")
             body = gzip.compress(body) if coding < 0.05 else body
         elif coding < 0.12:
-            headers.append(b"Content-Encoding: " + rng.choice((b"deflate", b"br", b"zstd", b"x", b"gzip, gzip")))
+            headers.append(
+                b"Content-Encoding: " + rng.choice((b"deflate", b"br", b"zstd", b"x", b"gzip, gzip"))
+            )
             body = zlib.compress(body)
         kind = rng.random()
         if kind < 0.7:
             return [*headers, b"Content-Length: %d" % len(body)], body
         if kind < 0.8:
-            lie = rng.choice((b"0", b"-1", b"1", b"99999999999999999999", b"0x10", b"+5", b"5, 5", b"", b"9000000"))
+            lie = rng.choice(
+                (b"0", b"-1", b"1", b"99999999999999999999", b"0x10", b"+5", b"5, 5", b"", b"9000000")
+            )
             return [*headers, b"Content-Length: " + lie], body
         if kind < 0.83:
             return [*headers, b"Content-Length: 5", b"Content-Length: 6"], body
-        headers.append(b"Transfer-Encoding: " + rng.choice((b"chunked", b"chunked", b"chunked", b"gzip, chunked", b"x")))
-        size = rng.choice((b"%x" % len(body), b"%x" % len(body), b"-1", b"fffffffffffffffff", b"zz", b"", b"5;a=b"))
-        return headers, size + b"\r\n" + body + rng.choice((b"\r\n0\r\n\r\n", b"\r\n0\r\n\r\n", b"0\r\n", b"\r\n0\r\nX: y\r\n\r\n"))
+        headers.append(
+            b"Transfer-Encoding: " + rng.choice((b"chunked", b"chunked", b"chunked", b"gzip, chunked", b"x"))
+        )
+        size = rng.choice(
+            (b"%x" % len(body), b"%x" % len(body), b"-1", b"fffffffffffffffff", b"zz", b"", b"5;a=b")
+        )
+        return headers, size + b"\r\n" + body + rng.choice(
+            (b"\r\n0\r\n\r\n", b"\r\n0\r\n\r\n", b"0\r\n", b"\r\n0\r\nX: y\r\n\r\n")
+        )
 
     def _damaged(self, data: bytes) -> bytes:
         rng, damaged = self.rng, bytearray(data)

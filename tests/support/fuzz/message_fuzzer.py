@@ -1,4 +1,4 @@
-"""Bytes that may be a message: fields of boundary values, valid messages with a few of them, and damaged ones."""
+"""Bytes that may be a message: boundary values, valid messages with a few of them, and damage."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ class MessageFuzzer:
             elif kind == 3:  # an unknown field
                 damaged += _varint(rng.randint(1, 5000) << 3 | _VARINT) + _varint(rng.getrandbits(64))
             elif kind == 4:  # a length beyond the end
-                damaged += _varint(rng.randint(1, 20) << 3 | _LEN) + _varint(rng.choice((1, 1 << 31, 1 << 40)))
+                damaged += _varint(rng.randint(1, 20) << 3 | _LEN) + _varint(
+                    rng.choice((1, 1 << 31, 1 << 40))
+                )
             elif kind == 5:  # a field of another type, or text that is no UTF-8
                 damaged += _varint(rng.randint(1, 20) << 3 | _LEN) + b"\x02\xc3\x28"
             else:  # groups, and types that do not exist

@@ -119,7 +119,11 @@ def _failure_in(message: Message) -> common_pb2.Failure | None:
 
 
 async def fuzz(
-    fuzzer: RpcFuzzer, inputs: int, *, most_growth_bytes: int = 20 << 20, settle: Callable[[], Any] | None = None
+    fuzzer: RpcFuzzer,
+    inputs: int,
+    *,
+    most_growth_bytes: int = 20 << 20,
+    settle: Callable[[], Any] | None = None,
 ) -> None:
     """Send a tenth of the inputs, then all, and check answers and this process's memory."""
     await fuzzer.run(inputs // 10)

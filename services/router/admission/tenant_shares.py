@@ -1,0 +1,88 @@
+"""What one tenant may take of a router's memory: prompts that are held, and messages on their way in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+from libs.common import service_bounds
+from services.router.admission.types import BUSY_MESSAGE
+from slipstream.errors import Overloaded
+
+_RETRY_AFTER_MS = 1000
+
+
+class TextShares:
+    """The characters of all requests that run or wait, by tenant. Pure."""
+
+    def __init__(
+        self,
+        *,
+        most_chars: int = service_bounds.MAX_HELD_TEXT_CHARS,
+        most_tenant_chars: int = service_bounds.MAX_TENANT_HELD_TEXT_CHARS,
+    ) -> None:
+        self._most_chars = most_chars
+        self._most_tenant_chars = most_tenant_chars
+        self._held: Counter[str] = Counter()
+        self.held_chars = 0
+
+    def take(self, tenant: str, chars: int) -> None:
+        """Hold a request's text. Raises Overloaded beyond the tenant's share or the whole."""
+        if self._held[tenant] + chars > self._most_tenant_chars or self.held_chars + chars > self._most_chars:
+            raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS)
+        self._held[tenant] += chars
+        self.held_chars += chars
+
+    def give_back(self, tenant: str, chars: int) -> None:
+        """Release what `take` held."""
+        self._held[tenant] -= chars
+        self.held_chars -= chars
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+class ReceiveSlots:
+    """Bounds the messages that arrive together. Each may be as large as a message gets; the others wait in
+    the flow control of their connections."""
+
+    def __init__(
+        self,
+        *,
+        most: int = service_bounds.MAX_RECEIVED_TOGETHER,
+        most_tenant: int = service_bounds.MAX_TENANT_RECEIVED_TOGETHER,
+        wait_s: float = service_bounds.REQUEST_READ_S,
+    ) -> None:
+        self._all = asyncio.Semaphore(most)
+        self._most_tenant = most_tenant
+        self._wait_s = wait_s
+        self._tenants: dict[str, asyncio.Semaphore] = {}
+        self._users: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def receiving(self, tenant: str) -> AsyncIterator[None]:
+        """Receive one message of the tenant inside. Raises Overloaded when there is no room in time."""
+        of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(self._most_tenant))
+        self._users[tenant] += 1
+        try:
+            # First its own: a tenant that waits for itself holds nothing of the others'.
+            async with _entered(of_tenant, self._wait_s), _entered(self._all, self._wait_s):
+                yield
+        finally:
+            self._users[tenant] -= 1
+            if not self._users[tenant]:
+                del self._users[tenant], self._tenants[tenant]
+
+
+@contextlib.asynccontextmanager
+async def _entered(room: asyncio.Semaphore, wait_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(wait_s if room.locked() else None):
+            await room.acquire()
+    except TimeoutError:
+        raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS) from None
+    try:
+        yield
+    finally:
+        room.release()

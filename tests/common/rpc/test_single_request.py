@@ -1,0 +1,146 @@
+"""The message of a unary call: read after the call was accepted, refused by name, never waited for long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from libs.common.cluster import worker_service
+from libs.common.cluster.worker_record import Role
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.rpc import serve
+from libs.common.rpc.serve import ServiceHost
+from libs.common.rpc.single_request import MalformedRequests, read_request
+from slipstream.errors import InvalidArgument, Overloaded, Unauthenticated
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
+
+WAIT_S = 60.0
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a key."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        if ("key", "k") not in tuple(handler_call_details.invocation_metadata):
+            raise Unauthenticated("a key is needed")
+        return await continuation(handler_call_details)
+
+
+async def echo(request: bytes, context: Any) -> bytes:
+    return request
+
+
+async def twice(request: bytes, context: Any) -> AsyncIterator[bytes]:
+    yield request
+    yield request
+
+
+HANDLERS = {
+    "Echo": grpc.unary_unary_rpc_method_handler(echo),
+    "Twice": grpc.unary_stream_rpc_method_handler(twice),
+}
+
+
+@contextlib.asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[grpc.aio.Channel]:
+    host = ServiceHost("127.0.0.1:0", **options)
+    host.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Test", HANDLERS),))
+    await host.start([])
+    async with dial(host.endpoint) as channel, asyncio.timeout(2 * WAIT_S):
+        yield channel
+    await host.stop(grace_s=0)
+
+
+async def end_of(call: Any) -> Exception:
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the call succeeded")
+
+
+@pytest.mark.parametrize("method", HANDLERS)
+async def test_a_refused_call_is_answered_while_its_message_is_still_to_come(method: str) -> None:
+    async with serving(interceptors=[KeyInterceptor()]) as channel:
+        call: Any = channel.stream_stream(f"/t.Test/{method}")(timeout=WAIT_S)
+        assert isinstance(await end_of(call), Unauthenticated)  # nothing was sent
+        kept: Any = channel.unary_stream(f"/t.Test/{method}")
+        assert await kept(b"x", metadata=(("key", "k"),), timeout=WAIT_S).read() == b"x"
+
+
+@pytest.mark.parametrize("method", HANDLERS)
+async def test_a_call_without_a_message_is_refused(method: str) -> None:
+    async with serving() as channel:
+        call: Any = channel.stream_stream(f"/t.Test/{method}")(timeout=WAIT_S)
+        await call.done_writing()
+        error = await end_of(call)
+        assert isinstance(error, InvalidArgument) and error.field == "request"
+
+
+async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
+    async with serving(read=functools.partial(read_request, timeout_s=0.1)) as channel:
+        call: Any = channel.stream_stream("/t.Test/Echo")(timeout=WAIT_S)
+        error = await end_of(call)
+        assert isinstance(error, InvalidArgument) and "must arrive within" in error.message
+
+
+async def test_health_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "GRPC_PUBLIC_CALLS", 2)
+    async with serving() as channel:
+        watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        request = health_pb2.HealthCheckRequest().SerializeToString()
+        calls = [watch(request, timeout=WAIT_S) for _ in range(2)]
+        for call in calls:
+            await call.read()
+        assert isinstance(await end_of(watch(request, timeout=WAIT_S)), Overloaded)
+        calls[0].cancel()
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                again = watch(request, timeout=WAIT_S)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await again.read()
+                    break
+
+
+async def test_load_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_service, "LOAD_WATCHERS", 1)
+    identity = WorkerIdentity(Role.PREFILL, "prefill-0")
+    service = WorkerService(identity, load=worker_pb2.LoadReport, ledger=worker_pb2.Ledger)
+    host = ServiceHost("127.0.0.1:0")
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, host.server)
+    await host.start([])
+    async with dial(host.endpoint) as channel:
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        first = stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=WAIT_S)
+        await first.read()
+        second = stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=WAIT_S)
+        assert isinstance(await end_of(second), Overloaded)
+    await host.stop(grace_s=0)
+
+
+def test_malformed_messages_are_one_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    malformed = MalformedRequests(clock=lambda: now_s)
+    parse = malformed.checked(worker_pb2.WatchLoadRequest.FromString, "/x/Y")
+    assert parse is not None
+    with caplog.at_level(logging.WARNING):
+        for step in range(10):
+            now_s = step / 5
+            with pytest.raises(InvalidArgument):
+                parse(b"\xff")
+    assert malformed.count == 10
+    assert [(r.getMessage(), r.exc_info) for r in caplog.records] == [
+        ("1 malformed messages, the last to /x/Y", None),
+        ("5 malformed messages, the last to /x/Y", None),
+    ]

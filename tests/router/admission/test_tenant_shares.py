@@ -1,0 +1,71 @@
+"""A tenant's share of the text and of the messages that a router holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.admission.tenant_shares import ReceiveSlots, TextShares
+from slipstream.errors import Overloaded
+
+WAIT_S = 60.0
+
+
+def test_a_tenant_at_its_share_leaves_room_to_another() -> None:
+    shares = TextShares(most_chars=100, most_tenant_chars=60)
+    shares.take("a", 60)
+    with pytest.raises(Overloaded):
+        shares.take("a", 1)
+    shares.take("b", 40)
+    with pytest.raises(Overloaded):
+        shares.take("b", 1)  # the whole is taken
+    shares.give_back("a", 60)
+    shares.take("b", 20)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50))))
+def test_shares_return_to_nothing_and_never_exceed_their_bounds(takes: list[tuple[str, int]]) -> None:
+    shares, held = TextShares(most_chars=100, most_tenant_chars=60), []
+    for tenant, chars in takes:
+        with contextlib.suppress(Overloaded):
+            shares.take(tenant, chars)
+            held.append((tenant, chars))
+        assert shares.held_chars == sum(chars for _, chars in held) <= 100
+        assert all(sum(n for name, n in held if name == tenant) <= 60 for tenant in "abc")
+    for tenant, chars in held:
+        shares.give_back(tenant, chars)
+    assert not shares.held_chars and not shares._held
+
+
+async def test_a_tenant_that_receives_slowly_delays_only_itself() -> None:
+    slots, ends = ReceiveSlots(most=8, most_tenant=2), asyncio.Event()
+
+    async def receive(tenant: str) -> None:
+        async with slots.receiving(tenant):
+            await ends.wait()
+
+    slow = [asyncio.create_task(receive("a")) for _ in range(5)]
+    async with asyncio.timeout(WAIT_S):
+        while slots._users["a"] < 5:
+            await asyncio.sleep(0)
+        async with slots.receiving("b"):
+            assert slots._tenants["a"].locked() and not slots._all.locked()
+        ends.set()
+        await asyncio.gather(*slow)
+    assert not slots._users and not slots._tenants
+
+
+async def test_a_message_without_room_in_time_is_refused_and_holds_nothing() -> None:
+    slots = ReceiveSlots(most=1, most_tenant=1, wait_s=0.05)
+    async with slots.receiving("a"):
+        for tenant in ("a", "b"):
+            with pytest.raises(Overloaded):
+                async with slots.receiving(tenant):
+                    pass
+    async with slots.receiving("b"):
+        pass
+    assert not slots._users and not slots._tenants
