@@ -39,13 +39,14 @@ async def test_an_error_of_any_length_keeps_its_status(name: str) -> None:
         raise InvalidArgument(LONG[name], LONG[name])
 
     host = ServiceHost("127.0.0.1:0")
-    handlers = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    handlers: dict[str, Any] = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
     host.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Test", handlers),))
     await host.start([])
     async with dial(host.endpoint) as channel:
+        refusing: Any = channel.unary_unary("/t.Test/Refuse")
         for _ in range(20):  # beyond its soft limit gRPC refuses metadata at random
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary("/t.Test/Refuse")(b"", timeout=WAIT_S)
+                await refusing(b"", timeout=WAIT_S)
             error = from_rpc_error(caught.value)
             assert isinstance(error, InvalidArgument)
             assert len(error.field.encode()) <= MAX_FIELD_BYTES
@@ -58,12 +59,13 @@ async def test_a_message_beyond_the_limit_is_a_body_too_large() -> None:
         return request
 
     host = ServiceHost("127.0.0.1:0", options=[("grpc.max_receive_message_length", 1000)])
-    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+    handlers: dict[str, Any] = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
     host.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Test", handlers),))
     await host.start([])
     async with dial(host.endpoint) as channel:
+        echoing: Any = channel.unary_unary("/t.Test/Echo")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/t.Test/Echo")(b"x" * 2000, timeout=WAIT_S)
+            await echoing(b"x" * 2000, timeout=WAIT_S)
     error = from_rpc_error(caught.value)
     assert isinstance(error, BodyTooLarge) and error.field == BODY.field
     assert not isinstance(error, errors.Overloaded)  # which clients send again

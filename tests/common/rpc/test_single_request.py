@@ -45,7 +45,7 @@ async def twice(request: bytes, context: Any) -> AsyncIterator[bytes]:
     yield request
 
 
-HANDLERS = {
+HANDLERS: dict[str, Any] = {
     "Echo": grpc.unary_unary_rpc_method_handler(echo),
     "Twice": grpc.unary_stream_rpc_method_handler(twice),
 }

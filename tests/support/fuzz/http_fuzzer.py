@@ -67,7 +67,7 @@ _HEADERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Range", ("bytes=0-", "x")),
     ("x-request-id", ("r-1", "r" * 129, "\u00e9", "")),
     ("x-session-affinity", ("s", "s" * 257, "\x00", "caf\u00e9")),
-    ("x-request-timeout-ms", ("1", "5000", "0", "-1", "1e3", "\u0661", "9" * 30)),
+    ("x-request-timeout-ms", ("60000", "5000000", "0", "-1", "1e3", "\u0661", "9" * 30)),
     ("x-slipstream-priority", ("bulk", "none")),
     ("x-slipstream-prefill", ("prefill-0",)),
     ("x-slipstream-debug", ("1",)),
