@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.health import DiskHealth, DiskState
 from services.kvstore.disk.native.reads import open_reader
@@ -67,6 +68,7 @@ class DiskTier:
         disk_bytes: int,
         tenant_share: float = 1.0,
         io: DiskIo | None = None,
+        checksum: KvChecksum = UNKEYED,
         health: DiskHealth | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +77,9 @@ class DiskTier:
         self._tenant_share = tenant_share
         self.directory = directory
         self.table = self._new_table()
-        self.files = SegmentFiles(directory, segment_bytes=self._segment_bytes, io=io or SystemDiskIo())
+        self.files = SegmentFiles(
+            directory, segment_bytes=self._segment_bytes, io=io or SystemDiskIo(), checksum=checksum
+        )
         self._clock_s = clock_s
         self.watch = DiskWatch(
             str(directory), health or DiskHealth(), self, probe=self._probe, clock_s=clock_s

@@ -1,7 +1,7 @@
 """The native library that reads and writes blocks without the interpreter's lock (`csrc`).
 
-The wheel's build compiles it (`server/native_build.py`). The checksum is xxhash's own C function from
-the library that Python uses; a self-test at start compares their digests.
+The wheel's build compiles it (`server/native_build.py`). The checksum is xxhash's own C function
+(`libs/common/xxhash_library.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from libs.common.xxhash_library import Xxh3, address_of, xxh3
 from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
@@ -24,45 +23,19 @@ LIBRARY = Path(__file__).with_name("_disk_io.so")
 ENDED = struct.Struct("<Qq")  # id, result
 
 
-class _Hash(ctypes.Structure):
-    _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64))
-
-
 class _Hashes(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("whole", "create", "free", "reset", "update", "digest")
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("whole", "create", "free", "reset", "update", "digest")),
+        ("secret", ctypes.c_char_p),
+        ("secret_bytes", ctypes.c_size_t),
     )
 
     @classmethod
-    def of(cls, library: Any) -> _Hashes:
-        """xxhash's functions, the processor-specific ones where they exist.
-
-        Raises AttributeError for a missing function, OSError if the digests differ from Python's.
-        """
-        whole = _dispatched(library, "XXH3_128bits")
-        create, free = library.XXH3_createState, library.XXH3_freeState
-        reset, update = library.XXH3_128bits_reset, _dispatched(library, "XXH3_128bits_update")
-        digest = library.XXH3_128bits_digest
-        whole.restype = digest.restype = _Hash
-        create.restype = ctypes.c_void_p
-        free.argtypes = reset.argtypes = digest.argtypes = [ctypes.c_void_p]
-        update.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-        data, at = bytes(range(251)) * 5, 700
-        state = create()
-        reset(state)
-        update(state, data[:at], at)
-        update(state, data[at:], len(data) - at)
-        found = digest(state), whole(data, ctypes.c_size_t(len(data)))
-        free(state)
-        if any(struct.pack(">QQ", sum_.high, sum_.low) != xxhash.xxh3_128_digest(data) for sum_ in found):
-            raise OSError("xxhash's library does not give its digests")
-        functions = (whole, create, free, reset, update, digest)
-        return cls(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
-
-
-def _dispatched(library: Any, name: str) -> Any:
-    """The function that dispatches by processor, where the library has one."""
-    return getattr(library, f"{name}_dispatch", None) or getattr(library, name)
+    def of(cls, calls: Xxh3, secret: bytes) -> _Hashes:
+        """The functions under this secret; empty means xxh3's own."""
+        functions = calls.whole, calls.create, calls.free, calls.reset, calls.update, calls.digest
+        used = secret or calls.default_secret
+        return cls(*map(address_of, functions), used, len(used))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +44,16 @@ class Library:
 
     calls: Any
     waiting_calls: Any
-    hash: Any  # of a whole buffer
-    hashes: Any  # `hash` and the incremental form, as in disk_io.h
+    xxh3: Xxh3
+
+    @property
+    def hash(self) -> Any:
+        """The plain checksum of a whole buffer."""
+        return ctypes.c_void_p(address_of(self.xxh3.plain))
+
+    def hashes(self, secret: bytes) -> Any:
+        """The checksum under a secret, whole and incremental, as in disk_io.h."""
+        return _Hashes.of(self.xxh3, secret)
 
 
 @cache
@@ -86,14 +67,13 @@ def native_library() -> Library | None:
         )
     try:
         calls, waiting_calls = ctypes.PyDLL(str(LIBRARY)), ctypes.CDLL(str(LIBRARY))
-        # The checksum's own library: the C function behind xxhash.xxh3_128_digest.
-        hashes = _Hashes.of(ctypes.CDLL(_xxhash_path()))
+        found = xxh3()
     except (OSError, AttributeError) as error:
         log.warning("disks are read and written by slower threads: %s", error)
         return None
     _declare(calls)
     _declare(waiting_calls)
-    return Library(calls, waiting_calls, ctypes.c_void_p(hashes.whole), hashes)
+    return Library(calls, waiting_calls, found)
 
 
 def _declare(library: Any) -> None:
@@ -113,7 +93,3 @@ def _declare(library: Any) -> None:
     for oldest in (library.kv_pool_oldest_ns, library.kv_writer_oldest_ns):
         oldest.restype, oldest.argtypes = ctypes.c_int64, [pointer]
 
-
-def _xxhash_path() -> str:
-    module: Any = xxhash._xxhash  # type: ignore[attr-defined]
-    return str(module.__file__)

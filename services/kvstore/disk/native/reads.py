@@ -34,12 +34,15 @@ _POLLED_AT_ONCE = 256
 class NativePool:
     """The library's read threads. One caller thread, the event loop's."""
 
-    def __init__(self, library: Library, *, n_threads: int, with_ring: bool = True) -> None:
-        """`with_ring`: use io_uring for direct I/O where the kernel has it."""
+    def __init__(
+        self, library: Library, *, n_threads: int, secret: bytes = b"", with_ring: bool = True
+    ) -> None:
+        """`secret`: of the checksum. `with_ring`: use io_uring for direct I/O where the kernel has it."""
         self._library = library
+        self._hashes = library.hashes(secret)  # keeps the secret's bytes alive
         self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pool = library.waiting_calls.kv_pool_open(
-            n_threads, self.event_fd, ctypes.byref(library.hashes), with_ring
+            n_threads, self.event_fd, ctypes.byref(self._hashes), with_ring
         )
         if not self._pool:
             os.close(self.event_fd)
@@ -107,7 +110,9 @@ class NativeReader:
         with_ring: bool = True,
     ) -> None:
         self._files = files
-        self._pool = NativePool(library, n_threads=READ_THREADS, with_ring=with_ring)
+        self._pool = NativePool(
+            library, n_threads=READ_THREADS, secret=files.checksum.secret, with_ring=with_ring
+        )
         self._clock_s = clock_s
         self._tickets: dict[int, tuple[OnEnd, int, BlockRead]] = {}
         self._next = 0

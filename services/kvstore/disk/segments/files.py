@@ -14,9 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from libs.common.checksum import checksum, memory_at
+from libs.common.checksum import UNKEYED, KvChecksum, memory_at
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.segments.format import BlockHeader, FoundHeaders, Superblock
 from services.kvstore.disk.segments.io import DiskIo
@@ -58,9 +56,12 @@ class BlockWrite:
 class SegmentFiles:
     """All segments of one directory."""
 
-    def __init__(self, directory: Path, *, segment_bytes: int, io: DiskIo) -> None:
+    def __init__(
+        self, directory: Path, *, segment_bytes: int, io: DiskIo, checksum: KvChecksum = UNKEYED
+    ) -> None:
         self.directory = directory
         self.io = io
+        self.checksum = checksum
         self.pool = BufferPool()
         self._segment_bytes = segment_bytes
         self.n_syncs = 0  # for groups
@@ -110,7 +111,12 @@ class SegmentFiles:
             return [
                 outcome for each in run for outcome in self.load([each])
             ]  # one by one, to find the bad ones
-        return [_verified(each.block, payload) for each, payload in zip(run, payloads, strict=True)]
+        return [self._verified(each.block, payload) for each, payload in zip(run, payloads, strict=True)]
+
+    def _verified(self, block: DiskBlock, payload: memoryview) -> DataCorrupt | None:
+        if self.checksum.of(payload[: block.n_bytes]) == block.checksum:
+            return None
+        return DataCorrupt(f"block {block.key.hex()} on disk does not verify")
 
     def file(self, number: int) -> SegmentFile:
         """The open segment; it stays open while one of its slots is held or written."""
@@ -122,7 +128,7 @@ class SegmentFiles:
         expected = BlockHeader(block.key, block.n_bytes, block.generation, block.checksum)
         whole = file.read_header(slot.index) == expected
         if whole:
-            state = xxhash.xxh3_128()
+            state = self.checksum.stream()
             with self.pool.borrow() as buffer:
                 for start in range(0, slot.slot_bytes, SCAN_BYTES):
                     view = buffer.view(0, min(SCAN_BYTES, slot.slot_bytes - start))
@@ -274,12 +280,6 @@ class SegmentFiles:
         for slab, error in zip(slabs, found, strict=True):
             if error is not None:
                 _fail_segment(slab, error, group, outcome)
-
-
-def _verified(block: DiskBlock, payload: memoryview) -> DataCorrupt | None:
-    if checksum(payload[: block.n_bytes]) == block.checksum:
-        return None
-    return DataCorrupt(f"block {block.key.hex()} on disk does not verify")
 
 
 def neighbours(items: Sequence[BlockWrite], max_bytes: int) -> Iterator[list[BlockWrite]]:

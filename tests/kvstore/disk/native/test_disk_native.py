@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.checksum import checksum
+from libs.common import xxhash_library
+from libs.common.checksum import KvChecksum, checksum
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.native import library as compiled
 from services.kvstore.disk.native.library import native_library
@@ -268,7 +269,8 @@ async def test_interpreter_threads_read_without_xxhash_or_with_another_disk_io(
     assert uses_system_reads_and_writes(SystemDiskIo()) and not uses_system_reads_and_writes(
         OverriddenDiskIo()
     )
-    monkeypatch.setattr(compiled, "_xxhash_path", lambda: "/nowhere")
+    monkeypatch.setattr(xxhash_library, "library_path", lambda: "/nowhere")
+    xxhash_library.xxh3.cache_clear()
     native_library.cache_clear()
     try:
         tier = DiskTier(tmp_path / "kv", disk_bytes=1 << 20)
@@ -280,8 +282,11 @@ async def test_interpreter_threads_read_without_xxhash_or_with_another_disk_io(
         assert await tier.write(key, memory.address, 100, digest)
         assert await tier.read_many([(key, memory.address + PAGE_BYTES)]) == [(100, digest)]
         tier.close()
+        with pytest.raises(FailedPrecondition, match="cluster secret"):
+            KvChecksum(b"key")
     finally:
         native_library.cache_clear()
+        xxhash_library.xxh3.cache_clear()
 
 
 def test_a_missing_library_raises_an_error_with_a_remedy(

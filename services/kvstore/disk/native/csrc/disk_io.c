@@ -41,7 +41,7 @@ typedef void verifier(pool *, flight *);
 
 static void verify(pool *pool, flight *flight) {
     for (int i = 0; i < flight->n; i++)
-        if (!flight->results[i]) flight->results[i] = verified(pool->hash.whole, &flight->parts[i]);
+        if (!flight->results[i]) flight->results[i] = verified(&pool->hash, &flight->parts[i]);
 }
 
 static void read_run(flight *flight) {
@@ -175,10 +175,10 @@ static void verify_and_poll(pool *pool, flight *flight) {
         const part *part = &flight->parts[i];
         if (i) poll_disk(pool);
         if (part->hash_bytes <= PIECE_BYTES) {
-            flight->results[i] = verified(pool->hash.whole, part);
+            flight->results[i] = verified(&pool->hash, part);
             continue;
         }
-        pool->hash.reset(pool->hash_state);
+        pool->hash.reset(pool->hash_state, pool->hash.secret, pool->hash.secret_bytes);
         for (uint64_t done = 0, n; done < part->hash_bytes; done += n) {
             if (done) poll_disk(pool);
             n = part->hash_bytes - done < PIECE_BYTES ? part->hash_bytes - done : PIECE_BYTES;

@@ -13,14 +13,16 @@ typedef struct {
 } hash128;
 typedef hash128 (*hash_fn)(const void *, size_t);
 
-/* xxhash's own functions: the checksum of a whole buffer, and the incremental form. */
+/* xxhash's own functions: the checksum of a whole buffer, and the incremental form, both under a secret. */
 typedef struct {
-    hash_fn whole;
+    hash128 (*whole)(const void *, size_t, const void *secret, size_t secret_bytes);
     void *(*create)(void);
     int (*free)(void *);
-    int (*reset)(void *);
+    int (*reset)(void *, const void *secret, size_t secret_bytes);
     int (*update)(void *, const void *, size_t);
     hash128 (*digest)(const void *);
+    const void *secret;
+    size_t secret_bytes;
 } hashes;
 
 typedef struct {

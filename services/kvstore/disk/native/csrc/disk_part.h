@@ -39,8 +39,9 @@ static inline int64_t compared(hash128 sum, const part *read) {
     return memcmp(found, read->expected, 16) ? MISMATCH : 0;
 }
 
-static inline int64_t verified(hash_fn hash, const part *read) {
-    return compared(hash((const void *)(uintptr_t)read->address, read->hash_bytes), read);
+static inline int64_t verified(const hashes *hash, const part *read) {
+    const void *payload = (const void *)(uintptr_t)read->address;
+    return compared(hash->whole(payload, read->hash_bytes, hash->secret, hash->secret_bytes), read);
 }
 
 #endif
