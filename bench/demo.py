@@ -27,6 +27,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError
 from slipstream.replies import Reply
 from supervisor.cluster import ClusterSupervisor
+from supervisor.config_check import why_no_mooncake
 from supervisor.plan import ClusterConfig
 
 SESSION = "demo"
@@ -201,7 +202,7 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     # Drafts are on even where they save no time: the demo shows that losing the drafter changes no text.
-    config = ClusterConfig(run_dir=run_dir, transport=arguments.transport, drafts="on")
+    config = ClusterConfig(run_dir=run_dir, transport=transport_of(arguments.transport), drafts="on")
     async with ClusterSupervisor(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()
         endpoints = record.service_endpoints()
@@ -216,6 +217,15 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         if sys.stdin.isatty() and sys.stdout.isatty() and not arguments.exit:
             await stay(record.router_grpc, record.router_http)
     return result
+
+
+def transport_of(asked: str) -> str:
+    """Mooncake for auto where it loads: the demo shows its transfers, though a local cluster needs none."""
+    if asked != "auto":
+        return asked
+    if missing := why_no_mooncake():
+        say(f"KV moves over plain sockets instead of Mooncake: {missing}")
+    return "socket" if missing else "mooncake"
 
 
 async def stay(grpc: str, http: str) -> None:

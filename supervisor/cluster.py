@@ -31,7 +31,7 @@ from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Un
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
 from supervisor import process_stats, run_directory
-from supervisor.config_check import check_config, transport_warning
+from supervisor.config_check import check_config
 from supervisor.etcd import etcd_binary, etcd_command
 from supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
 from supervisor.logs import ProcessLogs
@@ -168,8 +168,6 @@ class ClusterSupervisor:
             parts.append(f"{config.pool_masters} pool master")
         parts += [f"{count} {role}" for role, count in config.counts().items() if count]
         self._say(f"starting {', '.join(parts)}")
-        if warning := transport_warning(config.transport):
-            self._say(warning)
 
     async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:
         if self._config.etcd is not None:

@@ -49,12 +49,6 @@ def check_config(config: ClusterConfig) -> None:
     _check_space(config)
 
 
-def transport_warning(transport: str) -> str | None:
-    """One line where `auto` means sockets because Mooncake cannot be loaded here."""
-    missing = why_no_mooncake() if transport == "auto" else None
-    return f"KV moves over plain sockets instead of Mooncake: {missing}" if missing else None
-
-
 def why_no_mooncake() -> str | None:
     """What Mooncake lacks on this machine; None where it has everything."""
     if importlib.util.find_spec("mooncake") is None:

@@ -14,22 +14,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from libs.common.checksum import KvChecksum
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.rpc.telemetry import Counters
+from libs.common.runtime.process_settings import SECRET_VARIABLE
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.engine.step.types import FullBlock
+from libs.worker.engine.page_exporter import PageExporter
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.offload.block_writer import commit_request
 from libs.worker.pins.peers import Peers
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats
 from libs.worker.restore.prefix_restore import PrefixRestorer
 from slipstream.block_hashes import pack_hashes, unpack_hashes
+from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 FINGERPRINT = Fingerprint("bench", "bench", "bench", "float32", 64)
 _START_S = 60.0
+_SECRET = "of the benchmark's cluster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,8 @@ def open_store(directory: Path, *, transport: str, dram_bytes: int, disk_bytes: 
     command += ["--run-dir", str(directory), "--transport", transport]
     command += ["--dram-bytes", str(dram_bytes), "--disk-bytes", str(disk_bytes)]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        environment = {**os.environ, SECRET_VARIABLE: _SECRET}
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         give_up_at = time.monotonic() + _START_S
         while " is ready at " not in (said := log.read_text()):
@@ -66,14 +72,14 @@ class BenchWorker:
 
     def __init__(self, transport: KvTransport, *, page_bytes: int, n_pages: int) -> None:
         self._pages = PageAlignedMemory(page_bytes * n_pages)
-        transport.register(self._pages.buffer)
         engine: Any = SimpleNamespace(
             info=SimpleNamespace(page_bytes=page_bytes, n_pages=n_pages),
             memory=self._pages.view(0, self._pages.n_bytes),
             memory_address=self._pages.address,
         )
         self._transport = transport
-        self._memory = PageMemory(engine)
+        self._memory = PageMemory(engine, KvChecksum.of_cluster(ClusterSecret(_SECRET.encode())))
+        self._exporter = PageExporter(self._memory, transport, staging_bytes=page_bytes * n_pages * 2)
         self._peers = Peers()
         unused: Any = None  # the engine's thread: only failed reads need it
         self._puller = BlockFetcher(transport, self._memory, unused, Counters())
@@ -120,15 +126,17 @@ class BenchWorker:
                 )
             )
             full = [FullBlock(block_hash, page) for page, block_hash in enumerate(chain)]
+            exported = await self._exporter.export(range(blocks), is_read=True)
             request = commit_request(
                 reserved.reservation_id,
                 full,
-                await self._memory.checksums(range(blocks)),
-                memory=self._memory,
+                exported,
+                page_bytes=size,
                 transport=self._transport,
             )
             request.wait_durable = durable
             answer = await stub.Commit(request)
+            self._exporter.release(exported)
             assert unpack_hashes(answer.committed) == chain
             assert unpack_hashes(answer.durable) == chain or not durable
 

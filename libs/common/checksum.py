@@ -84,7 +84,9 @@ class ChecksumStream:
         view = memoryview(data).cast("B")
         if len(view):
             held = bytes(view) if view.readonly else ctypes.c_char.from_buffer(view)
-            self._calls.update(self._state, held if isinstance(held, bytes) else ctypes.addressof(held), len(view))
+            self._calls.update(
+                self._state, held if isinstance(held, bytes) else ctypes.addressof(held), len(view)
+            )
 
     def digest(self) -> bytes:
         """The checksum of all data so far."""

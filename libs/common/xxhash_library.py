@@ -48,7 +48,9 @@ def xxh3() -> Xxh3:
     _declared(library.XXH3_generateSecret_fromSeed, None, pointer, ctypes.c_uint64)(own, 0)
     found = Xxh3(
         plain=_declared(_dispatched(library, "XXH3_128bits"), Hash128, pointer, size),
-        whole=_declared(_dispatched(library, "XXH3_128bits_withSecret"), Hash128, pointer, size, pointer, size),
+        whole=_declared(
+            _dispatched(library, "XXH3_128bits_withSecret"), Hash128, pointer, size, pointer, size
+        ),
         create=_declared(library.XXH3_createState, pointer),
         free=_declared(library.XXH3_freeState, ctypes.c_int, pointer),
         reset=_declared(library.XXH3_128bits_reset_withSecret, ctypes.c_int, pointer, pointer, size),
@@ -90,9 +92,9 @@ def _check(functions: Xxh3) -> None:
             functions.reset(state, secret, len(secret))
             functions.update(state, data[:cut], len(data[:cut]))
             functions.update(state, data[cut:], len(data[cut:]))
-            found = functions.digest(state), functions.plain(data, n_bytes)
-            found += (functions.whole(data, n_bytes, secret, len(secret)),)
-            if any(each.canonical() != xxhash.xxh3_128_digest(data) for each in found):
+            plain, keyed = functions.plain(data, n_bytes), functions.whole(data, n_bytes, secret, len(secret))
+            found = {each.canonical() for each in (functions.digest(state), plain, keyed)}
+            if found != {xxhash.xxh3_128_digest(data)}:
                 raise OSError("xxhash's library does not give its digests")
     finally:
         functions.free(state)

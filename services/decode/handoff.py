@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -50,7 +51,9 @@ class HandoffPull:
         self._first_block = first_block
         self._stats = stats
         self._deadline_s = deadline_s
-        self._ready: collections.deque[RemoteBlock] = collections.deque()
+        self._ready: collections.deque[tuple[int, RemoteBlock]] = collections.deque()
+        self._read: list[int] = []  # blocks that the exporter does not know to be read
+        self._has_read = asyncio.Event()
         self._changed = asyncio.Event()
         self._n_announced = 0
         self._complete: prefill_pb2.HandoffComplete | None = None
@@ -93,7 +96,7 @@ class HandoffPull:
 
     async def _watch(self) -> None:
         request = prefill_pb2.WatchHandoffRequest(
-            handoff_id=self._ticket.handoff_id, attempt=self._ticket.attempt
+            handoff_id=self._ticket.handoff_id, attempt=self._ticket.attempt, first_block=self._first_block
         )
         try:
             events = self._stub.WatchHandoff(
@@ -126,11 +129,12 @@ class HandoffPull:
         first, end = ready.first_block, ready.first_block + len(checksums)
         if first != self._n_announced or end > len(self._ticket.blocks):
             raise Internal(f"blocks [{first}, {end}) announced after {self._n_announced}")
+        if len(ready.addresses) != len(checksums):
+            raise Internal(f"{len(ready.addresses)} addresses announced for {len(checksums)} blocks")
         self._n_announced = end
-        for block, checksum in zip(range(first, end), checksums, strict=True):
+        for block, address, checksum in zip(range(first, end), ready.addresses, checksums, strict=True):
             if block >= self._first_block:
-                address = ready.moved.get(block) or self._ticket.blocks[block].address
-                self._ready.append(RemoteBlock(self._pages[block], address, checksum))
+                self._ready.append((block, RemoteBlock(self._pages[block], address, checksum)))
         self._changed.set()
 
     async def _pull(self) -> None:
@@ -139,7 +143,11 @@ class HandoffPull:
                 return
             batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._puller.batch_blocks))]
             if batch:
-                await self._puller.pull(self._ticket.transport_session, batch, self._stats)
+                remote = [block for _, block in batch]
+                await self._puller.pull(self._ticket.transport_session, remote, self._stats)
+                self._read += [number for number, _ in batch]
+                if self._n_announced < len(self._ticket.blocks):
+                    self._has_read.set()  # the exporter may wait for room
                 continue
             if self._complete is not None:
                 self._changed.set()  # the other lane may sleep
@@ -148,20 +156,25 @@ class HandoffPull:
             await self._changed.wait()
 
     async def _renew(self) -> None:
-        """The open watch renews too; this is for the time after it."""
-        request = prefill_pb2.RenewHandoffRequest(
-            handoff_id=self._ticket.handoff_id, lease_ms=self._ticket.lease_ms
-        )
+        """Report blocks that were read. The open watch renews the lease; afterwards this does."""
         while True:
-            await asyncio.sleep(self._ticket.lease_ms / 3e3)
-            if self._complete is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._ticket.lease_ms / 3e3):
+                    await self._has_read.wait()
+            self._has_read.clear()
+            if self._complete is None and not self._read:
                 continue
+            read, self._read = self._read, []
+            request = prefill_pb2.RenewHandoffRequest(
+                handoff_id=self._ticket.handoff_id, lease_ms=self._ticket.lease_ms, read_blocks=read
+            )
             try:
                 await self._stub.RenewHandoff(request, timeout=_RPC_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise from_rpc_error(error) from None
                 log.warning("handoff %s is not renewed: %s", self._ticket.handoff_id, error.code())
+                self._read += read
 
 
 async def _all_or_first_error(*parts: Coroutine[Any, Any, None], forever: Coroutine[Any, Any, None]) -> None:

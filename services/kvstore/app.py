@@ -120,7 +120,7 @@ async def _check_disks(options: Options) -> None:
 
 
 async def _open_node(options: Options, transport: KvTransport, *, term: Callable[[], int | None]) -> Node:
-    dram = DramTier(options.dram_bytes, tenant_share=options.tenant_share)
+    dram = DramTier(options.dram_bytes, tenant_share=options.tenant_share, checksum=options.checksum)
     if (used := dram.memory.n_bytes) != options.dram_bytes:
         slab_bytes = dram.table.slab_bytes
         log.info("--dram-bytes %d is rounded to %d: whole slabs of %d", options.dram_bytes, used, slab_bytes)
@@ -129,7 +129,12 @@ async def _open_node(options: Options, transport: KvTransport, *, term: Callable
     if options.disk_bytes:
         disks = DiskSet(
             [
-                DiskTier(directory, disk_bytes=options.disk_bytes, tenant_share=options.tenant_share)
+                DiskTier(
+                    directory,
+                    disk_bytes=options.disk_bytes,
+                    tenant_share=options.tenant_share,
+                    checksum=options.checksum,
+                )
                 for directory in options.disks
             ]
         )

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from libs.common.checksum import checksum_at
 from services.kvstore.core.store import BlockStore
 from slipstream.errors import NotFound, Unavailable
 from slipstream.v1.common_pb2 import CacheTier
@@ -123,14 +122,14 @@ class Operations:
         return [*in_dram, *on_disk, *in_pool]
 
     async def _verify_dram(self, key: bytes) -> bool:
-        table = self._store.dram.table
-        block = self._store.dram.get(key)
+        dram = self._store.dram
+        block = dram.get(key)
         if block is None:
             raise NotFound("no such block")
         # On the event loop: it takes microseconds, and the slot cannot change meanwhile.
-        whole = checksum_at(self._store.dram.address_of(block.slot), block.n_bytes) == block.value
+        whole = dram.checksum.at(dram.address_of(block.slot), block.n_bytes) == block.value
         if not whole:
-            table.drop(block)
+            dram.table.drop(block)
             self.corrupt_blocks_dram += 1
         return whole
 

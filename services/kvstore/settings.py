@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.process_settings import TierSettings
@@ -37,6 +38,7 @@ class Options:
     tls: TlsFiles | None = None
     region: str = ""
     pool: PoolOptions | None = None
+    checksum: KvChecksum = UNKEYED
 
     def check(self) -> None:
         """Raises InvalidArgument for values that cannot work."""
@@ -102,6 +104,7 @@ def options_of(parsed: NodeSettings) -> Options:
         drain_s=parsed.drain_s,
         pool=_pool(parsed),
         tls=parsed.tls(),
+        checksum=KvChecksum.of_cluster(parsed.cluster_secret()),
     )
 
 

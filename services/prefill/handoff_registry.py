@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Protocol
 
+from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.rpc.telemetry import Counters
+from libs.worker.engine.page_exporter import ExportedPage
 from libs.worker.requests.attempts import AttemptKey
 from services.prefill.handoff_state import Handoff, HandoffState, HandoffTable
 from slipstream.errors import FailedPrecondition, SlipstreamError
@@ -18,6 +20,7 @@ log = logging.getLogger(__name__)
 
 Complete = prefill_pb2.HandoffComplete
 _SWEEP_S = 0.25
+_UNREAD = ExportedPage(0, bytes(CHECKSUM_BYTES))
 
 
 class Owner(Protocol):
@@ -25,6 +28,14 @@ class Owner(Protocol):
 
     def end(self) -> None:
         """Stop and release the pages. Idempotent, returns at once."""
+        ...
+
+    def on_watched(self, first_block: int) -> None:
+        """A reader watches the handoff, and needs the blocks from `first_block` on."""
+        ...
+
+    def on_read(self, blocks: Sequence[int]) -> None:
+        """The reader has these blocks."""
         ...
 
 
@@ -37,7 +48,7 @@ class HandoffRegistry:
         self._table: HandoffTable[Complete] = HandoffTable()
         self._owners: dict[str, Owner] = {}
         self._changed: dict[str, asyncio.Event] = {}
-        self._moved: dict[str, dict[int, int]] = {}  # addresses by block that are not those of the ticket
+        self._addresses: dict[str, list[int]] = {}  # of the published blocks
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
@@ -62,27 +73,20 @@ class HandoffRegistry:
         )
         self._owners[handoff_id] = owner
         self._changed[handoff_id] = asyncio.Event()
+        self._addresses[handoff_id] = []
         self._counters.add("slipstream_handoffs_total")
         return handoff.lease_ms
 
-    def published_blocks(self, handoff_id: str) -> int:
-        """How many blocks are final."""
-        return len(self._table.get(handoff_id).checksums)
-
-    def move(self, handoff_id: str, addresses: Mapping[int, int]) -> None:
-        """Record other addresses than the ticket's for blocks that were not published."""
-        if self._table.get(handoff_id).state.live:
-            self._moved.setdefault(handoff_id, {}).update(addresses)
-
-    def publish(self, handoff_id: str, checksums: list[bytes]) -> None:
-        """The next blocks hold their final bytes."""
-        if checksums:
-            self._table.publish(handoff_id, checksums)
-            self._notify(handoff_id)
+    def publish(self, handoff_id: str, exported: Sequence[ExportedPage | None]) -> None:
+        """The next blocks can be read; None: nobody needs the block."""
+        blocks = [block or _UNREAD for block in exported]
+        self._table.publish(handoff_id, [block.checksum for block in blocks])
+        self._addresses[handoff_id] += [block.address for block in blocks]
+        self._notify(handoff_id)
 
     def complete(self, handoff_id: str, result: Complete) -> None:
         """The prompt is done. A request that ended with its first token needs no KV: its handoff ends."""
-        self._table.complete(handoff_id, result)
+        self._table.complete(handoff_id, result, needs_blocks=not result.finish_reason)
         self._notify(handoff_id)
         if result.finish_reason:
             self.release(handoff_id)
@@ -98,9 +102,10 @@ class HandoffRegistry:
         """Undo one `hold`."""
         self._table.unhold(handoff_id, self._now_ms())
 
-    def renew(self, handoff_id: str, lease_ms: int) -> None:
-        """Extend the lease. Raises NotFound when it has ended."""
+    def renew(self, handoff_id: str, lease_ms: int, read_blocks: Sequence[int] = ()) -> None:
+        """Extend the lease; the reader has `read_blocks`. Raises NotFound when it has ended."""
         self._table.renew(handoff_id, lease_ms, self._now_ms())
+        self._owners[handoff_id].on_read(read_blocks)
 
     def release(self, handoff_id: str) -> None:
         """The puller is done."""
@@ -115,22 +120,24 @@ class HandoffRegistry:
         self._ended(self._table.cancel(key))
 
     async def watch(
-        self, handoff_id: str, key: AttemptKey
+        self, handoff_id: str, key: AttemptKey, first_block: int = 0
     ) -> AsyncGenerator[prefill_pb2.WatchHandoffResponse, None]:
-        """The handoff's events, from its first block on, until it is complete or ended."""
+        """The handoff's events until it is complete or ended. The caller reads from `first_block` on."""
         handoff = self._table.get(handoff_id)
         if handoff.key != key:
             raise FailedPrecondition(f"handoff {handoff_id} belongs to {handoff.key}, not {key}")
-        self.hold(handoff_id)
+        if self.hold(handoff_id):
+            self._owners[handoff_id].on_watched(first_block)
         try:
             sent = 0
             while True:
                 changed = self._changed.get(handoff_id)
                 if sent < len(handoff.checksums) and handoff.state.live:
                     fresh = handoff.checksums[sent:]
-                    ready = prefill_pb2.BlocksReady(first_block=sent, checksums=b"".join(fresh))
-                    moved = self._moved.get(handoff_id, {})
-                    ready.moved.update({n: moved[n] for n in range(sent, sent + len(fresh)) if n in moved})
+                    addresses = self._addresses[handoff_id][sent:]
+                    ready = prefill_pb2.BlocksReady(
+                        first_block=sent, checksums=b"".join(fresh), addresses=addresses
+                    )
                     sent += len(fresh)
                     yield prefill_pb2.WatchHandoffResponse(ready=ready)
                     continue
@@ -149,7 +156,7 @@ class HandoffRegistry:
             if handoff.state is HandoffState.EXPIRED:
                 log.warning("the lease of %s (%s) ran out", handoff.handoff_id, handoff.key)
                 self._counters.add("slipstream_handoffs_expired_total")
-            self._moved.pop(handoff.handoff_id, None)
+            self._addresses.pop(handoff.handoff_id)
             self._changed.pop(handoff.handoff_id).set()
             self._owners.pop(handoff.handoff_id).end()
 

@@ -51,7 +51,7 @@ def granted_lease_ms(asked_ms: int) -> int:
 
 @dataclass(slots=True)
 class Handoff(Generic[ResultT]):
-    """One export. `checksums[k]` is there exactly when block k holds its final bytes."""
+    """One export. `checksums[k]` is there exactly when block k can be read."""
 
     handoff_id: str
     key: AttemptKey
@@ -99,7 +99,7 @@ class HandoffTable(Generic[ResultT]):
         return handoff
 
     def publish(self, handoff_id: str, checksums: list[bytes]) -> None:
-        """The next `len(checksums)` blocks are final. Raises FailedPrecondition once it ended."""
+        """The next `len(checksums)` blocks can be read. Raises FailedPrecondition once it ended."""
         handoff = self._require_live(handoff_id)
         if (
             handoff.state is HandoffState.COMPLETE
@@ -109,10 +109,10 @@ class HandoffTable(Generic[ResultT]):
         handoff.checksums += checksums
         handoff.state = HandoffState.STREAMING
 
-    def complete(self, handoff_id: str, result: ResultT) -> None:
-        """All blocks are published and the first token is known."""
+    def complete(self, handoff_id: str, result: ResultT, *, needs_blocks: bool = True) -> None:
+        """The first token is known, and all blocks are published unless nobody needs them."""
         handoff = self._require_live(handoff_id)
-        if len(handoff.checksums) != handoff.n_blocks:
+        if needs_blocks and len(handoff.checksums) != handoff.n_blocks:
             raise Internal(f"handoff {handoff_id} is complete at {len(handoff.checksums)}/{handoff.n_blocks}")
         handoff.result = result
         handoff.state = HandoffState.COMPLETE

@@ -15,6 +15,7 @@ from libs.worker.requests.clock import until
 from libs.worker.requests.messages import add_cached_tokens, draft_state, finish_reason, position_logprobs
 from libs.worker.requests.sequence_task import SequenceTask
 from libs.worker.restore.block_fetcher import FetchStats
+from services.prefill.handoff_export import HandoffExport
 from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.plan import PrefillPlan
 from slipstream.enum_names import transport_value
@@ -44,6 +45,8 @@ class PrefillJob(SequenceTask):
         self._endpoint = endpoint
         self._outputs: asyncio.Queue[StepOutput | SlipstreamError] = asyncio.Queue()
         self._pages: Sequence[int] = ()
+        self._export: HandoffExport | None = None
+        self._exporting: asyncio.Task[None] | None = None
         self._cached: list[common_pb2.CachedTokens] = []
         self._arrived = time.perf_counter()
         self._complete = False
@@ -63,6 +66,16 @@ class PrefillJob(SequenceTask):
     def on_error(self, error: SlipstreamError) -> None:
         self._outputs.put_nowait(error)
 
+    # ---- Owner
+
+    def on_watched(self, first_block: int) -> None:
+        if self._export is not None:
+            self._export.on_watched(first_block)
+
+    def on_read(self, blocks: Sequence[int]) -> None:
+        if self._export is not None:
+            self._export.on_read(blocks)
+
     # ---- the task
 
     async def _run(self) -> None:
@@ -81,6 +94,10 @@ class PrefillJob(SequenceTask):
         finally:
             self._cleaning_up = True
             self.tokens_left = 0
+            if self._exporting is not None and self._export is not None:
+                self._exporting.cancel()
+                await asyncio.wait({self._exporting})
+                self._export.close()
             await self._core.release(self.plan.spec.seq_id, self._pages)
 
     def _fail(self, error: SlipstreamError) -> None:
@@ -100,7 +117,7 @@ class PrefillJob(SequenceTask):
             [common_pb2.CACHE_TIER_WORKER] * (reservation.cached_tokens // core.info.block_tokens)
         )
         self._open(n_blocks)
-        await self._publish(reservation.cached_tokens // core.info.block_tokens)
+        self._advance(reservation.cached_tokens // core.info.block_tokens)
         # What the pages hold already is no load; the store may spare more of it.
         self.tokens_left = spec.context_tokens - reservation.cached_tokens
         filled = await self._restore(reservation)
@@ -109,9 +126,11 @@ class PrefillJob(SequenceTask):
         core.attach(spec.seq_id, self, computed_tokens=filled, prefilling=True)
         await core.thread.call(lambda engine: engine.start(spec.seq_id))
         last = await self._follow()
-        # The client's first token does not wait for the checksums of the last blocks.
+        # The client's first token does not wait for the export of the last blocks.
         self._send_first_token(last, queue_ms=(started - self._arrived) * 1e3, started=started)
-        await self._publish(n_blocks)
+        self._advance(n_blocks)
+        if last.finish is None and self._exporting is not None:
+            await self._exporting
         self._finish(last)
 
     async def _reserve(self) -> PageReservation:
@@ -131,7 +150,13 @@ class PrefillJob(SequenceTask):
             handoff_id, self, self.plan.key, n_blocks=n_blocks, lease_ms=self.plan.lease_ms
         )
         self.handoff_id = handoff_id
-        memory = self._core.memory
+        self._export = HandoffExport(
+            self._core.exporter,
+            self._pages[:n_blocks],
+            lambda exported: self._exports.publish(handoff_id, exported),
+        )
+        self._exporting = asyncio.create_task(self._export.run(), name=f"export {self.plan.key}")
+        self._exporting.add_done_callback(self._on_exported)
         ticket = prefill_pb2.HandoffTicket(
             handoff_id=handoff_id,
             attempt=common_pb2.Attempt(request_id=self.plan.key.request_id, attempt=self.plan.key.attempt),
@@ -139,10 +164,7 @@ class PrefillJob(SequenceTask):
             control_endpoint=self._endpoint,
             transport=transport_value(self._core.transport.kind),
             transport_session=self._core.transport.session_id,
-            blocks=[
-                prefill_pb2.ExportedBlock(address=memory.address_of(page), n_bytes=memory.page_bytes)
-                for page in self._pages[:n_blocks]
-            ],
+            blocks=[prefill_pb2.ExportedBlock(n_bytes=self._core.memory.page_bytes)] * n_blocks,
             prompt_tokens=self.plan.spec.context_tokens,
             lease_ms=lease_ms,
         )
@@ -168,18 +190,16 @@ class PrefillJob(SequenceTask):
         if found.tiers:
             await self._core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))
             self._note_cached(found.tiers)
-            await self._publish(first + len(found.tiers))
+            self._advance(first + len(found.tiers))
         if found.late is not None:
             self._move(await self._core.spare_late_pages(reservation, found))
         return filled
 
     def _move(self, reservation: PageReservation) -> None:
-        """Some blocks of the ticket, none of them published, are in other pages now."""
-        address_of = self._core.memory.address_of
-        pairs = enumerate(zip(self._pages, reservation.pages, strict=True))
-        moved = {block: address_of(new) for block, (old, new) in pairs if new != old}
+        """Some blocks of the handoff, none of them final, are in other pages now."""
+        assert self._export is not None
         self._pages = reservation.pages
-        self._exports.move(self.handoff_id, moved)
+        self._export.pages = reservation.pages[: len(self._export.pages)]
 
     def _offer_known(self, n_blocks: int) -> None:
         """Blocks that were cached here: the store may have lost them; it takes what it lacks."""
@@ -213,12 +233,21 @@ class PrefillJob(SequenceTask):
             self.events.put_nowait(prefill_pb2.PrefillEvent(progress=progress))
             if output.tokens:
                 return output
-            await self._publish(output.computed_tokens // self._core.info.block_tokens)
+            self._advance(output.computed_tokens // self._core.info.block_tokens)
 
-    async def _publish(self, n_blocks: int) -> None:
+    def _advance(self, n_blocks: int) -> None:
         """Blocks up to `n_blocks` hold their final bytes."""
-        first = self._exports.published_blocks(self.handoff_id)
-        self._exports.publish(self.handoff_id, await self._core.memory.checksums(self._pages[first:n_blocks]))
+        assert self._export is not None
+        self._export.advance(n_blocks)
+
+    def _on_exported(self, exporting: asyncio.Task[None]) -> None:
+        """Fail the prompt where an export failed."""
+        if exporting.cancelled() or (error := exporting.exception()) is None:
+            return
+        if not isinstance(error, SlipstreamError):
+            log.error("%s: the export failed", self.plan.key, exc_info=error)
+            error = Internal("internal error")
+        self._outputs.put_nowait(error)
 
     def _send_first_token(self, last: StepOutput, *, queue_ms: float, started: float) -> None:
         first_token = prefill_pb2.FirstToken(

@@ -89,7 +89,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.WatchHandoffRequest, context: _Context
     ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
         key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
-        events = self._exports.watch(request.handoff_id, key)
+        events = self._exports.watch(request.handoff_id, key, request.first_block)
         self._streams += 1
         try:
             async for event in events:
@@ -101,7 +101,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     async def RenewHandoff(
         self, request: prefill_pb2.RenewHandoffRequest, context: _Context
     ) -> prefill_pb2.RenewHandoffResponse:
-        self._exports.renew(request.handoff_id, request.lease_ms)
+        self._exports.renew(request.handoff_id, request.lease_ms, request.read_blocks)
         return prefill_pb2.RenewHandoffResponse()
 
     async def ReleaseHandoff(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/prefill.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"N\n\x0ePrefillRequest\x12+\n\x06starts\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.StartPrefill\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x03(\r\"\x8e\x04\n\x0cStartPrefill\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12.\n\x06prefix\x18\x06 \x01(\x0b\x32\x1e.slipstream.v1.PromptReference\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12\x18\n\x10kvstore_endpoint\x18\t \x01(\t\x12\x15\n\rpeer_endpoint\x18\n \x01(\t\x12\x0c\n\x04salt\x18\x0b \x01(\x0c\x12\x16\n\x0e\x65mitted_tokens\x18\x0c \x01(\r\x12\x10\n\x08lease_ms\x18\r \x01(\r\x12\x35\n\x05trace\x18\x0e \x03(\x0b\x32&.slipstream.v1.StartPrefill.TraceEntry\x12\x13\n\x0bshared_salt\x18\x0f \x01(\x0c\x12\x15\n\rshared_blocks\x18\x10 \x01(\r\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x0fPrefillResponse\x12+\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.PrefillEvent\"\xe7\x01\n\x0cPrefillEvent\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12.\n\x06opened\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.HandoffOpenedH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.slipstream.v1.PrefillProgressH\x00\x12\x30\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x19.slipstream.v1.FirstTokenH\x00\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x42\x06\n\x04kind\"L\n\rHandoffOpened\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12+\n\x06\x63\x61\x63hed\x18\x02 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\"*\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\"\xd8\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12+\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\ncompute_ms\x18\x06 \x01(\x02\"\xb6\x02\n\rHandoffTicket\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x18\n\x10\x63ontrol_endpoint\x18\x04 \x01(\t\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x18.slipstream.v1.Transport\x12\x19\n\x11transport_session\x18\x06 \x01(\t\x12,\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x1c.slipstream.v1.ExportedBlock\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x10\n\x08lease_ms\x18\t \x01(\r\"1\n\rExportedBlock\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x0f\n\x07n_bytes\x18\x02 \x01(\x04\"R\n\x13WatchHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\"\xaa\x01\n\x14WatchHandoffResponse\x12+\n\x05ready\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.BlocksReadyH\x00\x12\x32\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1e.slipstream.v1.HandoffCompleteH\x00\x12(\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x42\x07\n\x05\x65vent\"\x99\x01\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x34\n\x05moved\x18\x03 \x03(\x0b\x32%.slipstream.v1.BlocksReady.MovedEntry\x1a,\n\nMovedEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"\x8d\x01\n\x0fHandoffComplete\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12.\n\x0b\x64raft_state\x18\x03 \x01(\x0b\x32\x19.slipstream.v1.DraftState\"E\n\nDraftState\x12\x16\n\x0estart_position\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0c\";\n\x13RenewHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x16\n\x14RenewHandoffResponse\"+\n\x15ReleaseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"\x18\n\x16ReleaseHandoffResponse\">\n\x13\x41\x62ortPrefillRequest\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Attempt\"\x16\n\x14\x41\x62ortPrefillResponse2\xca\x03\n\x0ePrefillService\x12L\n\x07Prefill\x12\x1d.slipstream.v1.PrefillRequest\x1a\x1e.slipstream.v1.PrefillResponse(\x01\x30\x01\x12Y\n\x0cWatchHandoff\x12\".slipstream.v1.WatchHandoffRequest\x1a#.slipstream.v1.WatchHandoffResponse0\x01\x12W\n\x0cRenewHandoff\x12\".slipstream.v1.RenewHandoffRequest\x1a#.slipstream.v1.RenewHandoffResponse\x12]\n\x0eReleaseHandoff\x12$.slipstream.v1.ReleaseHandoffRequest\x1a%.slipstream.v1.ReleaseHandoffResponse\x12W\n\x0c\x41\x62ortPrefill\x12\".slipstream.v1.AbortPrefillRequest\x1a#.slipstream.v1.AbortPrefillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/prefill.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"N\n\x0ePrefillRequest\x12+\n\x06starts\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.StartPrefill\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x03(\r\"\x8e\x04\n\x0cStartPrefill\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12.\n\x06prefix\x18\x06 \x01(\x0b\x32\x1e.slipstream.v1.PromptReference\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12\x18\n\x10kvstore_endpoint\x18\t \x01(\t\x12\x15\n\rpeer_endpoint\x18\n \x01(\t\x12\x0c\n\x04salt\x18\x0b \x01(\x0c\x12\x16\n\x0e\x65mitted_tokens\x18\x0c \x01(\r\x12\x10\n\x08lease_ms\x18\r \x01(\r\x12\x35\n\x05trace\x18\x0e \x03(\x0b\x32&.slipstream.v1.StartPrefill.TraceEntry\x12\x13\n\x0bshared_salt\x18\x0f \x01(\x0c\x12\x15\n\rshared_blocks\x18\x10 \x01(\r\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x0fPrefillResponse\x12+\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.PrefillEvent\"\xe7\x01\n\x0cPrefillEvent\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12.\n\x06opened\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.HandoffOpenedH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.slipstream.v1.PrefillProgressH\x00\x12\x30\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x19.slipstream.v1.FirstTokenH\x00\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x42\x06\n\x04kind\"L\n\rHandoffOpened\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12+\n\x06\x63\x61\x63hed\x18\x02 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\"*\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\"\xd8\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12+\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\ncompute_ms\x18\x06 \x01(\x02\"\xb6\x02\n\rHandoffTicket\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x18\n\x10\x63ontrol_endpoint\x18\x04 \x01(\t\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x18.slipstream.v1.Transport\x12\x19\n\x11transport_session\x18\x06 \x01(\t\x12,\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x1c.slipstream.v1.ExportedBlock\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x10\n\x08lease_ms\x18\t \x01(\r\" \n\rExportedBlock\x12\x0f\n\x07n_bytes\x18\x02 \x01(\x04\"g\n\x13WatchHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\"\xaa\x01\n\x14WatchHandoffResponse\x12+\n\x05ready\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.BlocksReadyH\x00\x12\x32\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1e.slipstream.v1.HandoffCompleteH\x00\x12(\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x42\x07\n\x05\x65vent\"H\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x11\n\taddresses\x18\x03 \x03(\x06\"\x8d\x01\n\x0fHandoffComplete\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12.\n\x0b\x64raft_state\x18\x03 \x01(\x0b\x32\x19.slipstream.v1.DraftState\"E\n\nDraftState\x12\x16\n\x0estart_position\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0c\"P\n\x13RenewHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x13\n\x0bread_blocks\x18\x03 \x03(\r\"\x16\n\x14RenewHandoffResponse\"+\n\x15ReleaseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"\x18\n\x16ReleaseHandoffResponse\">\n\x13\x41\x62ortPrefillRequest\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Attempt\"\x16\n\x14\x41\x62ortPrefillResponse2\xca\x03\n\x0ePrefillService\x12L\n\x07Prefill\x12\x1d.slipstream.v1.PrefillRequest\x1a\x1e.slipstream.v1.PrefillResponse(\x01\x30\x01\x12Y\n\x0cWatchHandoff\x12\".slipstream.v1.WatchHandoffRequest\x1a#.slipstream.v1.WatchHandoffResponse0\x01\x12W\n\x0cRenewHandoff\x12\".slipstream.v1.RenewHandoffRequest\x1a#.slipstream.v1.RenewHandoffResponse\x12]\n\x0eReleaseHandoff\x12$.slipstream.v1.ReleaseHandoffRequest\x1a%.slipstream.v1.ReleaseHandoffResponse\x12W\n\x0c\x41\x62ortPrefill\x12\".slipstream.v1.AbortPrefillRequest\x1a#.slipstream.v1.AbortPrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STARTPREFILL_TRACEENTRY']._loaded_options = None
   _globals['_STARTPREFILL_TRACEENTRY']._serialized_options = b'8\001'
-  _globals['_BLOCKSREADY_MOVEDENTRY']._loaded_options = None
-  _globals['_BLOCKSREADY_MOVEDENTRY']._serialized_options = b'8\001'
   _globals['_PREFILLREQUEST']._serialized_start=74
   _globals['_PREFILLREQUEST']._serialized_end=152
   _globals['_STARTPREFILL']._serialized_start=155
@@ -55,31 +53,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDOFFTICKET']._serialized_start=1323
   _globals['_HANDOFFTICKET']._serialized_end=1633
   _globals['_EXPORTEDBLOCK']._serialized_start=1635
-  _globals['_EXPORTEDBLOCK']._serialized_end=1684
-  _globals['_WATCHHANDOFFREQUEST']._serialized_start=1686
-  _globals['_WATCHHANDOFFREQUEST']._serialized_end=1768
-  _globals['_WATCHHANDOFFRESPONSE']._serialized_start=1771
-  _globals['_WATCHHANDOFFRESPONSE']._serialized_end=1941
-  _globals['_BLOCKSREADY']._serialized_start=1944
-  _globals['_BLOCKSREADY']._serialized_end=2097
-  _globals['_BLOCKSREADY_MOVEDENTRY']._serialized_start=2053
-  _globals['_BLOCKSREADY_MOVEDENTRY']._serialized_end=2097
-  _globals['_HANDOFFCOMPLETE']._serialized_start=2100
-  _globals['_HANDOFFCOMPLETE']._serialized_end=2241
-  _globals['_DRAFTSTATE']._serialized_start=2243
-  _globals['_DRAFTSTATE']._serialized_end=2312
-  _globals['_RENEWHANDOFFREQUEST']._serialized_start=2314
-  _globals['_RENEWHANDOFFREQUEST']._serialized_end=2373
-  _globals['_RENEWHANDOFFRESPONSE']._serialized_start=2375
-  _globals['_RENEWHANDOFFRESPONSE']._serialized_end=2397
-  _globals['_RELEASEHANDOFFREQUEST']._serialized_start=2399
-  _globals['_RELEASEHANDOFFREQUEST']._serialized_end=2442
-  _globals['_RELEASEHANDOFFRESPONSE']._serialized_start=2444
-  _globals['_RELEASEHANDOFFRESPONSE']._serialized_end=2468
-  _globals['_ABORTPREFILLREQUEST']._serialized_start=2470
-  _globals['_ABORTPREFILLREQUEST']._serialized_end=2532
-  _globals['_ABORTPREFILLRESPONSE']._serialized_start=2534
-  _globals['_ABORTPREFILLRESPONSE']._serialized_end=2556
-  _globals['_PREFILLSERVICE']._serialized_start=2559
-  _globals['_PREFILLSERVICE']._serialized_end=3017
+  _globals['_EXPORTEDBLOCK']._serialized_end=1667
+  _globals['_WATCHHANDOFFREQUEST']._serialized_start=1669
+  _globals['_WATCHHANDOFFREQUEST']._serialized_end=1772
+  _globals['_WATCHHANDOFFRESPONSE']._serialized_start=1775
+  _globals['_WATCHHANDOFFRESPONSE']._serialized_end=1945
+  _globals['_BLOCKSREADY']._serialized_start=1947
+  _globals['_BLOCKSREADY']._serialized_end=2019
+  _globals['_HANDOFFCOMPLETE']._serialized_start=2022
+  _globals['_HANDOFFCOMPLETE']._serialized_end=2163
+  _globals['_DRAFTSTATE']._serialized_start=2165
+  _globals['_DRAFTSTATE']._serialized_end=2234
+  _globals['_RENEWHANDOFFREQUEST']._serialized_start=2236
+  _globals['_RENEWHANDOFFREQUEST']._serialized_end=2316
+  _globals['_RENEWHANDOFFRESPONSE']._serialized_start=2318
+  _globals['_RENEWHANDOFFRESPONSE']._serialized_end=2340
+  _globals['_RELEASEHANDOFFREQUEST']._serialized_start=2342
+  _globals['_RELEASEHANDOFFREQUEST']._serialized_end=2385
+  _globals['_RELEASEHANDOFFRESPONSE']._serialized_start=2387
+  _globals['_RELEASEHANDOFFRESPONSE']._serialized_end=2411
+  _globals['_ABORTPREFILLREQUEST']._serialized_start=2413
+  _globals['_ABORTPREFILLREQUEST']._serialized_end=2475
+  _globals['_ABORTPREFILLRESPONSE']._serialized_start=2477
+  _globals['_ABORTPREFILLRESPONSE']._serialized_end=2499
+  _globals['_PREFILLSERVICE']._serialized_start=2502
+  _globals['_PREFILLSERVICE']._serialized_end=2960
 # @@protoc_insertion_point(module_scope)

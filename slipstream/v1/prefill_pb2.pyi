@@ -347,20 +347,16 @@ Global___HandoffTicket: _TypeAlias = HandoffTicket  # noqa: Y015
 class ExportedBlock(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ADDRESS_FIELD_NUMBER: _builtins.int
     N_BYTES_FIELD_NUMBER: _builtins.int
-    address: _builtins.int
-    """in the exporting worker's registered memory"""
     n_bytes: _builtins.int
     def __init__(
         self,
         *,
-        address: _builtins.int = ...,
         n_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "n_bytes", b"n_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_bytes", b"n_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,7 +368,10 @@ class WatchHandoffRequest(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
+    first_block: _builtins.int
+    """the first block that the caller needs"""
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     def __init__(
@@ -380,10 +379,11 @@ class WatchHandoffRequest(_message.Message):
         *,
         handoff_id: _builtins.str = ...,
         attempt: _common_pb2.Attempt | None = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_block", b"first_block", "handoff_id", b"handoff_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -421,50 +421,30 @@ Global___WatchHandoffResponse: _TypeAlias = WatchHandoffResponse  # noqa: Y015
 
 @_typing.final
 class BlocksReady(_message.Message):
-    """BlocksReady says that the blocks [first_block, first_block + n) have their final bytes."""
+    """BlocksReady says where the final bytes of the blocks [first_block, first_block + n) are."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class MovedEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.int
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.int = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
-    MOVED_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     checksums: _builtins.bytes
-    """xxh3-128 of each block's n_bytes, big-endian, 16 bytes each"""
+    """xxh3-128 of each block's n_bytes under the cluster's key, big-endian, 16 bytes each"""
     @_builtins.property
-    def moved(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """addresses that differ from those in the ticket, by block number"""
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in the exporting worker's registered memory; 0 before the watched block"""
 
     def __init__(
         self,
         *,
         first_block: _builtins.int = ...,
         checksums: _builtins.bytes = ...,
-        moved: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        addresses: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "first_block", b"first_block", "moved", b"moved"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checksums", b"checksums", "first_block", b"first_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,17 +514,23 @@ class RenewHandoffRequest(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    READ_BLOCKS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     lease_ms: _builtins.int
+    @_builtins.property
+    def read_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the caller does not read them again; unknown ones are accepted"""
+
     def __init__(
         self,
         *,
         handoff_id: _builtins.str = ...,
         lease_ms: _builtins.int = ...,
+        read_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "lease_ms", b"lease_ms", "read_blocks", b"read_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

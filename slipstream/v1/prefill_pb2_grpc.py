@@ -84,16 +84,17 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchHandoff(self, request, context):
-        """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
-        `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
+        """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+        worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
+        and the open call renews the lease. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewHandoff(self, request, context):
-        """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
-        Idempotent; ordered with nothing.
+        """RenewHandoff extends the lease and frees the copies of blocks that were read, which makes room for later
+        blocks. NOT_FOUND: the lease has ended and the blocks must not be used. Idempotent; ordered with nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

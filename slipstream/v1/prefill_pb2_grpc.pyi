@@ -47,12 +47,13 @@ class PrefillServiceStub:
     Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
     """
     WatchHandoff: _grpc.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]
-    """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
-    `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
+    """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+    worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
+    and the open call renews the lease. Idempotent.
     """
     RenewHandoff: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.RenewHandoffRequest, _prefill_pb2.RenewHandoffResponse]
-    """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
-    Idempotent; ordered with nothing.
+    """RenewHandoff extends the lease and frees the copies of blocks that were read, which makes room for later
+    blocks. NOT_FOUND: the lease has ended and the blocks must not be used. Idempotent; ordered with nothing.
     """
     ReleaseHandoff: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHandoffRequest, _prefill_pb2.ReleaseHandoffResponse]
     """ReleaseHandoff ends the lease and frees the blocks. Unknown handoffs are accepted. Idempotent."""
@@ -80,12 +81,13 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
     """
     WatchHandoff: _aio.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]  # type: ignore[assignment]
-    """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
-    `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
+    """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+    worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
+    and the open call renews the lease. Idempotent.
     """
     RenewHandoff: _aio.UnaryUnaryMultiCallable[_prefill_pb2.RenewHandoffRequest, _prefill_pb2.RenewHandoffResponse]  # type: ignore[assignment]
-    """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
-    Idempotent; ordered with nothing.
+    """RenewHandoff extends the lease and frees the copies of blocks that were read, which makes room for later
+    blocks. NOT_FOUND: the lease has ended and the blocks must not be used. Idempotent; ordered with nothing.
     """
     ReleaseHandoff: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseHandoffRequest, _prefill_pb2.ReleaseHandoffResponse]  # type: ignore[assignment]
     """ReleaseHandoff ends the lease and frees the blocks. Unknown handoffs are accepted. Idempotent."""
@@ -122,8 +124,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.WatchHandoffRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.WatchHandoffResponse], _abc.AsyncIterator[_prefill_pb2.WatchHandoffResponse]]:
-        """WatchHandoff streams which exported blocks are ready, in order, from the first block on, and ends after
-        `complete` or `failed`. The open call renews the lease. It has no other effect. Idempotent.
+        """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+        worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
+        and the open call renews the lease. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -132,8 +135,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.RenewHandoffRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.RenewHandoffResponse, _abc.Awaitable[_prefill_pb2.RenewHandoffResponse]]:
-        """RenewHandoff extends the lease. NOT_FOUND: the lease has ended and the blocks must not be used.
-        Idempotent; ordered with nothing.
+        """RenewHandoff extends the lease and frees the copies of blocks that were read, which makes room for later
+        blocks. NOT_FOUND: the lease has ended and the blocks must not be used. Idempotent; ordered with nothing.
         """
 
     @_abc_1.abstractmethod

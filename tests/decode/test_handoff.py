@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from libs.common.checksum import memory_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
-from libs.worker.requests.attempts import AttemptKey
+from libs.worker.engine.page_exporter import ExportedPage
 from services.prefill.service import PrefillService
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from tests.support.host_memory import host_memory
 from tests.worker.nodes import (
     BLOCK_TOKENS,
     Gate,
@@ -173,8 +173,14 @@ async def test_a_damaged_block_is_refused_and_never_run() -> None:
         call = PrefillCall(prefill, prefill_request(prefill, tokens))
         ticket = (await call.opened()).ticket
         await call.first_token()
-        page = prefill.service._jobs[AttemptKey("r", 1)]._pages[5]
-        host_memory(prefill.core.memory)[page * prefill.core.info.page_bytes + 7] ^= 1
+        export = prefill.core.exporter.export
+
+        async def damaged(pages: Any, *, is_read: bool) -> list[ExportedPage]:
+            exported = await export(pages, is_read=is_read)
+            memory_at(exported[5].address + 7, 1)[0] ^= 1
+            return exported
+
+        prefill.core.exporter.export = damaged  # type: ignore[assignment]
         stream = RouterStream(decode)
         await stream.call.write(start_request(decode, tokens, ticket=ticket))
         last = await stream.last()

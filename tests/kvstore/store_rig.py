@@ -41,6 +41,9 @@ class CopyTransport:
     def register(self, buffer: object) -> Region:
         raise NotImplementedError
 
+    def add_destination(self, buffer: object) -> Region:
+        raise NotImplementedError
+
     async def read(
         self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common.checksum import checksum
+from libs.common.checksum import checksum_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from libs.worker.requests.attempts import AttemptKey
@@ -86,11 +86,9 @@ async def test_stream_and_handoff_from_open_to_release() -> None:
         events = await watch(node, ticket)
         sums = b"".join(e.ready.checksums for e in events if e.HasField("ready"))
         assert len(sums) == 38 * 16
-        for i, block in enumerate(ticket.blocks):
-            at = block.address - node.core.memory.address
-            assert (
-                checksum(host_memory(node.core.memory)[at : at + block.n_bytes]) == sums[16 * i : 16 * i + 16]
-            )
+        addresses = [address for e in events if e.HasField("ready") for address in e.ready.addresses]
+        for i, (block, address) in enumerate(zip(ticket.blocks, addresses, strict=True)):
+            assert checksum_at(address, block.n_bytes) == sums[16 * i : 16 * i + 16]
         complete = events[-1].complete
         assert complete.first_token_id == first.token_id
         state = complete.draft_state

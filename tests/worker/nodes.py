@@ -119,6 +119,7 @@ class Node:
         await eventually(lambda: held(self.ledger) == 0, f"an empty ledger, {self.ledger!r}")
         # The service may release a sequence shortly before the engine reports the release.
         own = self.core.thread
+        await eventually(lambda: not self.core.exporter.staged_bytes, "no staged copies")
         await eventually(lambda: own.ledger.sequences == own.ledger.pages_held == 0, "an engine without work")
         await self.core.thread.call(lambda engine: engine.check())  # type: ignore[attr-defined]
 

@@ -135,6 +135,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_kv_quarantined_bytes", "gauge", "Memory that late bytes of failed reads may reach."),
     Metric("slipstream_kvstore_quarantined_bytes_nvme", "gauge", "Memory that hanging disks may write to."),
     Metric("slipstream_kvstore_quarantined_bytes_pool", "gauge", "Memory that late calls of the pool may."),
+    Metric("slipstream_kv_staged_bytes", "gauge", "Copies of KV blocks that peers may read."),
     Metric("slipstream_kv_quarantined_pages", "gauge", "Pages kept from reuse until no late byte can land."),
     Metric("slipstream_kvstore_misses_total", "counter", "Blocks asked for and not held."),
     Metric("slipstream_kvstore_evictions_total", "counter", "Blocks evicted from a tier."),

@@ -1,9 +1,11 @@
 """The contract of a KV transport, in call order.
 
-1. `register` memory once, at start. Peers may read it, and this process's reads may write to it.
+1. `register` memory once, at start. Peers may read it, and this process's reads may write to it. Any process
+   that reaches a Mooncake engine's port may also write to it, without a credential. `add_destination` admits
+   memory that only this process's reads write to.
 2. Send peers `session_id` and addresses, by gRPC. The id belongs to this incarnation of the process:
    a read under the id of a dead incarnation fails, it never reaches its successor's memory.
-3. `read` pulls bytes of a peer into this process's registered memory. It has no effect on the peer.
+3. `read` pulls bytes of a peer into registered memory or a destination. It has no effect on the peer.
 4. `close`. All calls after it, and all calls in a forked child, raise TransportClosed.
 
 Errors of `read`, all TransferError (so UNAVAILABLE: the caller falls back or retries elsewhere):
@@ -118,6 +120,14 @@ class KvTransport(Protocol):
         The transport keeps a writable buffer or contiguous tensor alive until `close`. The caller keeps the
         memory of a bare Region alive. Only an engine built with CUDA reads device memory; its checksums are
         those of a copy in the host. Raises TransferRefused with the reason.
+        """
+        ...
+
+    def add_destination(self, buffer: Buffer | Tensor | Region) -> Region:
+        """Make memory a valid destination of reads, which no peer can read or write.
+
+        Keeps the memory alive like `register`. Raises TransferRefused where the engine reads into registered
+        memory only: over RDMA, and into device memory.
         """
         ...
 

@@ -19,7 +19,9 @@ Facts this file relies on, measured with mooncake-transfer-engine-non-cuda 0.3.1
   CUDA moves it without a copy (read in its source; untested). Other builds treat any address as the host's.
 - In a forked child the engine hangs, also in its destructor. So the child never destroys it.
 - The engine has no close; dropping the last reference takes a second.
-- The engine's ports listen on all interfaces, whatever address it advertises: isolate the network.
+- Over tcp the reader's own memory needs no registration, and the engine refuses a peer's access to it.
+- The engine's ports listen on all interfaces, whatever address it advertises. Any process that reaches them
+  can read and write registered memory: docs/security.md has the rules for firewalls.
 """
 
 from __future__ import annotations
@@ -108,6 +110,11 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
                 raise TransferRefused(f"Mooncake does not start with {protocol} on {host}")
         self._engine: Any = MultiEngine(engines)
         ports = self._engine.ports
+        log.warning(
+            "Mooncake listens on all interfaces whatever address it is given (ports %s, others), and whoever "
+            "reaches it reads and writes staged KV: close its ports as docs/security.md states",
+            ", ".join(map(str, ports)),
+        )
         self._probe = IncarnationProbe(host, note=note_of(ports))
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
         self._poller = ReadPoller()
@@ -131,7 +138,7 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         # the only reference to an engine, and `clear` drops it; a local variable would be a second reference.
         await asyncio.gather(*(asyncio.to_thread(holder.clear) for holder in [[e] for e in engine.detach()]))
         self._calls.shutdown(wait=False)
-        self._regions = RegionTable()
+        self._regions = self._destinations = RegionTable()
 
     def _register(self, region: Region) -> None:
         if region.location == HOST:
@@ -147,6 +154,11 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
             what = f"{region.n_bytes} bytes of {region.location}"
             raise TransferRefused(f"Mooncake does not register {what}: {code}{self._hint(region)}")
 
+    def _check_destination(self, region: Region) -> None:
+        if "rdma" in self.kind or region.location != HOST:
+            where = "over rdma" if "rdma" in self.kind else f"on {region.location}"
+            raise TransferRefused(f"Mooncake reads {where} into registered memory only")
+
     def _hint(self, region: Region) -> str:
         if "rdma" not in self.kind:
             return ""
@@ -161,7 +173,7 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         # When all connections to a peer break together, as after a stall, each engine fails the next element
         # at once and opens new connections only then. So each engine may cost one try.
         for tries_left in range(0 if peer.reached else TCP_RAILS, -1, -1):
-            read = MooncakeRead(self._engine, self._calls, peer, reads, landed, stop, self._regions)
+            read = MooncakeRead(self._engine, self._calls, peer, reads, landed, stop, self._destinations)
             await self._poller.run(read)
             if not read.failed or stop.is_set():
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 from dataclasses import dataclass
 
@@ -12,7 +13,10 @@ from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
-TRANSPORT_HELP = "how KV blocks move: auto, mooncake, socket, rdma or rdma:DEVICE[,DEVICE..]"
+TRANSPORT_HELP = (
+    "how KV blocks move: auto, mooncake, socket, rdma or rdma:DEVICE[,DEVICE..]; auto is socket on a "
+    "loopback address, else Mooncake where it loads"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +43,26 @@ class TransportChoice:
         return cls(kind, devices)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
     """Open the one transport of this process, after any fork. All workers of a cluster must agree.
 
-    auto is Mooncake over TCP if its libraries load, else socket; one log line names the choice. Raises
-    ValueError for an unknown choice, FailedPrecondition when a requested Mooncake does not load or an RDMA
-    device is missing or unusable, TransferRefused when the engine does not start.
+    `host` is where this process listens. auto is socket on a loopback address, as Mooncake's ports are open
+    on all interfaces. Elsewhere it is Mooncake over TCP if its libraries load, else socket. One log line
+    names the choice. Raises ValueError for an unknown choice, FailedPrecondition when a requested Mooncake
+    does not load or an RDMA device is missing or unusable, TransferRefused when the engine does not start.
     """
     choice = TransportChoice.parse(text)
+    if choice.kind == "auto" and is_loopback(host):
+        log.info("KV transport: socket, because this process serves %s only", host)
+        return SocketTransport(host)
     if choice.kind != "socket":
         protocol = "rdma" if choice.kind == "rdma" else "tcp"
         try:

@@ -36,6 +36,7 @@ class PeerTransport(ABC, Generic[PeerT]):
         """`stop_timeout_s`: how long a stopped read may take to end before its destination is quarantined."""
         self._guard = ProcessGuard(self.kind)
         self._regions = RegionTable()
+        self._destinations = RegionTable()  # of reads; the regions, and memory that peers cannot reach
         self._reads = ReadSupervisor(stop_timeout_s=stop_timeout_s)
         self._peers: dict[str, PeerT] = {}
 
@@ -52,13 +53,19 @@ class PeerTransport(ABC, Generic[PeerT]):
 
     def register(self, buffer: Buffer | Tensor | Region) -> Region:
         self._guard.check()
-        return self._regions.add(buffer, accept=self._register)
+        region = self._regions.add(buffer, accept=self._register)
+        self._destinations.add(buffer)
+        return region
+
+    def add_destination(self, buffer: Buffer | Tensor | Region) -> Region:
+        self._guard.check()
+        return self._destinations.add(buffer, accept=self._check_destination)
 
     async def read(
         self, session_id: str, reads: Sequence[ReadOp], *, timeout_s: float, landed: Landed | None = None
     ) -> None:
         self._guard.check()
-        self._reads.check_destinations(reads, self._regions)
+        self._reads.check_destinations(reads, self._destinations)
         if not reads:
             return
         peer = self._peer(session_id)
@@ -81,6 +88,10 @@ class PeerTransport(ABC, Generic[PeerT]):
     @abstractmethod
     def _register(self, region: Region) -> None:
         """Register the memory with the engine that moves the bytes. Raises TransferRefused."""
+
+    @abstractmethod
+    def _check_destination(self, region: Region) -> None:
+        """Raises TransferRefused for memory that the engine reads into only when it is registered."""
 
     @abstractmethod
     def _make_peer(self, session_id: str) -> PeerT:

@@ -45,10 +45,10 @@ class ReadSupervisor:
         return sum(region.n_bytes for task in self._late for region in self._destinations[task])
 
     def check_destinations(self, reads: Sequence[ReadOp], regions: RegionTable) -> None:
-        """Raises TransferRefused unless every destination is registered here and free of late bytes."""
+        """Raises TransferRefused unless every destination is in `regions` and free of late bytes."""
         for op in reads:
             if not regions.contains(op.local_address, op.n_bytes):
-                raise TransferRefused(f"{op.local_address:#x}+{op.n_bytes} is not registered memory")
+                raise TransferRefused(f"{op.local_address:#x}+{op.n_bytes} is not memory for reads")
             if self._late and self.quarantined(op.local_address, op.n_bytes):
                 raise TransferRefused(f"{op.local_address:#x}+{op.n_bytes} is quarantined")
 

@@ -39,6 +39,9 @@ class SocketTransport(PeerTransport[SocketPeer]):
                 "--transport rdma or mooncake, with a Mooncake built with CUDA"
             )
 
+    def _check_destination(self, region: Region) -> None:
+        self._register(region)
+
     def _make_peer(self, session_id: str) -> SocketPeer:
         return SocketPeer(session_id)
 
@@ -56,7 +59,7 @@ class SocketTransport(PeerTransport[SocketPeer]):
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._server.close)
         await loop.run_in_executor(None, self._readers.shutdown)
-        self._regions = RegionTable()
+        self._regions = self._destinations = RegionTable()
 
     async def _transfer(
         self, peer: SocketPeer, reads: Sequence[ReadOp], landed: Landed | None, stop: asyncio.Event

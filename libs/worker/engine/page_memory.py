@@ -1,25 +1,27 @@
-"""The engine's pages for transports: addresses, bytes, checksums."""
+"""The engine's pages by number: addresses, bytes, checksums."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+import ctypes
 
-from libs.common.checksum import checksum
+from libs.common.checksum import UNKEYED, KvChecksum
 from libs.engine.step.types import Engine
-
-# xxh3 runs at memory speed. More bytes than this are hashed in another thread than the event loop's.
-_INLINE_BYTES = 256 << 10
 
 
 class PageMemory:
     """Pages of one engine, in the host or on a CUDA device. This class only reads them."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, checksum: KvChecksum = UNKEYED) -> None:
         self.page_bytes = engine.info.page_bytes
-        self.memory = engine.memory  # what the transport registers
+        self.memory = engine.memory
         self.address = engine.memory_address
-        self.n_bytes = engine.info.n_pages * self.page_bytes
+        self.n_pages = engine.info.n_pages
+        self._checksum = checksum
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the processor reads the pages in place."""
+        return isinstance(self.memory, memoryview)
 
     def address_of(self, page: int) -> int:
         """Address of the page's first byte."""
@@ -32,16 +34,18 @@ class PageMemory:
             return self.memory[span]
         return memoryview(self.memory[span].cpu().numpy())
 
-    async def checksums(self, pages: Sequence[int]) -> list[bytes]:
-        """xxh3-128 of each page, big-endian, 16 bytes."""
-        inline = isinstance(self.memory, memoryview) and len(pages) * self.page_bytes <= _INLINE_BYTES
-        if inline:
-            return self._checksums(pages)
-        return await asyncio.to_thread(self._checksums, pages)
-
-    def _checksums(self, pages: Sequence[int]) -> list[bytes]:
-        return [self.checksum(page) for page in pages]
-
     def checksum(self, page: int) -> bytes:
-        """xxh3-128 of one page, computed in the caller's thread. A device's page is copied to the host."""
-        return checksum(self.page(page))
+        """The checksum of one page, computed in the caller's thread; of a device's page by a copy."""
+        if self.is_on_host:
+            return self._checksum.at(self.address_of(page), self.page_bytes)
+        return self._checksum.of(self.page(page))
+
+    def copy(self, page: int, address: int) -> bytes:
+        """Copy one page to host memory at `address`. Returns the checksum of the page, not of the copy."""
+        if self.is_on_host:
+            found = self.checksum(page)
+            ctypes.memmove(address, self.address_of(page), self.page_bytes)
+            return found
+        private = self.page(page)
+        ctypes.memmove(address, ctypes.addressof(ctypes.c_char.from_buffer(private)), self.page_bytes)
+        return self._checksum.of(private)

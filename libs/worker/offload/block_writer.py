@@ -21,12 +21,12 @@ from libs.common.rpc.tracing import TraceMetadata
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import FullBlock
 from libs.worker.engine.engine_thread import EngineThread
-from libs.worker.engine.page_memory import PageMemory
+from libs.worker.engine.page_exporter import ExportedPage, PageExporter
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.tenant_tag import tenant_tag
 from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.enum_names import transport_value
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
@@ -55,7 +55,7 @@ class BlockWriter:
     def __init__(
         self,
         thread: EngineThread,
-        memory: PageMemory,
+        exporter: PageExporter,
         transport: KvTransport,
         peers: Peers,
         *,
@@ -64,7 +64,7 @@ class BlockWriter:
         max_pinned_blocks: int,
     ) -> None:
         self._thread = thread
-        self._memory = memory
+        self._exporter = exporter
         self._transport = transport
         self._peers = peers
         self._instance = instance
@@ -204,14 +204,20 @@ class BlockWriter:
             reserved = await asyncio.shield(reserving)
             wanted = set(unpack_hashes(reserved.wanted))
             chosen = [block for block in batch if block.hash in wanted]
-            has_ended = not chosen
-            if chosen:
-                request = await self._commit_request(reserved.reservation_id, chosen)
-                answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S, metadata=origin.trace)
+            n_left = len(chosen)
+            while chosen:
+                exported = await self._export(chosen)
+                try:
+                    request = self._commit_request(reserved.reservation_id, chosen, exported)
+                    answer = await stub.Commit(request, timeout=_COMMIT_TIMEOUT_S, metadata=origin.trace)
+                finally:
+                    self._exporter.release(exported)
                 stored = len(unpack_hashes(answer.committed))
                 self.stored_blocks += stored
-                self.dropped_blocks += len(chosen) - stored
-                has_ended = stored == len(chosen)
+                self.dropped_blocks += len(exported) - stored
+                n_left -= stored
+                chosen = chosen[len(exported) :]
+            has_ended = not n_left
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         finally:
@@ -219,6 +225,18 @@ class BlockWriter:
                 self.reservations -= 1
             else:
                 await asyncio.shield(asyncio.ensure_future(self._cancel(stub, reserving)))
+
+    async def _export(self, blocks: Sequence[FullBlock]) -> list[ExportedPage]:
+        """Export the leading blocks, at least one. Raises Unavailable when there is no room in time."""
+        pages, changed = [block.page for block in blocks], asyncio.Event()
+        try:
+            async with asyncio.timeout(_COMMIT_TIMEOUT_S):
+                while not (exported := await self._exporter.export(pages)):
+                    changed.clear()
+                    await self._exporter.wait_for_room(changed)
+        except TimeoutError:
+            raise Unavailable("no staging memory for blocks to store") from None
+        return exported
 
     async def _cancel(
         self,
@@ -239,40 +257,40 @@ class BlockWriter:
         return kvstore_pb2.ReserveRequest(
             fingerprint=self._fingerprint.to_proto(),
             block_hashes=pack_hashes([block.hash for block in batch]),
-            block_bytes=self._memory.page_bytes,
+            block_bytes=self._exporter.page_bytes,
             owner=self._instance,
             tenant=tenant,
         )
 
-    async def _commit_request(
-        self, reservation_id: str, blocks: Sequence[FullBlock]
+    def _commit_request(
+        self, reservation_id: str, blocks: Sequence[FullBlock], exported: Sequence[ExportedPage]
     ) -> kvstore_pb2.CommitRequest:
-        checksums = await self._memory.checksums([block.page for block in blocks])
         return commit_request(
-            reservation_id, blocks, checksums, memory=self._memory, transport=self._transport
+            reservation_id,
+            blocks,
+            exported,
+            page_bytes=self._exporter.page_bytes,
+            transport=self._transport,
         )
 
 
 def commit_request(
     reservation_id: str,
     blocks: Sequence[FullBlock],
-    checksums: Sequence[bytes],
+    exported: Sequence[ExportedPage],
     *,
-    memory: PageMemory,
+    page_bytes: int,
     transport: KvTransport,
 ) -> kvstore_pb2.CommitRequest:
-    """The request of a put's second phase: addresses and checksums of the blocks."""
+    """The request of a put's second phase, for the leading blocks, which are exported."""
     return kvstore_pb2.CommitRequest(
         reservation_id=reservation_id,
         transport=transport_value(transport.kind),
         transport_session=transport.session_id,
         blocks=[
             kvstore_pb2.SourceBlock(
-                block_hash=block.hash,
-                address=memory.address_of(block.page),
-                n_bytes=memory.page_bytes,
-                checksum=checksum,
+                block_hash=block.hash, address=page.address, n_bytes=page_bytes, checksum=page.checksum
             )
-            for block, checksum in zip(blocks, checksums, strict=True)
+            for block, page in zip(blocks, exported, strict=False)
         ],
     )

@@ -24,7 +24,7 @@ from libs.common.rpc.pin_span import traced_pin
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, FullBlock
 from libs.worker.engine.engine_thread import EngineThread
-from libs.worker.engine.page_memory import PageMemory
+from libs.worker.engine.page_exporter import ExportedPage, PageExporter
 from libs.worker.requests.request_spec import check_fingerprint
 from slipstream.block_hashes import unpack_hashes
 from slipstream.enum_names import transport_value
@@ -43,6 +43,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 @dataclass(slots=True, eq=False)
 class _Lease:
     blocks: Sequence[FullBlock]
+    exported: Sequence[ExportedPage]
     expiry: asyncio.TimerHandle
 
 
@@ -50,13 +51,13 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
     """Implements the pin calls of protos/slipstream/v1/kvstore.proto; other calls are UNIMPLEMENTED."""
 
     def __init__(
-        self, thread: EngineThread, memory: PageMemory, transport: KvTransport, fingerprint: Fingerprint
+        self, thread: EngineThread, exporter: PageExporter, transport: KvTransport, fingerprint: Fingerprint
     ) -> None:
         self._thread = thread
-        self._memory = memory
+        self._exporter = exporter
         self._transport = transport
         self._fingerprint = fingerprint
-        self._max_blocks = int(MAX_LEASED_SHARE * memory.n_bytes / memory.page_bytes)
+        self._max_blocks = int(MAX_LEASED_SHARE * exporter.n_pages)
         self._leases: dict[str, _Lease] = {}
         self._pinning: set[asyncio.Task[tuple[FullBlock, ...]]] = set()
         self._names = PinNames()
@@ -105,14 +106,18 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         if not self._names.begin(request.name):
             return kvstore_pb2.PinResponse()
         blocks: Sequence[FullBlock] = ()
+        exported: Sequence[ExportedPage] = ()
         lease_id, lease_s = "", 0.0
         try:
             blocks = await self._pin(wanted)
-            checksums = await self._memory.checksums([block.page for block in blocks])
+            exported = await self._exporter.export([block.page for block in blocks])
+            self._unpin(blocks[len(exported) :])
+            blocks = blocks[: len(exported)]
             if blocks and self._accepts_pins:
-                lease_id, lease_s = self._begin(blocks, request.lease_ms)
+                lease_id, lease_s = self._begin(blocks, exported, request.lease_ms)
         finally:
             if not lease_id:
+                self._exporter.release(exported)
                 self._unpin(blocks)
             if not self._names.done(request.name, lease_id):  # the reader has already released the pin
                 self._end(lease_id)
@@ -124,12 +129,12 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
             transport_session=self._transport.session_id,
             blocks=[
                 kvstore_pb2.PinnedBlock(
-                    address=self._memory.address_of(block.page),
-                    n_bytes=self._memory.page_bytes,
-                    checksum=checksum,
+                    address=page.address,
+                    n_bytes=self._exporter.page_bytes,
+                    checksum=page.checksum,
                     tier=common_pb2.CACHE_TIER_PEER,
                 )
-                for block, checksum in zip(blocks, checksums, strict=True)
+                for page in exported
             ],
             lease_ms=int(lease_s * 1e3),
         )
@@ -181,9 +186,11 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         if not task.cancelled() and task.exception() is None:
             self._unpin(task.result())
 
-    def _begin(self, blocks: Sequence[FullBlock], asked_ms: int) -> tuple[str, float]:
+    def _begin(
+        self, blocks: Sequence[FullBlock], exported: Sequence[ExportedPage], asked_ms: int
+    ) -> tuple[str, float]:
         lease_id, lease_s = secrets.token_hex(16), _granted_s(asked_ms)
-        self._leases[lease_id] = _Lease(blocks, self._expire(lease_id, lease_s))
+        self._leases[lease_id] = _Lease(blocks, exported, self._expire(lease_id, lease_s))
         return lease_id, lease_s
 
     def _expire(self, lease_id: str, lease_s: float) -> asyncio.TimerHandle:
@@ -194,6 +201,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
             lease.expiry.cancel()
+            self._exporter.release(lease.exported)
             self._unpin(lease.blocks, evict_first=were_read)
 
     def _unpin(self, blocks: Sequence[FullBlock], *, evict_first: bool = False) -> None:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_service import new_incarnation
 from libs.common.kv_events.log import BlockEventLog
@@ -24,6 +25,7 @@ from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, EngineInfo, PageChange, PageReservation, StepOutput
 from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
+from libs.worker.engine.page_exporter import STAGED, PageExporter
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.engine.page_queue import PageQueue
 from libs.worker.engine.step_stats import StepStats
@@ -66,9 +68,15 @@ class WorkerCore:
         drafter: Drafter | None = None,
         on_broken: Callable[[], None] = lambda: None,
         restore_floor_ms: float = FLOOR_MS,
+        checksum: KvChecksum = UNKEYED,
+        kv_registration: str = STAGED,
+        kv_staging_bytes: int | None = None,
     ) -> None:
-        """`restore_floor_ms`: how long any prompt may wait for KV of others."""
+        """`restore_floor_ms`: how long any prompt may wait for KV of others. `kv_*`: PageExporter's."""
         self._restore_floor_ms = restore_floor_ms
+        self._checksum = checksum
+        self._kv_registration = kv_registration
+        self._kv_staging_bytes = kv_staging_bytes
         self.instance = instance
         self.transport = transport
         self.counters = Counters()
@@ -86,11 +94,16 @@ class WorkerCore:
     async def open(
         self, fingerprint_of: Callable[[EngineInfo], Fingerprint], *, max_waiting: int, max_running: int
     ) -> None:
-        """Load the engine on its thread and register its memory with the transport."""
+        """Load the engine on its thread and prepare its pages for reads by peers."""
         self.info = await self.thread.start()
         self.fingerprint = fingerprint_of(self.info)
-        self.memory = await self.thread.call(PageMemory)
-        self.transport.register(self.memory.memory)
+        self.memory = await self.thread.call(lambda engine: PageMemory(engine, self._checksum))
+        self.exporter = PageExporter(
+            self.memory,
+            self.transport,
+            registration=self._kv_registration,
+            staging_bytes=self._kv_staging_bytes,
+        )
         self.prompts = PromptCache(block_tokens=self.info.block_tokens)
         self.pages = PageQueue(self.thread, max_waiting=max_waiting, max_running=max_running)
         self.puller = BlockFetcher(self.transport, self.memory, self.thread, self.counters)
@@ -105,7 +118,7 @@ class WorkerCore:
         )
         self.writer = BlockWriter(
             self.thread,
-            self.memory,
+            self.exporter,
             self.transport,
             self.peers,
             instance=self.instance,
@@ -114,7 +127,7 @@ class WorkerCore:
         )
         # It answers the rest of its service as unimplemented.
         self.lender = PeerCacheServer(  # type: ignore[abstract]
-            self.thread, self.memory, self.transport, self.fingerprint
+            self.thread, self.exporter, self.transport, self.fingerprint
         )
         self._is_open = True
 
@@ -180,6 +193,7 @@ class WorkerCore:
         self.counters.set("slipstream_kv_quarantined_pages", late_pages)
         self.counters.set("slipstream_steps_aborted_total", self.thread.ledger.steps_aborted)
         if self._is_open:
+            self.counters.set("slipstream_kv_staged_bytes", self.exporter.staged_bytes)
             self.counters.set("slipstream_prompts_by_reference_total", self.prompts.hits)
             self.counters.set("slipstream_prompt_prefixes_unknown_total", self.prompts.misses)
             self.counters.set("slipstream_prompt_memory_bytes", self.prompts.n_bytes)

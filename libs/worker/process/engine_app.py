@@ -8,6 +8,7 @@ from typing import Protocol
 
 import grpc
 
+from libs.common.checksum import KvChecksum
 from libs.common.cluster.discovery import Discovery
 from libs.common.transport.open import open_transport
 from libs.worker.engine.engine_thread import Drafter
@@ -69,6 +70,9 @@ class EngineApp(WorkerApp):
             drafter=drafter,
             on_broken=broke,
             restore_floor_ms=options.restore_floor_ms,
+            checksum=KvChecksum.of_cluster(options.cluster_secret()),
+            kv_registration=options.kv_registration,
+            kv_staging_bytes=options.kv_staging_bytes,
         )
         self.core = core
         model_dir = options.model if options.engine == "torch" else None

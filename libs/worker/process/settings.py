@@ -9,6 +9,7 @@ from pathlib import Path
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
 from libs.engine.step.types import Engine
+from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
 from libs.worker.restore.restore_budget import FLOOR_MS
 
 _BY_OMP = "as OMP_NUM_THREADS says"
@@ -32,6 +33,15 @@ class EngineSettings(WorkerSettings):
     """What workers that own KV pages are given."""
 
     kv_memory_bytes: int | None = setting("size of the KV cache", default=None, default_text="by the model")
+    kv_registration: str = setting(
+        "what peers read: staged = copies of pages; direct = the pages, for rdma and device memory: whoever "
+        "reaches Mooncake's ports can then change live KV, and so answers, without an error",
+        default=STAGED,
+        choices=REGISTRATIONS,
+    )
+    kv_staging_bytes: int | None = setting(
+        "memory for staged copies", default=None, default_text="half of the KV cache, at most 4 GiB", least=1
+    )
     block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64, least=1)
     max_batch: int = setting("sequences in one engine step", default=64, least=1)
     step_tokens: int = setting("rows of one step, prefill chunks included", default=512, least=1)

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libs.common.checksum import checksum_at
 from libs.common.rpc.telemetry import Counters
 from libs.common.transport.base import KvTransport, ReadOp
 from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
@@ -184,7 +183,7 @@ class Puts:
         found: dict[int, bytes] = {}
 
         def landed(read: ReadOp) -> None:
-            found[read.local_address] = checksum_at(read.local_address, read.n_bytes)
+            found[read.local_address] = self._store.dram.checksum.at(read.local_address, read.n_bytes)
 
         published: list[bytes] = []
         try:

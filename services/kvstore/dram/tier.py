@@ -6,6 +6,7 @@ reads and writes them directly.
 
 from __future__ import annotations
 
+from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.dram.slots import Block, Slot, SlotTable
 
@@ -18,10 +19,15 @@ def slab_bytes_for(dram_bytes: int) -> int:
 
 
 class DramTier:
-    """Blocks in memory that peers can read. Event loop only."""
+    """Blocks in memory that peers can read, and write with Mooncake. Event loop only.
 
-    def __init__(self, dram_bytes: int, *, tenant_share: float = 1.0) -> None:
+    A block's checksum is the writer's, and no tier computes a new one from the slot. So a reader finds any
+    later write into the slot.
+    """
+
+    def __init__(self, dram_bytes: int, *, tenant_share: float = 1.0, checksum: KvChecksum = UNKEYED) -> None:
         """`tenant_share`: the part of the memory that the blocks of one tenant may fill."""
+        self.checksum = checksum
         slab_bytes = slab_bytes_for(dram_bytes)
         if not slab_bytes:
             raise ValueError(f"{dram_bytes} bytes of memory are too few")

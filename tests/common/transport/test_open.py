@@ -11,15 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.transport import mooncake
+from libs.common.transport import open as opening
 from libs.common.transport.base import ReadOp
 from libs.common.transport.mooncake_read import split_reads
-from libs.common.transport.open import open_transport
+from libs.common.transport.open import is_loopback, open_transport
 from slipstream.errors import FailedPrecondition
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
+async def test_auto_opens_no_port_of_mooncake_where_only_this_machine_is_served(host: str) -> None:
+    transport = open_transport("auto")
+    assert is_loopback(host) and transport.kind == "socket"
+    await transport.close()
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "node-7", "localhost.example.org")))
+
+
 async def test_auto_opens_mooncake_if_it_loads_and_sockets_otherwise(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(opening, "is_loopback", lambda host: False)
     try:
         importlib.import_module("mooncake.engine")
         expected = "mooncake"
@@ -35,6 +45,7 @@ async def test_auto_opens_mooncake_if_it_loads_and_sockets_otherwise(
 async def test_auto_falls_back_to_sockets_and_logs_the_reason_in_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(opening, "is_loopback", lambda host: False)
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)  # as where libibverbs is missing
     with caplog.at_level(logging.INFO):
         transport = open_transport("auto")

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from libs.common.checksum import memory_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
+from libs.worker.engine.page_exporter import ExportedPage
 from libs.worker.peer_cache.peer_cache_server import MAX_LEASED_SHARE, PeerCacheServer
 from libs.worker.restore.block_fetcher import FetchStats
 from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument, NotFound
 from slipstream.v1 import common_pb2, kvstore_pb2, prefill_pb2, prefill_pb2_grpc
-from tests.support.host_memory import host_memory
 from tests.support.stubs.pin_stub import PinStub
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
@@ -109,15 +110,14 @@ async def test_a_damaged_block_of_a_peer_is_computed_instead() -> None:
         one, two = await nodes.prefill("prefill-0"), await nodes.prefill("prefill-1")
         await prefill_once(one, tokens, "a")
         pinned = await stub_of(one).pin(pin_request(one, tokens), timeout=WAIT_S)
-        at = pinned.blocks[3].address - one.core.memory.address
-        checksums = one.core.memory.checksums
+        export = one.core.exporter.export
 
-        async def stale(pages: Any) -> list[bytes]:  # the bytes change after the checksum
-            sums = await checksums(pages)
-            host_memory(one.core.memory)[at] ^= 1
-            return sums
+        async def damaged(pages: Any) -> list[ExportedPage]:  # the copy changes after its checksum
+            exported = await export(pages)
+            memory_at(exported[3].address, 1)[0] ^= 1
+            return exported
 
-        one.core.memory.checksums = stale  # type: ignore[method-assign]
+        one.core.exporter.export = damaged  # type: ignore[assignment]
         await stub_of(one).release(pinned.lease_id)
         cached = await prefill_once(two, tokens, "b", peer_endpoint=endpoint_of(one))
         assert cached.get(PEER, 0) < 56
@@ -260,21 +260,21 @@ async def test_a_pin_ends_by_its_name_in_any_order_of_messages(when: str) -> Non
         node = await nodes.prefill()
         await prefill_once(node, tokens, "a")
         stub, ended = stub_of(node), 0
-        checksums, summing = node.core.memory.checksums, asyncio.Event()
+        export, summing = node.core.exporter.export, asyncio.Event()
 
-        async def slow(pages: Any) -> list[bytes]:
+        async def slow(pages: Any) -> list[ExportedPage]:
             summing.set()
             if when == "during":
                 while not ended:
                     await asyncio.sleep(0.001)
-            return await checksums(pages)
+            return await export(pages)
 
         async def end() -> None:
             nonlocal ended
             await stub.release("mine", timeout=WAIT_S)
             ended += 1
 
-        node.core.memory.checksums = slow  # type: ignore[method-assign]
+        node.core.exporter.export = slow  # type: ignore[assignment]
         if when == "before":
             await end()
         pinning = asyncio.create_task(stub.pin(pin_request(node, tokens, name="mine"), timeout=WAIT_S))

@@ -92,4 +92,3 @@ def _declare(library: Any) -> None:
         close.restype, close.argtypes = None, [pointer]
     for oldest in (library.kv_pool_oldest_ns, library.kv_writer_oldest_ns):
         oldest.restype, oldest.argtypes = ctypes.c_int64, [pointer]
-
