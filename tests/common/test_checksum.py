@@ -6,13 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.checksum import CHECKSUM_BYTES, checksum, checksum_at, memory_at
+from libs.common.checksum import (
+    CHECKSUM_BYTES,
+    UNKEYED,
+    KvChecksum,
+    checksum,
+    checksum_at,
+    memory_at,
+)
 from libs.common.transport.registered_memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
     PageAlignedMemory,
     page_rounded,
 )
+from slipstream.rpc.cluster_secret import ClusterSecret
 
 
 def test_the_checksum_is_xxh3_128_in_its_canonical_form() -> None:
@@ -57,3 +65,39 @@ def test_large_memory_starts_at_a_huge_page_and_outlives_its_owner() -> None:
     memory.view(memory.n_bytes - 1, 1)[:] = b"\x07"
     del memory
     assert buffer[-1] == 7
+
+
+@given(st.binary(max_size=3000), st.integers(0, 3000))
+def test_a_keyed_checksum_is_the_same_whole_in_pieces_and_by_address(data: bytes, cut: int) -> None:
+    keyed, other = KvChecksum(b"key"), KvChecksum(b"another")
+    found = keyed.of(data)
+    assert len(found) == CHECKSUM_BYTES and found not in (checksum(data), other.of(data))
+    assert found == KvChecksum(b"key").of(bytearray(data)) == keyed.of(memoryview(data))
+    for function in (keyed, UNKEYED):
+        stream = function.stream()
+        stream.update(data[:cut])
+        stream.update(bytearray(data[cut:]))
+        assert stream.digest() == function.of(data)
+    if data:
+        memory = PageAlignedMemory(len(data))
+        memory.view(0, len(data))[:] = data
+        assert keyed.at(memory.address, len(data)) == found
+
+
+def test_the_key_is_the_clusters_and_appears_in_no_text() -> None:
+    one = KvChecksum.of_cluster(ClusterSecret(b"0123456789abcdef"))
+    two = KvChecksum.of_cluster(ClusterSecret(b"0123456789abcdeg"))
+    assert KvChecksum.of_cluster(None) is UNKEYED
+    assert len({function.of(b"x" * 300) for function in (one, two, UNKEYED)}) == 3
+    assert one.of(b"x") == KvChecksum.of_cluster(ClusterSecret(b"0123456789abcdef")).of(b"x")
+    assert repr(one) == "KvChecksum(keyed)"
+
+
+def test_a_seal_binds_fields_to_a_checksum_under_the_key() -> None:
+    seals = {
+        function.seal(fields, function.of(data))
+        for function in (KvChecksum(b"key"), KvChecksum(b"another"), UNKEYED)
+        for fields in (b"one", b"two")
+        for data in (b"a", b"b")
+    }
+    assert len(seals) == 12 and all(len(seal) == CHECKSUM_BYTES for seal in seals)

@@ -81,7 +81,7 @@ async def test_memory_that_the_engine_refused_is_no_destination(
         "sockets move memory of the host only" if transport.kind == "socket" else "built with CUDA"
     ) in str(caught.value)
     op = ReadOp(refused.data_ptr(), refused.data_ptr(), 64)
-    with pytest.raises(TransferRefused, match="not registered"):
+    with pytest.raises(TransferRefused, match="not memory for reads"):
         await transport.read(transport.session_id, [op], timeout_s=5)
 
 

@@ -25,7 +25,7 @@ FAILURES = "slipstream_kv_checksum_failures_total"
 
 
 def conversation(cluster: LocalCluster, case: int) -> list[str]:
-    """The replies to three turns, each at the other prefill worker, which reads the KV of the earlier turns."""
+    """The replies to three turns, each at the other prefill worker, which reads the earlier turns' KV."""
     messages = [{"role": "user", "content": f"Case {case}. {TEXT}"}]
     replies = []
     for turn in range(3):
@@ -85,8 +85,8 @@ def test_overwriting_all_registered_memory_changes_no_text(
 
             until(lambda: all(counts()), what=lambda: f"writes into every process: {counts()}")
             got = [conversation(cluster, case) for case in range(CASES)]
-            found = sum(cluster.status(name).counters.get(FAILURES, 0) for name in KV_PROCESSES)
+            found = {name: cluster.status(name).counters.get(FAILURES, 0) for name in KV_PROCESSES}
         wrong = [case for case in range(CASES) if got[case] != undisturbed[case]]
         assert not wrong, f"cases {wrong} differ; {found} blocks were refused"
-        assert found, "no reader met the attacker"
+        assert any(found.values()), "no reader met the attacker"
         cluster.assert_idle()

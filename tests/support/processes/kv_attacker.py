@@ -2,23 +2,26 @@
 
     python -m tests.support.processes.kv_attacker PID..
 
-It has no credential: it finds the engines' ports by looking for listening sockets, and asks each engine for its
-registered memory. After each sweep it prints {pid: pieces written}. It ends when its input does.
+It has no credential: it finds the engines' ports by looking for listening sockets, and asks each engine for
+its registered memory. After each sweep it prints {pid: pieces written}. It ends when its input does.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import json
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 PIECE_BYTES = 256 << 10
 MAX_REGION_BYTES = 4 << 30
-_PAUSE_S = 0.02
+# The lowest copies and slots are used first, so most sweeps cover only them.
+HOT_BYTES = 4 << 20
+_WHOLE_SWEEP_EVERY = 40
 # 127.0.0.1, the same address mapped to IPv6, and ::1, as /proc writes them.
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 
@@ -52,7 +55,7 @@ class Attacker:
         self._engine: Any = TransferEngine()
         assert self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
         self._garbage = bytearray(os.urandom(PIECE_BYTES))
-        self._address = memory_address(self._garbage)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._garbage))
         assert self._engine.register_memory(self._address, PIECE_BYTES) == 0
 
     def region(self, pid: int) -> tuple[str, int] | None:
@@ -64,20 +67,13 @@ class Attacker:
                     return peer, address
         return None
 
-    def sweep(self, peer: str, address: int) -> int:
-        """Overwrite the region. Returns how many pieces the engine accepted."""
-        for number in range(MAX_REGION_BYTES // PIECE_BYTES):
+    def sweep(self, peer: str, address: int, n_bytes: int) -> int:
+        """Overwrite the region's first bytes. Returns how many pieces the engine accepted."""
+        for number in range(n_bytes // PIECE_BYTES):
             at = address + number * PIECE_BYTES
             if self._engine.transfer_sync_write(peer, self._address, at, PIECE_BYTES) != 0:
                 return number
-        return MAX_REGION_BYTES // PIECE_BYTES
-
-
-def memory_address(buffer: bytearray) -> int:
-    """The address of a buffer's first byte."""
-    import ctypes
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        return n_bytes // PIECE_BYTES
 
 
 def main() -> None:
@@ -86,12 +82,14 @@ def main() -> None:
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     attacker, written = Attacker(), {pid: 0 for pid in map(int, sys.argv[1:])}
     regions = {pid: attacker.region(pid) for pid in written}
-    while not ended.is_set():
+    for number in itertools.count():
         for pid, region in regions.items():
             if region is not None:
-                written[pid] += attacker.sweep(*region)
+                n_bytes = HOT_BYTES if number % _WHOLE_SWEEP_EVERY else MAX_REGION_BYTES
+                written[pid] += attacker.sweep(*region, n_bytes)
         print(json.dumps(written), flush=True)
-        time.sleep(_PAUSE_S)
+        if ended.is_set():
+            break
     os._exit(0)
 
 
