@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.checksum import memory_at
+from libs.common.checksum import KvChecksum, memory_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from libs.worker.engine.page_exporter import ExportedPage
@@ -63,6 +63,43 @@ async def test_prompt_is_pulled_and_continued() -> None:
         await stream.close()
 
 
+async def test_a_handoff_larger_than_the_staging_memory_passes_through_it() -> None:
+    tokens = prompt_tokens(150)
+    async with running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(kv_staging_bytes=5 * 256), await nodes.decode()
+        page_bytes = prefill.core.info.page_bytes
+        n_slots, n_blocks = prefill.core.exporter.n_slots, 38
+        assert n_slots == 5 * 256 // page_bytes < n_blocks
+        for request in ("one", "two"):
+            call = PrefillCall(prefill, prefill_request(prefill, tokens, attempt=attempt(request)))
+            ticket = (await call.opened()).ticket
+            stream = RouterStream(decode)
+            start = start_request(decode, tokens, ticket=ticket, attempt=attempt(request))
+            await stream.call.write(start)
+            first = await call.first_token()
+            last = await stream.last(request)
+            assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+            answer = [first.token_id, *stream.tokens(request)]
+            assert answer == expected_tokens(prefill.engine, tokens, GREEDY, n=8)
+            await stream.close()
+        await both_idle(prefill, decode)
+
+
+async def test_a_worker_without_the_clusters_key_uses_no_kv_of_others() -> None:
+    tokens = prompt_tokens(60)
+    async with running_nodes() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode(checksum=KvChecksum(b"another key"))
+        call = PrefillCall(prefill, prefill_request(prefill, tokens))
+        ticket = (await call.opened()).ticket
+        await call.first_token()
+        stream = RouterStream(decode)
+        await stream.call.write(start_request(decode, tokens, ticket=ticket))
+        assert (await stream.last()).failure.reason == "DataCorrupt"
+        assert not stream.tokens()
+        await both_idle(prefill, decode)
+        await stream.close()
+
+
 async def test_only_missing_blocks_are_pulled() -> None:
     tokens = prompt_tokens(61)
     async with running_nodes() as nodes:
@@ -76,6 +113,7 @@ async def test_only_missing_blocks_are_pulled() -> None:
             await stream.call.write(start_request(decode, tokens, ticket=ticket, attempt=name))
             first = await call.first_token()
             last = await stream.last(f"r{number}")
+            assert prefill.core.exporter.n_exported == sum(pulled) + (1 if pulled else 16)
             pulled.append(last.stats.kv_bytes_pulled // decode.core.info.page_bytes)
             answer = [first.token_id, *stream.tokens(f"r{number}")]
             assert answer == expected_tokens(prefill.engine, tokens, GREEDY, n=8)

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common.checksum import checksum_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from libs.worker.requests.attempts import AttemptKey
@@ -30,6 +29,7 @@ from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.support.host_memory import host_memory
 from tests.worker.nodes import (
     BLOCK_TOKENS,
+    CHECKSUM,
     WAIT_S,
     Gate,
     Node,
@@ -88,7 +88,7 @@ async def test_stream_and_handoff_from_open_to_release() -> None:
         assert len(sums) == 38 * 16
         addresses = [address for e in events if e.HasField("ready") for address in e.ready.addresses]
         for i, (block, address) in enumerate(zip(ticket.blocks, addresses, strict=True)):
-            assert checksum_at(address, block.n_bytes) == sums[16 * i : 16 * i + 16]
+            assert CHECKSUM.at(address, block.n_bytes) == sums[16 * i : 16 * i + 16]
         complete = events[-1].complete
         assert complete.first_token_id == first.token_id
         state = complete.draft_state

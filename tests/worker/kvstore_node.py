@@ -13,7 +13,7 @@ from services.kvstore.core.node import Node
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.service import KvstoreServicer
 from slipstream.v1 import kvstore_pb2_grpc
-from tests.worker.nodes import eventually
+from tests.worker.nodes import CHECKSUM, eventually
 
 
 @dataclass
@@ -38,7 +38,7 @@ async def running_kvstore(
     *, dram_bytes: int = 4 << 20, tenant_share: float = 1.0
 ) -> AsyncIterator[KvstoreNode]:
     transport = SocketTransport()
-    dram = DramTier(dram_bytes, tenant_share=tenant_share)
+    dram = DramTier(dram_bytes, tenant_share=tenant_share, checksum=CHECKSUM)
     transport.register(dram.memory.buffer)
     node = Node(dram, None, transport)
     worker = WorkerService(WorkerIdentity("kvstore", "kvstore-0"), load=node.load, ledger=node.ledger)

@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from libs.common.block_hash import chain_hashes
+from libs.common.checksum import KvChecksum
 from libs.common.cluster.worker_service import held
 from libs.common.rpc.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
@@ -47,6 +48,7 @@ BLOCK_TOKENS = 4
 _handles = itertools.count(1)
 _sequence_of: dict[int, common_pb2.Attempt] = {}  # handle -> sequence
 SALT = b"tenant"
+CHECKSUM = KvChecksum(b"key of the nodes")
 WAIT_S = 100.0
 
 
@@ -157,6 +159,8 @@ class Nodes:
         max_waiting = engine.pop("max_waiting", 16)
         # Restores wait long enough for their sources, even on slow machines.
         floor_ms = engine.pop("restore_floor_ms", WAIT_S * 1e3)
+        kv_staging_bytes = engine.pop("kv_staging_bytes", None)
+        checksum = engine.pop("checksum", CHECKSUM)
         settings = {"n_pages": 128, "block_tokens": BLOCK_TOKENS, "step_tokens": 64, **engine}
         built: list[PagedEngine] = []
 
@@ -165,7 +169,13 @@ class Nodes:
             return built[0]
 
         core = WorkerCore(
-            build, SocketTransport(), instance=instance, drafter=drafter, restore_floor_ms=floor_ms
+            build,
+            SocketTransport(),
+            instance=instance,
+            drafter=drafter,
+            restore_floor_ms=floor_ms,
+            checksum=checksum,
+            kv_staging_bytes=kv_staging_bytes,
         )
         self._stack.push_async_callback(core.close)
         await core.open(lambda info: worker_fingerprint(info, None), max_waiting=max_waiting, max_running=32)

@@ -53,6 +53,7 @@ class PageExporter:
         self.page_bytes = memory.page_bytes
         self.n_pages = memory.n_pages
         self._waiting: set[asyncio.Event] = set()
+        self.n_exported = 0
         self.n_slots = 0
         self.staging: PageAlignedMemory | None = None  # with `staged` registration
         self._free: list[int] = []  # a heap
@@ -87,6 +88,7 @@ class PageExporter:
             room = len(self._free) - (0 if is_read else self.n_slots // 2)
             pages = pages[: max(0, room)]
             slots = [heapq.heappop(self._free) for _ in pages]
+        self.n_exported += len(pages)
         if self._memory.is_on_host and len(pages) * self.page_bytes <= _INLINE_BYTES:
             return self._copied(pages, slots)
         copying = asyncio.get_running_loop().run_in_executor(None, self._copied, pages, slots)

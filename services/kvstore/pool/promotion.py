@@ -11,14 +11,14 @@ import ctypes
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from libs.common.checksum import checksum_at
+from libs.common.checksum import KvChecksum
 from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.pending_loads import PendingLoads
 from services.kvstore.loading.tombstones import Tombstones
 from services.kvstore.pool.agent_client import AgentClient, Staged
 from services.kvstore.pool.fetch import CORRUPT
-from services.kvstore.pool.value import HEADER_BYTES, header_checksum
+from services.kvstore.pool.value import HEADER_BYTES, header_proof, proof_of
 from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -125,16 +125,16 @@ class PoolPromoter:
         for (key, n_bytes), extent, got in zip(sizes.items(), staged.extents, outcome, strict=True):
             if got != n_bytes or self.dram.get(key) is not None:
                 continue
-            checksum = header_checksum(self._client.memory.view(extent.offset, n_bytes), key)
-            slot = None if checksum is None else self.dram.table.allocate(n_bytes - HEADER_BYTES)
-            if checksum is None or slot is None:
+            proof = header_proof(self._client.memory.view(extent.offset, n_bytes), key)
+            slot = None if proof is None else self.dram.table.allocate(n_bytes - HEADER_BYTES)
+            if proof is None or slot is None:
                 continue
             source = self._client.memory.address + extent.offset + HEADER_BYTES
-            arrived.append((key, slot, source, n_bytes - HEADER_BYTES, checksum))
+            arrived.append((key, slot, source, n_bytes - HEADER_BYTES, proof))
         slots = [slot for _, slot, *_ in arrived]
         found = await self._copied(slots, [(source, n_bytes) for _, _, source, n_bytes, _ in arrived])
-        for (key, slot, _, n_bytes, checksum), have in zip(arrived, found, strict=True):
-            if have != checksum:
+        for (key, slot, _, n_bytes, proof), have in zip(arrived, found, strict=True):
+            if proof_of(key, n_bytes, have, self.dram.checksum) != proof:
                 self.corrupt_blocks += 1
                 self.dram.table.free(slot)
             elif self.dram.get(key) is not None or self.tombstones.covers(key, since_epoch=since_epoch):
@@ -154,7 +154,7 @@ class PoolPromoter:
                 self.dram.table.free(slot)
 
         try:
-            copying = asyncio.get_running_loop().run_in_executor(None, _copied, copies)
+            copying = asyncio.get_running_loop().run_in_executor(None, _copied, copies, self.dram.checksum)
         except RuntimeError:  # no thread available
             free()
             raise
@@ -171,12 +171,12 @@ class PoolPromoter:
             promotion.complete(key, block)
 
 
-def _copied(copies: Sequence[tuple[int, int, int]]) -> list[bytes]:
+def _copied(copies: Sequence[tuple[int, int, int]], checksum: KvChecksum) -> list[bytes]:
     """Copy each (to, from, bytes); returns the checksums of the copies."""
     found = []
     for to, source, n_bytes in copies:
         ctypes.memmove(to, source, n_bytes)
-        found.append(checksum_at(to, n_bytes))
+        found.append(checksum.at(to, n_bytes))
     return found
 
 

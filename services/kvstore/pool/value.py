@@ -1,7 +1,8 @@
 """Layout of a block as a value in the pool: header, then payload. Pure.
 
     value:  header (128 bytes) | payload
-    header: magic, version, key, payload length, xxh3-128 of the payload     (the sealed fields)
+    header: magic, version, key, payload length, plain xxh3-128 of the payload,
+            proof: BLAKE2b-128 under the cluster's key of key, length, keyed checksum    (the sealed fields)
             seal = xxh3-128 over these fields: binds the key and the length to the bytes
             hint = the preceding key in the chain, the first 8 bytes of xxh3-128 of the putter's segment
             name, xxh3-64 over the seal and both; zeros where they are not known
@@ -9,7 +10,8 @@
 
 The key is the block's hash, which is salted with the tenant: a tenant's value does not verify under
 another's key. The pool's engine may return flipped bits, stale memory and foreign values without an
-error, so a value counts only if `verify_value` accepts it.
+error, so the agent keeps a value only if `verify_value` accepts it. Whoever reaches Mooncake's ports can also
+write whole values, so the node uses a value only if its proof is `proof_of` the copied payload.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from dataclasses import dataclass
 
 import xxhash
 
+from libs.common.checksum import UNKEYED, KvChecksum
 from services.kvstore.checksummed_record import ChecksummedRecord
 
 HEADER_BYTES = 128
-VERSION = 1
+VERSION = 2
 _HEADER = ChecksummedRecord(
-    "16sQ16s", magic=b"slipkvpl", version=VERSION, digest=xxhash.xxh3_128_digest, seal_bytes=16
+    "16sQ16s16s", magic=b"slipkvpl", version=VERSION, digest=xxhash.xxh3_128_digest, seal_bytes=16
 )
 _HINT = struct.Struct("<16s8s8s")
 KEY_BYTES = 16
@@ -59,9 +62,19 @@ def tag_of(segment: str) -> bytes:
     return xxhash.xxh3_128_digest(segment.encode())[:8]
 
 
-def pack_header(key: bytes, n_bytes: int, checksum: bytes, hint: Hint | None = None) -> bytes:
-    """The HEADER_BYTES of a payload of `n_bytes` whose xxh3-128 is `checksum`."""
-    sealed = _HEADER.pack(key, n_bytes, checksum)
+def proof_of(key: bytes, n_bytes: int, checksum: bytes, function: KvChecksum = UNKEYED) -> bytes:
+    """The proof that a process with the cluster's key put a payload, whose `checksum` is `function`'s."""
+    return function.seal(_HEADER.fields(key, n_bytes, bytes(16), bytes(16)), checksum)
+
+
+def pack_header(
+    key: bytes, n_bytes: int, checksum: bytes, hint: Hint | None = None, *, proof: bytes | None = None
+) -> bytes:
+    """The HEADER_BYTES of a payload of `n_bytes` whose plain xxh3-128 is `checksum`.
+
+    `proof`: None means that of a cluster without a secret.
+    """
+    sealed = _HEADER.pack(key, n_bytes, checksum, proof or proof_of(key, n_bytes, checksum))
     if hint is not None:
         said = hint.before + hint.putter
         sealed += said + _check_of(sealed, said)
@@ -89,11 +102,21 @@ def header_checksum(value: memoryview, key: bytes) -> bytes | None:
 
     Does not verify the payload.
     """
+    fields = _fields(value, key)
+    return None if fields is None else fields[0]
+
+
+def header_proof(value: memoryview, key: bytes) -> bytes | None:
+    """The proof in a header that is whole and matches key and length, else None."""
+    fields = _fields(value, key)
+    return None if fields is None else fields[1]
+
+
+def _fields(value: memoryview, key: bytes) -> tuple[bytes, bytes] | None:
     fields = _HEADER.unpack(value)
-    if fields is None:
+    if fields is None or fields[0] != key or fields[1] != len(value) - HEADER_BYTES:
         return None
-    found_key, n_bytes, checksum = fields
-    return bytes(checksum) if found_key == key and n_bytes == len(value) - HEADER_BYTES else None
+    return bytes(fields[2]), bytes(fields[3])
 
 
 def verify_value(value: memoryview, key: bytes) -> bytes | None:

@@ -12,12 +12,14 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from libs.common.checksum import checksum_at
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.write_queue import WriteQueue
 from services.kvstore.pool.agent_client import AgentClient
-from services.kvstore.pool.value import HEADER_BYTES, Hint, pack_header, tag_of
+from services.kvstore.pool.value import HEADER_BYTES, Hint, pack_header, proof_of, tag_of
 from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -195,7 +197,8 @@ class PoolWrites:
             for extent, block in zip(staged.extents, blocks, strict=True):
                 to, before = self._client.memory.address + extent.offset, self._before(block)
                 hint = None if before is None else Hint(before, putter)
-                header = pack_header(block.key, block.n_bytes, block.value, hint)
+                proof = proof_of(block.key, block.n_bytes, block.value, self._dram.checksum)
+                header = partial(pack_header, block.key, block.n_bytes, hint=hint, proof=proof)
                 copies.append((to, self._dram.address_of(block.slot), block.n_bytes, header))
             await asyncio.to_thread(_copy, copies)
         except BaseException:
@@ -253,8 +256,8 @@ class PoolWrites:
         self._tries.pop(key, None)
 
 
-def _copy(copies: Sequence[tuple[int, int, int, bytes]]) -> None:
-    """Write each (to, from, bytes, header): header and payload to the destination."""
+def _copy(copies: Sequence[tuple[int, int, int, Callable[[bytes], bytes]]]) -> None:
+    """Write each (to, from, bytes, header of the plain checksum): header and payload to the destination."""
     for to, source, n_bytes, header in copies:
-        ctypes.memmove(to, header, HEADER_BYTES)
         ctypes.memmove(to + HEADER_BYTES, source, n_bytes)
+        ctypes.memmove(to, header(checksum_at(to + HEADER_BYTES, n_bytes)), HEADER_BYTES)

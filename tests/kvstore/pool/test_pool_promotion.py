@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import services.kvstore.pool.promotion as pool_promotion
-from libs.common.checksum import checksum
+from libs.common.checksum import KvChecksum, checksum
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.agent.staging import Extents, SharedMemory
 from services.kvstore.pool.agent_client import Staged
 from services.kvstore.pool.promotion import PoolPromoter
-from services.kvstore.pool.value import HEADER_BYTES, pack_header
+from services.kvstore.pool.value import HEADER_BYTES, header_proof, pack_header, proof_of, verify_value
 from tests.support.processes.process_checks import eventually
 
 PAYLOAD = bytes(range(256)) * 16
@@ -90,10 +90,10 @@ async def test_slots_of_a_cancelled_load_are_freed_after_the_copy(
     copying, go_on = threading.Event(), threading.Event()
     copied = pool_promotion._copied
 
-    def slowly(copies: list[tuple[int, int, int]]) -> list[bytes]:
+    def slowly(copies: list[tuple[int, int, int]], checksum: KvChecksum) -> list[bytes]:
         copying.set()
         assert go_on.wait(30)
-        return copied(copies)
+        return copied(copies, checksum)
 
     monkeypatch.setattr(pool_promotion, "_copied", slowly)
     tasks_before = asyncio.all_tasks()
@@ -108,3 +108,43 @@ async def test_slots_of_a_cancelled_load_are_freed_after_the_copy(
     await eventually(lambda: free_slots(promoter) == before, timeout_s=60)
     assert [promotion.pop(key) for key in KEYS] == [None] * len(KEYS)
     promotion.close()
+
+
+@pytest.mark.parametrize("forged", ["nothing", "payload", "another block's payload", "plain checksum"])
+async def test_a_value_that_another_process_wrote_into_the_pool_is_not_used(forged: str) -> None:
+    """The attacker knows all formats and every value, but not the cluster's key."""
+    keyed, client = KvChecksum(b"a key"), FakeClient()
+    other = bytes(reversed(PAYLOAD))
+
+    def header(key: bytes, stored: bytes, proven: bytes) -> bytes:
+        proof = proof_of(key, len(proven), keyed.of(proven), keyed)
+        return pack_header(key, len(stored), checksum(stored), proof=proof)
+
+    values = {
+        "nothing": header(KEYS[0], PAYLOAD, PAYLOAD) + PAYLOAD,
+        "payload": header(KEYS[0], other, PAYLOAD) + other,
+        "another block's payload": pack_header(
+            KEYS[0],
+            len(other),
+            checksum(other),
+            proof=header_proof(memoryview(header(KEYS[1], other, other) + other), KEYS[1]),
+        )
+        + other,
+        "plain checksum": pack_header(KEYS[0], len(other), checksum(other)) + other,
+    }
+
+    async def call(kind: str, *, keys: list[str], at: list[int], sizes: list[int], **_: Any) -> Any:
+        assert verify_value(memoryview(values[forged]), KEYS[0]), "the agent finds no damage"
+        client.memory.view(at[0], sizes[0])[:] = values[forged]
+        return {"outcome": sizes, "failovers": 0}
+
+    client.call = call  # type: ignore[method-assign]
+    used: Any = client
+    promoter = PoolPromoter(DramTier(1 << 20, checksum=keyed), used)
+    promotion = promoter.promote({KEYS[0]: VALUE_BYTES})
+    await promotion.wait(timeout_s=30)
+    block = promotion.pop(KEYS[0])
+    promotion.close()
+    assert (block is not None) == (forged == "nothing") and promoter.corrupt_blocks == (forged != "nothing")
+    assert block is None or block.value == keyed.of(PAYLOAD)
+    client.memory.close()
