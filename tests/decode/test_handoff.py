@@ -105,7 +105,7 @@ async def test_only_missing_blocks_are_pulled() -> None:
     async with running_nodes() as nodes:
         prefill, decode = await nodes.prefill(), await nodes.decode()
         stream = RouterStream(decode)
-        pulled = []
+        pulled: list[int] = []
         for number in (1, 2):
             name = attempt(f"r{number}")
             call = PrefillCall(prefill, prefill_request(prefill, tokens, attempt=name))

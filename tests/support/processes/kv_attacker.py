@@ -79,7 +79,12 @@ class Attacker:
 def main() -> None:
     """Overwrite until the input ends."""
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     attacker, written = Attacker(), {pid: 0 for pid in map(int, sys.argv[1:])}
     regions = {pid: attacker.region(pid) for pid in written}
     for number in itertools.count():
