@@ -24,6 +24,7 @@ from tests.common.transport.peers import (
     BIG_BYTES,
     MIB,
     ROOT,
+    WAIT_S,
     Peer,
     read_with_retries,
     registered,
@@ -179,3 +180,23 @@ async def test_opening_and_closing_a_transport_leaks_no_thread_or_descriptor(kin
         return threads <= before[0] + 1 and descriptors <= before[1]
 
     await eventually(back_to_before)
+
+
+async def test_reads_fill_private_memory_that_peers_neither_read_nor_write(kind: str) -> None:
+    lender, reader, stranger = (open_transport(kind) for _ in range(3))
+    source, private = registered(lender, 2 * MIB), PageAlignedMemory(2 * MIB)
+    registered(reader, 2 * MIB)  # as a worker's staging memory
+    source.buffer[: 2 * MIB] = os.urandom(2 * MIB)
+    landing = registered(stranger, 2 * MIB)
+    to_private = [ReadOp(private.address, source.address, 2 * MIB)]
+    with pytest.raises(TransferRefused):
+        await reader.read(lender.session_id, to_private, timeout_s=WAIT_S)
+    reader.add_destination(private.buffer)
+    await reader.read(lender.session_id, to_private, timeout_s=WAIT_S)
+    assert bytes(private.buffer[: 2 * MIB]) == bytes(source.buffer[: 2 * MIB])
+    with pytest.raises(TransferRefused):
+        await stranger.read(
+            reader.session_id, [ReadOp(landing.address, private.address, 64)], timeout_s=WAIT_S
+        )
+    for transport in (lender, reader, stranger):
+        await transport.close()

@@ -22,6 +22,7 @@ from libs.common.transport.base import (
 from libs.common.transport.mooncake import MooncakeTransport
 from libs.common.transport.mooncake_read import LANES
 from libs.common.transport.multi_engine import TCP_RAILS
+from libs.common.transport.registered_memory import PageAlignedMemory
 from slipstream.errors import TransferError
 from tests.common.transport.mooncake_proxy import MooncakeProxy, forward
 from tests.common.transport.peer import pattern
@@ -264,3 +265,26 @@ async def test_rdma_is_refused_if_the_engine_would_fall_back_to_tcp(tmp_path: Pa
     assert done.returncode == 1
     assert "MC_FORCE_TCP is set" in done.stderr
     assert done.stdout == ""
+
+
+async def test_mooncake_accepts_writes_into_registered_memory_only() -> None:
+    """The premise of staging: who reaches the port writes there, without any credential."""
+    transport, exposed, private = MooncakeTransport(), PageAlignedMemory(MIB), PageAlignedMemory(MIB)
+    transport.register(exposed.buffer)
+    transport.add_destination(private.buffer)
+    from mooncake.engine import TransferEngine
+
+    engine: Any = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    garbage = PageAlignedMemory(MIB)
+    garbage.buffer[:4] = b"evil"
+    assert engine.register_memory(garbage.address, MIB) == 0
+    peer = transport.session_id.split("/")[0]
+
+    def write(address: int) -> int:
+        return int(engine.transfer_sync_write(peer, garbage.address, address, MIB))
+
+    assert await asyncio.to_thread(write, exposed.address) == 0 and bytes(exposed.buffer[:4]) == b"evil"
+    assert await asyncio.to_thread(write, private.address) != 0 and not any(private.buffer[:4])
+    await asyncio.to_thread(lambda: garbage.buffer[:1])  # the engine's memory outlives its writes
+    await transport.close()

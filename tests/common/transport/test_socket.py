@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -244,3 +245,25 @@ async def test_a_reader_that_receives_nothing_is_disconnected(
         assert await asyncio.to_thread(lazy.recv, 1) == WELCOME
         lazy.sendall(REQUEST.pack(memory.address, 1 << 20) * 32)
         await eventually(lambda: not transport._server._connections, timeout_s=60)
+
+
+async def test_no_bytes_on_a_socket_change_registered_memory(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    """The protocol has reads only: requests of any content, also with the token, write nothing."""
+    memory.view(0, memory.n_bytes)[:] = before = os.urandom(memory.n_bytes)
+    host, port = transport.session_id.partition("/")[0].rsplit(":", 1)
+    token = bytes.fromhex(transport.session_id.partition("/")[2])
+    rng = random.Random(7)
+
+    def attack() -> None:
+        for number in range(60):
+            with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+                connection.sendall(MAGIC + token)
+                assert connection.recv(1) == WELCOME
+                n_bytes = rng.randrange(1, memory.n_bytes)
+                wanted = REQUEST.pack(memory.address + rng.randrange(memory.n_bytes), n_bytes)
+                connection.sendall(wanted if number % 2 else wanted + rng.randbytes(4096))
+
+    await asyncio.to_thread(attack)
+    assert bytes(memory.view(0, memory.n_bytes)) == before
