@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from libs.worker.engine.page_exporter import ExportedPage, PageExporter
 
-# Blocks that one export copies, so that their reader begins while further ones are copied.
-_BATCH_BLOCKS = 16
+# Bytes that one export copies, so that their reader begins while further ones are copied.
+_BATCH_BYTES = 8 << 20
+_MAX_BATCH_BLOCKS = 64
 
 # Receives the next blocks as peers read them; None for a block that its reader does not need.
 Publish = Callable[[Sequence[ExportedPage | None]], None]
@@ -26,6 +27,7 @@ class HandoffExport:
         self._exporter = exporter
         self.pages = pages  # another one may replace a page that is not final
         self._publish = publish
+        self._batch_blocks = max(1, min(_MAX_BATCH_BLOCKS, _BATCH_BYTES // exporter.page_bytes))
         self._n_final = 0
         self._n_published = 0
         self._first_read: int | None = None  # None until the reader watches
@@ -68,7 +70,7 @@ class HandoffExport:
     async def _export_next(self) -> bool:
         """Export and publish the next blocks. Returns whether there were any, and room for them."""
         first = self._n_published
-        ready = self.pages[first : min(self._n_final, first + _BATCH_BLOCKS)]
+        ready = self.pages[first : min(self._n_final, first + self._batch_blocks)]
         exported = await self._exporter.export(ready, is_read=True)
         self._exported.update(enumerate(exported, first))
         self._n_published += len(exported)

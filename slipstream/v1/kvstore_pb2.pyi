@@ -268,7 +268,7 @@ class PinnedBlock(_message.Message):
     """in the node's registered memory"""
     n_bytes: _builtins.int
     checksum: _builtins.bytes
-    """xxh3-128 of the payload, big-endian"""
+    """xxh3-128 of the payload under the cluster's key, big-endian"""
     tier: _common_pb2.CacheTier.ValueType
     """where the block was before this pin"""
     def __init__(
@@ -525,7 +525,7 @@ class SourceBlock(_message.Message):
     """in the caller's registered memory"""
     n_bytes: _builtins.int
     checksum: _builtins.bytes
-    """xxh3-128 of the payload, big-endian"""
+    """xxh3-128 of the payload under the cluster's key, big-endian"""
     def __init__(
         self,
         *,

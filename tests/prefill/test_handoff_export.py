@@ -17,6 +17,8 @@ from services.prefill.handoff_export import HandoffExport
 class SlotsOnly:
     """A page exporter without memory."""
 
+    page_bytes = 1 << 20  # eight blocks a batch
+
     def __init__(self, n_slots: int) -> None:
         self.free = self.n_slots = n_slots
         self._waiting: set[asyncio.Event] = set()

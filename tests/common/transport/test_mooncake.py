@@ -288,3 +288,21 @@ async def test_mooncake_accepts_writes_into_registered_memory_only() -> None:
     assert await asyncio.to_thread(write, private.address) != 0 and not any(private.buffer[:4])
     await asyncio.to_thread(lambda: garbage.buffer[:1])  # the engine's memory outlives its writes
     await transport.close()
+
+
+@pytest.mark.parametrize(("spec", "is_refused"), [("rdma", True), ("mooncake", False)])
+async def test_private_destinations_are_refused_where_the_engine_needs_registered_memory(
+    tmp_path: Path, spec: str, is_refused: bool
+) -> None:
+    make_device(tmp_path, "mlx5_0")
+    then = """
+try:
+    transport.add_destination(bytearray(4096))
+    print("private")
+except Exception as error:
+    print("refused:", error)
+"""
+    done = await asyncio.to_thread(run_with_recording_engine, tmp_path, spec, then=then)
+    assert done.returncode == 0, done.stderr
+    wanted = "refused: Mooncake reads over rdma into registered memory only" if is_refused else "private"
+    assert wanted in done.stdout
