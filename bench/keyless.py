@@ -24,6 +24,7 @@ from pathlib import Path
 
 from bench.keyless_client import KeylessClient, KeylessGrpcClient, KeylessHttpClient
 from slipstream import bounds
+from slipstream.api_key_file import add_key
 from supervisor.plan import DEFAULT_MODEL
 
 APIS: dict[str, type[KeylessClient]] = {"grpc": KeylessGrpcClient, "http": KeylessHttpClient}
@@ -66,12 +67,12 @@ class RouterProcess:
 @contextlib.asynccontextmanager
 async def keyed_router(model: Path) -> AsyncIterator[RouterProcess]:
     """A router process with one API key, without workers."""
-    with tempfile.NamedTemporaryFile("w", prefix="slipstream-keys-") as keys:
-        keys.write("sk-bench bench\n")
-        keys.flush()
+    with tempfile.TemporaryDirectory(prefix="slipstream-keys-") as folder:
+        keys = Path(folder) / "keys.toml"
+        add_key(keys, name="bench", tenant="bench")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.router", "--instance", "router-0", "--model", str(model)),
-            *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--api-keys", keys.name),
+            *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--api-keys", str(keys)),
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stderr is not None

@@ -55,7 +55,7 @@ def seeds(node: Node) -> list[Any]:
         control_endpoint="127.0.0.1:1",
         transport=common_pb2.TRANSPORT_SOCKET,
         transport_session="127.0.0.1:1",
-        blocks=[prefill_pb2.ExportedBlock(address=4096, n_bytes=node.core.info.page_bytes)],
+        blocks=[prefill_pb2.ExportedBlock(n_bytes=node.core.info.page_bytes)],
         prompt_tokens=40,
         lease_ms=1000,
     )
