@@ -40,7 +40,7 @@ from libs.engine.model_spec.config import load_config
 from libs.text.tokenizer import Tokenizer
 from slipstream.async_client import AsyncClient, AsyncStream
 from slipstream.errors import SlipstreamError
-from slipstream.rpc.dial import dial
+from slipstream.operator_access import operator_dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_MODEL, ClusterConfig
@@ -87,7 +87,8 @@ class Fleet:
     def __init__(self, cluster: ClusterSupervisor) -> None:
         record = cluster.record()
         self.endpoints = record.service_endpoints()
-        self._channels = {name: dial(endpoint) for name, endpoint in self.endpoints.items()}
+        self.dial = operator_dial(Path(record.run_dir))
+        self._channels = {name: self.dial(endpoint) for name, endpoint in self.endpoints.items()}
         self.client = AsyncClient(record.router_grpc)
 
     async def status(self, instance: str) -> Status:
@@ -111,7 +112,7 @@ class Fleet:
     async def wait_idle(self) -> None:
         """Wait until every ledger is empty. Raises RuntimeError at the deadline."""
         problems: list[str] = []
-        await wait_until_idle(self.endpoints, problems, timeout_s=_LIMIT_S)
+        await wait_until_idle(self.endpoints, problems, self.dial, timeout_s=_LIMIT_S)
         if problems:
             raise RuntimeError("; ".join(problems))
 

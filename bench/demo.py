@@ -25,6 +25,7 @@ from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, Turn, run_tool
 from bench.ledgers import block_counts, wait_until_idle
 from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError
+from slipstream.operator_access import operator_dial
 from slipstream.replies import Reply
 from supervisor.cluster import ClusterSupervisor
 from supervisor.config_check import why_no_mooncake
@@ -205,13 +206,13 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     config = ClusterConfig(run_dir=run_dir, transport=transport_of(arguments.transport), drafts="on")
     async with ClusterSupervisor(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()
-        endpoints = record.service_endpoints()
+        endpoints, dial = record.service_endpoints(), operator_dial(run_dir)
         say(f"ready in {cluster.ready_s:.1f} s\n")
         async with AsyncClient(record.router_grpc) as client:
             conversation = Conversation(client)
             await converse(cluster, conversation)
-        leaked = await wait_until_idle(endpoints, conversation.problems)
-        result = report(cluster, conversation, await block_counts(endpoints), leaked)
+        leaked = await wait_until_idle(endpoints, conversation.problems, dial)
+        result = report(cluster, conversation, await block_counts(endpoints, dial), leaked)
         for problem in conversation.problems:
             say(f"{RED}problem: {problem}{RESET}")
         if sys.stdin.isatty() and sys.stdout.isatty() and not arguments.exit:

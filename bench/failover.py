@@ -37,6 +37,7 @@ from bench.ledgers import wait_until_idle
 from bench.load import percentiles
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
+from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
@@ -149,8 +150,9 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
                     ]
                     report[number.name] = _summary(rounds)
             problems: list[str] = []
-            endpoints = cluster.record().service_endpoints()
-            report["leaked_blocks"] = await wait_until_idle(endpoints, problems, timeout_s=30)
+            record = cluster.record()
+            endpoints, dial = record.service_endpoints(), operator_dial(Path(record.run_dir))
+            report["leaked_blocks"] = await wait_until_idle(endpoints, problems, dial, timeout_s=30)
             report["still_held"] = problems
     return report
 

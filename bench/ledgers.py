@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import Dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 
-async def statuses(endpoints: Mapping[str, str]) -> dict[str, worker_pb2.GetStatusResponse]:
+async def statuses(endpoints: Mapping[str, str], dial: Dial) -> dict[str, worker_pb2.GetStatusResponse]:
     """GetStatus of every worker, by instance."""
 
     async def ask(endpoint: str) -> worker_pb2.GetStatusResponse:
@@ -28,7 +28,7 @@ def held(status: worker_pb2.GetStatusResponse) -> dict[str, int]:
 
 
 async def wait_until_idle(
-    endpoints: Mapping[str, str], problems: list[str], *, timeout_s: float = 15.0
+    endpoints: Mapping[str, str], problems: list[str], dial: Dial, *, timeout_s: float = 15.0
 ) -> int:
     """Wait until every ledger is empty; entries left at the deadline are added to `problems`.
 
@@ -36,7 +36,7 @@ async def wait_until_idle(
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        answers = await statuses(endpoints)
+        answers = await statuses(endpoints, dial)
         busy = {instance: what for instance, status in answers.items() if (what := held(status))}
         if not busy or time.monotonic() > deadline:
             break
@@ -45,10 +45,10 @@ async def wait_until_idle(
     return sum(status.ledger.blocks_leaked for status in answers.values())
 
 
-async def block_counts(endpoints: Mapping[str, str]) -> dict[str, int]:
+async def block_counts(endpoints: Mapping[str, str], dial: Dial) -> dict[str, int]:
     """Blocks of all kvstores by tier."""
     totals = {"dram": 0, "nvme": 0}
-    for status in (await statuses(endpoints)).values():
+    for status in (await statuses(endpoints, dial)).values():
         for tier in totals:
             totals[tier] += int(status.counters.get(f"slipstream_kvstore_blocks_{tier}", 0))
     return totals

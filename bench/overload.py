@@ -36,6 +36,7 @@ from bench.load import percentiles
 from bench.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
 from bench.router.rig import cpu_seconds, make_model
 from libs.common.cluster.worker_record import Role
+from slipstream.operator_access import operator_dial
 from slipstream.requests import chat_request
 from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2
@@ -83,6 +84,8 @@ class Overload:
         self._shape = Shape(options.deadline_s, options.output_tokens)
         record = cluster.record()
         self.grpc, self.http = record.router_grpc, record.router_http
+        self._admin_http = record.find("router-0").admin_http
+        self._operator_dial = operator_dial(Path(record.run_dir))
         self._pid = record.find("router-0").pid or 0
         self._seed = 0
 
@@ -100,7 +103,7 @@ class Overload:
         peak = max(goodput[load] for load in LOADS if load < 10)
         problems = [p for reports in rounds.values() for r in reports for p in r.pop("problems")]
         endpoints = self._cluster.record().service_endpoints()
-        await wait_until_idle(endpoints, problems, timeout_s=30)
+        await wait_until_idle(endpoints, problems, self._operator_dial, timeout_s=30)
         return {
             "cores": os.cpu_count(),
             "load_average": os.getloadavg()[0],
@@ -156,7 +159,7 @@ class Overload:
                     call.cancel()
         problems: list[str] = []
         endpoints = record.service_endpoints()
-        await wait_until_idle(endpoints, problems, timeout_s=30)
+        await wait_until_idle(endpoints, problems, self._operator_dial, timeout_s=30)
         if problems:
             raise RuntimeError("; ".join(problems))
         cpu_ms = (self._cpu_s() - cpu_s) * 1e3 / max(seen["sent"], 1)
@@ -174,7 +177,10 @@ class Overload:
         return report
 
     async def _metrics(self) -> str:
-        async with aiohttp.ClientSession(f"http://{self.http}") as http, http.get("/metrics") as answer:
+        async with (
+            aiohttp.ClientSession(f"http://{self._admin_http}") as http,
+            http.get("/metrics") as answer,
+        ):
             return await answer.text()
 
     def _cpu_s(self) -> float:

@@ -13,6 +13,7 @@ from slipstream.rpc.tls import TlsFiles
 
 RECORD_FILE = "cluster.json"
 LOCK_FILE = "lock"
+SECRET_FILE = "cluster.secret"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class ProcessRecord:
     log: str
     exit_code: int | None = None
     has_worker_service: bool = True  # etcd and the masters of the pool have none
+    admin: str | None = None  # of a router: where its WorkerService is
+    admin_http: str | None = None  # of a router: metrics and health
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,12 @@ class ClusterRecord:
 
     def service_endpoints(self) -> dict[str, str]:
         """Endpoint of each process that serves WorkerService, by instance."""
-        return {p.instance: p.endpoint for p in self.processes if p.has_worker_service}
+        return {p.instance: p.admin or p.endpoint for p in self.processes if p.has_worker_service}
+
+
+def secret_file(run_dir: Path) -> Path:
+    """Where a local cluster keeps its secret. It outlives the processes: blocks on disk depend on it."""
+    return run_dir / SECRET_FILE
 
 
 def is_running(run_dir: Path) -> bool:

@@ -5,6 +5,7 @@
     │   └── BodyTooLarge       the request body exceeds its bound
     ├── NotFound               unknown model, session, handoff, worker
     ├── Unauthenticated        no or wrong credentials
+    ├── PermissionDenied       valid credentials of a class that may not do this
     ├── Overloaded             no capacity now; retry after `retry_after_ms`
     │   └── OutOfPages         no free KV pages on this worker
     ├── Unavailable            a peer is gone or not ready; safe to retry elsewhere
@@ -13,6 +14,7 @@
     ├── FailedPrecondition     right request, wrong state (draining, stale epoch)
     │   ├── FingerprintMismatch  KV of another model, layout or dtype; never run
     │   ├── Quarantined        this request crashed workers; it is not run again
+    │   ├── UnknownAddress     a message names an address that discovery does not announce; not dialled
     │   └── PrefixUnknown      a prompt was named that this worker does not remember; send it whole
     ├── DataCorrupt            a checksum did not match; the data is never used
     ├── DeadlineExceeded       the request's own deadline passed
@@ -93,6 +95,14 @@ class Unauthenticated(SlipstreamError):
     openai_type = "authentication_error"
 
 
+class PermissionDenied(SlipstreamError):
+    """The credentials are valid, and their class may not do this (docs/security.md)."""
+
+    code = "PERMISSION_DENIED"
+    http_status = 403
+    openai_type = "permission_error"
+
+
 class Overloaded(SlipstreamError):
     """No capacity now; the caller may retry after `retry_after_ms`."""
 
@@ -144,6 +154,10 @@ class Quarantined(FailedPrecondition):
 
 class PrefixUnknown(FailedPrecondition):
     """The beginning of a prompt was named, and this worker does not remember it. Send the whole prompt."""
+
+
+class UnknownAddress(FailedPrecondition):
+    """A message names an endpoint or a transport session that discovery does not announce. Not dialled."""
 
 
 class DataCorrupt(SlipstreamError):

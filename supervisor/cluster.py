@@ -26,7 +26,7 @@ from libs.common.cluster.exit_reports import REPORTED_ROLES, report_exit, run_na
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.access import EtcdAccess
 from libs.common.etcd.messages import EtcdRefused, EtcdUnavailable
-from slipstream.cluster_record import ClusterRecord, ProcessRecord
+from slipstream.cluster_record import ClusterRecord, ProcessRecord, secret_file
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unauthenticated
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
@@ -35,7 +35,7 @@ from supervisor.config_check import check_config
 from supervisor.etcd import etcd_binary, etcd_command
 from supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
 from supervisor.logs import ProcessLogs
-from supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed, secret_file
+from supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed
 from supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
 from supervisor.ports import free_ports
 from supervisor.process import SupervisedProcess
@@ -258,6 +258,8 @@ class ClusterSupervisor:
             log=str(self._logs.path(plan.instance)),
             exit_code=process.exit_code,
             has_worker_service=plan.role in _SERVICE_ROLES,
+            admin=plan.admin,
+            admin_http=plan.admin_http,
         )
 
     def _find(self, instance: str) -> SupervisedProcess:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
+from slipstream.cluster_record import secret_file
 from slipstream.rpc.tls import TlsFiles
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
 
@@ -82,14 +83,11 @@ class ProcessPlan:
     command: tuple[str, ...]
     endpoint: str
     http: str | None = None
+    admin: str | None = None
+    admin_http: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     awaited: bool = True
     drain_s: float = 0.0  # how much longer than others the process may take to stop
-
-
-def secret_file(run_dir: Path) -> Path:
-    """Where a local cluster keeps its secret. It outlives the processes: blocks on disk depend on it."""
-    return run_dir / "cluster.secret"
 
 
 def instances(config: ClusterConfig) -> Iterator[tuple[Role, str]]:
@@ -101,7 +99,7 @@ def instances(config: ClusterConfig) -> Iterator[tuple[Role, str]]:
 
 def ports_needed(config: ClusterConfig) -> int:
     """How many free ports `plan_services` takes at most."""
-    return sum(config.counts().values()) + config.routers
+    return sum(config.counts().values()) + 3 * config.routers
 
 
 def plan_services(
@@ -114,11 +112,15 @@ def plan_services(
     for role, instance in instances(config):
         first_router = instance == f"{Role.ROUTER}-0"
         listen = config.grpc if first_router and config.grpc else f"127.0.0.1:{next(free)}"
-        http = None
+        http = admin = admin_http = None
         if role is Role.ROUTER:
             http = config.http if first_router and config.http else f"127.0.0.1:{next(free)}"
+            admin, admin_http = f"127.0.0.1:{next(free)}", f"127.0.0.1:{next(free)}"
         command = [sys.executable, "-m", config.modules[role], "--instance", instance, "--listen", listen]
-        command += ["--etcd", etcd, *_arguments(config, role, instance, http)]
+        command += ["--etcd", etcd]
+        if admin is not None and admin_http is not None:
+            command += ["--admin", admin, "--admin-http", admin_http]
+        command += _arguments(config, role, instance, http)
         plans.append(
             ProcessPlan(
                 instance=instance,
@@ -128,6 +130,8 @@ def plan_services(
                 endpoint=listen,
                 http=http,
                 drain_s=config.drain_s if role is Role.ROUTER else 0.0,
+                admin=admin,
+                admin_http=admin_http,
                 # Several processes share the cores; each with a thread per core would thrash.
                 env={
                     "SLIPSTREAM_CLUSTER_SECRET_FILE": str(secret_file(config.run_dir)),

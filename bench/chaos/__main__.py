@@ -38,6 +38,7 @@ from bench.faults.faulty_disk import FaultyDisk
 from bench.ledgers import wait_until_idle
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
+from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
@@ -115,7 +116,9 @@ async def _measure(
     await running
     judged = judge(load.outcomes, expected, injector.down_s)
     problems: list[str] = []
-    leaked = await wait_until_idle(cluster.record().service_endpoints(), problems, timeout_s=_IDLE_S)
+    dial = operator_dial(Path(cluster.record().run_dir))
+    endpoints = cluster.record().service_endpoints()
+    leaked = await wait_until_idle(endpoints, problems, dial, timeout_s=_IDLE_S)
     ended = sample(cluster.record(), now_s=0.0)
     return {
         "cores": os.cpu_count(),

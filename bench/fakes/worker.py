@@ -331,6 +331,9 @@ class PacedApp(WorkerApp):
     def counters(self) -> Mapping[str, float]:
         return {}
 
+    def undrain(self) -> None:
+        pass
+
     async def drain(self) -> None:
         """Return at once: the load of a benchmark ends before its workers."""
 

@@ -35,6 +35,7 @@ from bench.load import percentiles
 from bench.serve import WORDS
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
+from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
@@ -85,10 +86,11 @@ class Side:
 
     async def quiet(self) -> dict[str, Any]:
         """Until nothing is held; what all workers say then."""
-        endpoints = self.cluster.record().service_endpoints()
+        record = self.cluster.record()
+        endpoints, dial = record.service_endpoints(), operator_dial(Path(record.run_dir))
         async with asyncio.timeout(_WAIT_S):
             while True:
-                seen = await statuses(endpoints)
+                seen = await statuses(endpoints, dial)
                 if not any(held(status) for status in seen.values()):
                     return seen
                 await asyncio.sleep(0.02)

@@ -33,6 +33,7 @@ import grpc
 from bench.ledgers import held, statuses
 from bench.serve import WORDS
 from slipstream.async_client import AsyncClient
+from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
@@ -59,7 +60,8 @@ class TtftBench:
         self._cluster, self._client = cluster, client
         self._random = random.Random(seed)
         self._words_a_token = 0.7
-        self._workers = cluster.record().service_endpoints()
+        record = cluster.record()
+        self._workers, self._dial = record.service_endpoints(), operator_dial(Path(record.run_dir))
 
     async def run(self, prompt_tokens: Sequence[int], *, rounds: int) -> list[dict[str, Any]]:
         """One row for each length and scenario."""
@@ -133,7 +135,7 @@ class TtftBench:
         async with asyncio.timeout(_QUIET_S):
             while True:
                 try:
-                    seen = await statuses(self._workers)
+                    seen = await statuses(self._workers, self._dial)
                 except grpc.aio.AioRpcError:  # just starting again
                     await asyncio.sleep(0.2)
                     continue

@@ -106,7 +106,7 @@ class Scene:
         for link in self._prefill:
             for _ in range(10):
                 tokens = self._random.randint(500, 8_000)
-                self.fleet.book.observe_prefill(
+                self.fleet.worker_models.observe_prefill(
                     link.key,
                     ahead_tokens=0,
                     ahead_requests=0,

@@ -36,7 +36,6 @@ class _IdleFleet(RouterFleet):
     def _open(self, worker: Worker) -> WorkerConnection:
         return IdleConnection(
             worker,
-            tls=None,
             clock=self._clock,
             on_change=self._notify,
             on_report=self._learn,
@@ -56,7 +55,7 @@ async def open_fleet(
             board.announce(Worker(role, f"{role}-{i}", "127.0.0.1:1", "1", capacity=_CAPACITY))
     async with Fleet(board) as members:
         await members.wait_until(lambda fleet: len(fleet.workers) == 2 * n_workers + 1, timeout_s=30)
-        fleet = _IdleFleet(members, tls=None, clock=clock, fits=lambda fingerprint: True)
+        fleet = _IdleFleet(members, clock=clock, fits=lambda fingerprint: True)
         await fleet.start()
         try:
             while not all(link.ready for link in fleet.links()):

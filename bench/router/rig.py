@@ -29,6 +29,7 @@ class RouterUnderTest:
     def __init__(self, cluster: ClusterSupervisor, model: Path) -> None:
         record = cluster.record()
         self.grpc, self.http = record.router_grpc, record.router_http
+        self._admin_http = record.find("router-0").admin_http
         self.prefill = record.find("prefill-0").endpoint
         self.decode = record.find("decode-0").endpoint
         pid = record.find("router-0").pid
@@ -48,7 +49,10 @@ class RouterUnderTest:
 
     async def loop_delay_ms(self) -> dict[str, float]:
         """The lag of the router's event loop in the last seconds; of several processes one answers."""
-        async with aiohttp.ClientSession() as session, session.get(f"http://{self.http}/metrics") as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{self._admin_http}/metrics") as answer,
+        ):
             text = await answer.text()
         names = {"mean": "slipstream_event_loop_delay_ms", "max": "slipstream_event_loop_delay_max_ms"}
         found = {what: re.search(rf"^{name}{{.*}} (.*)$", text, re.MULTILINE) for what, name in names.items()}

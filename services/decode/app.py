@@ -38,7 +38,7 @@ class DecodeApp(EngineApp):
             max_sequences=options.draft_max_sequences,
         )
         gate = DraftGate() if options.drafts == "auto" else None
-        self._speculation = Speculation(self._find_drafter, limits, gate=gate, tls=options.tls())
+        self._speculation = Speculation(self._find_drafter, limits, gate=gate, dial=options.dial())
         return self._speculation
 
     def make_service(self, core: WorkerCore, endpoint: str) -> DecodeService:

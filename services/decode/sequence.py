@@ -144,8 +144,11 @@ class DecodeSequence(SequenceTask):
     def _release_handoff(self) -> None:
         """Once, in the background; also when the pull never began: the exporter need not wait for its
         lease to run out."""
-        if self.plan.ticket is not None and self._releasing is None:
-            pull = self._open_pull(self.plan.ticket, first_block=0)
+        ticket = self.plan.ticket
+        if ticket is None or self._releasing is not None:
+            return
+        if self._core.peers.addresses.knows_endpoint(ticket.control_endpoint):
+            pull = self._open_pull(ticket, first_block=0)
             self._releasing = asyncio.create_task(pull.release(), name=f"release {self.plan.key}")
 
     def _open_pull(self, ticket: prefill_pb2.HandoffTicket, *, first_block: int) -> HandoffPull:
@@ -164,6 +167,8 @@ class DecodeSequence(SequenceTask):
     ) -> bool:
         """Pull, commit, run. False when the request ended with its first token."""
         spec, core = self.plan.spec, self._core
+        await core.peers.addresses.check_endpoint(ticket.control_endpoint)
+        await core.peers.addresses.check_session(ticket.transport_session)
         pull = self._open_pull(ticket, first_block=reservation.cached_tokens // core.info.block_tokens)
         complete = await pull.run()
         if complete.finish_reason:

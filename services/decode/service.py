@@ -38,6 +38,10 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         """Refuse new sequences; what runs goes on."""
         self._draining = True
 
+    def undrain(self) -> None:
+        """Accept new sequences again."""
+        self._draining = False
+
     async def close(self) -> None:
         """End everything. The sequences fail with Draining, so that routers resume them elsewhere."""
         self._draining = True

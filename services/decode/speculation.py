@@ -28,8 +28,7 @@ from libs.worker.requests.messages import pack_features
 from libs.worker.requests.request_spec import pack_tokens
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
-from slipstream.rpc.dial import dial
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.dial import Dial, dial
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -60,11 +59,11 @@ class Speculation:
         limits: DraftLimits,
         *,
         gate: DraftGate | None = None,
-        tls: TlsFiles | None = None,
+        dial: Dial = dial,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._find_drafter = find_drafter
-        self._tls = tls
+        self._dial = dial
         self._clock = clock
         self._state = DraftState(limits)
         self._gate = gate
@@ -180,7 +179,7 @@ class Speculation:
 
     async def _serve(self, endpoint: str) -> None:
         """One stream, until it breaks."""
-        async with dial(endpoint, tls=self._tls) as channel:
+        async with self._dial(endpoint) as channel:
             async with asyncio.timeout(_CONNECT_S):
                 await channel.channel_ready()
             call = drafter_pb2_grpc.DrafterServiceStub(channel).Draft()

@@ -70,5 +70,9 @@ class DrafterApp(WorkerApp):
         if self._service is not None:
             await self._service.drain()
 
+    def undrain(self) -> None:
+        if self._service is not None:
+            self._service.undrain()
+
     async def close(self) -> None:
         await self._batcher.stop()

@@ -120,6 +120,11 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         self._draining = True
         self._decode_streams.close()
 
+    def undrain(self) -> None:
+        """Accept new streams again."""
+        self._draining = False
+        self._decode_streams.reopen()
+
     async def Draft(
         self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: _Context
     ) -> AsyncIterator[drafter_pb2.DraftResponse]:

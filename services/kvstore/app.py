@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from libs.common.cluster.address_book import AddressBook, open_address_book, session_digest
 from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
@@ -44,25 +45,27 @@ async def serve(options: Options) -> None:
     options.check()
     if options.disk_bytes:
         await _check_disks(options)
-    host = ServiceHost(options.listen, tls=options.tls)
+    host = ServiceHost(options.listen, tls=options.tls, access=options.access)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
         transport = open_transport(options.transport, options.listen.rsplit(":", 1)[0])
         stack.push_async_callback(transport.close)
         discovery = await open_discovery(options.etcd, stack, ttl_s=options.etcd_lease_s)
+        addresses = await open_address_book(discovery, stack)
         node = await _open_node(options, transport, term=lambda: discovery.term)
         stack.push_async_callback(node.close)
         identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
-        member = FleetMember(host, discovery, _record(options, host.endpoint, identity, node))
-        servicers = _Servicers(node, transport, identity, member)
+        record = _record(options, host.endpoint, identity, node, session_digest(transport.session_id))
+        member = FleetMember(host, discovery, record)
+        servicers = _Servicers(node, transport, identity, member, addresses)
         servicers.add_to(host)
         node.start(servicers.worker)
         heap.freeze_heap()
         await member.join()
         await host.wait_for_stop()
         log.info("%s stops", options.instance)
-        await servicers.worker.drain()
+        await servicers.worker.drain(is_final=True)
         await servicers.worker.wait_idle(timeout_s=options.drain_s)
         servicers.kvstore.pin_streams.close()
         await host.stop(grace_s=_STOP_GRACE_S)  # before its calls' resources are closed
@@ -72,7 +75,12 @@ class _Servicers:
     """The gRPC servicers of one node."""
 
     def __init__(
-        self, node: Node, transport: KvTransport, identity: WorkerIdentity, member: FleetMember
+        self,
+        node: Node,
+        transport: KvTransport,
+        identity: WorkerIdentity,
+        member: FleetMember,
+        addresses: AddressBook,
     ) -> None:
         self.worker = WorkerService(
             identity,
@@ -80,6 +88,7 @@ class _Servicers:
             ledger=node.ledger,
             counters=lambda: {**node.totals(), **self.kvstore.metrics()},
             on_drain=member.leave,
+            on_undrain=member.join,
         )
         self.kvstore = KvstoreServicer(
             node.store,
@@ -87,6 +96,7 @@ class _Servicers:
             transport,
             check_accepting=self.worker.refuse_when_draining,
             changed=self.worker.load_changed,
+            addresses=addresses,
         )
         self.events = KvEventServicer(BlockEventLog(identity.incarnation))
         publish_changes(node.store, self.events)
@@ -98,7 +108,7 @@ class _Servicers:
         kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(self.events, host.server)
 
 
-def _record(options: Options, endpoint: str, identity: WorkerIdentity, node: Node) -> Worker:
+def _record(options: Options, endpoint: str, identity: WorkerIdentity, node: Node, kv_session: str) -> Worker:
     return Worker(
         Role.KVSTORE,
         options.instance,
@@ -106,6 +116,7 @@ def _record(options: Options, endpoint: str, identity: WorkerIdentity, node: Nod
         identity.incarnation,
         capacity={"dram_bytes": node.store.dram.memory.n_bytes, "disk_bytes": options.disk_bytes},
         region=options.region,
+        session_digest=kv_session,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from libs.common.checksum import CHECKSUM_BYTES
+from libs.common.cluster.address_book import AddressBook, LoopbackAddresses
 from libs.common.rpc import tracing
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
 from libs.common.rpc.pin_server import PinServer
@@ -55,7 +56,9 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         *,
         check_accepting: Callable[[], None],
         changed: Callable[[], None],
+        addresses: AddressBook | None = None,
     ) -> None:
+        """`addresses`: from which transport sessions it pulls."""
         self._store = store
         self._puts = puts
         self._transport = transport
@@ -65,6 +68,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self.pin_streams = PinServer(self, self._end_pin)
         self._check_accepting = check_accepting
         self._changed = changed
+        self._addresses: AddressBook = addresses or LoopbackAddresses()
 
     async def Lookup(
         self, request: kvstore_pb2.LookupRequest, context: Context
@@ -173,6 +177,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             name = transport_name(request.transport)
             raise FailedPrecondition(f"this kvstore moves blocks by {self._transport.kind}, not {name}")
         sources = [_source(index, block) for index, block in enumerate(request.blocks)]
+        await self._addresses.check_session(request.transport_session)
         timeout_s = _time_for(context, at_most_s=MAX_COMMIT_S)
         started = time.perf_counter()
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd.access import EtcdAccess
+from libs.common.rpc.access import AccessControl
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
 from libs.common.transport.open import TransportChoice
@@ -36,6 +37,7 @@ class Options:
     disk_write_bytes_per_day: int = 0  # for all disks together; 0 = no limit
     etcd_lease_s: int = LEASE_TTL_S
     tls: TlsFiles | None = None
+    access: AccessControl | None = None  # None: everyone may call
     region: str = ""
     pool: PoolOptions | None = None
     checksum: KvChecksum = UNKEYED
@@ -105,6 +107,7 @@ def options_of(parsed: NodeSettings) -> Options:
         pool=_pool(parsed),
         tls=parsed.tls(),
         checksum=KvChecksum.of_cluster(parsed.cluster_secret()),
+        access=parsed.access(),
     )
 
 

@@ -45,6 +45,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._draining = True
         self._core.lender.stop()
 
+    def undrain(self) -> None:
+        """Accept new prompts and lend again."""
+        self._draining = False
+        self._core.lender.resume()
+
     async def close(self) -> None:
         """End everything."""
         self._draining = True

@@ -1,4 +1,4 @@
-"""Several router processes on one pair of ports: the kernel spreads connections over them (SO_REUSEPORT).
+"""Several router processes on one set of ports: the kernel spreads connections over them (SO_REUSEPORT).
 
 A Python process runs on one core; a router that needs more cores runs as several processes, each a complete
 router with a name (`router-0`, `router-0.1`, ..). They share sessions through etcd, as routers on different
@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from services.router.server import listen_tcp
+from services.router.ports import listen_tcp
 
 log = logging.getLogger(__name__)
 
@@ -34,29 +34,40 @@ def die_with(parent_pid: int) -> None:
 
 
 async def run_processes(
-    arguments: Sequence[str], *, instance: str, listen: str, http: str, count: int, grace_s: float
+    arguments: Sequence[str],
+    *,
+    instance: str,
+    listen: str,
+    http: str,
+    admin: str,
+    admin_http: str,
+    count: int,
+    grace_s: float,
 ) -> int:
     """Run `count` routers with these arguments until SIGTERM or SIGINT; one that ends is started again.
 
-    `listen`, `http`: host:port; port 0 = any free one, the same for all. Returns the exit status.
+    The addresses are host:port; port 0 = any free one, the same for all. Returns the exit status.
     """
+    addresses = {"--listen": listen, "--http": http, "--admin": admin, "--admin-http": admin_http}
     # Bound, never listened on: they keep the ports for the children, also while one restarts.
-    holders = [listen_tcp(endpoint, share_port=True, accept=False) for endpoint in (listen, http)]
-    fixed = ["{}:{}".format(*holder.getsockname()[:2]) for holder in holders]
+    holders = {
+        flag: listen_tcp(endpoint, share_port=True, accept=False) for flag, endpoint in addresses.items()
+    }
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     names = [instance if index == 0 else f"{instance}.{index}" for index in range(count)]
     # argparse takes the last of repeated options.
-    common = [*arguments, "--listen", fixed[0], "--http", fixed[1], "--processes", "1"]
-    common += ["--child-of", str(os.getpid())]
+    common = [*arguments, "--processes", "1", "--child-of", str(os.getpid())]
+    for flag, holder in holders.items():
+        common += [flag, "{}:{}".format(*holder.getsockname()[:2])]
     try:
         async with asyncio.TaskGroup() as group:
             for name in names:
                 group.create_task(_keep([*common, "--instance", name], stopping, grace_s=grace_s))
     finally:
-        for holder in holders:
+        for holder in holders.values():
             holder.close()
     return 0
 

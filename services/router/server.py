@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from libs.common import service_bounds
@@ -16,25 +16,26 @@ from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
-from libs.common.rpc.serve import Context, ServiceHost, metadata_of
+from libs.common.rpc.serve import Context, metadata_of
 from libs.common.rpc.single_request import read_request
 from libs.common.rpc.telemetry import Counters
 from libs.common.runtime import heap
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
+from services.router.api.admin_server import AdminServer
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
 from services.router.api.http.guard import HttpGuard
 from services.router.api.http_server import HttpServer
 from services.router.api.metrics import Metrics
 from services.router.api.readiness import readiness_of
-from services.router.api.tenant_interceptor import TenantInterceptor
 from services.router.event_loop_lag import EventLoopLag
 from services.router.execution.context import RECOVERY_WAIT_S, RouterContext
 from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.sessions import Sessions
+from services.router.ports import endpoint_of, open_ports
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt_salts import PromptSalts
 from services.router.request.token_cache import TokenCache
@@ -42,7 +43,10 @@ from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.connection import SILENCE_S
 from services.router.workers.fleet import RouterFleet
 from slipstream import bounds
-from slipstream.errors import DeadlineExceeded, Unauthenticated, Unavailable
+from slipstream.errors import DeadlineExceeded, SlipstreamError, Unauthenticated
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.dial import dial
+from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -50,7 +54,6 @@ log = logging.getLogger(__name__)
 
 HAND_OVER_AFTER_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
-_BACKLOG = 1024
 # Waits before a router serves: for discovery to name workers, and for these to answer. A process that shares
 # its ports gets requests as soon as it accepts. Clients and health checks retry a single process.
 _LOOK_S, _CONNECT_S = 1.0, 10.0
@@ -64,7 +67,11 @@ class RouterOptions:
     instance: str
     listen: str = "127.0.0.1:0"
     http: str = "127.0.0.1:0"
-    tls: TlsFiles | None = None
+    admin: str = "127.0.0.1:0"
+    admin_http: str = "127.0.0.1:0"
+    tls: TlsFiles | None = None  # of the admin port, and towards workers
+    client_tls: TlsFiles | None = None  # of the public port; None: `tls`
+    secret: ClusterSecret | None = None
     http_tls: bool = True  # HTTP uses the certificate of `tls`, where there is one
     allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
@@ -99,27 +106,23 @@ class RouterServer:
         self._identity = WorkerIdentity(Role.ROUTER, options.instance)
         self.counters = Counters()
         self._received = ReceiveSlots()
-        self.host = ServiceHost(
-            options.listen,
-            tls=options.tls,
-            options=[
-                ("grpc.so_reuseport", int(options.share_ports)),
-                ("grpc.max_receive_message_length", service_bounds.GRPC_REQUEST_BYTES),
-                # A client whose calls were refused keeps nothing here for longer.
-                ("grpc.max_connection_idle_ms", int(service_bounds.GRPC_IDLE_CONNECTION_S * 1000)),
-            ],
-            interceptors=[TenantInterceptor(options.tenants, SERVICE_NAME)],
-            front_doors=[f"/{SERVICE_NAME}/Generate"],
-            read=self._read_request,
+        self.ports = open_ports(options, read=self._read_request, on_refused=self._note_refused)
+        self.host, self.admin = self.ports.public, self.ports.admin
+        self._record = Worker(
+            Role.ROUTER,
+            options.instance,
+            self.host.endpoint,
+            self._identity.incarnation,
+            admin=self.admin.endpoint,
+            admin_http=self.admin_http_endpoint,
         )
-        self.http_socket = listen_tcp(options.http, share_port=options.share_ports)
-        self._record = Worker(Role.ROUTER, options.instance, self.host.endpoint, self._identity.incarnation)
         clock = asyncio.get_running_loop().time
         self.loop_delay = EventLoopLag(clock)
         self._members = Fleet(discovery)
         self._awake = AwakeClock(clock)
         self.fleet = RouterFleet(
             self._members,
+            dial=partial(dial, tls=options.tls, tokens=_tokens(options)),
             tls=options.tls,
             clock=self._awake.now_s,
             fits=card.fits,
@@ -151,6 +154,7 @@ class RouterServer:
             ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
             counters=self.counters.snapshot,
             on_drain=self._drain,
+            on_undrain=self._undrain,
         )
         self._grpc = GrpcServer(
             self.runs,
@@ -162,26 +166,12 @@ class RouterServer:
             write_stall_s=options.write_stall_s,
         )
         self._grpc.add_to(self.host.server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.host.server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.admin.server)
         self._http = HttpServer(
             self.runs,
             fleet=self.fleet,
             card=card,
             tenants=options.tenants,
-            metrics=Metrics(
-                self.counters,
-                self.fleet,
-                instance=options.instance,
-                clock=clock,
-                gauges=lambda: {
-                    **self.loop_delay.gauges(),
-                    **self.runs.gate.gauges(),
-                    **self.fleet.index.gauges(),
-                    **memory.gauges(),
-                    **placements.figures(),
-                    **heap.figures(),
-                },
-            ),
             guard=HttpGuard.of(
                 options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
             ),
@@ -190,19 +180,43 @@ class RouterServer:
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
+        metrics = Metrics(
+            self.counters,
+            self.fleet,
+            instance=options.instance,
+            clock=clock,
+            gauges=lambda: {
+                **self.loop_delay.gauges(),
+                **self.runs.gate.gauges(),
+                **self.fleet.index.gauges(),
+                **memory.gauges(),
+                **placements.figures(),
+                **heap.figures(),
+            },
+        )
+        http_tls = options.tls if options.http_tls else None
+        guard = HttpGuard.of(options.admin_http, allowed_hosts=options.allowed_hosts, cors_origins=())
+        self._admin_listener = AdminServer(
+            self.runs, fleet=self.fleet, metrics=metrics, access=self.ports.admin_http_access, guard=guard
+        ).listener(self.ports.admin_http, tls=http_tls, keepalive_s=options.idle_connection_s)
         # What bounds idle connections bounds a request header that never ends, too.
         self._http_listener = self._http.listener(
-            self.http_socket,
-            tls=options.tls if options.http_tls else None,
+            self.ports.http,
+            tls=http_tls,
             keepalive_s=options.idle_connection_s,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
 
     @property
     def http_endpoint(self) -> str:
         """host:port of the HTTP server, with the port that was bound."""
-        host, port = self.http_socket.getsockname()[:2]
-        return f"{host}:{port}"
+        return endpoint_of(self.ports.http)
+
+    @property
+    def admin_http_endpoint(self) -> str:
+        """The same of the HTTP server of metrics and health."""
+        return endpoint_of(self.ports.admin_http)
 
     async def start(self) -> None:
         """Serve; ready as soon as requests can run."""
@@ -214,15 +228,18 @@ class RouterServer:
             await self._see_workers(look_s=_LOOK_S, connect_s=_CONNECT_S)
         else:
             await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
-        await self.host.start([SERVICE_NAME, WORKER_SERVICE_NAME])
+        await self.host.start([SERVICE_NAME])
+        await self.admin.start([WORKER_SERVICE_NAME])
         await self._http_listener.start()
+        await self._admin_listener.start()
         self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
         self._discovery.announce(self._record)
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
+        log.info("operators: gRPC at %s, HTTP at %s", self.admin.endpoint, self.admin_http_endpoint)
 
     async def stop(self, *, grace_s: float) -> None:
         """Refuse new requests, give running ones `grace_s` to end, abort the others, release everything."""
-        await self._worker_service.drain()
+        await self._worker_service.drain(is_final=True)
         deadline_s = time.monotonic() + grace_s
         while self.runs.held and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
@@ -231,8 +248,9 @@ class RouterServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http_listener.stop()
+        await self._admin_listener.stop()
         self.loop_delay.close()
-        await self.host.stop(grace_s=1.0)
+        await asyncio.gather(self.host.stop(grace_s=1.0), self.admin.stop(grace_s=1.0))
         await self.fleet.close()
         await self._members.__aexit__(None, None, None)
 
@@ -261,12 +279,23 @@ class RouterServer:
         async with self._received.receiving(tenant):
             return await read_request(context)
 
+    def _note_refused(self, method: str, error: SlipstreamError) -> None:
+        self._grpc.note_refused(method, error)
+
     async def _drain(self) -> None:
         self.runs.drain()
         await self._report_readiness()
         await self._discovery.withdraw(self._record)
         # Streams of the SDK continue at another router; many end before.
-        asyncio.get_running_loop().call_later(HAND_OVER_AFTER_S, self.runs.hand_over)
+        loop = asyncio.get_running_loop()
+        self._hand_over = loop.call_later(HAND_OVER_AFTER_S, self.runs.hand_over)
+
+    async def _undrain(self) -> None:
+        if self._hand_over is not None:
+            self._hand_over.cancel()
+        self.runs.undrain()
+        self._discovery.announce(self._record)
+        await self._report_readiness()
 
     async def _follow_readiness(self) -> None:
         while True:
@@ -275,7 +304,9 @@ class RouterServer:
             await self.fleet.wait_changed(seen)
 
     async def _report_readiness(self) -> None:
-        await self.host.set_ready(readiness_of(self.runs, self.fleet).serves)
+        serves = readiness_of(self.runs, self.fleet).serves
+        await self.host.set_ready(serves)
+        await self.admin.set_ready(serves)
 
     def _load(self) -> worker_pb2.LoadReport:
         return worker_pb2.LoadReport(
@@ -284,20 +315,5 @@ class RouterServer:
         )
 
 
-def listen_tcp(endpoint: str, *, share_port: bool = False, accept: bool = True) -> socket.socket:
-    """A listening socket. `share_port`: other processes may listen there too; without `accept` it only
-    keeps the port for them. Raises Unavailable."""
-    host, _, port = endpoint.rpartition(":")
-    # asyncio sets TCP_NODELAY only on sockets with the protocol TCP; those of create_server have none.
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if share_port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listening.bind((host, int(port)))
-        if accept:
-            listening.listen(_BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise Unavailable(f"cannot listen on {endpoint}: {error}") from error
-    return listening
+def _tokens(options: RouterOptions) -> TokenMinter | None:
+    return None if options.secret is None else TokenMinter(options.secret, options.instance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libs.common.cluster.placements import SESSION_TTL_S
@@ -12,6 +12,7 @@ from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
 from services.router.api.access_log import ACCESS_LOG_FORMS
+from slipstream.rpc.tls import TlsFiles
 
 # Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.
 ROUTER_DRAIN_S = 120.0
@@ -75,6 +76,22 @@ class RouterSettings(ServiceSettings):
     )
     access_log: str = setting("form of the line about each call", default="text", choices=ACCESS_LOG_FORMS)
     drain_s: float = setting("seconds that SIGTERM waits for running requests", default=ROUTER_DRAIN_S)
+    admin: str = setting(
+        "address of the gRPC server of operators and peers; port 0 = any free one",
+        default="127.0.0.1:0",
+        check=check_address,
+    )
+    admin_http: str = setting(
+        "address of the HTTP server of metrics and health; port 0 = any free one",
+        default="127.0.0.1:0",
+        check=check_address,
+    )
+    tls_client_ca: Path | None = setting(
+        "PEM of the CA of clients, whose certificates open the public gRPC port and nothing else",
+        default=None,
+        default_text="--tls-ca",
+        check=check_readable,
+    )
     model: Path = setting("checkpoint directory: tokenizer, config, name", check=check_readable)
     served_model_name: str | None = setting("name clients use", default=None, default_text="the directory's")
     region_ms: str = setting(
@@ -101,3 +118,12 @@ class RouterSettings(ServiceSettings):
     child_of: int = setting(
         "pid of the process that started this one as one of several", default=0, is_hidden=True
     )
+
+    def client_tls(self) -> TlsFiles | None:
+        """The files of the public gRPC port. Raises SystemExit."""
+        tls = self.tls()
+        if self.tls_client_ca is None:
+            return tls
+        if tls is None:
+            raise SystemExit("--tls-client-ca needs --tls-ca, --tls-certificate and --tls-key")
+        return replace(tls, ca=self.tls_client_ca)

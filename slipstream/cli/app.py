@@ -14,13 +14,22 @@ import typer
 from slipstream import __version__
 from slipstream.cli.keys import keys_app
 from slipstream.cli.kv import kv_app
-from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, check_endpoints, tls_from
+from slipstream.cli.options import (
+    AsJson,
+    ClusterSecretFile,
+    RunDir,
+    TlsCa,
+    TlsCertificate,
+    TlsKey,
+    check_endpoints,
+    tls_from,
+)
 from slipstream.errors import FailedPrecondition, SlipstreamError
 
 # Packages that are installed beside the SDK add commands by entry points of this group, or replace them.
 COMMAND_GROUP = "slipstream.commands"
 # What slipstream-server adds.
-_SERVER_COMMANDS = ("up", "down", "kill", "drain", "restart", "route")
+_SERVER_COMMANDS = ("up", "down", "kill", "drain", "undrain", "restart", "route")
 
 
 def run() -> None:
@@ -38,13 +47,15 @@ def status(
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
+    cluster_secret_file: ClusterSecretFile = None,
 ) -> None:
     """Show what the processes at --endpoint run and hold."""
     from slipstream.cli.status import show_endpoints
+    from slipstream.operator_access import operator_dial
 
     check_endpoints(endpoint)
-    tls = tls_from(tls_ca, tls_certificate, tls_key)
-    asyncio.run(show_endpoints(endpoint, as_json=as_json, tls=tls))
+    dial = operator_dial(given=cluster_secret_file, tls=tls_from(tls_ca, tls_certificate, tls_key))
+    asyncio.run(show_endpoints(endpoint, as_json=as_json, dial=dial))
 
 
 def chat(

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, tls_from
+from slipstream.cli.options import (
+    AsJson,
+    ClusterSecretFile,
+    RunDir,
+    TlsCa,
+    TlsCertificate,
+    TlsKey,
+    tls_from,
+)
 from slipstream.errors import InvalidArgument
 
 kv_app = typer.Typer(
@@ -34,12 +42,15 @@ def list_blocks(
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
+    cluster_secret_file: ClusterSecretFile = None,
 ) -> None:
     """List the blocks held, with the tiers that hold them."""
     from slipstream.cli.kv_nodes import kv_nodes
     from slipstream.cli.kv_show import show_blocks
+    from slipstream.operator_access import operator_dial
 
-    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    nodes = kv_nodes(run_dir, node or [], dial=operator_dial(run_dir, given=cluster_secret_file, tls=tls))
     asyncio.run(show_blocks(nodes, prefix=prefix.lower(), limit=limit, as_json=as_json))
 
 
@@ -51,12 +62,15 @@ def stat(
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
+    cluster_secret_file: ClusterSecretFile = None,
 ) -> None:
     """Show what each tier of each node holds and has served."""
     from slipstream.cli.kv_nodes import kv_nodes
     from slipstream.cli.kv_show import show_tiers
+    from slipstream.operator_access import operator_dial
 
-    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    nodes = kv_nodes(run_dir, node or [], dial=operator_dial(run_dir, given=cluster_secret_file, tls=tls))
     asyncio.run(show_tiers(nodes, as_json=as_json))
 
 
@@ -69,6 +83,7 @@ def verify(
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
+    cluster_secret_file: ClusterSecretFile = None,
 ) -> None:
     """Compare blocks with their checksums; drop the corrupt ones.
 
@@ -76,8 +91,10 @@ def verify(
     """
     from slipstream.cli.kv_change import verify_blocks
     from slipstream.cli.kv_nodes import kv_nodes
+    from slipstream.operator_access import operator_dial
 
-    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    nodes = kv_nodes(run_dir, node or [], dial=operator_dial(run_dir, given=cluster_secret_file, tls=tls))
     if asyncio.run(verify_blocks(nodes, _packed(hashes), as_json=as_json)):
         raise SystemExit(1)
 
@@ -92,6 +109,7 @@ def drop(
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
+    cluster_secret_file: ClusterSecretFile = None,
 ) -> None:
     """Drop blocks from every tier.
 
@@ -99,10 +117,12 @@ def drop(
     """
     from slipstream.cli.kv_change import drop_blocks
     from slipstream.cli.kv_nodes import kv_nodes
+    from slipstream.operator_access import operator_dial
 
     if every == bool(hashes):
         raise InvalidArgument("drop", "name block hashes, or say --all")
-    nodes = kv_nodes(run_dir, node or [], tls=tls_from(tls_ca, tls_certificate, tls_key))
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    nodes = kv_nodes(run_dir, node or [], dial=operator_dial(run_dir, given=cluster_secret_file, tls=tls))
     asyncio.run(drop_blocks(nodes, _packed(hashes), as_json=as_json))
 
 

@@ -12,9 +12,8 @@ import grpc
 
 from slipstream.cluster_record import ClusterRecord, read_record
 from slipstream.errors import NotFound
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import Dial
 from slipstream.rpc.rpc_errors import from_rpc_error
-from slipstream.rpc.tls import TlsFiles
 
 AnswerT = TypeVar("AnswerT")
 _ROLE = "kvstore"
@@ -34,17 +33,17 @@ class Nodes:
     """Endpoint by name, and how to talk to them."""
 
     endpoints: Mapping[str, str]
-    tls: TlsFiles | None
+    dial: Dial
 
 
-def kv_nodes(run_dir: Path, wanted: Sequence[str], *, tls: TlsFiles | None = None) -> Nodes:
+def kv_nodes(run_dir: Path, wanted: Sequence[str], *, dial: Dial) -> Nodes:
     """Those wanted, or all. A wanted host:port needs no run directory. NotFound for an unknown name."""
     direct = {text: text for text in wanted if ":" in text}
     named = [text for text in wanted if ":" not in text]
     if wanted and not named:
-        return Nodes(direct, tls)
+        return Nodes(direct, dial)
     record = read_record(run_dir, instead="--node HOST:PORT")
-    return Nodes({**_endpoints(record, named), **direct}, tls or record.tls_files())
+    return Nodes({**_endpoints(record, named), **direct}, dial)
 
 
 def _endpoints(record: ClusterRecord, named: Sequence[str]) -> dict[str, str]:
@@ -62,7 +61,7 @@ async def ask_all(
     """Ask every node at once, in the order given."""
 
     async def one(name: str, endpoint: str) -> NodeReply[AnswerT]:
-        async with dial(endpoint, tls=nodes.tls) as channel:
+        async with nodes.dial(endpoint) as channel:
             try:
                 return NodeReply(name, await ask(channel))
             except grpc.aio.AioRpcError as error:

@@ -23,6 +23,14 @@ TlsCertificate = Annotated[
 ]
 TlsKey = Annotated[Path | None, typer.Option(envvar="SLIPSTREAM_TLS_KEY", help="PEM of its key.")]
 
+ClusterSecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="SLIPSTREAM_CLUSTER_SECRET_FILE",
+        help="File with the cluster's secret; default: that of the cluster in --run-dir.",
+    ),
+]
+
 
 def check_endpoints(endpoints: Iterable[str]) -> None:
     """Raises InvalidArgument for a value of --endpoint that is not host:port."""

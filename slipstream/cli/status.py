@@ -14,8 +14,7 @@ from rich.table import Table
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
 from slipstream.errors import Unavailable
-from slipstream.rpc.dial import dial
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.dial import Dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0
@@ -32,9 +31,9 @@ LOAD_COLUMNS = {
 }
 
 
-async def show_endpoints(endpoints: Sequence[str], *, as_json: bool, tls: TlsFiles | None = None) -> None:
+async def show_endpoints(endpoints: Sequence[str], *, as_json: bool, dial: Dial) -> None:
     """Print the status of the process at each endpoint. Raises Unavailable if one did not answer."""
-    answers = await asyncio.gather(*(ask_status(endpoint, tls) for endpoint in endpoints))
+    answers = await asyncio.gather(*(ask_status(endpoint, dial) for endpoint in endpoints))
     statuses = [status_dict(answer) if answer is not None else None for answer in answers]
     if as_json:
         rows = [{"endpoint": at, "status": status} for at, status in zip(endpoints, statuses, strict=True)]
@@ -61,9 +60,9 @@ def _table(endpoints: Sequence[str], statuses: Sequence[Mapping[str, Any] | None
     return table
 
 
-async def ask_status(endpoint: str, tls: TlsFiles | None) -> worker_pb2.GetStatusResponse | None:
+async def ask_status(endpoint: str, dial: Dial) -> worker_pb2.GetStatusResponse | None:
     """What the process says of itself; None if it does not answer within ASK_TIMEOUT_S."""
-    async with dial(endpoint, tls=tls) as channel:
+    async with dial(endpoint) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)

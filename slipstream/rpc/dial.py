@@ -1,4 +1,4 @@
-"""The one way to open a gRPC channel: keepalive, size limits, fast reconnect, mTLS when configured.
+"""The one way to open a gRPC channel: keepalive, size limits, fast reconnect, mTLS or tokens when configured.
 
 The server's side of the agreement is in `libs/common/rpc/serve.py`: it pings at a slower pace, and takes any
 number of pings.
@@ -6,10 +6,17 @@ number of pings.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from slipstream.rpc.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
+from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.token_channel import TokenChannel
+
+# Opens a channel to "host:port" with the credentials of this process.
+Dial = Callable[[str], grpc.aio.Channel]
 
 # gRPC's transparent retries repeat a call that the peer did not process. On a connection whose first frame
 # is GOAWAY, as of a worker that stops, they repeat it without a pause until the call's deadline, at 200 MB/s
@@ -38,8 +45,15 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def dial(endpoint: str, *, tls: TlsFiles | None = None) -> grpc.aio.Channel:
-    """A channel to `endpoint` ("host:port"). Lazy: connects at the first call. The caller closes it."""
+def dial(
+    endpoint: str, *, tls: TlsFiles | None = None, tokens: TokenMinter | None = None
+) -> grpc.aio.Channel:
+    """A channel to `endpoint` ("host:port"). Lazy: connects at the first call. The caller closes it.
+
+    `tokens`: the calls carry them, where certificates do not say who calls.
+    """
     if tls is None:
-        return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+    return channel if tokens is None else TokenChannel(channel, tokens)

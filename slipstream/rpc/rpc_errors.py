@@ -24,6 +24,7 @@ _BY_CODE: dict[str, type[errors.SlipstreamError]] = {
     "INVALID_ARGUMENT": errors.InvalidArgument,
     "NOT_FOUND": errors.NotFound,
     "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.PermissionDenied,
     "RESOURCE_EXHAUSTED": errors.Overloaded,
     "UNAVAILABLE": errors.Unavailable,
     "FAILED_PRECONDITION": errors.FailedPrecondition,

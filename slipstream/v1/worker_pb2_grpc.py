@@ -50,6 +50,11 @@ class WorkerServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/slipstream.v1.WorkerService/Undrain',
+                request_serializer=slipstream_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -82,6 +87,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Undrain reverses Drain: the process accepts new work, and is in discovery again when this returns.
+        FAILED_PRECONDITION: the process is about to end. Idempotent; without a Drain before it has no effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -99,6 +112,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=slipstream_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=slipstream_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -183,6 +201,33 @@ class WorkerService(object):
             '/slipstream.v1.WorkerService/Drain',
             slipstream_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             slipstream_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.WorkerService/Undrain',
+            slipstream_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+            slipstream_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

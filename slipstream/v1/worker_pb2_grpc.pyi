@@ -47,6 +47,10 @@ class WorkerServiceStub:
     """Drain removes the process from discovery and makes it refuse new work; running work continues. Returns
     when the process holds nothing, or shortly before the caller's deadline. Idempotent.
     """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
+    """Undrain reverses Drain: the process accepts new work, and is in discovery again when this returns.
+    FAILED_PRECONDITION: the process is about to end. Idempotent; without a Drain before it has no effect.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -66,6 +70,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain removes the process from discovery and makes it refuse new work; running work continues. Returns
     when the process holds nothing, or shortly before the caller's deadline. Idempotent.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Undrain reverses Drain: the process accepts new work, and is in discovery again when this returns.
+    FAILED_PRECONDITION: the process is about to end. Idempotent; without a Drain before it has no effect.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -101,6 +109,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Drain removes the process from discovery and makes it refuse new work; running work continues. Returns
         when the process holds nothing, or shortly before the caller's deadline. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _worker_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
+        """Undrain reverses Drain: the process accepts new work, and is in discovery again when this returns.
+        FAILED_PRECONDITION: the process is about to end. Idempotent; without a Drain before it has no effect.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

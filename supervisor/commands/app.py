@@ -11,7 +11,16 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import AsJson, RunDir, TlsCa, TlsCertificate, TlsKey, check_endpoints, tls_from
+from slipstream.cli.options import (
+    AsJson,
+    ClusterSecretFile,
+    RunDir,
+    TlsCa,
+    TlsCertificate,
+    TlsKey,
+    check_endpoints,
+    tls_from,
+)
 from slipstream.errors import InvalidArgument
 from supervisor.commands import cluster_options as flags
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
@@ -124,18 +133,22 @@ def status(
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
+    cluster_secret_file: ClusterSecretFile = None,
 ) -> None:
     """Show every process, its load, and where each session's KV lives."""
+    from slipstream.operator_access import operator_dial
+
     tls = tls_from(tls_ca, tls_certificate, tls_key)
+    dial = operator_dial(run_dir, given=cluster_secret_file, tls=tls)
     if endpoint:
         from slipstream.cli.status import show_endpoints
 
         check_endpoints(endpoint)
-        asyncio.run(show_endpoints(endpoint, as_json=as_json, tls=tls))
+        asyncio.run(show_endpoints(endpoint, as_json=as_json, dial=dial))
     else:
         from supervisor.commands.status import show_status
 
-        asyncio.run(show_status(run_dir, as_json=as_json, tls=tls))
+        asyncio.run(show_status(run_dir, as_json=as_json, dial=dial))
 
 
 def kill(
@@ -160,6 +173,27 @@ def drain(
     from supervisor.commands.drain import drain_process
 
     drain_process(run_dir, instance, timeout_s=timeout_s)
+
+
+def undrain(
+    instance: Annotated[str, typer.Argument(help="Name of a process, such as decode-0.")],
+    run_dir: RunDir = Path(".run"),
+    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it is not back by then.")] = 90.0,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    cluster_secret_file: ClusterSecretFile = None,
+) -> None:
+    """Let a drained process take work again.
+
+    It starts one that has ended, and calls Undrain of one that still runs.
+    """
+    from slipstream.operator_access import operator_dial
+    from supervisor.commands.drain import undrain_process
+
+    tls = tls_from(tls_ca, tls_certificate, tls_key)
+    dial = operator_dial(run_dir, given=cluster_secret_file, tls=tls)
+    undrain_process(run_dir, instance, timeout_s=timeout_s, dial=dial)
 
 
 def restart(

@@ -1,4 +1,4 @@
-"""`slipstream drain` and `slipstream restart`: processes leave in order, by SIGTERM, and come back.
+"""`slipstream drain`, `undrain` and `restart`: processes leave in order, by SIGTERM, and come back.
 
 A process that gets SIGTERM drains: it leaves discovery, takes nothing new, hands over what it runs, and
 ends with exit code 0. The supervisor starts it again unless it is marked as drained.
@@ -6,6 +6,7 @@ ends with exit code 0. The supervisor starts it again unless it is marked as dra
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -13,9 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import grpc
+
 from libs.common.cluster.worker_record import Role
 from slipstream.cluster_record import ProcessRecord, read_record
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
+from slipstream.rpc.dial import Dial
+from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.process import ProcessState, how_ended
 from supervisor.process_stats import is_same_process
 from supervisor.run_directory import set_drained
@@ -41,6 +47,29 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
     if ended.exit_code:
         raise Internal(f"{instance} did not drain: it {how_ended(ended.exit_code)}; see {ended.log}")
     print(f"drained {instance} in {time.monotonic() - began_s:.1f} s", flush=True)
+
+
+def undrain_process(run_dir: Path, instance: str, *, timeout_s: float, dial: Dial) -> None:
+    """Start a process that was drained and ended; let one that drains and runs on take work again.
+
+    Raises NotFound, DeadlineExceeded, and what the process answers.
+    """
+    process = _service(run_dir, instance)
+    if process.state == ProcessState.DRAINED:
+        _restart(run_dir, instance, timeout_s=timeout_s)
+        return
+    _check_runs(process)
+    asyncio.run(_undrain(process.admin or process.endpoint, dial, timeout_s=timeout_s))
+    print(f"{instance} takes work", flush=True)
+
+
+async def _undrain(endpoint: str, dial: Dial, *, timeout_s: float) -> None:
+    async with dial(endpoint) as channel:
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            await stub.Undrain(worker_pb2.UndrainRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
 
 
 def restart_processes(run_dir: Path, instance: str | None, *, rolling: bool, timeout_s: float) -> None:

@@ -29,7 +29,7 @@ from slipstream.cli.status import (
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, read_record
 from slipstream.errors import SlipstreamError
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.dial import Dial
 from slipstream.v1 import worker_pb2
 from supervisor.process_stats import children, resident_bytes
 
@@ -39,15 +39,14 @@ _SESSION_ROWS = 20
 _SILENT = "no answer"
 
 
-async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = None) -> None:
+async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
     """Print the status of the cluster in `run_dir`.
 
     Raises NotFound if none runs there, Unavailable if a ready process did not answer.
     """
     record = read_record(run_dir, instead="--endpoint HOST:PORT")
-    tls = tls or record.tls_files()
     answers, (sessions, trouble) = await asyncio.gather(
-        asyncio.gather(*(_ask(process, tls) for process in record.processes)), _placements(record)
+        asyncio.gather(*(_ask(process, dial) for process in record.processes)), _placements(record)
     )
     workers = [row for pair in zip(record.processes, answers, strict=True) for row in _rows(*pair)]
     if as_json:
@@ -64,7 +63,7 @@ async def show_status(run_dir: Path, *, as_json: bool, tls: TlsFiles | None = No
     check_all_answered([worker["instance"] for worker in workers if _state(worker) == _SILENT])
 
 
-async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.GetStatusResponse]:
+async def _ask(process: ProcessRecord, dial: Dial) -> list[worker_pb2.GetStatusResponse]:
     """What the process says about itself; of a router that runs as several on one port, what each says.
 
     The kernel chooses which of them a connection reaches: new ones are made until all have answered.
@@ -74,7 +73,7 @@ async def _ask(process: ProcessRecord, tls: TlsFiles | None) -> list[worker_pb2.
     n_processes = max(len(children(process.pid)), 1) if process.role == Role.ROUTER else 1
     answers: dict[str, worker_pb2.GetStatusResponse] = {}
     for _ in range(1 if n_processes == 1 else _CONNECTIONS_A_PROCESS * n_processes):
-        answer = await ask_status(process.endpoint, tls)
+        answer = await ask_status(process.admin or process.endpoint, dial)
         if answer is not None:
             answers[answer.instance] = answer
         if len(answers) == n_processes:

@@ -126,7 +126,7 @@ class open_router:
             InMemoryPlacements(),
             RouterOptions(instance="router-0", **{"silence_s": WAIT_S, "recovery_wait_s": WAIT_S, **options}),
         )
-        self._server.fleet.book = FixedSpeeds()
+        self._server.fleet.worker_models = FixedSpeeds()
         self._server.runs.context.failover.hedge_policy = HedgePolicy(NEVER_HEDGE)
 
     async def __aenter__(self) -> RouterServer:

@@ -46,7 +46,7 @@ async def test_a_single_process_serves_and_ends_on_sigterm(model_dir: Path) -> N
             async with aiohttp.ClientSession(f"http://{http}") as session:
                 async with session.get("/healthz/live") as answer:
                     assert answer.status == 200
-                async with session.get("/healthz") as answer:
+                async with session.get("/healthz/ready") as answer:
                     assert answer.status == 503
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0

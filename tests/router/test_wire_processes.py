@@ -50,13 +50,13 @@ async def test_two_processes_share_the_ports_and_a_killed_one_is_restarted(model
             while len(https) < 2:
                 line = await process.stderr.readline()
                 assert line, "the router ended"
-                if b"HTTP on " in line:
+                if b"HTTP at " in line:
                     https.append(line.decode().rsplit(" ", 1)[1].strip())
             assert https[0] == https[1]
             assert await _instances(https[0]) == {"router-0", "router-0.1"}
             victim = _children(process.pid)[0]
             os.kill(victim, signal.SIGKILL)
-            while b"HTTP on " not in (line := await process.stderr.readline()):
+            while b"HTTP at " not in (line := await process.stderr.readline()):
                 assert line, "the router ended"
             assert len(_children(process.pid)) == 2
             assert await _instances(https[0]) == {"router-0", "router-0.1"}

@@ -9,7 +9,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import grpc
 import pytest
 
 from libs.common.cluster.exit_reports import EtcdExitReports, run_name
@@ -17,6 +16,7 @@ from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.etcd.client import EtcdClient
 from slipstream.enum_names import role_name
+from slipstream.operator_access import operator_dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_MODEL, ClusterConfig
@@ -24,8 +24,9 @@ from tests.support.network.ports import OwnPorts
 from tests.support.processes.process_checks import mentioning
 
 
-async def status_at(endpoint: str) -> worker_pb2.GetStatusResponse:
-    async with grpc.aio.insecure_channel(endpoint) as channel:
+async def status_of(cluster: ClusterSupervisor, instance: str) -> worker_pb2.GetStatusResponse:
+    record = cluster.record()
+    async with operator_dial(Path(record.run_dir))(record.service_endpoints()[instance]) as channel:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
@@ -33,7 +34,7 @@ async def status_at(endpoint: str) -> worker_pb2.GetStatusResponse:
 async def told_of_an_end_by_hand(cluster: ClusterSupervisor, instance: str) -> bool | None:
     """SIGTERM from another process than the supervisor, which reports the run that ended, and how."""
     process = cluster.record().find(instance)
-    status = await status_at(process.endpoint)
+    status = await status_of(cluster, instance)
     client = EtcdClient([cluster.record().etcd], timeout_s=60)
     try:
         assert process.pid is not None
@@ -66,7 +67,7 @@ async def test_the_five_services_start_and_stop(tmp_path: Path, monkeypatch: pyt
     said: list[str] = []
     async with ClusterSupervisor(config, say=said.append, rng=OwnPorts()) as cluster:
         services = [process for process in cluster.record().processes if process.role != "etcd"]
-        found = await asyncio.gather(*(status_at(process.endpoint) for process in services))
+        found = await asyncio.gather(*(status_of(cluster, process.instance) for process in services))
         assert [(role_name(s.role), s.instance) for s in found] == [(p.role, p.instance) for p in services]
         assert len({s.incarnation for s in found} | {"ours"}) == len(found) + 1
         starting = said.pop(0)

@@ -17,14 +17,15 @@ from libs.text.tokenizer import Tokenizer
 from slipstream.api_key_file import add_key, revoke_key
 from slipstream.async_client import AsyncClient
 from slipstream.block_hashes import pack_hashes
-from slipstream.cluster_record import read_record
+from slipstream.cluster_record import read_record, secret_file
 from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
+from slipstream.operator_access import operator_dial
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.commands.status import show_status
-from supervisor.plan import DEFAULT_MODEL, ClusterConfig, secret_file
+from supervisor.plan import DEFAULT_MODEL, ClusterConfig
 from tests.support.network.ports import OwnPorts
 from tests.support.processes.etcd_process import EtcdProcess
 from tests.support.tls.authority import Authority
@@ -84,7 +85,7 @@ async def test_a_secured_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[s
         key = add_key(config.api_keys, name="anna", tenant="anna")
         async with ClusterSupervisor(config, say=lambda line: None, rng=OwnPorts()) as cluster:
             await _use(cluster, config, key)
-            await show_status(config.run_dir, as_json=True)
+            await show_status(config.run_dir, as_json=True, dial=operator_dial(config.run_dir))
             status = json.loads(capsys.readouterr().out)
             assert status["etcd_error"] is None
             assert [worker["instance"] for worker in status["workers"] if worker["status"] is None] == []

@@ -14,6 +14,8 @@ from enum import StrEnum
 
 WORKERS_PREFIX = "/slipstream/v1/workers/"
 MAX_RECORD_BYTES = 16 << 10
+# Fields of a record that are absent where they are empty.
+_TEXTS = ("region", "session_digest", "admin", "admin_http")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -33,7 +35,9 @@ class Worker:
 
     `incarnation` identifies one run of the process (see worker_service.py). `fingerprint` is the digest of
     the model's fingerprint, b"" without a model. `capacity` has its unit in the name, e.g. {"kv_blocks":
-    512}. KV is not transferred between `region`s.
+    512}. KV is not transferred between `region`s. `session_digest` names the transport session
+    (address_book.py). `admin` and `admin_http` are a router's admin ports; WorkerService of others is at
+    `endpoint`.
     """
 
     role: Role
@@ -43,6 +47,9 @@ class Worker:
     fingerprint: bytes = b""
     capacity: Mapping[str, int] = field(default_factory=dict)
     region: str = ""
+    session_digest: str = ""
+    admin: str = ""
+    admin_http: str = ""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.instance):
@@ -64,8 +71,7 @@ def encode_worker(worker: Worker, *, leaving: bool = False) -> bytes:
         "fingerprint": worker.fingerprint.hex(),
         "capacity": dict(worker.capacity),
     }
-    if worker.region:
-        record["region"] = worker.region
+    record.update({name: value for name in _TEXTS if (value := getattr(worker, name))})
     if leaving:
         record["leaving"] = True
     return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
@@ -94,7 +100,7 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
             incarnation=str(record["incarnation"]),
             fingerprint=bytes.fromhex(record["fingerprint"]),
             capacity=capacity,
-            region=str(record.get("region", "")),
+            **{name: str(record.get(name, "")) for name in _TEXTS},
         )
         return DecodedRecord(worker, bool(record.get("leaving", False)))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:

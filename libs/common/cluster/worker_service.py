@@ -21,10 +21,11 @@ from typing import Any
 
 import grpc
 
+from libs.common.rpc.access import current_caller
 from libs.common.runtime import heap
 from libs.common.service_bounds import LOAD_WATCHERS
 from slipstream.enum_names import role_value, transport_value
-from slipstream.errors import Draining, Overloaded
+from slipstream.errors import Draining, FailedPrecondition, Overloaded
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -80,13 +81,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         ledger: Callable[[], worker_pb2.Ledger],
         counters: Callable[[], Mapping[str, float]] = dict,
         on_drain: Callable[[], Awaitable[None]] | None = None,
+        on_undrain: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`on_undrain` reverses `on_drain`. Without both the service only says that it drains."""
         self._identity = identity
         self._load = load
         self._ledger = ledger
         self._counters = counters
         self._on_drain = on_drain
+        self._on_undrain = on_undrain
         self._drain_task: asyncio.Task[None] | None = None
+        self._is_ending = False
+        self._changing = asyncio.Lock()  # held by `on_drain` and `on_undrain`
         self._sequence = 0
         self._watchers: set[asyncio.Event] = set()
         self._load_streams = 0
@@ -94,7 +100,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def draining(self) -> bool:
-        """Whether Drain was called. From then on new work is refused: see `refuse_when_draining`."""
+        """Whether Drain was called, and no Undrain. New work is refused: see `refuse_when_draining`."""
         return self._drain_task is not None
 
     def refuse_when_draining(self) -> None:
@@ -107,12 +113,32 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         for changed in self._watchers:
             changed.set()
 
-    async def drain(self) -> None:
-        """Refuse new work and run `on_drain` once; returns when it has run. Used on SIGTERM too."""
+    async def drain(self, *, is_final: bool = False) -> None:
+        """Refuse new work and run `on_drain` once; returns when it has run.
+
+        `is_final`: the process ends after it, so that no Undrain is possible any more.
+        """
+        self._is_ending = self._is_ending or is_final
         if self._drain_task is None:
             self._drain_task = asyncio.create_task(self._run_on_drain())
             self.load_changed()
         await asyncio.shield(self._drain_task)
+
+    async def undrain(self) -> None:
+        """Accept new work again; returns when `on_undrain` has run. Raises FailedPrecondition at the end of a
+        process."""
+        if self._is_ending:
+            raise FailedPrecondition(f"{self._identity.instance} is about to end")
+        if self._drain_task is None:
+            return
+        await asyncio.shield(self._drain_task)
+        async with self._changing:
+            if self._drain_task is None or self._is_ending:  # another call was quicker
+                return
+            self._drain_task = None
+            if self._on_undrain is not None:
+                await self._on_undrain()
+        self.load_changed()
 
     async def wait_idle(self, *, timeout_s: float) -> None:
         """Return when the ledger is empty, or at the timeout, which logs the ledger."""
@@ -171,11 +197,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         left_s = context.time_remaining()
         loop = asyncio.get_running_loop()
         until_s = None if left_s is None else loop.time() + max(0.0, left_s - DRAIN_ANSWER_MARGIN_S)
+        log.warning("%s is drained by %s at %s", self._identity.instance, current_caller(), context.peer())
         await self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
                 await self._until_idle()
         return worker_pb2.DrainResponse(ledger=self._ledger())
+
+    async def Undrain(
+        self, request: worker_pb2.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.UndrainResponse:
+        log.warning("%s is undrained by %s at %s", self._identity.instance, current_caller(), context.peer())
+        await self.undrain()
+        return worker_pb2.UndrainResponse()
 
     async def _until_idle(self) -> None:
         changed = asyncio.Event()
@@ -190,8 +224,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._watchers.discard(changed)
 
     async def _run_on_drain(self) -> None:
-        if self._on_drain is not None:
-            await self._on_drain()
+        async with self._changing:
+            if self._on_drain is not None:
+                await self._on_drain()
 
     def _report(self) -> worker_pb2.LoadReport:
         report = self._load()

@@ -63,6 +63,10 @@ class MultiplexedServer(Generic[StreamT]):
         for stream in self.streams:
             stream.close()
 
+    def reopen(self) -> None:
+        """Begin commands of new streams again, after `close`."""
+        self._is_closing = False
+
 
 class ServerStream(ABC, Generic[CommandT, EventT]):
     """One stream: its running commands, and the events that wait to be sent."""

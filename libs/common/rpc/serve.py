@@ -34,6 +34,7 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Span
 
 from libs.common.rpc import tracing
+from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
 from libs.common.rpc.call_room import CallRoom
 from libs.common.rpc.single_request import (
     MalformedRequests,
@@ -97,22 +98,34 @@ class ServiceHost:
         listen: str,
         *,
         tls: TlsFiles | None = None,
+        access: AccessControl | None = None,
+        has_reflection: bool = True,
+        flag: str = "--listen",
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         front_doors: Collection[str] = (),
         read: ReadRequest = read_request,
+        on_refused: OnRefused = ignore_refusal,
         make_server: Callable[..., grpc.aio.Server] = grpc.aio.server,
     ) -> None:
         """`front_doors`: full names of the methods whose calls begin traces of their own.
 
-        `read` receives the message of a call that takes one.
+        `access` is the rule for callers; without one every caller is admitted. `on_refused` gets each refused
+        call's method and error. `read` receives the message of a call that takes one. Raises InvalidArgument
+        for a port that admits everyone on an address that is not loopback; it names the `flag`.
         """
+        access = access or AccessControl(has_peer_certificates=tls is not None)
+        check_address(listen, is_open=access.is_open and tls is None, flag=flag)
         # One value for a name: of two, gRPC takes the first.
         merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
         merged.update(options)
         self.malformed = MalformedRequests()
         self.server = make_server(
-            interceptors=[ErrorInterceptor(front_doors, self.malformed, read), *interceptors],
+            interceptors=[
+                AccessInterceptor(access, on_refused),
+                ErrorInterceptor(front_doors, self.malformed, read),
+                *interceptors,
+            ],
             options=list(merged.items()),
             maximum_concurrent_rpcs=GRPC_CALLS,
         )
@@ -128,6 +141,7 @@ class ServiceHost:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._service_names: tuple[str, ...] = ()
+        self._has_reflection = has_reflection
         self._stopping = asyncio.Event()
 
     @property
@@ -138,9 +152,10 @@ class ServiceHost:
     async def start(self, service_names: Sequence[str]) -> None:
         """Serve. Alive at once; ready only after `set_ready`. Names are full ones."""
         self._service_names = tuple(service_names)
-        reflection.enable_server_reflection(
-            [*service_names, reflection.SERVICE_NAME, health.SERVICE_NAME], self.server
-        )
+        if self._has_reflection:
+            reflection.enable_server_reflection(
+                [*service_names, reflection.SERVICE_NAME, health.SERVICE_NAME], self.server
+            )
         await self.server.start()
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.set_ready(False)

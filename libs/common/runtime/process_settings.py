@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from libs.common.rpc.access import AccessControl
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.dial import Dial, dial
+from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
 
 DEFAULT_DRAIN_S = 5.0
@@ -57,6 +61,16 @@ class ServiceSettings:
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
             raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
         return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key)
+
+    def access(self) -> AccessControl:
+        """The rule for callers of this process. Raises SystemExit."""
+        return AccessControl(secret=self.cluster_secret(), has_peer_certificates=self.tls() is not None)
+
+    def dial(self) -> Dial:
+        """Opens channels to peers with this process's certificate and token. Raises SystemExit."""
+        secret = self.cluster_secret()
+        tokens = TokenMinter(secret, self.instance) if secret is not None else None
+        return partial(dial, tls=self.tls(), tokens=tokens)
 
     def cluster_secret(self) -> ClusterSecret | None:
         """The secret of --cluster-secret-file or SECRET_VARIABLE, or None. Raises SystemExit."""

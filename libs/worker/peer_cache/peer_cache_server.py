@@ -74,6 +74,10 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         """Grant no more pins. Present leases continue."""
         self._accepts_pins = False
 
+    def resume(self) -> None:
+        """Grant pins again, after `stop`."""
+        self._accepts_pins = True
+
     async def close(self) -> None:
         """End all leases. Reads in progress fail in the transport."""
         self._accepts_pins = False

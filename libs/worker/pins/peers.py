@@ -1,4 +1,7 @@
-"""Channels to peers this process calls, one for each endpoint, kept open while in use lately."""
+"""Channels to peers this process calls, one for each endpoint, kept open while in use lately.
+
+Endpoints come from messages: the address book says which of them are dialled.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from collections import OrderedDict
 
 import grpc
 
-from slipstream.rpc.dial import dial
+from libs.common.cluster.address_book import AddressBook, LoopbackAddresses
+from slipstream.errors import UnknownAddress
+from slipstream.rpc.dial import Dial, dial
 from slipstream.rpc.tls import TlsFiles
 
 MAX_CHANNELS = 64
@@ -17,19 +22,36 @@ _GRACE_S = 30.0  # for calls on a channel that fell out of the pool
 class Peers:
     """A bounded pool; with too many, the least recently used channel is closed after a grace time."""
 
-    def __init__(self, *, tls: TlsFiles | None = None, max_channels: int = MAX_CHANNELS) -> None:
+    def __init__(
+        self,
+        *,
+        dial: Dial = dial,
+        tls: TlsFiles | None = None,
+        addresses: AddressBook | None = None,
+        max_channels: int = MAX_CHANNELS,
+    ) -> None:
+        """`tls`: the files that `dial` uses; all channels are dialled again when they change."""
+        self._dial = dial
         self._tls = tls
+        self.addresses: AddressBook = addresses or LoopbackAddresses()
         self._max_channels = max_channels
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._tls_version = tls.version() if tls is not None else None
         self._closing: set[asyncio.Task[None]] = set()
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
-        """The channel to "host:port"; it connects with the first call. Do not close it."""
+        """The channel to "host:port"; it connects with the first call. Do not close it.
+
+        Raises UnknownAddress for an endpoint that the address book does not know.
+        """
         self._drop_old_certificates()
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = self._channels[endpoint] = dial(endpoint, tls=self._tls)
+            if not self.addresses.knows_endpoint(endpoint):
+                raise UnknownAddress(
+                    f"endpoint {endpoint[:128]!r} is not dialled: no worker is announced there"
+                )
+            channel = self._channels[endpoint] = self._dial(endpoint)
             if len(self._channels) > self._max_channels:
                 self._close_late(self._channels.popitem(last=False)[1])
         self._channels.move_to_end(endpoint)

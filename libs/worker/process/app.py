@@ -24,6 +24,7 @@ class WorkerApp(ABC):
         self.transport_kind = "none"
         self.fingerprint: Fingerprint | None = None  # None without KV
         self.record_fingerprint = b""  # for discovery
+        self.session_digest = ""  # the same, of the transport session
         self.capacity: Mapping[str, int] = {}
 
     @abstractmethod
@@ -49,6 +50,10 @@ class WorkerApp(ABC):
     @abstractmethod
     async def drain(self) -> None:
         """Refuse new work."""
+
+    @abstractmethod
+    def undrain(self) -> None:
+        """Accept new work again, after `drain`."""
 
     @abstractmethod
     async def close(self) -> None:

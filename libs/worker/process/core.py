@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from libs.common.checksum import UNKEYED, KvChecksum
+from libs.common.cluster.address_book import AddressBook
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_service import new_incarnation
 from libs.common.kv_events.log import BlockEventLog
@@ -37,7 +38,7 @@ from libs.worker.restore.block_fetcher import BlockFetcher
 from libs.worker.restore.prefix_restore import PrefixRestorer, Restored
 from libs.worker.restore.restore_budget import FLOOR_MS
 from slipstream import errors
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.dial import Dial, dial
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class WorkerCore:
         transport: KvTransport,
         *,
         instance: str,
-        tls: TlsFiles | None = None,
+        dial: Dial = dial,
+        addresses: AddressBook | None = None,
         drafter: Drafter | None = None,
         on_broken: Callable[[], None] = lambda: None,
         restore_floor_ms: float = FLOOR_MS,
@@ -72,7 +74,8 @@ class WorkerCore:
         kv_registration: str = STAGED,
         kv_staging_bytes: int | None = None,
     ) -> None:
-        """`restore_floor_ms`: how long any prompt may wait for KV of others. `kv_*`: PageExporter's."""
+        """`restore_floor_ms`: how long any prompt may wait for KV. `addresses`: what may be dialled.
+        `kv_*`: PageExporter's."""
         self._restore_floor_ms = restore_floor_ms
         self._checksum = checksum
         self._kv_registration = kv_registration
@@ -81,7 +84,7 @@ class WorkerCore:
         self.transport = transport
         self.counters = Counters()
         self.stats = StepStats(self.counters)
-        self.peers = Peers(tls=tls)
+        self.peers = Peers(dial=dial, addresses=addresses)
         self.thread = EngineThread(build, self, drafter=drafter)
         # Routers learn from these which blocks this worker's cache holds.
         self.events = KvEventServicer(BlockEventLog(new_incarnation()))

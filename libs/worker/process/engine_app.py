@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 import grpc
 
 from libs.common.checksum import KvChecksum
+from libs.common.cluster.address_book import open_address_book, session_digest
 from libs.common.cluster.discovery import Discovery
 from libs.common.transport.open import open_transport
 from libs.worker.engine.engine_thread import Drafter
@@ -29,6 +31,8 @@ class EngineService(Protocol):
 
     async def drain(self) -> None: ...
 
+    def undrain(self) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -39,6 +43,7 @@ class EngineApp(WorkerApp):
 
     def __init__(self, options: EngineSettings) -> None:
         super().__init__(options)
+        self._stack = contextlib.AsyncExitStack()
         self.core: WorkerCore | None = None
         self.service: EngineService | None = None
 
@@ -66,7 +71,8 @@ class EngineApp(WorkerApp):
             engine_builder(options),
             transport,
             instance=options.instance,
-            tls=options.tls(),
+            dial=options.dial(),
+            addresses=await open_address_book(discovery, self._stack),
             drafter=drafter,
             on_broken=broke,
             restore_floor_ms=options.restore_floor_ms,
@@ -85,6 +91,7 @@ class EngineApp(WorkerApp):
         self.fingerprint = core.fingerprint
         self.record_fingerprint = core.fingerprint.digest
         self.transport_kind = transport.kind
+        self.session_digest = session_digest(transport.session_id)
         self.capacity = {
             "kv_blocks": core.info.n_pages,
             "block_tokens": core.info.block_tokens,
@@ -117,8 +124,13 @@ class EngineApp(WorkerApp):
         if self.service is not None:
             await self.service.drain()
 
+    def undrain(self) -> None:
+        if self.service is not None:
+            self.service.undrain()
+
     async def close(self) -> None:
         if self.service is not None:
             await self.service.close()
         if self.core is not None:
             await self.core.close()
+        await self._stack.aclose()

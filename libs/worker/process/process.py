@@ -63,7 +63,7 @@ async def serve_worker(
     role: Role, options: WorkerSettings, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
 ) -> int:
     """Serve until a signal stops it. 0 after an orderly end, 1 when the worker broke."""
-    host = ServiceHost(options.listen, tls=options.tls(), make_server=make_server)
+    host = ServiceHost(options.listen, tls=options.tls(), access=options.access(), make_server=make_server)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
@@ -79,8 +79,17 @@ async def serve_worker(
             await app.drain()
             await member.leave()
 
+        async def rejoin() -> None:
+            app.undrain()
+            await member.join()
+
         worker = WorkerService(
-            identity, load=app.load, ledger=app.ledger, counters=app.counters, on_drain=leave
+            identity,
+            load=app.load,
+            ledger=app.ledger,
+            counters=app.counters,
+            on_drain=leave,
+            on_undrain=rejoin,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
         app.register(host.server, worker.load_changed)
@@ -88,7 +97,7 @@ async def serve_worker(
         await member.join()
         await host.wait_for_stop()
         log.info("%s stops", options.instance)
-        await worker.drain()
+        await worker.drain(is_final=True)
         if not app.broken:
             await worker.wait_idle(timeout_s=options.drain_s)
     return 1 if app.broken else 0
@@ -114,4 +123,5 @@ def _record(
         fingerprint=app.record_fingerprint,
         capacity=app.capacity,
         region=options.region,
+        session_digest=app.session_digest,
     )

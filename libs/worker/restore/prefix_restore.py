@@ -147,6 +147,9 @@ class PrefixRestorer:
         """
         if not endpoint or first_block >= len(hashes):
             return Restored()
+        if not self._peers.addresses.knows_endpoint(endpoint):
+            log.warning("%r is no announced worker: the blocks are computed", endpoint[:128])
+            return Restored()
         is_trial = endpoint in self.sources.breaker
         if not self.sources.may_ask(endpoint):
             self._counters.add("slipstream_kv_restores_skipped_total")
@@ -173,6 +176,8 @@ class PrefixRestorer:
     def prefetch(self, endpoint: str, hashes: Sequence[bytes]) -> None:
         """Ask the kvstore to load the chain's blocks from its disks into memory, in the background."""
         if not endpoint or not hashes or endpoint in self.sources.breaker:
+            return
+        if not self._peers.addresses.knows_endpoint(endpoint):
             return
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         request = kvstore_pb2.LookupRequest(
@@ -306,6 +311,9 @@ class PrefixRestorer:
         if blocks and pinned.transport != transport_value(self._transport_kind):
             name = transport_name(pinned.transport)
             log.warning("%s uses transport %s, this worker %s", endpoint, name, self._transport_kind)
+            return []
+        if blocks and not self._peers.addresses.knows_session(pinned.transport_session):
+            log.warning("%s names a transport session that no worker announced", endpoint)
             return []
         for number, block in enumerate(blocks):
             if block.n_bytes != self._puller.page_bytes:

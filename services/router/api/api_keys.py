@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.errors import Unauthenticated
+from slipstream.rpc.caller_class import CallerClass, CallerIdentity
 
 DEFAULT_TENANT = "default"
 KEY_HEADERS = ("x-api-key", "api-key")
@@ -64,6 +65,16 @@ class ApiKeys:
     def tenant_of(self, headers: Mapping[str, str]) -> str:
         """The tenant of a request's key. Raises Unauthenticated."""
         return self.identify(headers).tenant
+
+    def has_key(self, headers: Mapping[str, str]) -> bool:
+        """Whether the headers carry a key, right or wrong."""
+        return bool(given_key(headers))
+
+    def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
+        """The class and the name of the key in the headers. Raises Unauthenticated."""
+        identity = self.identify(headers)
+        is_operator = identity.scope is KeyScope.OPERATOR
+        return CallerIdentity(CallerClass.OPERATOR if is_operator else CallerClass.TENANT, identity.name)
 
 
 def given_key(headers: Mapping[str, str]) -> str:

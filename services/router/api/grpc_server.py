@@ -11,9 +11,10 @@ import grpc
 
 from libs.common import service_bounds
 from libs.common.rpc import tracing
+from libs.common.rpc.access import current_caller
 from libs.common.rpc.serve import metadata_of
 from services.router.api.access_log import AccessLog, AccessRecord
-from services.router.api.api_keys import ApiKeys
+from services.router.api.api_keys import DEFAULT_TENANT, ApiKeys
 from services.router.api.grpc_request import parse_request
 from services.router.api.http_errors import new_request_id
 from services.router.execution.request_manager import RequestManager
@@ -26,6 +27,7 @@ from services.router.request.validation import is_request_id
 from services.router.workers.fleet import RouterFleet
 from slipstream import errors
 from slipstream.enum_names import role_value
+from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import router_pb2
 
@@ -134,6 +136,12 @@ class GrpcServer:
             self._runs.context.counters.add("slipstream_requests_refused_total")
             raise
 
+    def note_refused(self, method: str, error: errors.SlipstreamError) -> None:
+        """The line in the access log of a call that was refused before it was read."""
+        with self._access_log.call("grpc", method.rpartition("/")[2]) as record:
+            record.request_id = new_request_id()
+            _note_failure(record, error)
+
     def _logged(self, name: str, method: _UnaryMethod) -> _UnaryMethod:
         """A unary method with its line in the access log."""
 
@@ -204,6 +212,7 @@ class GrpcServer:
     ) -> router_pb2.ListSessionsResponse:
         """ListSessions: the caller's own where there are several tenants."""
         tenant = self._tenant(context)
+        sees_all = self._tenants.open or _is_operator()
         return router_pb2.ListSessionsResponse(
             sessions=[
                 router_pb2.SessionPlacement(
@@ -217,21 +226,22 @@ class GrpcServer:
                     epoch=placement.epoch,
                 )
                 for session, placement in self._sessions.all().items()
-                if self._tenants.open or session.tenant == tenant
+                if sees_all or session.tenant == tenant
             ]
         )
 
     async def list_workers(
         self, request: router_pb2.ListWorkersRequest, context: Context
     ) -> router_pb2.ListWorkersResponse:
-        """ListWorkers."""
+        """ListWorkers: operators see the endpoints."""
         self._tenant(context)
+        shows_endpoints = _is_operator()
         return router_pb2.ListWorkersResponse(
             workers=[
                 router_pb2.WorkerView(
                     role=role_value(link.worker.role),
                     instance=link.worker.instance,
-                    endpoint=link.worker.endpoint,
+                    endpoint=link.worker.endpoint if shows_endpoints else "",
                     ready=link.ready,
                     report_age_ms=max(0, int(link.report_age_s * 1e3)),
                     tokens_in_flight=link.tokens_in_flight,
@@ -242,12 +252,18 @@ class GrpcServer:
         )
 
     def _tenant(self, context: Context) -> str:
-        return self._tenants.tenant_of(metadata_of(context))
+        return self._tenant_of(metadata_of(context))
+
+    def _tenant_of(self, metadata: Mapping[str, str]) -> str:
+        """The key's tenant; an operator without a key acts for the default tenant."""
+        if _is_operator() and not self._tenants.has_key(metadata):
+            return DEFAULT_TENANT
+        return self._tenants.tenant_of(metadata)
 
     def _caller(self, metadata: Mapping[str, str], context: Context) -> Caller:
         left_s = context.time_remaining()
         return Caller(
-            tenant=self._tenants.tenant_of(metadata),
+            tenant=self._tenant_of(metadata),
             session=_session(metadata),
             deadline_s=None if left_s is None else self._clock() + left_s,
             pinned_prefill=metadata.get("x-slipstream-prefill"),
@@ -263,6 +279,10 @@ def _note_failure(record: AccessRecord, error: BaseException) -> None:
         is_gone = isinstance(error, asyncio.CancelledError)
         code = "CANCELLED" if is_gone else errors.Internal.code
         record.status = error.code if isinstance(error, errors.SlipstreamError) else code
+
+
+def _is_operator() -> bool:
+    return current_caller().kind is CallerClass.OPERATOR
 
 
 def _session(metadata: Mapping[str, str]) -> str | None:

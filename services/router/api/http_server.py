@@ -22,7 +22,6 @@ from services.router.api.http.content_encoding import decompress
 from services.router.api.http.frame import RECORD, RequestFrame
 from services.router.api.http.guard import HttpGuard
 from services.router.api.http_errors import UNAVAILABLE_RETRY_S, client_error, error_response
-from services.router.api.metrics import Metrics
 from services.router.api.openai.request import Parser, ResponseOptions, parse_chat, parse_completion
 from services.router.api.openai.response import ResponseWriter
 from services.router.api.readiness import readiness_of
@@ -49,7 +48,6 @@ class HttpServer:
         fleet: RouterFleet,
         card: ModelCard,
         tenants: ApiKeys,
-        metrics: Metrics,
         guard: HttpGuard | None = None,
         access_log: AccessLog | None = None,
         received: ReceiveSlots,
@@ -60,7 +58,6 @@ class HttpServer:
         self._fleet = fleet
         self._card = card
         self._tenants = tenants
-        self._metrics = metrics
         self._guard = guard or HttpGuard()
         self._access_log = access_log or AccessLog()
         self._received = received
@@ -85,10 +82,8 @@ class HttpServer:
                 self._generation("/v1/completions", parse_completion, chat=False),
                 _get("/v1/models", self._models),
                 _get("/v1/models/{name:.*}", self._model),
-                _get("/healthz", self._ready),
                 _get("/healthz/ready", self._ready),
                 _get("/healthz/live", self._live),
-                _get("/metrics", self._metrics_text),
             ]
         )
         malformed = MalformedMessages(self._runs.context.counters, clock=self._clock)
@@ -246,14 +241,10 @@ class HttpServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         readiness = readiness_of(self._runs, self._fleet)
-        workers = {f"{link.worker.role}/{link.worker.instance}": link.ready for link in self._fleet.links()}
-        page = {"status": readiness.value, "message": readiness.words, "workers": workers}
+        page = {"status": readiness.value, "message": readiness.words}
         if readiness.serves:
             return web.json_response(page)
         return web.json_response(page, status=503, headers={"Retry-After": str(UNAVAILABLE_RETRY_S)})
-
-    async def _metrics_text(self, request: web.Request) -> web.Response:
-        return web.Response(text=await self._metrics.render(), content_type="text/plain")
 
 
 def _get(path: str, handler: Handler) -> web.RouteDef:

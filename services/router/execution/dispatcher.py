@@ -59,7 +59,7 @@ class Assignment:
         fleet, query, cost = self._fleet, self._query, self.decision.cost
         prefill = self.workers.prefill
         if prefill is not None and self.decision.cold:
-            fleet.spread.placed(prefill.key)
+            fleet.cold_round_robin.placed(prefill.key)
         computes = prefill or self.workers.decode
         predicted_s = (cost.queue_ms + cost.prefill_ms + cost.load_ms) / 1e3
         fleet.index.predict(
@@ -72,11 +72,11 @@ class Assignment:
 
     def observe(self, batch: TokenBatch) -> None:
         """Correct the models of the workers by the times of these tokens."""
-        prefill, book = self.workers.prefill, self._fleet.book
+        prefill, models = self.workers.prefill, self._fleet.worker_models
         if batch.prefill_ms is not None and prefill is not None:
             cached = {item.tier: item.tokens for item in batch.cached or ()}
             predicted = self.decision.chosen[0]
-            book.observe_prefill(
+            models.observe_prefill(
                 prefill.key,
                 ahead_tokens=predicted.ahead_tokens,
                 ahead_requests=predicted.ahead_requests,
@@ -90,7 +90,7 @@ class Assignment:
                 duration_ms=batch.prefill_ms,
             )
         if batch.stats is not None and batch.stats.kv_bytes_pulled and prefill is not None:
-            book.observe_pull(
+            models.observe_pull(
                 self.workers.decode.key,
                 n_bytes=batch.stats.kv_bytes_pulled,
                 transfer_ms=batch.stats.transfer_ms,

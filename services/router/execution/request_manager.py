@@ -152,6 +152,10 @@ class RequestManager:
         """Refuse new requests. Running requests continue."""
         self._draining = True
 
+    def undrain(self) -> None:
+        """Accept new requests again."""
+        self._draining = False
+
     def hand_over(self) -> None:
         """End the requests whose clients can resume at another router."""
         for run in list(self._runs.values()):

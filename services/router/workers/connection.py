@@ -20,7 +20,7 @@ from services.router.workers.prefill_client import PrefillClient, PrefillListene
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.enum_names import role_name, transport_name
 from slipstream.rpc.backoff import ANSWER_S, Backoff
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import Dial, dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
@@ -54,7 +54,8 @@ class WorkerConnection:
         self,
         worker: Worker,
         *,
-        tls: TlsFiles | None,
+        dial: Dial = dial,
+        tls: TlsFiles | None = None,
         clock: Callable[[], float],
         on_change: Callable[[], None],
         on_report: Callable[[WorkerConnection, worker_pb2.LoadReport], None] = lambda link, report: None,
@@ -64,7 +65,7 @@ class WorkerConnection:
         self.worker = worker
         self.key = run_name(worker.role, worker.instance, worker.incarnation)
         self.tls_version = tls.version() if tls is not None else None
-        self.channel = dial(worker.endpoint, tls=tls)
+        self.channel = dial(worker.endpoint)
         self.fingerprint: common_pb2.Fingerprint | None = None
         self.digest = ""  # the fingerprint's, in hex
         self.transport = ""

@@ -24,6 +24,7 @@ from services.router.workers.connection import SILENCE_S, WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
 from slipstream import errors
+from slipstream.rpc.dial import Dial, dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, worker_pb2
 
@@ -42,23 +43,26 @@ class RouterFleet:
         self,
         members: discovery.Fleet,
         *,
-        tls: TlsFiles | None,
+        dial: Dial = dial,
+        tls: TlsFiles | None = None,
         clock: Callable[[], float],
         fits: Callable[[common_pb2.Fingerprint], bool],
         region_ms: Mapping[str, float] | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
         """`fits`: whether a worker of this fingerprint may be used at all. `region_ms`: the way there.
+        `tls`: the files that `dial` uses; workers are dialled again when they change.
         `silence_s`: the time without a heartbeat after which a worker's requests fail over."""
         self._silence_s = silence_s
         self._region_ms = dict(region_ms or {})
         self._members = members
+        self._dial = dial
         self._tls = tls
         self._clock = clock
         self._fits = fits
-        self.book = WorkerModels()
+        self.worker_models = WorkerModels()
         self.index = PrefixIndex()
-        self.spread = ColdRoundRobin()
+        self.cold_round_robin = ColdRoundRobin()
         self._links: dict[str, WorkerConnection] = {}
         self._in_order: tuple[WorkerConnection, ...] = ()  # of `_links`
         self._of_role: dict[Role, tuple[WorkerConnection, ...]] = dict.fromkeys(
@@ -169,8 +173,8 @@ class RouterFleet:
             queued_tokens=tokens,
             queued_requests=requests,
             queue=link.own_tokens,
-            cold_turn=self.spread.turn(link.key),
-            model=self.book.prefill_model(
+            cold_turn=self.cold_round_robin.turn(link.key),
+            model=self.worker_models.prefill_model(
                 link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
             ),
         )
@@ -192,8 +196,8 @@ class RouterFleet:
             max_sequences=capacity.get("max_batch", 0),
             block_tokens=capacity.get("block_tokens", 64),
             block_bytes=capacity.get("block_bytes", 0),
-            model=self.book.decode_model(link.key),
-            prefill_model=self.book.prefill_model(link.key),
+            model=self.worker_models.decode_model(link.key),
+            prefill_model=self.worker_models.prefill_model(link.key),
         )
 
     def find(self, role: Role, instance: str) -> WorkerConnection | None:
@@ -290,6 +294,7 @@ class RouterFleet:
     def _open(self, worker: Worker) -> WorkerConnection:
         link = WorkerConnection(
             worker,
+            dial=self._dial,
             tls=self._tls,
             clock=self._clock,
             on_change=self._notify,
@@ -303,7 +308,7 @@ class RouterFleet:
 
     def _learn(self, link: WorkerConnection, report: worker_pb2.LoadReport) -> None:
         if link.worker.role is Role.DECODE and report.decode_tokens_in_flight:
-            self.book.observe_step(
+            self.worker_models.observe_step(
                 link.key,
                 sequences=report.requests_running,
                 context_tokens=report.decode_tokens_in_flight,
@@ -325,7 +330,7 @@ class RouterFleet:
         while True:
             await asyncio.sleep(_RETIRE_POLL_S)
             await self._clean_up_index()
-            self.book.fade(_RETIRE_POLL_S)
+            self.worker_models.fade(_RETIRE_POLL_S)
             for link in [link for link in self._retired if not self._in_use(link)]:
                 self._retired.remove(link)
                 await self._close(link)
@@ -361,8 +366,8 @@ class RouterFleet:
         if feed is not None:
             feed.stop()
         self.index.drop(link.key)
-        self.book.forget(link.key)
-        self.spread.forget(link.key)
+        self.worker_models.forget(link.key)
+        self.cold_round_robin.forget(link.key)
 
     async def _close(self, link: WorkerConnection) -> None:
         stream = self._streams.pop(link.key, None)
@@ -371,7 +376,7 @@ class RouterFleet:
         await link.close()
         # What it ran as it was retired was noted at its end, and so was how long it took.
         self.index.drop(link.key)
-        self.book.forget(link.key)
+        self.worker_models.forget(link.key)
 
 
 def _most_shared(links: Iterable[WorkerConnection]) -> common_pb2.Fingerprint | None:

@@ -148,7 +148,8 @@ def test_a_stop_string_ends_the_reply_before_it(cluster: LocalCluster) -> None:
 
 def test_health_models_and_metrics_answer(cluster: LocalCluster) -> None:
     def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://{cluster.http}{path}", timeout=60) as answer:
+        host = cluster.http if path.startswith("/v1/") else cluster.admin_http
+        with urllib.request.urlopen(f"http://{host}{path}", timeout=60) as answer:
             return str(answer.read().decode())
 
     get("/healthz")

@@ -96,7 +96,7 @@ async def test_a_request_that_rejects_waiting_gets_the_same_error_over_grpc_and_
         counters = router.counters.snapshot()
         assert counters["slipstream_admission_rejected_total"] == 4
         async with (
-            aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+            aiohttp.ClientSession(f"http://{router.admin_http_endpoint}") as http,
             http.get("/metrics") as metrics,
         ):
             rows = (await metrics.text()).splitlines()

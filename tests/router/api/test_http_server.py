@@ -311,22 +311,24 @@ async def test_health_tells_alive_from_ready(model: FakeModel, card: ModelCard) 
     ):
         async with http.get("/healthz/live") as answer:
             assert answer.status == 200
-        async with http.get("/healthz") as answer:
+        async with http.get("/healthz/ready") as answer:
             assert answer.status == 503
         async with http.post("/v1/chat/completions", json={"messages": HELLO, "stream": True}) as answer:
             assert answer.status == 503
         await cluster.add_decode("decode-0").start()
         await eventually(lambda: router.fleet.ready)
-        async with http.get("/healthz") as answer:
+        async with http.get("/healthz/ready") as answer:
+            assert await answer.json() == {"status": "ready"}
+        async with http.get(f"http://{router.admin_http_endpoint}/healthz") as answer:
             assert answer.status == 200
             assert (await answer.json())["workers"]["decode/decode-0"] is True
 
 
 async def test_metrics_are_those_of_the_whole_cluster(
-    http: aiohttp.ClientSession, client: openai.AsyncOpenAI
+    router: RouterServer, http: aiohttp.ClientSession, client: openai.AsyncOpenAI
 ) -> None:
     await client.chat.completions.create(model="tiny", messages=HELLO)
-    async with http.get("/metrics") as answer:
+    async with http.get(f"http://{router.admin_http_endpoint}/metrics") as answer:
         text = await answer.text()
     assert 'slipstream_requests_total{instance="router-0",role="router"} 1.0\n' in text
     assert 'slipstream_decode_steps_total{instance="decode-1",role="decode"} 7.0\n' in text

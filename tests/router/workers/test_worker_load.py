@@ -27,7 +27,7 @@ def clock() -> Clock:
 @pytest.fixture(params=[Role.PREFILL, Role.DECODE])
 async def link(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[WorkerConnection]:
     worker = Worker(request.param, "w0", "127.0.0.1:1", "i")
-    link = WorkerConnection(worker, tls=None, clock=clock, on_change=lambda: None, fits=lambda _: True)
+    link = WorkerConnection(worker, clock=clock, on_change=lambda: None, fits=lambda _: True)
     yield link
     await link.close()
 

@@ -59,13 +59,13 @@ def name_short_prompts() -> None:
 
 def redirect_peers(endpoints: dict[str, str]) -> None:
     """Dial other endpoints in place of certain peers."""
-    from libs.worker.pins import peers
+    from libs.common.runtime import process_settings
     from slipstream.rpc.dial import dial
 
     def dial_elsewhere(endpoint: str, **how: Any) -> grpc.aio.Channel:
         return dial(endpoints.get(endpoint, endpoint), **how)
 
-    vars(peers)["dial"] = dial_elsewhere
+    vars(process_settings)["dial"] = dial_elsewhere
 
 
 def be_patient() -> None:

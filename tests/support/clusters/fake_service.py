@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for flag in ("instance", "listen", "etcd", "run-dir", "log-level"):
         parser.add_argument(f"--{flag}", required=True)
-    for flag in ("transport", "model", "draft-model", "http", "data-dir", "drain-s"):
+    for flag in ("transport", "model", "draft-model", "http", "admin", "admin-http", "data-dir", "drain-s"):
         parser.add_argument(f"--{flag}")
     parser.add_argument("--drafts")
     parser.add_argument("--allow-pinning", action="store_true")
@@ -72,14 +72,17 @@ async def main() -> None:
     while behaviour == "meets" and not all_have_started(run_dir):
         await asyncio.sleep(0.05)
     host = ServiceHost(flags.listen)
+    admin = ServiceHost(flags.admin) if flags.admin else host
     identity = WorkerIdentity(flags.instance.rpartition("-")[0], flags.instance)
     worker = WorkerService(
         identity,
         load=lambda: worker_pb2.LoadReport(requests_running=2, blocks_free=7),
         ledger=worker_pb2.Ledger,
     )
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, admin.server)
     await host.start(["slipstream.v1.WorkerService"])
+    if admin is not host:
+        await admin.start(["slipstream.v1.WorkerService"])
     note("ready")
     await host.set_ready(behaviour != "never_ready")
     if behaviour == "deaf":

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,10 @@ import grpc
 from bench.ledgers import held
 from libs.common.cluster.worker_record import Role
 from slipstream.client import Client
+from slipstream.cluster_record import secret_file
+from slipstream.rpc.caller_class import CallerClass
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.peer_token import TokenMinter
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
@@ -27,6 +32,12 @@ from tests.support.processes.process_checks import alive
 
 PATIENCE_S = 180.0
 REQUEST_S = 300.0
+
+
+def operator_tokens(run_dir: Path) -> TokenMinter:
+    """The tokens of an operator of the cluster in the directory."""
+    secret = ClusterSecret.from_file(secret_file(run_dir))
+    return TokenMinter(secret, "tests", CallerClass.OPERATOR)
 
 
 def until(
@@ -67,7 +78,9 @@ class LocalCluster:
         self.call(self.supervisor.__aenter__(), timeout_s=2 * PATIENCE_S)
         record = self.supervisor.record()
         self.grpc, self.http = record.router_grpc, record.router_http
-        self.workers = {p.instance: p.endpoint for p in record.processes if p.role in set(Role)}
+        self.workers = record.service_endpoints()
+        self.admin_http = record.find("router-0").admin_http
+        self._tokens = operator_tokens(self.run_dir)
         self.routers = [p.endpoint for p in record.processes if p.role == "router"]
         self.router_names = [p.instance for p in record.processes if p.role == "router"]
         self.client = Client(self.grpc, timeout_s=REQUEST_S)
@@ -95,7 +108,7 @@ class LocalCluster:
         """GetStatus of one worker. Raises grpc.RpcError when it does not answer."""
         with grpc.insecure_channel(self.workers[instance]) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
+            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60, metadata=self._tokens.metadata())
 
     def sequences(self, instance: str) -> int:
         """The number of requests that the worker runs; 0 while it does not answer."""

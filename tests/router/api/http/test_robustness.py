@@ -128,7 +128,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_others_go_on(
     async with open_router(cluster, card, write_stall_s=WAIT_S) as router:
         host, _, port = router.http_endpoint.rpartition(":")
         # Small kernel buffers at both ends, so that what is unread is soon felt.
-        router.http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        router.ports.http.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
         deaf = socket.socket()
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         deaf.setblocking(False)
@@ -168,7 +168,7 @@ async def test_garbage_is_refused_and_the_next_client_served(router: RouterServe
         writer.close()
     async with (
         aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
-        http.get("/healthz") as answer,
+        http.get("/healthz/ready") as answer,
     ):
         assert answer.status == 200
 

@@ -78,7 +78,7 @@ async def slow_client(
     answer = [letters[index % 8] for index in range(TOKENS)]
     script(cluster.model, [*answer, card.stop_token_ids[0]])
     async with open_router(cluster, card, **options) as router:
-        router.http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        router.ports.http.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         client = RawClient()
         await client.post(router.http_endpoint, BODY)
         await eventually(lambda: router.runs.held == 1, timeout_s=WAIT_S)

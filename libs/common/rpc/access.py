@@ -1,0 +1,200 @@
+"""Who calls, and whether they may: the rule of one port, and the interceptor that enforces it on every call.
+
+    access = AccessControl(secret=secret, has_peer_certificates=tls is not None)
+    ServiceHost(listen, access=access)
+
+The rule reads metadata only: a refused call costs its headers, because no message of it is read.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import grpc
+
+from libs.common.rpc.access_table import METHOD_CLASSES
+from libs.common.rpc.single_request import refusing_handler
+from slipstream import errors
+from slipstream.rpc.caller_class import ANONYMOUS, CallerClass, CallerIdentity
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.peer_token import TOKEN_HEADER, TokenVerifier
+from slipstream.rpc.rpc_errors import to_status
+
+log = logging.getLogger(__name__)
+
+# The common name of an operator's certificate; all others of the peers' CA are peers.
+OPERATOR_NAME = "slipstream-operator"
+_FLAGS = "--cluster-secret-file, or --tls-ca, --tls-certificate and --tls-key"
+
+# Gets the method and the error of each refused call.
+OnRefused = Callable[[str, errors.SlipstreamError], None]
+
+_caller: contextvars.ContextVar[CallerIdentity] = contextvars.ContextVar("caller", default=ANONYMOUS)
+
+
+class KeyClasses(Protocol):
+    """Knows API keys. The router has one; the other services have no keys."""
+
+    @property
+    def open(self) -> bool:
+        """Whether no keys are configured: then every caller is a tenant."""
+
+    def has_key(self, headers: Mapping[str, str]) -> bool:
+        """Whether the headers carry a key, right or wrong."""
+
+    def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
+        """The class and the name of the key in headers with lower-case names. Raises Unauthenticated."""
+
+
+class AccessControl:
+    """The rule of one port. Without a secret, certificates and keys it admits every caller."""
+
+    def __init__(
+        self,
+        *,
+        secret: ClusterSecret | None = None,
+        has_peer_certificates: bool = False,
+        keys: KeyClasses | None = None,
+    ) -> None:
+        """`has_peer_certificates`: each connection of the port presents a certificate of the peers' CA."""
+        self._verifier = TokenVerifier(secret) if secret is not None else None
+        self.has_peer_certificates = has_peer_certificates
+        self._keys = keys
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls of peers and operators need no credential."""
+        return self._verifier is None and not self.has_peer_certificates
+
+    def admit(self, needed: CallerClass, metadata: Iterable[tuple[str, Any]]) -> CallerIdentity:
+        """The caller. Raises Unauthenticated without a credential, PermissionDenied for the wrong class.
+
+        A certificate counts as a peer's here; the interceptor then looks whether it is an operator's.
+        """
+        if needed is CallerClass.PUBLIC:
+            return ANONYMOUS
+        caller = self._caller_of(needed, metadata)
+        if not needed.admits(caller.kind) and not self._may_be_certificate(needed, caller):
+            raise errors.PermissionDenied(
+                f"this call is for class {needed}, and the caller's is {caller.kind}"
+            )
+        return caller
+
+    def _caller_of(self, needed: CallerClass, metadata: Iterable[tuple[str, Any]]) -> CallerIdentity:
+        headers = {name: value for name, value in metadata if isinstance(value, str)}
+        token = headers.get(TOKEN_HEADER)
+        if token is not None and self._verifier is not None:
+            return self._verifier.verify(token)
+        if self._keys is not None and (needed is CallerClass.TENANT or self._keys.has_key(headers)):
+            if not self._keys.open:
+                return self._keys.caller_of(headers)
+            if needed is CallerClass.TENANT:
+                return CallerIdentity(CallerClass.TENANT)
+        if self.has_peer_certificates:
+            return CallerIdentity(CallerClass.PEER)
+        if self.is_open:
+            return CallerIdentity(needed)
+        raise errors.Unauthenticated(f"a credential of class {needed} is needed")
+
+    def _may_be_certificate(self, needed: CallerClass, caller: CallerIdentity) -> bool:
+        return (
+            self.has_peer_certificates
+            and needed is CallerClass.OPERATOR
+            and caller == CallerIdentity(CallerClass.PEER)
+        )
+
+
+def check_address(listen: str, *, is_open: bool, flag: str = "--listen") -> None:
+    """Warn of an open port on a loopback address. Raises InvalidArgument for one elsewhere."""
+    if not is_open:
+        return
+    if not is_loopback(listen.rpartition(":")[0].strip("[]")):
+        raise errors.InvalidArgument(
+            flag, f"{listen} is not a loopback address, and anyone could call: it needs {_FLAGS}"
+        )
+    log.warning("%s is open to every process of this machine: it has neither %s", listen, _FLAGS)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach the host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def ignore_refusal(method: str, error: errors.SlipstreamError) -> None:
+    """For hosts that note no refusals."""
+
+
+def current_caller() -> CallerIdentity:
+    """Who made the call that this task handles."""
+    return _caller.get()
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls by the table before anything of them is read."""
+
+    def __init__(self, access: AccessControl, on_refused: OnRefused = ignore_refusal) -> None:
+        self._access = access
+        self._on_refused = on_refused
+        self._guarded: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that guarded
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        try:
+            needed = METHOD_CLASSES.get(method, CallerClass.OPERATOR)
+            caller = self._access.admit(needed, handler_call_details.invocation_metadata or ())
+        except errors.SlipstreamError as error:
+            self._on_refused(method, error)
+            return refusing_handler(error)
+        if caller is not ANONYMOUS:
+            _caller.set(caller)
+        handler = await continuation(handler_call_details)
+        if handler is None or needed.admits(caller.kind):
+            return handler
+        known = self._guarded.get(method)
+        if known is None or known[0] is not handler:
+            known = self._guarded[method] = (handler, _with_operator_certificate(handler))
+        return known[1]
+
+
+def _with_operator_certificate(handler: Any) -> Any:
+    """The handler, for connections with an operator's certificate only."""
+    shape = next(
+        name
+        for name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+        if getattr(handler, name) is not None
+    )
+    inner = getattr(handler, shape)
+
+    async def check(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        names = (context.auth_context() or {}).get("x509_common_name", ())
+        if OPERATOR_NAME.encode() not in names:
+            error = errors.PermissionDenied(f"this call needs a certificate with the name {OPERATOR_NAME}")
+            await context.abort_with_status(to_status(error))
+        _caller.set(CallerIdentity(CallerClass.OPERATOR, "certificate"))
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        await check(context)
+        async with aclosing(inner(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await check(context)
+        return await inner(request, context)
+
+    make = getattr(grpc, f"{shape}_rpc_method_handler")
+    wrapped = stream if inspect.isasyncgenfunction(inner) else call
+    return make(wrapped, handler.request_deserializer, handler.response_serializer)

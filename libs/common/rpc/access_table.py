@@ -1,0 +1,92 @@
+"""Who may call what: the class of every RPC and of every HTTP route. `docs/security.md` shows it.
+
+A test compares these tables with the contract and with the routes. A method without a class is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slipstream.rpc.caller_class import CallerClass
+
+PUBLIC, TENANT = CallerClass.PUBLIC, CallerClass.TENANT
+PEER, OPERATOR = CallerClass.PEER, CallerClass.OPERATOR
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
+
+# By service, then by method.
+RPC_CLASSES: Mapping[str, Mapping[str, CallerClass]] = {
+    "slipstream.v1.RouterService": {
+        "Generate": TENANT,
+        "Abort": TENANT,
+        "ListModels": TENANT,
+        "ListSessions": TENANT,
+        "ListWorkers": TENANT,
+    },
+    "slipstream.v1.PrefillService": {
+        "Prefill": PEER,
+        "WatchHandoff": PEER,
+        "RenewHandoff": PEER,
+        "ReleaseHandoff": PEER,
+        "AbortPrefill": PEER,
+    },
+    "slipstream.v1.DecodeService": {"Decode": PEER, "AbortDecode": PEER},
+    "slipstream.v1.DrafterService": {"Draft": PEER},
+    "slipstream.v1.KvstoreService": {
+        "Lookup": PEER,
+        "Pins": PEER,
+        "Reserve": PEER,
+        "Commit": PEER,
+        "CancelReservation": PEER,
+        "VerifyBlocks": OPERATOR,
+        "DropBlocks": OPERATOR,
+    },
+    "slipstream.v1.KvEventService": {"WatchBlocks": PEER},
+    "slipstream.v1.WorkerService": {
+        "GetStatus": PEER,
+        "WatchLoad": PEER,
+        "Drain": OPERATOR,
+        "Undrain": OPERATOR,
+    },
+    HEALTH_SERVICE: {"Check": PUBLIC, "Watch": PUBLIC},
+    REFLECTION_SERVICE: {"ServerReflectionInfo": OPERATOR},
+}
+
+# By method and path, of the router's public HTTP port and of its admin port.
+HTTP_CLASSES: Mapping[str, CallerClass] = {
+    "POST /v1/chat/completions": TENANT,
+    "POST /v1/completions": TENANT,
+    "GET /v1/models": TENANT,
+    "GET /v1/models/{name}": TENANT,
+    "GET /healthz/live": PUBLIC,
+    "GET /healthz/ready": PUBLIC,
+}
+HTTP_ADMIN_CLASSES: Mapping[str, CallerClass] = {
+    "GET /healthz": OPERATOR,
+    "GET /healthz/live": PUBLIC,
+    "GET /healthz/ready": PUBLIC,
+    "GET /metrics": OPERATOR,
+}
+
+# As gRPC names methods: "/service/method".
+METHOD_CLASSES: Mapping[str, CallerClass] = {
+    f"/{service}/{method}": kind
+    for service, methods in RPC_CLASSES.items()
+    for method, kind in methods.items()
+}
+
+
+def markdown_tables() -> str:
+    """The tables as `docs/security.md` shows them."""
+    lines = ["| gRPC service | " + " | ".join(CallerClass) + " |", "| --- |" + " --- |" * len(CallerClass)]
+    for service, methods in RPC_CLASSES.items():
+        cells = [
+            ", ".join(f"`{method}`" for method, kind in methods.items() if kind is column)
+            for column in CallerClass
+        ]
+        lines.append(f"| `{service}` | " + " | ".join(cells) + " |")
+    lines += ["", "| HTTP | route | class |", "| --- | --- | --- |"]
+    for port, routes in (("public", HTTP_CLASSES), ("admin", HTTP_ADMIN_CLASSES)):
+        lines += [f"| {port} | `{route}` | {kind} |" for route, kind in routes.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,63 @@
+"""How an operator's command opens channels to a cluster: with a token, or with certificates."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+from slipstream.cluster_record import read_record, secret_file
+from slipstream.errors import InvalidArgument, NotFound
+from slipstream.rpc.caller_class import CallerClass
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.dial import Dial, dial
+from slipstream.rpc.peer_token import TokenMinter
+from slipstream.rpc.tls import TlsFiles
+
+SECRET_VARIABLE = "SLIPSTREAM_CLUSTER_SECRET"
+SECRET_FILE_FLAG = "--cluster-secret-file"
+
+
+def operator_dial(
+    run_dir: Path | None = None, *, given: Path | None = None, tls: TlsFiles | None = None
+) -> Dial:
+    """Channels of an operator.
+
+    The secret is that of the `given` file, of SECRET_VARIABLE, or of the local cluster in `run_dir`. Without
+    any of them calls carry no token. Certificates are those of `tls`, else of that local cluster. Raises
+    InvalidArgument for a secret that cannot be read.
+    """
+    if tls is None and run_dir is not None:
+        tls = _certificates_of(run_dir)
+    text = os.environ.get(SECRET_VARIABLE, "").strip()
+    local = None if run_dir is None else secret_file(run_dir)
+    try:
+        if given is not None:
+            secret = ClusterSecret.from_file(given)
+        elif text:
+            secret = ClusterSecret(text.encode())
+        elif local is not None and local.exists():
+            secret = ClusterSecret.from_file(local)
+        else:
+            return partial(dial, tls=tls)
+    except ValueError as error:
+        raise InvalidArgument(SECRET_FILE_FLAG, str(error)) from None
+    return partial(dial, tls=tls, tokens=TokenMinter(secret, _user(), CallerClass.OPERATOR))
+
+
+def _certificates_of(run_dir: Path) -> TlsFiles | None:
+    try:
+        return read_record(run_dir).tls_files()
+    except NotFound:  # the command itself says so where it needs a running cluster
+        return None
+
+
+def _user() -> str:
+    """Who runs the command, as logs name them."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # an id without a name
+        name = str(os.getuid())
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64] or "operator"
