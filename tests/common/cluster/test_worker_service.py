@@ -17,6 +17,9 @@ class Call:
     def time_remaining(self) -> float | None:
         return None
 
+    def peer(self) -> str:
+        return "nobody"
+
 
 def busy_worker() -> WorkerService:
     return WorkerService(

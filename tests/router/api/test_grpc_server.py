@@ -280,7 +280,7 @@ async def test_sessions_and_workers_are_listed(
 async def test_the_routers_own_status_and_models(client: AsyncClient, router: RouterServer) -> None:
     await client.chat(HELLO)
     assert await client.models() == ["tiny"]
-    async with dial(router.host.endpoint) as channel:
+    async with dial(router.admin.endpoint) as channel:
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         await eventually(lambda: not router.runs.held)
         status = await stub.GetStatus(worker_pb2.GetStatusRequest())

@@ -1,0 +1,1 @@
+"""Who may call what in a running cluster."""

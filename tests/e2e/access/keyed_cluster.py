@@ -1,0 +1,79 @@
+"""A cluster with API keys, one process of each service on the fake engine, and credentials of every class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from libs.common.cluster.worker_record import Role
+from slipstream.client import Client
+from slipstream.cluster_record import secret_file
+from slipstream.rpc.caller_class import CallerClass
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.peer_token import TokenMinter
+from tests.support.clusters.fake_engines import fake_engine_config
+from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster
+
+KEY = "key-of-anna"
+CALL_S = 60.0
+Metadata = tuple[tuple[str, str], ...]
+
+
+class KeyedCluster:
+    """The running cluster, and calls to its ports with a credential."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        secret = ClusterSecret.from_file(secret_file(cluster.run_dir))
+        self.peer = TokenMinter(secret, "prefill-9")
+        self.operator = TokenMinter(secret, "tests", CallerClass.OPERATOR)
+
+    def metadata(self, kind: CallerClass) -> Metadata:
+        """What authenticates a caller of the class."""
+        return {
+            CallerClass.PUBLIC: (),
+            CallerClass.TENANT: (("authorization", f"Bearer {KEY}"),),
+            CallerClass.PEER: self.peer.metadata(),
+            CallerClass.OPERATOR: self.operator.metadata(),
+        }[kind]
+
+    def ports(self) -> dict[str, str]:
+        """The endpoints of all gRPC ports, by the name of the process; a router has two."""
+        return {**self.cluster.workers, "router-0 public": self.cluster.grpc}
+
+    def call(
+        self, port: str, method: str, message: Any = b"", *, kind: CallerClass = CallerClass.PUBLIC
+    ) -> grpc.StatusCode:
+        """The status of a call with one message; OK as soon as it has an answer."""
+        with grpc.insecure_channel(self.ports()[port]) as channel:
+            begin = channel.stream_stream(method)
+            data = message if isinstance(message, bytes) else message.SerializeToString()
+            call = begin(iter([data]), timeout=CALL_S, metadata=self.metadata(kind))
+            try:
+                next(call, None)
+                return grpc.StatusCode.OK
+            except grpc.RpcError as error:
+                code: grpc.StatusCode = error.code()
+                return code
+            finally:
+                call.cancel()
+
+    def client(self) -> Client:
+        """A client of the tenant."""
+        return Client(self.cluster.grpc, api_key=KEY, timeout_s=REQUEST_S)
+
+
+@contextmanager
+def keyed_cluster(run_dir: Path) -> Iterator[KeyedCluster]:
+    """The cluster is ready inside the block, and has ended after it."""
+    keys = run_dir / "api-keys"
+    keys.write_text(f"{KEY} anna\n")
+    one = dict.fromkeys(("prefill", "decode", "kvstores", "drafters", "routers"), 1)
+    config = fake_engine_config(run_dir, pace_s=0.0003, **one)
+    extra = {**config.extra_arguments, Role.ROUTER: ["--api-keys", str(keys)]}
+    with LocalCluster(fake_engine_config(run_dir, pace_s=0.0003, **one, extra_arguments=extra)) as running:
+        yield KeyedCluster(running)

@@ -1,0 +1,95 @@
+"""Every method of every running service, with no credential, a tenant's, a peer's and an operator's."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from libs.common.rpc.access_table import HEALTH_SERVICE, REFLECTION_SERVICE, RPC_CLASSES
+from slipstream.rpc.caller_class import CallerClass
+from tests.e2e.access.keyed_cluster import KeyedCluster, keyed_cluster
+from tests.support.clusters.local_cluster import until
+from tests.support.fixture_dirs import lasting_dir
+
+PUBLIC_PORT = "router-0 public"
+PUBLIC_SERVICES = {"slipstream.v1.RouterService", HEALTH_SERVICE}
+REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def keyed(request: pytest.FixtureRequest) -> Iterator[KeyedCluster]:
+    with lasting_dir(request, "keyed") as run_dir, keyed_cluster(run_dir) as running:
+        yield running
+
+
+def services_of(keyed: KeyedCluster, port: str) -> set[str]:
+    """The services of a port, as its reflection names them to an operator."""
+    with grpc.insecure_channel(keyed.ports()[port]) as channel:
+        token = keyed.metadata(CallerClass.OPERATOR)
+        with_token = grpc.intercept_channel(channel, _Adding(token))
+        return set(ProtoReflectionDescriptorDatabase(with_token).get_services())
+
+
+class _Adding(grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
+    """Adds metadata to the reflection client's calls."""
+
+    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._metadata = metadata
+
+    def intercept_stream_stream(self, continuation, details, requests):  # type: ignore[no-untyped-def]
+        return continuation(details._replace(metadata=self._metadata), requests)
+
+
+def expected_status(needed: CallerClass, kind: CallerClass, *, knows_keys: bool) -> grpc.StatusCode | None:
+    """The refusal of a call; None where it is admitted."""
+    if needed is CallerClass.PUBLIC or kind in (needed, CallerClass.OPERATOR):
+        return None
+    if kind is CallerClass.PUBLIC or (kind is CallerClass.TENANT and not knows_keys):
+        return grpc.StatusCode.UNAUTHENTICATED
+    return grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_every_method_admits_the_callers_of_its_class_only(keyed: KeyedCluster) -> None:
+    found: set[str] = set()
+    wrong: list[str] = []
+    for port in keyed.ports():
+        services = PUBLIC_SERVICES if port == PUBLIC_PORT else services_of(keyed, port)
+        found |= services
+        for service in sorted(services):
+            for method, needed in RPC_CLASSES[service].items():  # Undrain follows Drain
+                for kind in CallerClass:
+                    status = keyed.call(port, f"/{service}/{method}", kind=kind)
+                    expected = expected_status(needed, kind, knows_keys=port.startswith("router"))
+                    if (status if status in REFUSED else None) is not expected:
+                        wrong.append(f"{port}: {method} by {kind}: {status}, not {expected}")
+    assert not wrong, "\n".join(wrong)
+    assert found == set(RPC_CLASSES)
+    # All were drained and undrained on the way.
+    until(
+        lambda: not any(keyed.cluster.status(name).load.draining for name in keyed.cluster.workers), what="-"
+    )
+    with keyed.client() as client:
+        assert client.chat(HELLO, max_tokens=4).usage is not None
+
+
+def test_the_public_port_has_no_method_of_peers_and_operators(keyed: KeyedCluster) -> None:
+    for service in set(RPC_CLASSES) - PUBLIC_SERVICES:
+        for method in RPC_CLASSES[service]:
+            status = keyed.call(PUBLIC_PORT, f"/{service}/{method}", kind=CallerClass.OPERATOR)
+            assert status is grpc.StatusCode.UNIMPLEMENTED, (service, method)
+    assert keyed.call(PUBLIC_PORT, f"/{REFLECTION_SERVICE}/ServerReflectionInfo") in REFUSED
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz"])
+def test_the_public_http_port_has_no_route_of_operators(keyed: KeyedCluster, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://{keyed.cluster.http}{path}", timeout=60)
+    assert refused.value.code == 404
+    with urllib.request.urlopen(f"http://{keyed.cluster.admin_http}{path}", timeout=60) as answer:
+        assert answer.status == 200
