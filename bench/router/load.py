@@ -22,7 +22,7 @@ from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from slipstream.block_hashes import pack_hashes
 from slipstream.requests import chat_request
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import Dial
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, router_pb2
 
 GENERATE = "/slipstream.v1.RouterService/Generate"
@@ -106,7 +106,7 @@ def _events(data: bytes) -> Sequence[router_pb2.GenerateEvent]:
 class WorkerTarget:
     """The fake workers without a router, with a Prefill call and a Decode call for each stream."""
 
-    def __init__(self, prefill: str, decode: str, fingerprint: Fingerprint) -> None:
+    def __init__(self, prefill: str, decode: str, fingerprint: Fingerprint, dial: Dial) -> None:
         self._channels = [dial(prefill), dial(decode)]
         self._prefill: Any = prefill_pb2_grpc.PrefillServiceStub(self._channels[0])
         self._decode: Any = decode_pb2_grpc.DecodeServiceStub(self._channels[1])

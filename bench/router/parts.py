@@ -74,7 +74,7 @@ async def latency(rig: Rig, arguments: argparse.Namespace) -> Report:
     """Measure the time that the router adds at each number of streams, over gRPC and HTTP."""
     tokens, report, test = arguments.output_tokens, [], rig.ours
     prompts = [chat(words(64, seed)) for seed in range(64)]
-    direct = WorkerTarget(test.prefill, test.decode, test.fingerprint)
+    direct = WorkerTarget(test.prefill, test.decode, test.fingerprint, test.operator_dial)
     targets = targets_of(rig, arguments)
     ways: dict[str, Callable[[int], Awaitable[StreamLog]]] = {
         "direct": lambda index: direct.stream(_DIRECT_PROMPT, max_tokens=tokens)

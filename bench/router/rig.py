@@ -16,6 +16,7 @@ import aiohttp
 
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
+from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_MODEL, ClusterConfig
 
@@ -32,6 +33,7 @@ class RouterUnderTest:
         self._admin_http = record.find("router-0").admin_http
         self.prefill = record.find("prefill-0").endpoint
         self.decode = record.find("decode-0").endpoint
+        self.operator_dial = operator_dial(Path(record.run_dir))
         pid = record.find("router-0").pid
         assert pid is not None
         self._pids = [pid, *children(pid)]

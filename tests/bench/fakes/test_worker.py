@@ -53,7 +53,7 @@ async def fakes() -> AsyncIterator[Fakes]:
 
 @pytest.mark.parametrize("prompt_tokens", [100, 40_000])
 async def test_direct_streams_are_whole_and_leave_nothing(fakes: Fakes, prompt_tokens: int) -> None:
-    target = WorkerTarget(fakes.endpoint, fakes.endpoint, FINGERPRINT)
+    target = WorkerTarget(fakes.endpoint, fakes.endpoint, FINGERPRINT, dial)
     logs = await asyncio.gather(
         *(target.stream(range(index, index + prompt_tokens), max_tokens=40) for index in range(8))
     )

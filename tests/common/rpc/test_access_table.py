@@ -1,0 +1,39 @@
+"""The table of classes names every method of the contract, and the page shows it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+import slipstream.v1
+from libs.common.rpc.access_table import METHOD_CLASSES, RPC_CLASSES, markdown_tables
+
+PAGE = Path(__file__).parents[3] / "docs" / "security.md"
+
+
+def contract() -> dict[str, list[str]]:
+    """The methods of every service that a process registers, by the descriptors."""
+    names = [module.name for module in pkgutil.iter_modules(slipstream.v1.__path__)]
+    modules = [importlib.import_module(f"slipstream.v1.{name}") for name in names if name.endswith("_pb2")]
+    services = [
+        service
+        for module in (*modules, health_pb2, reflection_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+    ]
+    return {service.full_name: [method.name for method in service.methods] for service in services}
+
+
+def test_every_method_of_the_contract_has_a_class() -> None:
+    known = {service: list(methods) for service, methods in RPC_CLASSES.items()}
+    assert {service: sorted(methods) for service, methods in known.items()} == {
+        service: sorted(methods) for service, methods in contract().items()
+    }
+    assert len(METHOD_CLASSES) == sum(map(len, known.values()))
+
+
+def test_the_page_shows_the_table() -> None:
+    assert markdown_tables() in PAGE.read_text(encoding="utf-8")
