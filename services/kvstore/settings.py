@@ -8,7 +8,7 @@ from pathlib import Path
 from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd.access import EtcdAccess
-from libs.common.rpc.access import AccessControl
+from libs.common.rpc.access import AccessControl, access_of
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
 from libs.common.transport.open import TransportChoice
@@ -107,7 +107,7 @@ def options_of(parsed: NodeSettings) -> Options:
         pool=_pool(parsed),
         tls=parsed.tls(),
         checksum=KvChecksum.of_cluster(parsed.cluster_secret()),
-        access=parsed.access(),
+        access=access_of(parsed),
     )
 
 

@@ -56,7 +56,7 @@ def undrain_process(run_dir: Path, instance: str, *, timeout_s: float, dial: Dia
     """
     process = _service(run_dir, instance)
     if process.state == ProcessState.DRAINED:
-        _restart(run_dir, instance, timeout_s=timeout_s)
+        _restart(run_dir, [instance], timeout_s=timeout_s)
         return
     _check_runs(process)
     asyncio.run(_undrain(process.admin or process.endpoint, dial, timeout_s=timeout_s))

@@ -9,6 +9,7 @@ The rule reads metadata only: a refused call costs its headers, because no messa
 from __future__ import annotations
 
 import contextvars
+import functools
 import inspect
 import ipaddress
 import logging
@@ -20,6 +21,7 @@ import grpc
 
 from libs.common.rpc.access_table import METHOD_CLASSES
 from libs.common.rpc.single_request import refusing_handler
+from libs.common.runtime.process_settings import ServiceSettings
 from slipstream import errors
 from slipstream.rpc.caller_class import ANONYMOUS, CallerClass, CallerIdentity
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -110,6 +112,11 @@ class AccessControl:
         )
 
 
+def access_of(settings: ServiceSettings) -> AccessControl:
+    """The rule for callers of a service behind the router. Raises SystemExit."""
+    return AccessControl(secret=settings.cluster_secret(), has_peer_certificates=settings.tls() is not None)
+
+
 def check_address(listen: str, *, is_open: bool, flag: str = "--listen") -> None:
     """Warn of an open port on a loopback address. Raises InvalidArgument for one elsewhere."""
     if not is_open:
@@ -118,7 +125,13 @@ def check_address(listen: str, *, is_open: bool, flag: str = "--listen") -> None
         raise errors.InvalidArgument(
             flag, f"{listen} is not a loopback address, and anyone could call: it needs {_FLAGS}"
         )
-    log.warning("%s is open to every process of this machine: it has neither %s", listen, _FLAGS)
+    _warn_open()
+
+
+@functools.cache
+def _warn_open() -> None:
+    """Once in a process."""
+    log.warning("every process of this machine may call, peer or not: there is neither %s", _FLAGS)
 
 
 def is_loopback(host: str) -> bool:

@@ -85,7 +85,7 @@ def markdown_tables() -> str:
             ", ".join(f"`{method}`" for method, kind in methods.items() if kind is column)
             for column in CallerClass
         ]
-        lines.append(f"| `{service}` | " + " | ".join(cells) + " |")
+        lines.append(f"| `{service.rpartition('.')[2]}` | " + " | ".join(cells) + " |")
     lines += ["", "| HTTP | route | class |", "| --- | --- | --- |"]
     for port, routes in (("public", HTTP_CLASSES), ("admin", HTTP_ADMIN_CLASSES)):
         lines += [f"| {port} | `{route}` | {kind} |" for route, kind in routes.items()]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from libs.common.rpc.access import AccessControl
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -61,10 +60,6 @@ class ServiceSettings:
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
             raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
         return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key)
-
-    def access(self) -> AccessControl:
-        """The rule for callers of this process. Raises SystemExit."""
-        return AccessControl(secret=self.cluster_secret(), has_peer_certificates=self.tls() is not None)
 
     def dial(self) -> Dial:
         """Opens channels to peers with this process's certificate and token. Raises SystemExit."""

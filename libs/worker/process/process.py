@@ -17,6 +17,7 @@ from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.etcd.access import EtcdAccess
+from libs.common.rpc.access import access_of
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.telemetry import configure_logging
 from libs.common.rpc.tracing import configure_tracing
@@ -63,7 +64,7 @@ async def serve_worker(
     role: Role, options: WorkerSettings, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
 ) -> int:
     """Serve until a signal stops it. 0 after an orderly end, 1 when the worker broke."""
-    host = ServiceHost(options.listen, tls=options.tls(), access=options.access(), make_server=make_server)
+    host = ServiceHost(options.listen, tls=options.tls(), access=access_of(options), make_server=make_server)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from libs.common.rpc import access as access_module
 from libs.common.rpc.access import AccessControl, current_caller
 from libs.common.rpc.serve import ServiceHost
 from slipstream.errors import InvalidArgument, PermissionDenied, Unauthenticated
@@ -81,6 +82,14 @@ async def test_an_open_port_is_on_loopback(listen: str) -> None:
         ServiceHost(listen, flag="--admin")
 
 
+async def test_an_open_process_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    access_module._warn_open.cache_clear()
+    for _ in range(3):
+        await ServiceHost("127.0.0.1:0").stop(grace_s=0)
+    await ServiceHost("127.0.0.1:0", access=AccessControl(secret=SECRET)).stop(grace_s=0)
+    assert [record.levelname for record in caplog.records if "may call" in record.message] == ["WARNING"]
+
+
 class CountingRequests:
     """A servicer whose deserialiser counts what is read of calls."""
 
@@ -97,7 +106,7 @@ class CountingRequests:
         return worker_pb2.DrainResponse().SerializeToString()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        method = grpc.unary_unary_rpc_method_handler(self._answer, request_deserializer=self._take)
+        method: Any = grpc.unary_unary_rpc_method_handler(self._answer, request_deserializer=self._take)
         handlers = {"Drain": method, "GetStatus": method, "Unclassified": method}
         generic = grpc.method_handlers_generic_handler("slipstream.v1.WorkerService", handlers)
         server.add_generic_rpc_handlers((generic,))
@@ -116,7 +125,8 @@ async def serving(access: AccessControl) -> AsyncIterator[tuple[CountingRequests
 
 async def code_of(host: ServiceHost, method: str, dial: Dial = dial, data: bytes = b"") -> grpc.StatusCode:
     async with dial(host.endpoint) as channel:
-        call: Any = channel.unary_unary(method)(data, timeout=60)
+        begin: Any = channel.unary_unary(method)
+        call = begin(data, timeout=60)
         try:
             await call
         except grpc.aio.AioRpcError:

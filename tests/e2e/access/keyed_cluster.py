@@ -50,7 +50,7 @@ class KeyedCluster:
     ) -> grpc.StatusCode:
         """The status of a call with one message; OK as soon as it has an answer."""
         with grpc.insecure_channel(self.ports()[port]) as channel:
-            begin = channel.stream_stream(method)
+            begin: Any = channel.stream_stream(method)
             data = message if isinstance(message, bytes) else message.SerializeToString()
             call = begin(iter([data]), timeout=CALL_S, metadata=self.metadata(kind))
             try:

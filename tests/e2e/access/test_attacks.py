@@ -12,7 +12,10 @@ import pytest
 
 from libs.common.block_hash import chain_hashes
 from slipstream.block_hashes import pack_hashes
+from slipstream.errors import Unauthenticated
+from slipstream.operator_access import operator_dial
 from slipstream.rpc.caller_class import CallerClass
+from slipstream.rpc.dial import dial as plain_dial
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
@@ -23,8 +26,9 @@ from slipstream.v1 import (
     prefill_pb2_grpc,
     worker_pb2,
 )
+from supervisor.commands.drain import drain_process, undrain_process
 from tests.e2e.access.keyed_cluster import CALL_S, KeyedCluster, keyed_cluster
-from tests.support.clusters.local_cluster import until
+from tests.support.clusters.local_cluster import PATIENCE_S, until
 from tests.support.fixture_dirs import lasting_dir
 from tests.worker.nodes import attempt, greedy, packed, prompt_tokens
 
@@ -38,7 +42,8 @@ class Stranger:
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.port: int = self._socket.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self.port}"
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -65,7 +70,7 @@ def keyed(request: pytest.FixtureRequest) -> Iterator[KeyedCluster]:
 @pytest.fixture
 def stranger() -> Iterator[Stranger]:
     listener = Stranger()
-    with socket.create_connection(tuple(listener.endpoint.split(":"))):  # it does listen
+    with socket.create_connection(("127.0.0.1", listener.port)):  # it does listen
         until(lambda: listener.connections == 1, what="the listener accepts")
     listener.connections = 0
     yield listener
@@ -186,6 +191,22 @@ def test_a_commit_makes_no_kvstore_dial_a_stranger(keyed: KeyedCluster, stranger
         cancel = kvstore_pb2.CancelReservationRequest(reservation_id=reserved.reservation_id)
         stub.CancelReservation(cancel, timeout=CALL_S, metadata=token)
     assert stranger.connections == 0
+
+
+def test_the_command_undoes_a_drain_of_either_kind(keyed: KeyedCluster) -> None:
+    run_dir, name = keyed.cluster.run_dir, "decode-0"
+    dial = operator_dial(run_dir)
+    status = keyed.call(name, "/slipstream.v1.WorkerService/Drain", kind=CallerClass.OPERATOR)
+    assert status is grpc.StatusCode.OK
+    undrain_process(run_dir, name, timeout_s=CALL_S, dial=dial)
+    assert not keyed.cluster.status(name).draining
+    drain_process(run_dir, name, timeout_s=PATIENCE_S)
+    assert keyed.cluster.state(name) == "drained"
+    undrain_process(run_dir, name, timeout_s=PATIENCE_S, dial=dial)
+    assert not keyed.cluster.status(name).draining
+    with pytest.raises(Unauthenticated):
+        undrain_process(run_dir, name, timeout_s=CALL_S, dial=plain_dial)
+    answers(keyed)
 
 
 def test_a_drain_is_undone(keyed: KeyedCluster) -> None:

@@ -36,7 +36,7 @@ def services_of(keyed: KeyedCluster, port: str) -> set[str]:
         return set(ProtoReflectionDescriptorDatabase(with_token).get_services())
 
 
-class _Adding(grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
+class _Adding(grpc.StreamStreamClientInterceptor):
     """Adds metadata to the reflection client's calls."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:

@@ -1,11 +1,33 @@
-"""The table of classes names every route of both HTTP ports."""
+"""The table of classes names every route of both HTTP ports, and the ports keep to it."""
 
 from __future__ import annotations
 
+import aiohttp
+import pytest
 from aiohttp import web
 
+from libs.common.rpc.access import AccessControl
 from libs.common.rpc.access_table import HTTP_ADMIN_CLASSES, HTTP_CLASSES
+from services.router.api.admin_server import AdminServer
+from services.router.api.api_keys import ApiKeys
+from services.router.api.metrics import Metrics
+from services.router.ports import endpoint_of, listen_tcp
+from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
+from slipstream.rpc.caller_class import CallerClass
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.peer_token import TokenMinter
+from tests.router.conftest import open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+SECRET = ClusterSecret(b"the secret of this cluster")
+KEYS = ApiKeys({"key-a": "anna"})
+HEADERS = {
+    CallerClass.PUBLIC: {},
+    CallerClass.TENANT: {"Authorization": "Bearer key-a"},
+    CallerClass.PEER: dict(TokenMinter(SECRET, "decode-0").metadata()),
+    CallerClass.OPERATOR: dict(TokenMinter(SECRET, "root", CallerClass.OPERATOR).metadata()),
+}
 
 
 def routes_of(runner: web.AppRunner) -> set[str]:
@@ -20,3 +42,38 @@ def routes_of(runner: web.AppRunner) -> set[str]:
 async def test_every_route_has_a_class(router: RouterServer) -> None:
     assert routes_of(router._http_runner) == set(HTTP_CLASSES)
     assert routes_of(router._admin_runner) == set(HTTP_ADMIN_CLASSES)
+
+
+async def test_the_public_port_asks_tenants_for_a_key(cluster: FakeCluster, card: ModelCard) -> None:
+    async with (
+        open_router(cluster, card, tenants=KEYS) as router,
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+    ):
+        for route, needed in HTTP_CLASSES.items():
+            method, path = route.split(" ")
+            for kind in (CallerClass.PUBLIC, CallerClass.TENANT):
+                async with http.request(method, path, headers=HEADERS[kind]) as answer:
+                    assert (answer.status == 401) is (kind is not needed is CallerClass.TENANT), route
+
+
+@pytest.mark.parametrize("kind", CallerClass)
+async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
+    router: RouterServer, kind: CallerClass
+) -> None:
+    metrics = Metrics(router.counters, router.fleet, instance="router-0", clock=lambda: 0.0)
+    access = AccessControl(secret=SECRET, keys=KEYS)
+    runner = AdminServer(fleet=router.fleet, metrics=metrics, access=access).runner()
+    listening = listen_tcp("127.0.0.1:0")
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    refused = 401 if kind is CallerClass.PUBLIC else 403
+    try:
+        async with aiohttp.ClientSession(f"http://{endpoint_of(listening)}") as http:
+            for route, needed in HTTP_ADMIN_CLASSES.items():
+                path = route.removeprefix("GET ")
+                async with http.get(path, headers=HEADERS[kind]) as answer:
+                    assert answer.status == (200 if needed.admits(kind) else refused), route
+            async with http.get("/nothing", headers=HEADERS[kind]) as answer:
+                assert answer.status == 404
+    finally:
+        await runner.cleanup()
