@@ -113,13 +113,13 @@ class AnnouncedAddresses:
 
 
 async def open_address_book(discovery: Discovery, stack: contextlib.AsyncExitStack) -> AddressBook:
-    """The addresses of this discovery, once it names a fleet or stays silent. The stack closes the book."""
+    """The addresses of this discovery, once it answered or stays silent. The stack closes the book."""
     if isinstance(discovery, InMemoryDiscovery):
         return LoopbackAddresses()
     fleet = await stack.enter_async_context(Fleet(discovery))
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_SNAPSHOT_S):
-            await fleet.wait_changed(FleetSnapshot())
+            await fleet.wait_snapshot()
     return AnnouncedAddresses(fleet)
 
 

@@ -212,6 +212,7 @@ class Fleet:
         self.current = FleetSnapshot()
         self._discovery = discovery
         self._changed = asyncio.Event()
+        self._has_snapshot = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Fleet:
@@ -224,6 +225,11 @@ class Fleet:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait_snapshot(self) -> FleetSnapshot:
+        """Return the newest snapshot once there is one. It may be empty."""
+        await self._has_snapshot.wait()
+        return self.current
 
     async def wait_changed(self, seen: FleetSnapshot) -> FleetSnapshot:
         """Return the newest snapshot once it differs from `seen`."""
@@ -247,6 +253,7 @@ class Fleet:
         async with aclosing(self._discovery.watch()) as snapshots:
             async for snapshot in snapshots:
                 self.current = snapshot
+                self._has_snapshot.set()
                 self._changed.set()
                 self._changed = asyncio.Event()
 

@@ -63,3 +63,8 @@ async def test_without_discovery_only_loopback_addresses_are_dialled() -> None:
         for endpoint in ("10.0.0.1:9000", "169.254.169.254:80", "metadata:80", ""):
             with pytest.raises(UnknownAddress):
                 await book.check_endpoint(endpoint)
+
+
+async def test_an_empty_fleet_delays_no_start() -> None:
+    async with Fleet(InMemoryDiscovery()) as fleet, asyncio.timeout(60):
+        assert not (await fleet.wait_snapshot()).workers

@@ -12,8 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from libs.common.cluster.worker_record import WORKERS_PREFIX
-from libs.common.cluster.worker_service import held
+from libs.common.cluster.address_book import session_digest
+from libs.common.cluster.discovery import EtcdDiscovery
+from libs.common.cluster.worker_record import WORKERS_PREFIX, Role, Worker
+from libs.common.cluster.worker_service import held, new_incarnation
 from libs.common.etcd.client import EtcdClient
 from libs.common.transport.base import KvTransport
 from libs.common.transport.registered_memory import PageAlignedMemory
@@ -50,6 +52,12 @@ class Pair:
                 await asyncio.sleep(0.05)
 
 
+def worker_of(transport: KvTransport) -> Worker:
+    """The record of the worker: nodes pull blocks from announced sessions only."""
+    digest = session_digest(transport.session_id)
+    return Worker(Role.DECODE, "w", "127.0.0.1:1", new_incarnation(), session_digest=digest)
+
+
 @pytest.fixture
 async def pair(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Pair]:
     with EtcdProcess(tmp_path / "etcd") as etcd:
@@ -65,11 +73,15 @@ async def pair(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Pair]:
             nodes.append(node)
             clients.append(Client(node.endpoint, transport, memory))
         client = EtcdClient([etcd.endpoint], timeout_s=60)
+        discovery = EtcdDiscovery(client)
+        discovery.announce(worker_of(transport))
         try:
+            await discovery.wait_announced(timeout_s=60)
             yield Pair(nodes, clients, client)
         finally:
             for each in clients:
                 await each.close()
+            await discovery.close()
             await client.close()
             for node in nodes:
                 if node.process.poll() is None:
