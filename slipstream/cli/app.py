@@ -42,7 +42,9 @@ def run() -> None:
 
 
 def status(
-    endpoint: Annotated[list[str], typer.Option(help="host:port of a process; repeatable.")],
+    endpoint: Annotated[
+        list[str], typer.Option(help="host:port of a process (a router's admin port); repeatable.")
+    ],
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_certificate: TlsCertificate = None,

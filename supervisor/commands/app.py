@@ -127,7 +127,9 @@ def status(
     run_dir: RunDir = Path(".run"),
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(help="host:port of any process, instead of the local cluster; repeatable."),
+        typer.Option(
+            help="host:port of any process (a router's admin port), instead of the local cluster; repeatable."
+        ),
     ] = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,

@@ -46,8 +46,8 @@ def changes() -> dict[str, dict[str, list[str]]]:
 class Site:
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
-        self.here = cluster.workers["router-0"]
-        self.there = cluster.workers["router-1"]
+        self.here = cluster.routers[0]
+        self.there = cluster.routers[1]
 
     def chat(self, router: str, text: str, session: str, *, tokens: int = 4) -> tuple[RequestStats, int]:
         """The region of a session's request, and its cached prompt tokens."""
