@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,24 @@ from tests.support.stubs.partial_servicer import partial_servicer
 
 PEMS = ROOT / "tests" / "support" / "tls"
 FILES = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
-FLAGS = ("--tls-ca", str(FILES.ca), "--tls-certificate", str(FILES.certificate), "--tls-key", str(FILES.key))
+# An operator's certificate, of the CA that the node trusts.
+OPERATOR = TlsFiles(PEMS / "ca.pem", PEMS / "client.pem", PEMS / "client.key")
+
+
+def flags(files: TlsFiles) -> tuple[str, ...]:
+    """The files as flags."""
+    return (
+        *("--tls-ca", str(files.ca)),
+        *("--tls-certificate", str(files.certificate), "--tls-key", str(files.key)),
+    )
+
+
+FLAGS = flags(OPERATOR)
+SERVER = replace(FILES, ca=PEMS / "client-ca.pem")  # trusts the operator's certificate
 ENVIRONMENT = {
-    "SLIPSTREAM_TLS_CA": str(FILES.ca),
-    "SLIPSTREAM_TLS_CERTIFICATE": str(FILES.certificate),
-    "SLIPSTREAM_TLS_KEY": str(FILES.key),
+    "SLIPSTREAM_TLS_CA": str(OPERATOR.ca),
+    "SLIPSTREAM_TLS_CERTIFICATE": str(OPERATOR.certificate),
+    "SLIPSTREAM_TLS_KEY": str(OPERATOR.key),
 }
 
 
@@ -64,12 +78,12 @@ async def kv(node: KvstoreProcess, verb: str, *arguments: str, tries: int = 5, *
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[KvstoreProcess]:
     """A node with three blocks."""
-    process = KvstoreProcess(tmp_path, "socket", disk_bytes=0, arguments=FLAGS)
+    process = KvstoreProcess(tmp_path, "socket", disk_bytes=0, arguments=flags(SERVER))
     process.start()
     memory = PageAlignedMemory(8 * BLOCK_BYTES)
     transport = SocketTransport()
     transport.register(memory.buffer)
-    client = Client(process.endpoint, transport, memory, tls=FILES)
+    client = Client(process.endpoint, transport, memory, tls=OPERATOR)
     assert await client.put([1, 2, 3]) == 3
     await client.close()
     yield process
@@ -120,10 +134,10 @@ async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["flags", "environment"])
 async def test_chat_over_mtls(by: str) -> None:
-    flags = FLAGS if by == "flags" else ()
-    with serving(partial_servicer(Router), FILES.server_credentials()) as endpoint:
+    given = FLAGS if by == "flags" else ()
+    with serving(partial_servicer(Router), SERVER.server_credentials()) as endpoint:
         shown, errors = await slipstream(
-            *("chat", "--endpoint", endpoint, *flags),
+            *("chat", "--endpoint", endpoint, *given),
             environment=ENVIRONMENT if by == "environment" else None,
             typed="hello\n",
         )

@@ -87,7 +87,7 @@ class Site:
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     with lasting_dir(request, "clocks") as run_dir, lasting_dir(request, "shim") as shim:
         config = fake_engine_config(run_dir, pace_s=0.001)
-        with WallClock(shim) as clock, LocalCluster(config) as cluster:
+        with WallClock(shim) as clock, LocalCluster(config, wall_s=clock.now_s) as cluster:
             yield Site(cluster, clock, undisturbed(cluster, LOAD))
             cluster.assert_idle()
 

@@ -22,7 +22,7 @@ from slipstream.client import Client
 from slipstream.cluster_record import secret_file
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
-from slipstream.rpc.peer_token import TokenMinter
+from slipstream.rpc.peer_token import TokenMinter, TwoClocks
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
@@ -34,10 +34,10 @@ PATIENCE_S = 180.0
 REQUEST_S = 300.0
 
 
-def operator_tokens(run_dir: Path) -> TokenMinter:
+def operator_tokens(run_dir: Path, wall_s: Callable[[], float]) -> TokenMinter:
     """The tokens of an operator of the cluster in the directory."""
     secret = ClusterSecret.from_file(secret_file(run_dir))
-    return TokenMinter(secret, "tests", CallerClass.OPERATOR)
+    return TokenMinter(secret, "tests", CallerClass.OPERATOR, clocks=TwoClocks(wall_s))
 
 
 def until(
@@ -60,7 +60,9 @@ def _patient_restores(config: ClusterConfig) -> dict[Role, list[str]]:
 class LocalCluster:
     """`with LocalCluster(config) as cluster`: all processes are ready inside, and have ended after it."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, *, wall_s: Callable[[], float] = time.time) -> None:
+        """`wall_s`: the wall clock of the processes, by which they accept tokens."""
+        self._wall_s = wall_s
         self.said: list[str] = []
         patient = replace(
             config,
@@ -80,7 +82,7 @@ class LocalCluster:
         self.grpc, self.http = record.router_grpc, record.router_http
         self.workers = record.service_endpoints()
         self.admin_http = record.find("router-0").admin_http
-        self._tokens = operator_tokens(self.run_dir)
+        self._tokens = operator_tokens(self.run_dir, self._wall_s)
         self.routers = [p.endpoint for p in record.processes if p.role == "router"]
         self.router_names = [p.instance for p in record.processes if p.role == "router"]
         self.client = Client(self.grpc, timeout_s=REQUEST_S)

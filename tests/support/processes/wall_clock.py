@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -32,6 +33,11 @@ class WallClock:
     ) -> None:
         for name, value in self._before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def now_s(self) -> float:
+        """The time of this clock, in seconds since 1970."""
+        offset_ns: int = struct.unpack("<q", self._file.read_bytes())[0]
+        return time.time() + offset_ns / 1e9
 
     def set(self, *, hours: float) -> None:
         """Move the clock of all processes to `hours` ahead of the machine's clock, or behind it."""
