@@ -107,7 +107,9 @@ class StartSequence(_message.Message):
     deadline_ms: _builtins.int
     """time left when the message was sent; 0 = no deadline"""
     kvstore_endpoint: _builtins.str
-    """receives full blocks; supplies cached ones without a ticket; empty = none"""
+    """Receives full blocks; supplies cached ones without a ticket; empty = none. An endpoint that discovery
+    does not announce counts as none.
+    """
     store_generated: _builtins.bool
     """false: the next turn's prompt omits the generated text, so it is not stored"""
     salt: _builtins.bytes

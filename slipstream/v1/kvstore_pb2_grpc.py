@@ -124,7 +124,8 @@ class KvstoreServiceServicer(object):
         this returns. A block is readable exactly when it is reported as committed. A block that is reported as
         durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
         for that, at most until shortly before the caller's deadline.
-        Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
+        Idempotent for committed blocks. NOT_FOUND: the reservation has expired. FAILED_PRECONDITION: discovery
+        announces no such transport session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

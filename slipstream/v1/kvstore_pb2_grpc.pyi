@@ -67,7 +67,8 @@ class KvstoreServiceStub:
     this returns. A block is readable exactly when it is reported as committed. A block that is reported as
     durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
     for that, at most until shortly before the caller's deadline.
-    Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
+    Idempotent for committed blocks. NOT_FOUND: the reservation has expired. FAILED_PRECONDITION: discovery
+    announces no such transport session.
     """
     CancelReservation: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CancelReservationRequest, _kvstore_pb2.CancelReservationResponse]
     """CancelReservation ends a reservation; blocks that are committed remain. Idempotent."""
@@ -119,7 +120,8 @@ class KvstoreServiceAsyncStub(KvstoreServiceStub):
     this returns. A block is readable exactly when it is reported as committed. A block that is reported as
     durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
     for that, at most until shortly before the caller's deadline.
-    Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
+    Idempotent for committed blocks. NOT_FOUND: the reservation has expired. FAILED_PRECONDITION: discovery
+    announces no such transport session.
     """
     CancelReservation: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CancelReservationRequest, _kvstore_pb2.CancelReservationResponse]  # type: ignore[assignment]
     """CancelReservation ends a reservation; blocks that are committed remain. Idempotent."""
@@ -192,7 +194,8 @@ class KvstoreServiceServicer(metaclass=_abc_1.ABCMeta):
         this returns. A block is readable exactly when it is reported as committed. A block that is reported as
         durable is synced to disk and survives a crash or a power loss; with `wait_durable` the response waits
         for that, at most until shortly before the caller's deadline.
-        Idempotent for committed blocks. NOT_FOUND: the reservation has expired.
+        Idempotent for committed blocks. NOT_FOUND: the reservation has expired. FAILED_PRECONDITION: discovery
+        announces no such transport session.
         """
 
     @_abc_1.abstractmethod

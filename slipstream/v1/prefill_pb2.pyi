@@ -94,7 +94,9 @@ class StartPrefill(_message.Message):
     deadline_ms: _builtins.int
     """time left when the message was sent; 0 = no deadline"""
     kvstore_endpoint: _builtins.str
-    """kvstore node that may store the prefix; empty = none"""
+    """Endpoints that discovery does not announce count as none.
+    kvstore node that may store the prefix; empty = none
+    """
     peer_endpoint: _builtins.str
     """prefill worker that may cache more of the prefix, read first; empty = none"""
     salt: _builtins.bytes
@@ -308,7 +310,7 @@ class HandoffTicket(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     control_endpoint: _builtins.str
-    """PrefillService of the exporting worker"""
+    """PrefillService of the exporting worker, as discovery announces it"""
     transport: _common_pb2.Transport.ValueType
     transport_session: _builtins.str
     """KvTransport session id; new for each start of the exporting worker"""

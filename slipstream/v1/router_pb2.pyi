@@ -980,6 +980,7 @@ class WorkerView(_message.Message):
     instance: _builtins.str
     incarnation: _builtins.str
     endpoint: _builtins.str
+    """empty unless the caller is an operator"""
     ready: _builtins.bool
     report_age_ms: _builtins.int
     """time since the last load report"""

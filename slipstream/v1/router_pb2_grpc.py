@@ -107,16 +107,16 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
-        effect. Idempotent.
+        """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
+        tenants, in no particular order. It has no effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
-        particular order. It has no effect. Idempotent.
+        """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
+        Operators see endpoints. It has no effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,12 +57,12 @@ class RouterServiceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]
     """ListModels returns the served models in no particular order. It has no effect. Idempotent."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]
-    """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
-    effect. Idempotent.
+    """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
+    tenants, in no particular order. It has no effect. Idempotent.
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
-    """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
-    particular order. It has no effect. Idempotent.
+    """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
+    Operators see endpoints. It has no effect. Idempotent.
     """
 
 @_typing.type_check_only
@@ -94,12 +94,12 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels returns the served models in no particular order. It has no effect. Idempotent."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
-    effect. Idempotent.
+    """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
+    tenants, in no particular order. It has no effect. Idempotent.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
-    particular order. It has no effect. Idempotent.
+    """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
+    Operators see endpoints. It has no effect. Idempotent.
     """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -152,8 +152,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListSessionsResponse, _abc.Awaitable[_router_pb2.ListSessionsResponse]]:
-        """ListSessions, for operators, returns where the KV of each session is, in no particular order. It has no
-        effect. Idempotent.
+        """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
+        tenants, in no particular order. It has no effect. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -162,8 +162,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListWorkersResponse, _abc.Awaitable[_router_pb2.ListWorkersResponse]]:
-        """ListWorkers, for operators, returns the workers that this router is connected to and their load, in no
-        particular order. It has no effect. Idempotent.
+        """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
+        Operators see endpoints. It has no effect. Idempotent.
         """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
