@@ -50,7 +50,7 @@ class Site:
         """Return when the router places requests on both prefill workers, which a pinned request needs."""
 
         def in_use() -> bool:
-            with urllib.request.urlopen(f"http://{self.cluster.http}/healthz/ready", timeout=60) as response:
+            with urllib.request.urlopen(f"http://{self.cluster.admin_http}/healthz", timeout=60) as response:
                 workers = json.load(response)["workers"]
             return all(workers.get(f"prefill/prefill-{number}") for number in (0, 1))
 
