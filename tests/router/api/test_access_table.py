@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from libs.common.rpc.access import AccessControl
 from libs.common.rpc.access_table import HTTP_ADMIN_CLASSES, HTTP_CLASSES
 from services.router.api.admin_server import AdminServer
 from services.router.api.api_keys import ApiKeys
+from services.router.api.http.connection import HttpListener
+from services.router.api.http.guard import HttpGuard
 from services.router.api.metrics import Metrics
 from services.router.ports import endpoint_of, listen_tcp
 from services.router.request.model_card import ModelCard
@@ -30,18 +31,18 @@ HEADERS = {
 }
 
 
-def routes_of(runner: web.AppRunner) -> set[str]:
+def routes_of(listener: HttpListener) -> set[str]:
     """Method and path of each route; HEAD belongs to GET."""
     return {
         f"{route.method} {route.resource.canonical}"
-        for route in runner.app.router.routes()
+        for route in listener._runner.app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
 
 
 async def test_every_route_has_a_class(router: RouterServer) -> None:
-    assert routes_of(router._http_runner) == set(HTTP_CLASSES)
-    assert routes_of(router._admin_runner) == set(HTTP_ADMIN_CLASSES)
+    assert routes_of(router._http_listener) == set(HTTP_CLASSES)
+    assert routes_of(router._admin_listener) == set(HTTP_ADMIN_CLASSES)
 
 
 async def test_the_public_port_asks_tenants_for_a_key(cluster: FakeCluster, card: ModelCard) -> None:
@@ -62,10 +63,11 @@ async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
 ) -> None:
     metrics = Metrics(router.counters, router.fleet, instance="router-0", clock=lambda: 0.0)
     access = AccessControl(secret=SECRET, keys=KEYS)
-    runner = AdminServer(fleet=router.fleet, metrics=metrics, access=access).runner()
     listening = listen_tcp("127.0.0.1:0")
-    await runner.setup()
-    await web.SockSite(runner, listening).start()
+    guard = HttpGuard.of("127.0.0.1:0", allowed_hosts=(), cors_origins=())
+    server = AdminServer(router.runs, fleet=router.fleet, metrics=metrics, access=access, guard=guard)
+    listener = server.listener(listening)
+    await listener.start()
     refused = 401 if kind is CallerClass.PUBLIC else 403
     try:
         async with aiohttp.ClientSession(f"http://{endpoint_of(listening)}") as http:
@@ -73,7 +75,9 @@ async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
                 path = route.removeprefix("GET ")
                 async with http.get(path, headers=HEADERS[kind]) as answer:
                     assert answer.status == (200 if needed.admits(kind) else refused), route
+            async with http.get("/metrics", headers={**HEADERS[kind], "Host": "evil.example"}) as answer:
+                assert answer.status == 403  # a page that rebinds its name
             async with http.get("/nothing", headers=HEADERS[kind]) as answer:
                 assert answer.status == 404
     finally:
-        await runner.cleanup()
+        await listener.stop()
