@@ -8,6 +8,7 @@ from itertools import repeat
 
 import pytest
 
+from libs.common.transport import incarnation_probe as probe
 from libs.common.transport.base import (
     KvTransport,
     PeerGone,
@@ -31,11 +32,13 @@ from tests.common.transport.peers import (
     stop,
     stop_slowly,
 )
+from tests.support.defaults import set_default
 from tests.support.processes.process_checks import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # How much longer than its time-out `read` may take: until its transfer ended, and slack for a busy machine.
 STOP_TIMEOUT_S, SLACK_S = WAIT_S, WAIT_S
+FIRST_GREETING_S = 4.0
 
 
 async def test_reads_from_a_killed_peer_raise_peer_gone_every_time(
@@ -89,8 +92,10 @@ async def test_a_read_from_a_stopped_peer_fails_in_bounded_time_without_late_byt
 
 
 async def test_the_first_connection_to_a_stopped_peer_is_bounded_and_delays_no_other_read(
-    transport: KvTransport, spawn_peer: SpawnPeer
+    transport: KvTransport, spawn_peer: SpawnPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Nothing greets for the stopped peer; reads from the other one are tried again.
+    set_default(monkeypatch, probe.greet, "timeout_s", FIRST_GREETING_S)
     stopped, alive = spawn_peer(), spawn_peer(seed=2)
     stop(stopped)
     memory = registered(transport, 2 * MIB)
