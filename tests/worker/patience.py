@@ -15,7 +15,6 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         "libs.worker.offload.block_writer._RESERVE_TIMEOUT_S",
         "libs.worker.offload.block_writer._COMMIT_TIMEOUT_S",
         "libs.worker.restore.block_fetcher.READ_TIMEOUT_S",
-        "libs.common.transport.socket.PROGRESS_TIMEOUT_S",
         "services.decode.handoff._RPC_TIMEOUT_S",
     ):
         monkeypatch.setattr(name, WAIT_S)

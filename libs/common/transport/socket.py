@@ -18,16 +18,20 @@ from libs.common.transport.socket_read import PROGRESS_TIMEOUT_S, SocketPeer, So
 from libs.common.transport.socket_server import RegionServer
 from libs.common.transport.tensor_memory import HOST
 
-STOP_TIMEOUT_S = PROGRESS_TIMEOUT_S + 1.0
+_STOP_SLACK_S = 1.0
 
 
 class SocketTransport(PeerTransport[SocketPeer]):
-    """Implements KvTransport. The session id is `host:port/token`."""
+    """Implements KvTransport. The session id is `host:port/token`.
+
+    `progress_timeout_s`: a peer that sends nothing for so long fails its reads.
+    """
 
     kind = "socket"
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        super().__init__(stop_timeout_s=STOP_TIMEOUT_S)
+    def __init__(self, host: str = "127.0.0.1", *, progress_timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+        super().__init__(stop_timeout_s=progress_timeout_s + _STOP_SLACK_S)
+        self._progress_timeout_s = progress_timeout_s
         self._server = RegionServer(host, self._regions)
         self.session_id = f"{host}:{self._server.port}/{self._server.token.hex()}"
         self._readers = ThreadPoolExecutor(32, thread_name_prefix="kv-read")
@@ -43,7 +47,7 @@ class SocketTransport(PeerTransport[SocketPeer]):
         self._register(region)
 
     def _make_peer(self, session_id: str) -> SocketPeer:
-        return SocketPeer(session_id)
+        return SocketPeer(session_id, progress_timeout_s=self._progress_timeout_s)
 
     def _discard(self, peer: SocketPeer) -> None:
         peer.close()

@@ -33,7 +33,7 @@ REQUESTS_AHEAD = 32
 class SocketPeer:
     """One incarnation of a peer, with its idle connections. Used from reader threads and the loop."""
 
-    def __init__(self, session_id: str) -> None:
+    def __init__(self, session_id: str, *, progress_timeout_s: float) -> None:
         try:
             address, token = session_id.split("/")
             host, port = address.rsplit(":", 1)
@@ -44,6 +44,7 @@ class SocketPeer:
             valid = False
         if not valid:
             raise TransferRefused("not a session id of the socket transport")
+        self._progress_timeout_s = progress_timeout_s
         self.slots = asyncio.Semaphore(READS_PER_PEER)
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
@@ -65,7 +66,7 @@ class SocketPeer:
         host, port = self.address
         connection: socket.socket | None = None
         try:
-            async with asyncio.timeout(PROGRESS_TIMEOUT_S):
+            async with asyncio.timeout(self._progress_timeout_s):
                 family, kind, protocol, _, address = (
                     await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 )[0]
@@ -77,7 +78,7 @@ class SocketPeer:
                 welcome = await loop.sock_recv(connection, len(WELCOME))
             if welcome != WELCOME:
                 raise PeerGone(f"another incarnation answers at {host}:{port}")
-            block_at_most(connection, PROGRESS_TIMEOUT_S)
+            block_at_most(connection, self._progress_timeout_s)
         except BaseException as error:
             if connection is not None:
                 connection.close()
