@@ -69,6 +69,8 @@ def test_a_single_batch_can_be_memorised(settings: TrainingSettings, tokenizer: 
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(1.0)
         balance_experts(network, 0.01)
+        if loss.item() < 0.35 * first:
+            break
     assert loss.item() < 0.35 * first
 
 
