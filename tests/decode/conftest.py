@@ -1,4 +1,4 @@
-"""Patience with a slow machine."""
+"""Longer time-outs for slow machines."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ async def test_tickets_that_do_not_fit_are_refused(damage: str, reason: str) -> 
 
 
 @pytest.mark.parametrize("whose", ["the same attempt", "another request"])
-async def test_a_ticket_that_was_used_or_is_anothers_is_refused(whose: str) -> None:
+async def test_a_ticket_that_was_used_or_belongs_to_another_sequence_is_refused(whose: str) -> None:
     tokens = prompt_tokens(60)
     async with running_nodes() as nodes:
         prefill, one, two = await nodes.prefill(), await nodes.decode("one"), await nodes.decode("two")

@@ -106,7 +106,7 @@ async def test_logprobs_stop_tokens_and_cached_prefix() -> None:
         await stream.close()
 
 
-async def test_prompts_computed_here_share_what_they_have_in_common() -> None:
+async def test_prompts_computed_on_the_decode_worker_share_their_prefix() -> None:
     common = prompt_tokens(240)
     prompts = {f"r{n}": common + prompt_tokens(6, seed=n + 1) for n in range(4)}
     async with running_nodes() as nodes:
@@ -317,7 +317,7 @@ async def test_an_end_that_comes_with_a_failure_does_not_cut_the_release_short()
         await stream.close()
 
 
-async def test_a_start_that_breaks_spoils_only_its_own_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_raises_fails_its_own_sequence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_nodes() as nodes:
         node = await nodes.decode()
         stream = RouterStream(node)

@@ -79,7 +79,7 @@ async def test_a_pin_that_is_cancelled_ends_its_spans(rig: Rig, kept: KeptSpans)
     assert kept.one("pin").status.status_code is not StatusCode.ERROR
 
 
-async def test_what_comes_from_the_pool_says_so(kept: KeptSpans) -> None:
+async def test_spans_of_pool_reads_name_the_pool(kept: KeptSpans) -> None:
     class Arriving:
         loaded_blocks, loaded_bytes = 1, 100
         ended = False

@@ -101,7 +101,7 @@ def test_the_policies_are_those_of_the_papers(load: str, capacity: int) -> None:
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_hits_are_never_fewer_than_those_of_lru_but_for_what_comparing_costs(name: str) -> None:
+def test_hits_are_at_most_the_cost_of_sampling_below_lru(name: str) -> None:
     for capacity in (16, 128):
         chains = LOADS[name](random.Random(capacity), REQUESTS, capacity)
         ours, lru = hits_of(Production(capacity), chains), hits_of(Lru(capacity), chains)
@@ -119,9 +119,7 @@ def test_more_than_lru_where_there_is_something_to_learn(name: str, blocks: int)
 @given(
     seed=st.integers(0, 10_000), name=st.sampled_from(["agents", "shifting"]), capacity=st.integers(4, 200)
 )
-def test_what_is_held_is_usable_counted_and_the_same_in_every_run(
-    seed: int, name: str, capacity: int
-) -> None:
+def test_held_blocks_are_usable_counted_and_equal_in_every_run(seed: int, name: str, capacity: int) -> None:
     chains = LOADS[name](random.Random(seed), 250, capacity)
     tables = []
     for _ in range(2):
@@ -140,7 +138,7 @@ def test_what_is_held_is_usable_counted_and_the_same_in_every_run(
     simulated_blocks=st.sampled_from([16, 1000]),
     load=st.sampled_from(sorted(LOADS)),
 )
-def test_a_change_of_the_policy_keeps_what_the_tier_has(seed: int, simulated_blocks: int, load: str) -> None:
+def test_a_change_of_the_policy_keeps_the_tiers_blocks(seed: int, simulated_blocks: int, load: str) -> None:
     """The next policy holds all that is there, or names what it does not hold before all else."""
     policy, present = AdaptivePolicy(64, simulated_blocks=simulated_blocks), set[bytes]()
     rng = random.Random(seed)
@@ -215,7 +213,7 @@ def test_when_all_blocks_are_held_no_victim_is_named_for_ever() -> None:
     assert sum(slot is not None for slot in slots) == 4  # the other size's slab, cut again
 
 
-def test_what_is_forgotten_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_of_removed_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.kvstore.policy.history.MIN_GHOST_BLOCKS", 500)
     production = Production(50)
     hits_of(production, LOADS["scans"](random.Random(3), 4000, 50))
@@ -225,7 +223,7 @@ def test_what_is_forgotten_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     policy.check()
 
 
-def test_a_sample_sees_what_the_whole_would() -> None:
+def test_a_sampled_simulation_finds_the_better_policy() -> None:
     """A loop over more than there is room for: LRU has nothing, a quarter shows what to keep."""
     chains = LOADS["loop"](random.Random(2), 6000, 512)
     policy, present, hits = AdaptivePolicy(512, simulated_blocks=128), set[bytes](), 0
@@ -281,7 +279,7 @@ def test_a_pinned_policy_stays() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 400), (400, 40), (50, 400, 0, 400)])
-def test_another_capacity_has_its_own_sample_rate(sizes: Sequence[int]) -> None:
+def test_the_sample_rate_follows_the_capacity(sizes: Sequence[int]) -> None:
     policy = AdaptivePolicy(sizes[0], simulated_blocks=100)
     present: set[bytes] = set()
     for number, capacity in enumerate(sizes):

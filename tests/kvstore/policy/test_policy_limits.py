@@ -47,7 +47,7 @@ def test_without_a_budget_everything_is_written_and_a_forced_write_is_paid_for()
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1 << 20), share=st.floats(0.1, 0.9))
-def test_no_tenant_has_more_than_its_share_and_shared_blocks_count_for_nobody(
+def test_no_tenant_has_more_than_its_share_and_shared_blocks_count_for_no_tenant(
     seed: int, share: float
 ) -> None:
     rng = random.Random(seed)

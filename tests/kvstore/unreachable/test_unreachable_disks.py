@@ -42,15 +42,15 @@ def look(rig: Rig, *, now_s: float) -> int:
 
 
 def figures(rig: Rig) -> tuple[float, float]:
-    told = tier_metrics(rig.store)
-    assert METRIC_NAMES.issuperset(told)
+    metrics = tier_metrics(rig.store)
+    assert METRIC_NAMES.issuperset(metrics)
     return (
-        told["slipstream_kvstore_unreachable_blocks_nvme"],
-        told["slipstream_kvstore_unreachable_dropped_nvme_total"],
+        metrics["slipstream_kvstore_unreachable_blocks_nvme"],
+        metrics["slipstream_kvstore_unreachable_dropped_nvme_total"],
     )
 
 
-async def test_what_comes_after_a_block_that_was_dropped_goes_after_a_while(rig: Rig) -> None:
+async def test_successors_of_a_dropped_block_are_dropped_after_the_grace_time(rig: Rig) -> None:
     await put_chain(rig)
     look(rig, now_s=0)
     assert await rig.set.drop(CHAIN[2])
@@ -81,7 +81,7 @@ async def test_a_chain_that_is_whole_again_stays(rig: Rig) -> None:
     assert await rig.served(*range(8)) == list(range(8))
 
 
-async def test_while_the_start_is_in_memory_or_a_disk_is_away_nothing_is_an_orphan(rig: Rig) -> None:
+async def test_no_block_is_unreachable_while_its_start_is_in_memory_or_a_disk_is_away(rig: Rig) -> None:
     await put_chain(rig)
     look(rig, now_s=0)
     rig.publish(2)
@@ -96,15 +96,15 @@ async def test_while_the_start_is_in_memory_or_a_disk_is_away_nothing_is_an_orph
     assert figures(rig)[0] >= 1
     rig.tiers[0].health.mark_away(now_s=0)
     assert look(rig, now_s=1000 + GRACE_S) == 0
-    assert figures(rig) == (0, 0)  # who knows; patience begins anew
+    assert figures(rig) == (0, 0)  # the disk may hold it; the grace time begins again
     rig.tiers[0].health.record_probe(succeeded=True, hanging=False, now_s=0)
     look(rig, now_s=1002 + GRACE_S)
     assert look(rig, now_s=1003 + 2 * GRACE_S) == 1
     assert not rig.set.contains(CHAIN[3])
 
 
-async def test_a_segment_that_is_lost_leaves_its_chains_ends_and_those_go() -> None:
-    """Nobody has to want them for that."""
+async def test_ends_of_chains_are_dropped_after_their_segment_is_lost() -> None:
+    """No lookup is necessary."""
     async for rig in opened(1):
         table = rig.tiers[0].table
         slots = table.slab_bytes // (3 * 4096)
@@ -129,8 +129,8 @@ async def test_a_segment_that_is_lost_leaves_its_chains_ends_and_those_go() -> N
         assert figures(rig) == (0, len(ends))
 
 
-async def test_what_is_in_memory_too_stays(rig: Rig) -> None:
-    """What is in memory is memory's to look after."""
+async def test_a_block_that_memory_holds_too_stays_on_disk(rig: Rig) -> None:
+    """The memory tier drops its own unreachable blocks."""
     await put_chain(rig)
     look(rig, now_s=0)
     assert await rig.set.drop(CHAIN[0])
@@ -144,7 +144,7 @@ async def test_what_is_in_memory_too_stays(rig: Rig) -> None:
     assert not rig.set.contains(CHAIN[1])
 
 
-async def test_while_nobody_knows_what_the_pool_has_nothing_is_an_orphan(rig: Rig) -> None:
+async def test_no_block_is_unreachable_before_the_pool_was_listed(rig: Rig) -> None:
     """A chain's start may be there."""
     await put_chain(rig)
     options = PoolOptions("127.0.0.1:1", staging_bytes=1 << 20, admin=("127.0.0.1:2",))
@@ -170,7 +170,7 @@ async def test_while_nobody_knows_what_the_pool_has_nothing_is_an_orphan(rig: Ri
     assert not rig.set.contains(CHAIN[3])
 
 
-async def test_many_are_dropped_with_one_look_at_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_blocks_are_dropped_with_one_scan_of_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which goes through all rows of a disk: of one of millions that is milliseconds each time."""
     asked: list[int] = []
     after = ChainLinks.after

@@ -75,7 +75,7 @@ def cut_chain() -> tuple[Production, MemorySweep, list[bytes], list[bytes]]:
     return production, sweep, cut, kept
 
 
-def test_what_a_reader_holds_stays_and_is_counted() -> None:
+def test_a_pinned_block_stays_and_is_counted() -> None:
     production, sweep, cut, _ = cut_chain()
     table = production.table
     held = table.get(cut[3])
@@ -107,7 +107,7 @@ def test_a_block_whose_predecessor_is_in_another_tier_is_reachable() -> None:
     assert production.table.keys() == []
 
 
-def test_what_the_live_policy_holds_stays_though_its_chain_is_cut() -> None:
+def test_a_block_of_the_live_policy_stays_when_its_chain_is_cut() -> None:
     """The next turn puts the lost first block again, and has the whole chain."""
     production, sweep = rig(16)
     production.serve(range(100, 108))
@@ -120,7 +120,7 @@ def test_what_the_live_policy_holds_stays_though_its_chain_is_cut() -> None:
     assert len(table.keys()) == 7
 
 
-def test_a_look_is_bounded() -> None:
+def test_one_look_visits_a_bounded_number_of_blocks() -> None:
     production, sweep = rig(64)
     policy = production.table.policy(PAGE_BYTES)
     for number in range(2 * LOOK_BLOCKS):

@@ -72,7 +72,7 @@ async def test_a_worker_continues_from_blocks_of_a_peer() -> None:
         assert await prefill_once(one, tokens, "a") == {}
         longer = tokens + prompt_tokens(30, seed=1)
         assert await prefill_once(two, longer, "b", peer_endpoint=endpoint_of(one)) == {PEER: 100}
-        # 25 blocks of its own cache and the 8 new ones of the peer.
+        # 25 blocks of the local cache and the 8 new ones of the peer.
         assert await prefill_once(one, longer, "c", peer_endpoint=endpoint_of(two)) == {WORKER: 100, PEER: 28}
         assert await prefill_once(one, longer, "d", peer_endpoint=endpoint_of(two)) == {WORKER: 128}
         await one.wait_idle()

@@ -124,14 +124,14 @@ async def test_a_stream_that_breaks_fails_its_pins_at_once_and_the_next_one_open
 ) -> None:
     calls, lender = PinCalls(peers), partial_servicer(Lender)
     async with serving(lender) as endpoint:
-        await calls.pin(endpoint, named("told"))
+        await calls.pin(endpoint, named("held"))
         pinning = [asyncio.create_task(calls.pin(endpoint, named(f"w{n}", waits=True))) for n in range(3)]
         await eventually(lambda: len(lender.waiting) == 3)
     async with asyncio.timeout(WAIT_S):
         found = await asyncio.gather(*pinning, return_exceptions=True)
     assert [type(each) for each in found] == [errors.Unavailable] * 3
     await eventually(lambda: not lender.waiting)
-    assert lender.held == {"told"}
+    assert lender.held == {"held"}
     successor = partial_servicer(Lender)
     async with serving(successor, endpoint):
         async with asyncio.timeout(WAIT_S):

@@ -51,7 +51,7 @@ async def test_pins_ride_with_the_next_one_of_their_lender(answered: bool) -> No
 
 
 @pytest.mark.usefixtures("patient")
-async def test_one_pin_tells_of_a_bounded_number_and_a_cancelled_one_of_none() -> None:
+async def test_one_pin_carries_a_bounded_number_of_releases_and_a_cancelled_one_none() -> None:
     releases = PinReleases()
     names = [f"lease-{number}" for number in range(MAX_RELEASED + 1)]
     tasks = await waiting(releases, "a:1", *names)

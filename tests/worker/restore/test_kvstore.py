@@ -93,7 +93,7 @@ async def test_a_worker_continues_from_blocks_of_the_kvstore() -> None:
         longer = tokens + prompt_tokens(30, seed=1)
         assert by_tier((await prefill_once(two, kvstore, longer, "b")).cached) == {DRAM: 100}
         await two.wait_idle()
-        # 25 blocks of its own cache and the 8 that the other worker has stored.
+        # 25 blocks of the local cache and the 8 that the other worker has stored.
         assert by_tier((await prefill_once(one, kvstore, longer, "c")).cached) == {WORKER: 100, DRAM: 28}
         assert by_tier((await prefill_once(one, kvstore, longer, "d")).cached) == {WORKER: 128}
         await one.wait_idle()
