@@ -48,12 +48,12 @@ async def open_fleet(
     n_workers: int, *, clock: Callable[[], float] = lambda: NOW_S
 ) -> AsyncIterator[RouterFleet]:
     """n prefill workers, n decode workers and a kvstore, all ready."""
-    board = InMemoryDiscovery()
+    discovery = InMemoryDiscovery()
     roles = {Role.PREFILL: n_workers, Role.DECODE: n_workers, Role.KVSTORE: 1}
     for role, count in roles.items():
         for i in range(count):
-            board.announce(Worker(role, f"{role}-{i}", "127.0.0.1:1", "1", capacity=_CAPACITY))
-    async with Fleet(board) as members:
+            discovery.announce(Worker(role, f"{role}-{i}", "127.0.0.1:1", "1", capacity=_CAPACITY))
+    async with Fleet(discovery) as members:
         await members.wait_until(lambda fleet: len(fleet.workers) == 2 * n_workers + 1, timeout_s=30)
         fleet = _IdleFleet(members, clock=clock, fits=lambda fingerprint: True)
         await fleet.start()

@@ -177,7 +177,7 @@ class _Router:
         self._index = PrefixIndex()
         self._book = WorkerModels()
         self._faded_s = 0.0
-        self._spread = ColdRoundRobin()
+        self._cold_round_robin = ColdRoundRobin()
         self._mine: dict[int, tuple[Run, WorkerCandidate]] = {}  # prompts sent and not computed, by number
 
     def choose(self, run: Run, sim: Simulation, *, others: bool) -> tuple[int, int]:
@@ -211,7 +211,7 @@ class _Router:
 
     def _remember(self, run: Run, decision: PlacementDecision, now_s: float) -> None:
         if decision.cold:
-            self._spread.placed(decision.prefill)
+            self._cold_round_robin.placed(decision.prefill)
         wait_s = (decision.cost.queue_ms + decision.cost.prefill_ms + decision.cost.load_ms) / 1e3
         self._index.predict(
             decision.prefill,
@@ -292,6 +292,6 @@ class _Router:
             queued_tokens=tokens,
             queued_requests=requests,
             queue=tuple(queue),
-            cold_turn=self._spread.turn(f"p{i}"),
+            cold_turn=self._cold_round_robin.turn(f"p{i}"),
             model=self._book.prefill_model(f"p{i}"),
         )

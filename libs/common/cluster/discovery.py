@@ -154,10 +154,10 @@ class EtcdDiscovery:
 
 
 class InMemoryDiscovery:
-    """Discovery within one process, for services without etcd. Members with the same board share a fleet."""
+    """Discovery within one process, for services without etcd. Instances that share `fleet` see each other."""
 
-    def __init__(self, board: Board | None = None) -> None:
-        self.board = board or Board()
+    def __init__(self, fleet: InMemoryFleet | None = None) -> None:
+        self.fleet = fleet or InMemoryFleet()
         self._announced: set[str] = set()
 
     @property
@@ -166,16 +166,16 @@ class InMemoryDiscovery:
 
     def announce(self, worker: Worker) -> None:
         self._announced.add(worker.key)
-        self.board.workers[worker.key] = worker
-        self.board.notify()
+        self.fleet.workers[worker.key] = worker
+        self.fleet.notify()
 
     async def wait_announced(self, *, timeout_s: float) -> None:
         return
 
     async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         while True:
-            changed = self.board.changed
-            yield FleetSnapshot.of(self.board.workers.values())
+            changed = self.fleet.changed
+            yield FleetSnapshot.of(self.fleet.workers.values())
             await changed.wait()
 
     async def withdraw(self, worker: Worker) -> None:
@@ -188,11 +188,11 @@ class InMemoryDiscovery:
     def _remove(self, key: str) -> None:
         if key in self._announced:
             self._announced.discard(key)
-            self.board.workers.pop(key, None)
-            self.board.notify()
+            self.fleet.workers.pop(key, None)
+            self.fleet.notify()
 
 
-class Board:
+class InMemoryFleet:
     """The state that members of an in-memory discovery share."""
 
     def __init__(self) -> None:

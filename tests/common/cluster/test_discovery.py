@@ -112,7 +112,7 @@ async def etcd_member(endpoint: str, *, ttl_s: int = 1) -> AsyncIterator[EtcdDis
 async def three_members(kind: str, tmp_path: Path) -> AsyncIterator[list[Discovery]]:
     if kind == "memory":
         first = InMemoryDiscovery()
-        yield [first, InMemoryDiscovery(first.board), InMemoryDiscovery(first.board)]
+        yield [first, InMemoryDiscovery(first.fleet), InMemoryDiscovery(first.fleet)]
         return
     with EtcdProcess(tmp_path / "etcd") as etcd:
         async with (

@@ -142,7 +142,7 @@ async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(
             super().observe_pull(worker, n_bytes=n_bytes, transfer_ms=transfer_ms)
 
     monkeypatch.setattr("services.router.workers.fleet._RETIRE_POLL_S", 0.01)
-    book = router.fleet.worker_models = Speeds()
+    models = router.fleet.worker_models = Speeds()
     for decode in cluster.decodes:
         decode.gate.clear()
     running = asyncio.create_task(client.chat(HELLO, max_tokens=8))
@@ -154,4 +154,4 @@ async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(
     left.gate.set()
     assert (await running).finish_reason == "length"
     assert told == [key]  # as it ended, after its worker was gone
-    await eventually(lambda: key not in book.known())
+    await eventually(lambda: key not in models.known())

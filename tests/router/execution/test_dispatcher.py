@@ -34,7 +34,7 @@ def test_the_time_of_a_restore_is_learnt_for_its_source(
     models = WorkerModels()
     before = models.prefill_model("p0")
     links: Any = SimpleNamespace(prefill=SimpleNamespace(key="p0"), decode=SimpleNamespace(key="d0"))
-    fleet: Any = SimpleNamespace(book=models)
+    fleet: Any = SimpleNamespace(worker_models=models)
     decision = place(
         PlacementRequest(PROMPT_TOKENS), PlacementFleet((PrefillWorker("p0"),), (DecodeWorker("d0"),))
     )

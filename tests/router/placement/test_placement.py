@@ -354,13 +354,13 @@ def test_siblings_of_one_burst_meet_while_that_is_cheaper() -> None:
 
 
 def test_cold_requests_take_turns() -> None:
-    spread = ColdRoundRobin()
+    round_robin = ColdRoundRobin()
     chosen = []
     for seed in range(40):
-        prefill = tuple(PrefillWorker(f"p{i}", cold_turn=spread.turn(f"p{i}")) for i in range(4))
+        prefill = tuple(PrefillWorker(f"p{i}", cold_turn=round_robin.turn(f"p{i}")) for i in range(4))
         decision = place(PlacementRequest(500, seed), PlacementFleet(prefill, (DecodeWorker("d0"),)))
         assert decision.cold
-        spread.placed(decision.prefill)
+        round_robin.placed(decision.prefill)
         chosen.append(decision.prefill)
     assert Counter(chosen) == {f"p{i}": 10 for i in range(4)}
 

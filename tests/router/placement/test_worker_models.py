@@ -10,51 +10,51 @@ from services.router.placement.cost_model import RateFit
 from services.router.placement.worker_models import FADE_S, WorkerModels
 
 
-def _steps(book: WorkerModels, worker: str, step_ms: float, n: int) -> None:
+def _steps(models: WorkerModels, worker: str, step_ms: float, n: int) -> None:
     for _ in range(n):
-        book.observe_step(worker, sequences=4, context_tokens=1_000, step_ms=step_ms)
+        models.observe_step(worker, sequences=4, context_tokens=1_000, step_ms=step_ms)
 
 
-def _step_ms(book: WorkerModels, worker: str) -> float:
-    return book.decode_model(worker).step_ms(4, 1_000)
+def _step_ms(models: WorkerModels, worker: str) -> float:
+    return models.decode_model(worker).step_ms(4, 1_000)
 
 
-def _fade_s(book: WorkerModels, seconds: int, *, heard: str = "", step_ms: float = 0.0) -> None:
+def _fade_s(models: WorkerModels, seconds: int, *, heard: str = "", step_ms: float = 0.0) -> None:
     """Once a second, as the fleet does it; `heard` reports meanwhile."""
     for _ in range(seconds):
         if heard:
-            _steps(book, heard, step_ms, 2)
-        book.fade(1.0)
+            _steps(models, heard, step_ms, 2)
+        models.fade(1.0)
 
 
 def test_a_worker_that_was_slow_and_is_avoided_is_soon_taken_to_be_like_the_others() -> None:
-    book = WorkerModels()
-    _steps(book, "a", 10.0, 20)
-    _steps(book, "b", 40.0, 64)
-    assert _step_ms(book, "b") > 30.0
-    _fade_s(book, 1, heard="a", step_ms=10.0)
-    assert _step_ms(book, "b") > 30.0
-    _fade_s(book, int(6 * FADE_S), heard="a", step_ms=10.0)
-    assert _step_ms(book, "b") < 1.2 * _step_ms(book, "a")
-    assert _step_ms(book, "a") == pytest.approx(10.0, rel=0.1)
+    models = WorkerModels()
+    _steps(models, "a", 10.0, 20)
+    _steps(models, "b", 40.0, 64)
+    assert _step_ms(models, "b") > 30.0
+    _fade_s(models, 1, heard="a", step_ms=10.0)
+    assert _step_ms(models, "b") > 30.0
+    _fade_s(models, int(6 * FADE_S), heard="a", step_ms=10.0)
+    assert _step_ms(models, "b") < 1.2 * _step_ms(models, "a")
+    assert _step_ms(models, "a") == pytest.approx(10.0, rel=0.1)
 
 
 def test_a_slow_worker_that_is_heard_of_stays_known_to_be_slow() -> None:
-    book = WorkerModels()
+    models = WorkerModels()
     for _ in range(200):
-        _steps(book, "a", 10.0, 2)
-        _steps(book, "b", 40.0, 2)
-        book.fade(1.0)
-    assert _step_ms(book, "b") > 2 * _step_ms(book, "a")
+        _steps(models, "a", 10.0, 2)
+        _steps(models, "b", 40.0, 2)
+        models.fade(1.0)
+    assert _step_ms(models, "b") > 2 * _step_ms(models, "a")
 
 
 def test_prefill_workers_fade_as_well() -> None:
-    book = WorkerModels()
+    models = WorkerModels()
 
     def prompts(worker: str, token_ms: float, n: int) -> None:
         for i in range(n):
             tokens = 1_000 + 100 * (i % 7)
-            book.observe_prefill(
+            models.observe_prefill(
                 worker,
                 ahead_tokens=0,
                 ahead_requests=0,
@@ -67,13 +67,13 @@ def test_prefill_workers_fade_as_well() -> None:
 
     prompts("a", 0.1, 100)
     prompts("b", 0.3, 64)
-    slow_ms = book.prefill_model("b").compute_ms(1_000, 1_000)
+    slow_ms = models.prefill_model("b").compute_ms(1_000, 1_000)
     for _ in range(int(6 * FADE_S)):
         prompts("a", 0.1, 1)
-        book.fade(1.0)
-    quick_ms = book.prefill_model("a").compute_ms(1_000, 1_000)
+        models.fade(1.0)
+    quick_ms = models.prefill_model("a").compute_ms(1_000, 1_000)
     assert slow_ms > 2 * quick_ms
-    assert book.prefill_model("b").compute_ms(1_000, 1_000) < 1.2 * quick_ms
+    assert models.prefill_model("b").compute_ms(1_000, 1_000) < 1.2 * quick_ms
 
 
 @given(
