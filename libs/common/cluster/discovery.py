@@ -154,7 +154,8 @@ class EtcdDiscovery:
 
 
 class InMemoryDiscovery:
-    """Discovery within one process, for services without etcd. Instances that share `fleet` see each other."""
+    """Discovery within one process, for services without etcd. Instances that share `fleet` see each
+    other."""
 
     def __init__(self, fleet: InMemoryFleet | None = None) -> None:
         self.fleet = fleet or InMemoryFleet()
