@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,14 +27,22 @@ PEER, OPERATOR, TENANT = CallerClass.PEER, CallerClass.OPERATOR, CallerClass.TEN
 
 
 class Keys:
-    """One key of a tenant."""
+    """One key of a tenant, and one of an operator."""
 
     open = False
+    _callers: Mapping[str, CallerIdentity] = {
+        "Bearer good": CallerIdentity(TENANT, "anna"),
+        "Bearer root": CallerIdentity(OPERATOR, "ops"),
+    }
 
-    def caller_of(self, authorization: str | None) -> CallerIdentity:
-        if authorization != "Bearer good":
+    def has_key(self, headers: Mapping[str, str]) -> bool:
+        return "authorization" in headers
+
+    def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
+        caller = self._callers.get(headers.get("authorization", ""))
+        if caller is None:
             raise Unauthenticated("an API key is needed")
-        return CallerIdentity(TENANT, "anna")
+        return caller
 
 
 def token(kind: CallerClass = PEER, secret: ClusterSecret = SECRET) -> tuple[tuple[str, str], ...]:
@@ -60,6 +68,8 @@ def test_a_secret_asks_for_tokens() -> None:
     assert admitted(access, PEER) == admitted(access, TENANT) == "Unauthenticated"
     assert admitted(access, PEER, good) == "PermissionDenied"
     assert admitted(access, TENANT, good) == "tenant anna"
+    root = ("authorization", "Bearer root")
+    assert admitted(access, OPERATOR, root) == admitted(access, TENANT, root) == "operator ops"
     assert admitted(access, CallerClass.PUBLIC) == "public"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.worker_record import Role
+from slipstream.api_key_file import add_key
 from slipstream.client import Client
 from slipstream.cluster_record import secret_file
 from slipstream.rpc.caller_class import CallerClass
@@ -18,7 +19,6 @@ from slipstream.rpc.peer_token import TokenMinter
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster
 
-KEY = "key-of-anna"
 CALL_S = 60.0
 Metadata = tuple[tuple[str, str], ...]
 
@@ -26,8 +26,9 @@ Metadata = tuple[tuple[str, str], ...]
 class KeyedCluster:
     """The running cluster, and calls to its ports with a credential."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
+    def __init__(self, cluster: LocalCluster, key: str) -> None:
         self.cluster = cluster
+        self.key = key
         secret = ClusterSecret.from_file(secret_file(cluster.run_dir))
         self.peer = TokenMinter(secret, "prefill-9")
         self.operator = TokenMinter(secret, "tests", CallerClass.OPERATOR)
@@ -36,7 +37,7 @@ class KeyedCluster:
         """What authenticates a caller of the class."""
         return {
             CallerClass.PUBLIC: (),
-            CallerClass.TENANT: (("authorization", f"Bearer {KEY}"),),
+            CallerClass.TENANT: (("authorization", f"Bearer {self.key}"),),
             CallerClass.PEER: self.peer.metadata(),
             CallerClass.OPERATOR: self.operator.metadata(),
         }[kind]
@@ -64,16 +65,16 @@ class KeyedCluster:
 
     def client(self) -> Client:
         """A client of the tenant."""
-        return Client(self.cluster.grpc, api_key=KEY, timeout_s=REQUEST_S)
+        return Client(self.cluster.grpc, api_key=self.key, timeout_s=REQUEST_S)
 
 
 @contextmanager
 def keyed_cluster(run_dir: Path) -> Iterator[KeyedCluster]:
     """The cluster is ready inside the block, and has ended after it."""
-    keys = run_dir / "api-keys"
-    keys.write_text(f"{KEY} anna\n")
+    keys = run_dir / "keys.toml"
+    key = add_key(keys, name="anna-laptop", tenant="anna")
     one = dict.fromkeys(("prefill", "decode", "kvstores", "drafters", "routers"), 1)
     config = fake_engine_config(run_dir, pace_s=0.0003, **one)
     extra = {**config.extra_arguments, Role.ROUTER: ["--api-keys", str(keys)]}
     with LocalCluster(fake_engine_config(run_dir, pace_s=0.0003, **one, extra_arguments=extra)) as running:
-        yield KeyedCluster(running)
+        yield KeyedCluster(running, key)

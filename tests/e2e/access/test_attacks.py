@@ -147,7 +147,7 @@ def test_a_ticket_makes_no_worker_dial_a_stranger(keyed: KeyedCluster, stranger:
         control_endpoint=stranger.endpoint,
         transport=common_pb2.TRANSPORT_SOCKET,
         transport_session=f"{stranger.endpoint}/{'00' * 16}",
-        blocks=[prefill_pb2.ExportedBlock(address=4096, n_bytes=page_bytes)] * 5,
+        blocks=[prefill_pb2.ExportedBlock(n_bytes=page_bytes)] * 5,
         prompt_tokens=300,
     )
     start = decode_pb2.StartSequence(

@@ -8,7 +8,6 @@ import pytest
 from libs.common.rpc.access import AccessControl
 from libs.common.rpc.access_table import HTTP_ADMIN_CLASSES, HTTP_CLASSES
 from services.router.api.admin_server import AdminServer
-from services.router.api.api_keys import ApiKeys
 from services.router.api.http.connection import HttpListener
 from services.router.api.http.guard import HttpGuard
 from services.router.api.metrics import Metrics
@@ -20,9 +19,10 @@ from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.peer_token import TokenMinter
 from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster
+from tests.support.api_keys import tenant_keys
 
 SECRET = ClusterSecret(b"the secret of this cluster")
-KEYS = ApiKeys({"key-a": "anna"})
+KEYS = tenant_keys({"key-a": "anna"})
 HEADERS = {
     CallerClass.PUBLIC: {},
     CallerClass.TENANT: {"Authorization": "Bearer key-a"},
