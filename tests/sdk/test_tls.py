@@ -17,6 +17,8 @@ from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import ServerCertificates, TlsFiles
 from tests.support.tls.authority import Authority, install
 
+ECHO = "/slipstream.v1.DrafterService/Draft"  # a peer may call it
+
 
 class Echo(grpc.GenericRpcHandler):
     """A stream that answers each message with itself."""
@@ -54,7 +56,7 @@ async def test_new_connections_get_the_new_certificate_while_an_old_stream_goes_
     await host.start([])
     try:
         async with dial(host.endpoint, tls=client) as channel:
-            stream: Any = channel.stream_stream("/test/Echo")()
+            stream: Any = channel.stream_stream(ECHO)()
             await stream.write(b"1")
             assert await stream.read() == b"1"
             assert await asyncio.to_thread(name_served_at, host.endpoint, client) == "first"
@@ -63,7 +65,7 @@ async def test_new_connections_get_the_new_certificate_while_an_old_stream_goes_
             await stream.write(b"2")  # on the connection of the first certificate
             assert await stream.read() == b"2"
             async with dial(host.endpoint, tls=client) as late:
-                other: Any = late.stream_stream("/test/Echo")()
+                other: Any = late.stream_stream(ECHO)()
                 await other.write(b"3")
                 assert await other.read() == b"3"
                 other.cancel()
@@ -83,7 +85,7 @@ async def test_a_new_authority_counts_for_clients_too(tmp_path: Path) -> None:
 
     async def echo(files: TlsFiles) -> bytes:
         async with dial(host.endpoint, tls=files) as channel:
-            stream: Any = channel.stream_stream("/test/Echo")(timeout=20)
+            stream: Any = channel.stream_stream(ECHO)(timeout=20)
             await stream.write(b"x")
             answer: bytes = await stream.read()
             return answer

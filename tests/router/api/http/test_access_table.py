@@ -53,7 +53,8 @@ async def test_the_public_port_asks_tenants_for_a_key(cluster: FakeCluster, card
         for route, needed in HTTP_CLASSES.items():
             method, path = route.split(" ")
             for kind in (CallerClass.PUBLIC, CallerClass.TENANT):
-                async with http.request(method, path, headers=HEADERS[kind]) as answer:
+                body: dict[str, str] | None = {} if method == "POST" else None
+                async with http.request(method, path, json=body, headers=HEADERS[kind]) as answer:
                     assert (answer.status == 401) is (kind is not needed is CallerClass.TENANT), route
 
 
