@@ -9,6 +9,7 @@ from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 
 IDLE_CONNECTION_S = 30.0
+HTTP_CONNECTIONS = 4096
 WRITE_STALL_S = 30.0
 GRPC_HANDSHAKE_S = 10.0
 GRPC_PING_S = 10.0
@@ -77,6 +78,7 @@ def _by_class(values: tuple[float, ...], unit: str) -> str:
 _Row = tuple[str, str, str]  # what, bound, what happens beyond it
 _CONNECTIONS: tuple[_Row, ...] = (
     ("No whole request header on a connection (HTTP)", f"{IDLE_CONNECTION_S:g} s", "closed"),
+    ("Connections of one port (HTTP)", f"{HTTP_CONNECTIONS}", "closed"),
     ("A client reads nothing of a waiting answer", f"{WRITE_STALL_S:g} s", "request aborted"),
     ("No whole TLS and HTTP/2 handshake on a connection (gRPC)", f"{GRPC_HANDSHAKE_S:g} s", "closed"),
     (

@@ -192,6 +192,7 @@ class RouterServer:
                 **memory.gauges(),
                 **placements.figures(),
                 **heap.figures(),
+                "slipstream_grpc_malformed_total": self.host.malformed.count,
             },
         )
         http_tls = options.tls if options.http_tls else None

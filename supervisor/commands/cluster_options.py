@@ -48,6 +48,16 @@ ApiKeyFile = Annotated[
 SharedPrefix = Annotated[
     Path | None, typer.Option(help="File with a system prompt whose KV all tenants share.")
 ]
+AllowedHosts = Annotated[
+    str | None,
+    typer.Option(help="NAME[,NAME..] that HTTP's Host header may have beside addresses and localhost."),
+]
+CorsOrigins = Annotated[
+    str | None, typer.Option(help="ORIGIN[,ORIGIN..] of web pages that may call over HTTP; * = any.")
+]
+AccessLogForm = Annotated[
+    str | None, typer.Option("--access-log", help="Form of the line about each call: off, text or json.")
+]
 DiskBytes = Annotated[
     int | None, typer.Option(min=0, help="Bytes on disk of each KV store; 0 = memory only; default: 1 GiB.")
 ]

@@ -122,6 +122,8 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         tls=tls,
         api_keys=tmp_path / "keys.toml",
         shared_prefix=tmp_path / "prompt.txt",
+        cors_origins="https://chat.example",
+        access_log="json",
         served_model_name="helper",
         disk_bytes=123,
     )
@@ -135,6 +137,9 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         assert flag(process, "--etcd-password-file") == str(tmp_path / "password")
         is_router = process.role == Role.ROUTER
         assert flag(process, "--api-keys") == (str(tmp_path / "keys.toml") if is_router else None)
+        assert flag(process, "--cors-origins") == ("https://chat.example" if is_router else None)
+        assert flag(process, "--access-log") == ("json" if is_router else None)
+        assert flag(process, "--allowed-hosts") is None
         assert flag(process, "--shared-prefix") == (str(tmp_path / "prompt.txt") if is_router else None)
         assert flag(process, "--served-model-name") == ("helper" if is_router else None)
         assert flag(process, "--disk-bytes") == ("123" if process.role == Role.KVSTORE else None)

@@ -41,6 +41,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_requests_failed_total", "counter", "Requests that ended with a server error."),
     Metric("slipstream_requests_refused_total", "counter", "Requests refused as invalid or over capacity."),
     Metric("slipstream_http_malformed_total", "counter", "HTTP messages that are malformed."),
+    Metric("slipstream_http_connections_refused_total", "counter", "HTTP connections closed at the bound."),
+    Metric("slipstream_grpc_malformed_total", "counter", "gRPC messages that are malformed."),
     Metric("slipstream_requests_aborted_total", "counter", "Requests that their client ended."),
     Metric("slipstream_attempts_total", "counter", "Attempts made for requests, retries included."),
     Metric("slipstream_hedges_total", "counter", "Attempts made because a prefill was slow."),

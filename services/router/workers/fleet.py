@@ -73,7 +73,7 @@ class RouterFleet:
         self._retired: list[WorkerConnection] = []
         self._strangers: set[str] = set()  # workers that were logged
         self._version = 0
-        self._was_ready = False
+        self._could_serve = False
         self._outage_began_s = -math.inf
         self._fingerprint: common_pb2.Fingerprint | None = None  # of `_links`, at the last change
         self._changed = asyncio.Event()
@@ -123,7 +123,7 @@ class RouterFleet:
     @property
     def outage_s(self) -> float:
         """Seconds since no request could be placed any more: 0 while one can, infinite if none ever could."""
-        return 0.0 if self.ready else self._clock() - self._outage_began_s
+        return 0.0 if self.can_serve else self._clock() - self._outage_began_s
 
     @property
     def can_serve(self) -> bool:
@@ -259,10 +259,10 @@ class RouterFleet:
     def _notify(self) -> None:
         self._fingerprint = _most_shared(self._links.values())
         self._log_strangers()
-        is_ready = self.ready
-        if self._was_ready and not is_ready:
+        can_serve = self.can_serve
+        if self._could_serve and not can_serve:
             self._outage_began_s = self._clock()
-        self._was_ready = is_ready
+        self._could_serve = can_serve
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()

@@ -25,10 +25,10 @@ from aiohttp.http_exceptions import (
 from aiohttp.web_protocol import RequestPayloadError
 
 from libs.common.rpc.telemetry import Counters
-from libs.common.service_bounds import GRPC_HANDSHAKE_S
+from libs.common.service_bounds import GRPC_HANDSHAKE_S, HTTP_CONNECTIONS
 from services.router.api.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
 from slipstream import errors
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.tls import FilesVersion, TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ class MalformedMessages:
     """Counts malformed HTTP messages, and logs one line a second at most, without their content."""
 
     def __init__(self, counters: Counters, *, clock: Callable[[], float]) -> None:
-        self._counters = counters
+        self.counters = counters
         self._clock = clock
         self._logged_s = float("-inf")
         self._n_unlogged = 0
 
     def note(self, defect: BaseException | None, peer: str | None) -> None:
         """Count one message. `peer` is the client's address."""
-        self._counters.add("slipstream_http_malformed_total")
+        self.counters.add("slipstream_http_malformed_total")
         now_s = self._clock()
         if now_s - self._logged_s < _LOG_INTERVAL_S:
             self._n_unlogged += 1
@@ -71,11 +71,18 @@ class MalformedMessages:
 
 
 class HttpConnection(web.RequestHandler):
-    """One client's connection."""
+    """One client's connection. `is_refused`: it is closed at once, because there are too many."""
 
-    __slots__ = ("_malformed",)
+    __slots__ = ("_is_refused", "_malformed")
 
-    def __init__(self, server: web.Server, *, malformed: MalformedMessages, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        server: web.Server,
+        *,
+        malformed: MalformedMessages,
+        keepalive_s: float,
+        is_refused: bool = False,
+    ) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(
             server,
@@ -85,6 +92,13 @@ class HttpConnection(web.RequestHandler):
             auto_decompress=False,  # see content_encoding.py
         )
         self._malformed = malformed
+        self._is_refused = is_refused
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to serve, or close."""
+        super().connection_made(transport)
+        if self._is_refused:
+            self.force_close()
 
     def handle_error(
         self,
@@ -127,6 +141,7 @@ class HttpListener:
         tls: TlsFiles | None,
         malformed: MalformedMessages,
         keepalive_s: float,
+        max_connections: int = HTTP_CONNECTIONS,
     ) -> None:
         """A connection without a whole request header is closed after `keepalive_s`."""
         # A client that disconnects ends its request.
@@ -135,16 +150,21 @@ class HttpListener:
         self._tls = tls
         self._malformed = malformed
         self._keepalive_s = keepalive_s
+        self._max_connections = max_connections
         self._acceptor: asyncio.Server | None = None
+        self._context: ssl.SSLContext | None = None
+        self._version: FilesVersion | None = None  # of the certificate in `_context`
 
     async def start(self) -> None:
         """Accept connections. Raises OSError for a certificate that cannot be read."""
         await self._runner.setup()
+        if self._tls is not None:
+            self._version, self._context = self._tls.version(), server_context(self._tls)
         self._acceptor = await asyncio.get_running_loop().create_server(
             self._connect,
             sock=self._listening,
             backlog=_BACKLOG,
-            ssl=None if self._tls is None else server_context(self._tls),
+            ssl=self._context,
             ssl_handshake_timeout=None if self._tls is None else GRPC_HANDSHAKE_S,
         )
 
@@ -155,9 +175,30 @@ class HttpListener:
         await self._runner.cleanup()
 
     def _connect(self) -> HttpConnection:
+        """Make what serves a connection. asyncio calls it before the connection's TLS handshake."""
         server = self._runner.server
         assert server is not None
-        return HttpConnection(server, malformed=self._malformed, keepalive_s=self._keepalive_s)
+        self._renew_certificate()
+        is_refused = len(server.connections) >= self._max_connections
+        if is_refused:
+            self._malformed.counters.add("slipstream_http_connections_refused_total")
+        return HttpConnection(
+            server, malformed=self._malformed, keepalive_s=self._keepalive_s, is_refused=is_refused
+        )
+
+    def _renew_certificate(self) -> None:
+        """Serve a replaced certificate from this connection on. Files that do not fit change nothing."""
+        if self._tls is None or self._context is None:
+            return
+        version = self._tls.version()
+        if version is None or version == self._version:
+            return
+        self._version = version
+        try:
+            self._tls.check()
+            self._context.load_cert_chain(self._tls.certificate, self._tls.key)
+        except (OSError, ssl.SSLError) as error:
+            log.warning("HTTP goes on with its old certificate: %s", error)
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

@@ -1,0 +1,96 @@
+"""The listener of an HTTP port: its bound of connections, and certificates that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from libs.common.rpc.telemetry import Counters
+from services.router.api.http.connection import HttpListener, MalformedMessages
+from services.router.ports import endpoint_of, listen_tcp
+from slipstream.rpc.tls import TlsFiles
+from tests.support.tls.authority import Authority, install
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def _answer(request: web.Request) -> web.Response:
+    return web.Response(text="here")
+
+
+@asynccontextmanager
+async def listening(
+    counters: Counters, *, tls: TlsFiles | None = None, max_connections: int = 100
+) -> AsyncIterator[tuple[str, int]]:
+    """A listener with one route; its host and port."""
+    application = web.Application()
+    application.add_routes([web.get("/", _answer)])
+    bound = listen_tcp("127.0.0.1:0")
+    malformed = MalformedMessages(counters, clock=asyncio.get_running_loop().time)
+    listener = HttpListener(
+        application, bound, tls=tls, malformed=malformed, keepalive_s=30.0, max_connections=max_connections
+    )
+    await listener.start()
+    host, _, port = endpoint_of(bound).rpartition(":")
+    try:
+        yield host, int(port)
+    finally:
+        await listener.stop()
+
+
+async def test_connections_beyond_the_bound_are_closed_and_the_others_are_served() -> None:
+    counters = Counters()
+    async with listening(counters, max_connections=2) as (host, port), asyncio.timeout(60):
+        streams = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(REQUEST)
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            streams.append(writer)
+        reader, writer = await asyncio.open_connection(host, port)
+        assert await reader.read() == b""
+        writer.close()
+        assert counters.snapshot()["slipstream_http_connections_refused_total"] == 1
+        streams.pop().close()
+        while True:  # the listener learns a moment later that there is room
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(REQUEST)
+            line = b""
+            try:
+                line = await reader.readline()
+            except ConnectionError:
+                pass
+            writer.close()
+            if line == b"HTTP/1.1 200 OK\r\n":
+                break
+        streams.pop().close()
+
+
+async def _name_served(host: str, port: int, files: TlsFiles) -> str:
+    trust = ssl.create_default_context(cafile=str(files.ca))
+    trust.check_hostname = False
+    _, writer = await asyncio.open_connection(host, port, ssl=trust)
+    found: Any = writer.get_extra_info("peercert")
+    writer.close()
+    return str(dict(pair[0] for pair in found["subject"])["commonName"])
+
+
+async def test_new_connections_get_a_replaced_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path)
+    served, second = authority.issue("first"), authority.issue("second")
+    async with listening(Counters(), tls=served) as (host, port), asyncio.timeout(60):
+        assert await _name_served(host, port, served) == "first"
+        install(second, served)
+        assert await _name_served(host, port, served) == "second"
+        served.certificate.write_text("no certificate")
+        assert await _name_served(host, port, served) == "second"
+    assert "goes on with its old certificate" in caplog.text
