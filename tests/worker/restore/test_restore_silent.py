@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common.checksum import memory_at
+from libs.common.checksum import UNKEYED, memory_at
 from libs.common.cluster.worker_record import Role
 from libs.common.transport.base import Landed, ReadOp, TransferTimeout
 from libs.engine.core.fake import expected_tokens
@@ -44,7 +44,8 @@ DRAM, PEER = common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_PEER
 FLOOR_MS = 1000.0
 N_TOKENS = 82
 VOCAB = int(json.loads((DEFAULT_MODEL / "config.json").read_text())["vocab_size"])
-ENGINE: dict[str, Any] = {"vocab_size": VOCAB, "row_bytes": 64}
+# The source is a process without a cluster secret.
+ENGINE: dict[str, Any] = {"vocab_size": VOCAB, "row_bytes": 64, "checksum": UNKEYED}
 
 
 async def prefill(node: Node, channel: grpc.aio.Channel, seed: int, **sources: str) -> dict[int, int]:
