@@ -55,6 +55,11 @@ class ClusterRecord:
     tls: Mapping[str, str] = field(default_factory=dict)  # the PEM files of mutual TLS, by TlsFiles' names
     etcd_access: Mapping[str, str] = field(default_factory=dict)  # settings of an external etcd, by name
 
+    @property
+    def http_url(self) -> str:
+        """Base address of the OpenAI API of the first router."""
+        return f"{'https' if self.tls else 'http'}://{self.router_http}/v1"
+
     def tls_files(self) -> TlsFiles | None:
         """The files by which the supervisor talks to its processes; None without mutual TLS."""
         return TlsFiles(**{name: Path(file) for name, file in self.tls.items()}) if self.tls else None

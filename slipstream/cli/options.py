@@ -54,4 +54,10 @@ def tls_from(ca: Path | None, certificate: Path | None, key: Path | None) -> Tls
             raise InvalidArgument(flag, f"cannot be read: {error.strerror}") from None
     from slipstream.rpc.tls import TlsFiles
 
-    return TlsFiles(ca, certificate, key)
+    files = TlsFiles(ca, certificate, key)
+    try:
+        files.check()
+    except OSError as error:
+        reason = f"cannot be used together: {error.strerror or error}"
+        raise InvalidArgument("--tls-ca, --tls-certificate, --tls-key", reason) from None
+    return files

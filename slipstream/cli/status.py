@@ -13,8 +13,9 @@ from rich.table import Table
 
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
-from slipstream.errors import Unavailable
+from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.rpc.dial import Dial
+from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0
@@ -34,13 +35,26 @@ LOAD_COLUMNS = {
 async def show_endpoints(endpoints: Sequence[str], *, as_json: bool, dial: Dial) -> None:
     """Print the status of the process at each endpoint. Raises Unavailable if one did not answer."""
     answers = await asyncio.gather(*(ask_status(endpoint, dial) for endpoint in endpoints))
-    statuses = [status_dict(answer) if answer is not None else None for answer in answers]
+    rows = [{"endpoint": at, **answer_fields(answer)} for at, answer in zip(endpoints, answers, strict=True)]
     if as_json:
-        rows = [{"endpoint": at, "status": status} for at, status in zip(endpoints, statuses, strict=True)]
         print(json.dumps({"workers": rows}, indent=2))
     else:
-        print_table(_table(endpoints, statuses))
-    check_all_answered([at for at, status in zip(endpoints, statuses, strict=True) if status is None])
+        print_table(_table(endpoints, [row["status"] for row in rows]))
+        print_troubles({row["endpoint"]: row["error"] for row in rows})
+    check_all_answered([row["endpoint"] for row in rows if row["status"] is None])
+
+
+def answer_fields(answer: worker_pb2.GetStatusResponse | SlipstreamError) -> dict[str, Any]:
+    """`status`, or why there is none in `error`."""
+    if isinstance(answer, SlipstreamError):
+        return {"status": None, "error": answer.message}
+    return {"status": status_dict(answer), "error": None}
+
+
+def print_troubles(troubles: Mapping[str, str | None]) -> None:
+    """One line for each reason of the processes without an answer."""
+    for trouble in dict.fromkeys(filter(None, troubles.values())):
+        print(f"{', '.join(name for name, text in troubles.items() if text == trouble)}: {trouble}")
 
 
 def check_all_answered(silent: Sequence[str]) -> None:
@@ -60,14 +74,14 @@ def _table(endpoints: Sequence[str], statuses: Sequence[Mapping[str, Any] | None
     return table
 
 
-async def ask_status(endpoint: str, dial: Dial) -> worker_pb2.GetStatusResponse | None:
-    """What the process says of itself; None if it does not answer within ASK_TIMEOUT_S."""
+async def ask_status(endpoint: str, dial: Dial) -> worker_pb2.GetStatusResponse | SlipstreamError:
+    """What the process says of itself, or why it says nothing within ASK_TIMEOUT_S."""
     async with dial(endpoint) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return None
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
 
 
 def status_dict(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:

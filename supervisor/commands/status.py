@@ -20,11 +20,12 @@ from libs.common.etcd.channel import EtcdTls
 from slipstream.cli.status import (
     ASK_TIMEOUT_S,
     LOAD_COLUMNS,
+    answer_fields,
     answer_state,
     ask_status,
     check_all_answered,
     load_cells,
-    status_dict,
+    print_troubles,
 )
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, read_record
@@ -56,6 +57,9 @@ async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
     else:
         print(_heading(record, workers))
         print_table(_worker_table(workers))
+        print_troubles(
+            {worker["instance"]: worker["error"] for worker in workers if _state(worker) == _SILENT}
+        )
         if trouble:
             print(f"placements are not known: {trouble}")
         else:
@@ -63,8 +67,12 @@ async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
     check_all_answered([worker["instance"] for worker in workers if _state(worker) == _SILENT])
 
 
-async def _ask(process: ProcessRecord, dial: Dial) -> list[worker_pb2.GetStatusResponse]:
+async def _ask(
+    process: ProcessRecord, dial: Dial
+) -> list[worker_pb2.GetStatusResponse] | list[SlipstreamError]:
     """What the process says about itself; of a router that runs as several on one port, what each says.
+
+    If none answers, why.
 
     The kernel chooses which of them a connection reaches: new ones are made until all have answered.
     """
@@ -72,13 +80,16 @@ async def _ask(process: ProcessRecord, dial: Dial) -> list[worker_pb2.GetStatusR
         return []
     n_processes = max(len(children(process.pid)), 1) if process.role == Role.ROUTER else 1
     answers: dict[str, worker_pb2.GetStatusResponse] = {}
+    trouble: list[SlipstreamError] = []
     for _ in range(1 if n_processes == 1 else _CONNECTIONS_A_PROCESS * n_processes):
         answer = await ask_status(process.admin or process.endpoint, dial)
-        if answer is not None:
+        if isinstance(answer, SlipstreamError):
+            trouble = [answer]
+        else:
             answers[answer.instance] = answer
         if len(answers) == n_processes:
             break
-    return [answers[instance] for instance in sorted(answers)]
+    return [answers[instance] for instance in sorted(answers)] or trouble
 
 
 async def _placements(record: ClusterRecord) -> tuple[list[dict[str, Any]], str | None]:
@@ -115,15 +126,18 @@ def etcd_access(record: ClusterRecord) -> EtcdAccess:
     return EtcdAccess(record.etcd, tls, user, files.get("etcd_password_file"))
 
 
-def _rows(process: ProcessRecord, answers: Sequence[worker_pb2.GetStatusResponse]) -> list[dict[str, Any]]:
+def _rows(
+    process: ProcessRecord, answers: list[worker_pb2.GetStatusResponse] | list[SlipstreamError]
+) -> list[dict[str, Any]]:
     """One for each that answered, at least one; the memory of all is in the first."""
     rss = 0
     if process.pid is not None:
         rss = resident_bytes(process.pid) + sum(map(resident_bytes, children(process.pid)))
-    first = {**asdict(process), "rss_bytes": rss, "status": status_dict(answers[0]) if answers else None}
+    fields = [answer_fields(answer) for answer in answers] or [{"status": None, "error": None}]
+    first = {**asdict(process), "rss_bytes": rss, **fields[0]}
     others = [
-        {**asdict(process), "instance": answer.instance, "rss_bytes": 0, "status": status_dict(answer)}
-        for answer in answers[1:]
+        {**asdict(process), "instance": each["status"]["instance"], "rss_bytes": 0, **each}
+        for each in fields[1:]
     ]
     return [first, *others]
 
@@ -133,7 +147,7 @@ def _heading(record: ClusterRecord, workers: Sequence[Mapping[str, Any]]) -> str
     ready = f"ready after {record.ready_s:.1f} s" if record.ready_s is not None else "starting"
     return (
         f"since {record.started_at}, {ready}, {total_mb:.0f} MB in all\n"
-        f"gRPC {record.router_grpc}   HTTP http://{record.router_http}/v1   etcd {record.etcd}"
+        f"gRPC {record.router_grpc}   HTTP {record.http_url}   etcd {record.etcd}"
     )
 
 

@@ -46,5 +46,5 @@ async def _run(cluster: ClusterSupervisor) -> None:
         record = cluster.record()
         memory_mb = cluster.rss_bytes() / 1e6
         say(f"ready in {cluster.ready_s:.1f} s, {memory_mb:.0f} MB; logs in {record.run_dir}/logs")
-        say(f"gRPC {record.router_grpc}, HTTP http://{record.router_http}/v1; Ctrl-C stops")
+        say(f"gRPC {record.router_grpc}, HTTP {record.http_url}; Ctrl-C stops")
         await asyncio.Event().wait()

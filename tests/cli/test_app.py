@@ -77,8 +77,10 @@ async def test_status_shows_the_given_endpoints(capsys: pytest.CaptureFixture[st
     if as_json:
         answered, silent = json.loads(shown)["workers"]
         assert (answered["endpoint"], answered["status"]["instance"]) == (endpoint, "decode-9")
-        assert silent == {"endpoint": "127.0.0.1:1", "status": None}
+        assert (silent["endpoint"], silent["status"]) == ("127.0.0.1:1", None)
+        assert "Connection refused" in silent["error"]
     else:
-        *_, first, second = shown.splitlines()
+        *_, first, second, why = shown.splitlines()
         assert first.split()[:5] == ["decode-9", endpoint, "ready", "12", "7"]
         assert second.split()[:3] == ["-", "127.0.0.1:1", "no"]
+        assert why.startswith("127.0.0.1:1: ") and "Connection refused" in why

@@ -128,6 +128,10 @@ async def test_status_over_mtls(node: KvstoreProcess, tmp_path: Path) -> None:
     output, errors = await slipstream(*arguments, exit_code=1)
     (silent,) = json.loads(output)["workers"]
     assert silent["status"] is None
+    assert silent["error"]
+    assert "HTTP http://127.0.0.1:1/v1" in (await slipstream(*arguments[:-1], exit_code=1))[0]
+    write_record(tmp_path, replace(record, tls={"ca": "ca.pem"}))
+    assert "HTTP https://127.0.0.1:1/v1" in (await slipstream(*arguments[:-1], *FLAGS, exit_code=None))[0]
     assert errors == "slipstream: no answer from kv-0\n"
     lock.close()
 
@@ -150,4 +154,6 @@ async def test_invalid_tls_files_are_named(verb: tuple[str, ...], tmp_path: Path
     assert "go together" in errors
     _, errors = await slipstream(*verb, *FLAGS[:4], "--tls-key", str(tmp_path / "none"), exit_code=1)
     assert "--tls-key" in errors
+    _, errors = await slipstream(*verb, *FLAGS[:4], "--tls-key", str(FILES.key), exit_code=1)
+    assert "--tls-key: cannot be used together" in errors
     assert "Traceback" not in errors

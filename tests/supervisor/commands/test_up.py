@@ -12,6 +12,8 @@ from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.plan import ClusterConfig
 
+PEMS = Path(__file__).parents[2] / "support" / "tls"
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
@@ -27,10 +29,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
 
 
 def test_keys_certificates_and_etcd_access_are_flags(tmp_path: Path, started: list[ClusterConfig]) -> None:
-    files = [tmp_path / name for name in ("ca", "pem", "key", "etcd-ca", "password", "keys", "prompt")]
+    files = [tmp_path / name for name in ("etcd-ca", "password", "keys", "prompt")]
     for file in files:
         file.touch()
-    ca, pem, key, etcd_ca, password, keys, prompt = files
+    etcd_ca, password, keys, prompt = files
+    ca, pem, key = (PEMS / name for name in ("ca.pem", "peer.pem", "peer.key"))
     arguments = ["up", "--tls-ca", ca, "--tls-certificate", pem, "--tls-key", key]
     arguments += ["--etcd", "e:1", "--etcd-ca", etcd_ca, "--etcd-certificate", pem, "--etcd-key", key]
     arguments += ["--etcd-user", "u", "--etcd-password-file", password, "--api-keys", keys]
