@@ -38,6 +38,8 @@ def new(
 ) -> None:
     """Make a key, print it once and keep its hash."""
     expires_s = None if expires is None else _unix_s(expires)
+    if expires_s is not None and expires_s <= time.time():
+        raise InvalidArgument("--expires", "must be in the future")
     key = add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s)
     print(key)
 

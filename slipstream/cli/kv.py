@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from string import hexdigits
 from typing import Annotated
 
 import typer
@@ -49,6 +50,8 @@ def list_blocks(
     from slipstream.cli.kv_show import show_blocks
     from slipstream.operator_access import operator_dial
 
+    if not set(prefix) <= set(hexdigits):
+        raise InvalidArgument("--prefix", "must be hex digits")
     tls = tls_from(tls_ca, tls_certificate, tls_key)
     nodes = kv_nodes(run_dir, node or [], dial=operator_dial(run_dir, given=cluster_secret_file, tls=tls))
     asyncio.run(show_blocks(nodes, prefix=prefix.lower(), limit=limit, as_json=as_json))

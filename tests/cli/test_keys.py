@@ -40,6 +40,7 @@ def test_refusals_name_the_flag(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     for kind, arguments in (
         (InvalidArgument, ("new", "--name", "a", "--tenant", "t", "--expires", "soon")),
+        (InvalidArgument, ("new", "--name", "a", "--tenant", "t", "--expires", "2020-01-31")),
         (InvalidArgument, ("new", "--name", "a b", "--tenant", "t")),
         (NotFound, ("revoke", "a")),
     ):

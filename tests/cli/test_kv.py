@@ -149,6 +149,7 @@ async def test_invalid_commands_give_one_error_line(tmp_path: Path) -> None:
         (["drop", "--node", "127.0.0.1:1", "--all", key(1).hex()], "name block hashes, or say --all"),
         (["verify", "--node", "127.0.0.1:1", "xyz"], "is not the hash of a block"),
         (["ls", "--run-dir", str(tmp_path)], "no cluster"),
+        (["ls", "--node", "127.0.0.1:1", "--prefix", "xyz"], "--prefix: must be hex digits"),
     ]:
         answer = await kv(*arguments, exit_code=1)
         assert words in answer, answer
