@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import grpc
 
-from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata
+from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
 from slipstream.endpoints import Endpoints
 from slipstream.errors import Unavailable
 from slipstream.replies import Event, Reply
@@ -97,6 +97,7 @@ class AsyncClient:
         resume_within_s: float = RESUME_WITHIN_S,
     ) -> None:
         """As `Client`'s."""
+        check_tls(tls)
         self._endpoints: Endpoints[grpc.aio.Channel] = Endpoints(endpoint, lambda name: dial(name, tls=tls))
         self._api_key = api_key
         self._timeout_s = timeout_s

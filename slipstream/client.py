@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import grpc
 
 from slipstream.endpoints import Endpoints
-from slipstream.errors import Unavailable
+from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
@@ -32,11 +32,22 @@ DEFAULT_TIMEOUT_S = 600.0
 SESSION_HEADER = "x-session-affinity"
 
 
+def check_tls(tls: TlsFiles | None) -> None:
+    """Raises InvalidArgument for files that are missing, are not PEM or do not belong together."""
+    try:
+        if tls is not None:
+            tls.check()
+    except OSError as error:
+        raise InvalidArgument("tls", f"the files cannot be used: {error.strerror or error}") from None
+
+
 def call_metadata(
     api_key: str | None, session: str | None, headers: Mapping[str, str]
 ) -> tuple[tuple[str, str | bytes], ...]:
     """The metadata of a Generate call: authorisation, session affinity, further headers."""
     pairs: dict[str, str | bytes] = dict(headers)
+    if api_key and not (api_key.isascii() and api_key.isprintable()):  # such as the line end of a file
+        raise InvalidArgument("api_key", "must be printable ASCII characters")
     if api_key:
         pairs["authorization"] = f"Bearer {api_key}"
     if session and session.isascii() and session.isprintable():
@@ -126,6 +137,7 @@ class Client:
         """`endpoint`: "host:port" of a router, or of several, comma-separated or as a list: the first is
         used until it is lost. `resume_within_s`: how long a stream that lost its router tries to go on;
         0 = it fails at once."""
+        check_tls(tls)
         self._endpoints: Endpoints[grpc.Channel] = Endpoints(endpoint, lambda name: _dial(name, tls))
         self._api_key = api_key
         self._timeout_s = timeout_s

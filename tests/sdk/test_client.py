@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,10 +12,13 @@ import pytest
 
 from slipstream import AsyncClient, Client, errors
 from slipstream.rpc.rpc_errors import to_status
+from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.network.goaway_peer import the_first_leaves
 from tests.support.stubs.blocking_router import serving
 from tests.support.stubs.partial_servicer import partial_servicer
+
+PEMS = Path(__file__).parents[1] / "support" / "tls"
 
 TOOL = {
     "type": "function",
@@ -134,6 +138,22 @@ async def test_the_async_client_says_the_same(served: tuple[Scripted, str]) -> N
         with pytest.raises(errors.NotFound) as caught:
             await client.chat(MESSAGES, model="absent")
         assert caught.value.field == "model"
+
+
+def test_an_api_key_with_a_line_end_is_refused_by_name(served: tuple[Scripted, str]) -> None:
+    with (
+        Client(served[1], api_key="k\n") as client,
+        pytest.raises(errors.InvalidArgument, match=r"^api_key: "),
+    ):
+        client.models()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("key", ["client.key", "missing.key"])
+def test_tls_files_that_cannot_be_used_are_refused(kind: type[Client | AsyncClient], key: str) -> None:
+    files = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / key)
+    with pytest.raises(errors.InvalidArgument, match=r"^tls: "):
+        kind("127.0.0.1:1", tls=files)
 
 
 def test_errors_are_typed(served: tuple[Scripted, str]) -> None:
