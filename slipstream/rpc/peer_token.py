@@ -109,7 +109,9 @@ class TokenVerifier:
     def _parse(self, token: str) -> tuple[CallerIdentity, tuple[int, int]]:
         body, _, mac = token[:MAX_TOKEN_CHARS].rpartition(":")
         if not hmac.compare_digest(_mac(self._key, body).encode(), mac.encode("utf-8", "replace")):
-            raise Unauthenticated(f"{TOKEN_HEADER} is not a token of this cluster")
+            raise Unauthenticated(
+                f"{TOKEN_HEADER} is not a token of this cluster: --cluster-secret-file differs"
+            )
         kind, instance, wall_s, steady_s, _ = body.split(":")  # as `TokenMinter` wrote it
         return CallerIdentity(CallerClass(kind), instance), (int(wall_s), int(steady_s))
 

@@ -59,7 +59,9 @@ def test_no_part_of_a_token_can_be_changed() -> None:
     token, verifier = text(machine.minter()), machine.verifier()
     wrong = [token.replace("peer", "operator"), token.replace("decode", "router"), token[:-1], "", "a:b", "é"]
     wrong += [token[:at] + chr(ord(token[at]) ^ 1) + token[at + 1 :] for at in range(len(token))]
-    wrong.append(text(machine.minter(ClusterSecret(b"the secret of another one"))))
+    other = text(machine.minter(ClusterSecret(b"the secret of another one")))
+    with pytest.raises(Unauthenticated, match="--cluster-secret-file"):
+        verifier.verify(other)
     for forged in wrong:
         with pytest.raises(Unauthenticated):
             verifier.verify(forged)
