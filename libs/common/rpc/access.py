@@ -131,7 +131,7 @@ def check_address(listen: str, *, is_open: bool, flag: str = "--listen") -> None
 @functools.cache
 def _warn_open() -> None:
     """Once in a process."""
-    log.warning("every process of this machine may call, peer or not: there is neither %s", _FLAGS)
+    log.warning("every process of this machine may call, peer or not; this process lacks %s", _FLAGS)
 
 
 def is_loopback(host: str) -> bool:
