@@ -18,7 +18,10 @@ GRPC_PING_ANSWER_S = 5.0
 GRPC_CONNECTIONS = 2048
 GRPC_CONNECTION_CALLS = 1024
 GRPC_CALLS = 4096
+# Calls of health and of reflection: of each method together, and the message of one.
 GRPC_PUBLIC_CALLS = 64
+GRPC_PUBLIC_REQUEST_BYTES = 4096
+GRPC_PUBLIC_READ_S = 2.0
 GRPC_WINDOW_BYTES = 65_535  # HTTP/2's initial window
 REQUEST_READ_S = bounds.BODY_READ_S
 # The router's public port: an idle connection, and a message with its envelope.
@@ -92,9 +95,14 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "closed / wait at the client / RESOURCE_EXHAUSTED",
     ),
     (
-        "Calls of health and reflection together (gRPC)",
+        "Calls of one method of health or reflection together (gRPC)",
         f"{GRPC_PUBLIC_CALLS}",
         "RESOURCE_EXHAUSTED",
+    ),
+    (
+        "Message of such a call, and the wait for it (gRPC)",
+        f"{GRPC_PUBLIC_REQUEST_BYTES} bytes / {GRPC_PUBLIC_READ_S:g} s",
+        "INVALID_ARGUMENT",
     ),
     (
         "Bytes that a connection may send before a call on it is accepted (gRPC)",

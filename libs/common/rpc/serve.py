@@ -29,13 +29,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Span
 
 from libs.common.rpc import tracing
 from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
+from libs.common.rpc.access_table import HEALTH_SERVICE
 from libs.common.rpc.call_room import CallRoom
+from libs.common.rpc.health import HealthService
 from libs.common.rpc.single_request import (
     MalformedRequests,
     ReadRequest,
@@ -50,9 +52,12 @@ from libs.common.service_bounds import (
     GRPC_PING_ANSWER_S,
     GRPC_PING_S,
     GRPC_PUBLIC_CALLS,
+    GRPC_PUBLIC_READ_S,
+    GRPC_PUBLIC_REQUEST_BYTES,
     GRPC_WINDOW_BYTES,
 )
 from slipstream import errors
+from slipstream.errors import InvalidArgument
 from slipstream.rpc import dial
 from slipstream.rpc.rpc_errors import UNIMPLEMENTED, to_status
 from slipstream.rpc.tls import TlsFiles
@@ -63,6 +68,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 LIVENESS = "liveness"
 READINESS = "readiness"
+_OVERALL = ""
 
 # Enters while there is room, and raises Overloaded otherwise.
 Room = contextlib.AbstractContextManager[Any]
@@ -138,7 +144,7 @@ class ServiceHost:
                 self.port = self.server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
-        self._health = health.aio.HealthServicer()
+        self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._service_names: tuple[str, ...] = ()
         self._has_reflection = has_reflection
@@ -154,18 +160,16 @@ class ServiceHost:
         self._service_names = tuple(service_names)
         if self._has_reflection:
             reflection.enable_server_reflection(
-                [*service_names, reflection.SERVICE_NAME, health.SERVICE_NAME], self.server
+                [*service_names, reflection.SERVICE_NAME, HEALTH_SERVICE], self.server
             )
         await self.server.start()
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        self._health.set_serving(LIVENESS, True)
         await self.set_ready(False)
 
     async def set_ready(self, ready: bool) -> None:
         """Say whether new work is welcome. Liveness is not touched."""
-        kinds = health_pb2.HealthCheckResponse
-        status = kinds.SERVING if ready else kinds.NOT_SERVING
-        for name in (READINESS, health.OVERALL_HEALTH, *self._service_names):
-            await self._health.set(name, status)
+        for name in (READINESS, _OVERALL, *self._service_names):
+            self._health.set_serving(name, ready)
 
     def request_stop(self) -> None:
         """Make `wait_for_stop` return."""
@@ -180,7 +184,7 @@ class ServiceHost:
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """NOT_SERVING first, so that clients send no more; then calls in flight get `grace_s` to end."""
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         await self.server.stop(grace_s)
 
 
@@ -195,7 +199,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._read = read
         self._front_doors = frozenset(front_doors)
         self._malformed = malformed
-        self._public = CallRoom(GRPC_PUBLIC_CALLS)
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that wrapped
 
     async def intercept_service(
@@ -222,17 +225,30 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # Without keys and open for hours: health and reflection.
         is_public = method.startswith("/grpc.")
         traced = not handler.request_streaming and not is_public
+        # Each of these methods has a room of its own: streams that watch leave probes theirs.
+        room = CallRoom(GRPC_PUBLIC_CALLS) if is_public else _NO_BOUND
+        read = functools.partial(_read_public, self._read) if is_public else self._read
         wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
         wrapped = wrap(
             inner,
             method,
-            read=None if handler.request_streaming else self._read,
+            read=None if handler.request_streaming else read,
             traced=traced,
             begins=method in self._front_doors,
-            room=self._public if is_public else _NO_BOUND,
+            room=room,
         )
-        parse = self._malformed.checked(handler.request_deserializer, method)
+        most_bytes = GRPC_PUBLIC_REQUEST_BYTES if is_public else None
+        parse = self._malformed.checked(handler.request_deserializer, method, most_bytes=most_bytes)
         return make(wrapped, parse, handler.response_serializer)
+
+
+async def _read_public(read: ReadRequest, context: Context) -> Any:
+    """The message of a call without a key, which gets less time than others. Raises InvalidArgument."""
+    try:
+        async with asyncio.timeout(GRPC_PUBLIC_READ_S):
+            return await read(context)
+    except TimeoutError:
+        raise InvalidArgument("request", f"must arrive within {GRPC_PUBLIC_READ_S:g} s") from None
 
 
 def _wrap_call(

@@ -47,12 +47,16 @@ class MalformedRequests:
             log.warning("%d malformed messages, the last to %s", self.count - self._logged, method)
             self._logged, self._quiet_until_s = self.count, now_s + _LOG_EVERY_S
 
-    def checked(self, deserialize: Deserialize | None, method: str) -> Deserialize | None:
-        """The deserializer, which raises InvalidArgument for bytes that are not its message."""
+    def checked(
+        self, deserialize: Deserialize | None, method: str, *, most_bytes: int | None = None
+    ) -> Deserialize | None:
+        """The deserializer, which raises InvalidArgument for bytes that are not its message, or too many."""
         if deserialize is None:
             return None
 
         def parse(data: bytes) -> Any:
+            if most_bytes is not None and len(data) > most_bytes:
+                raise InvalidArgument("request", f"must have at most {most_bytes} bytes")
             try:
                 return deserialize(data)
             except DecodeError:

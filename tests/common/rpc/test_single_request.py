@@ -104,6 +104,8 @@ async def test_health_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         for call in calls:
             await call.read()
         assert isinstance(await end_of(watch(request, timeout=WAIT_S)), Overloaded)
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await check(request, timeout=WAIT_S)  # watchers take nothing from probes
         calls[0].cancel()
         async with asyncio.timeout(WAIT_S):
             while True:
@@ -111,6 +113,23 @@ async def test_health_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await again.read()
                     break
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_a_call_without_a_key_keeps_no_long_message(method: str) -> None:
+    request = health_pb2.HealthCheckRequest(service="x" * serve.GRPC_PUBLIC_REQUEST_BYTES)
+    async with serving() as channel:
+        call: Any = channel.unary_stream(f"/grpc.health.v1.Health/{method}")
+        error = await end_of(call(request.SerializeToString(), timeout=WAIT_S))
+        assert isinstance(error, InvalidArgument) and "must have at most" in error.message
+
+
+async def test_a_call_without_a_key_is_waited_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "GRPC_PUBLIC_READ_S", 0.1)
+    async with serving() as channel:
+        call: Any = channel.stream_stream("/grpc.health.v1.Health/Check")(timeout=WAIT_S)
+        error = await end_of(call)
+        assert isinstance(error, InvalidArgument) and "must arrive within 0.1 s" in error.message
 
 
 async def test_load_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
