@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args, get_origin
 
@@ -105,22 +105,28 @@ def _as_text(body: bytes) -> str:
         return good.decode() + "\udc80" + rest.decode("latin-1")
 
 
-def _find_surrogate(value: object, path: str = "") -> str | None:
-    """The path of the first string with a lone surrogate, which no UTF-8 can hold."""
+def _find_surrogate(value: object) -> str | None:
+    """The path of the first string with a lone surrogate, which no UTF-8 can hold.
+
+    The path is made on the way back: one for each value would copy a long name for each value below it.
+    """
     if isinstance(value, str):
-        return path if _has_surrogate(value) else None
-    children: Iterable[tuple[str, object]] = ()
+        return "" if _has_surrogate(value) else None
     if isinstance(value, dict):
         if any(map(_has_surrogate, value)):
-            return path
-        children = ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
+            return ""
+        for key, item in value.items():
+            if (found := _find_surrogate(item)) is not None:
+                return _joined(shown_name(key), found)
     elif isinstance(value, list):
-        children = ((f"{path}[{index}]", item) for index, item in enumerate(value))
-    for where, item in children:
-        found = _find_surrogate(item, where)
-        if found is not None:
-            return found
+        for index, item in enumerate(value):
+            if (found := _find_surrogate(item)) is not None:
+                return _joined(f"[{index}]", found)
     return None
+
+
+def _joined(step: str, rest: str) -> str:
+    return f"{step}.{rest}" if rest and rest[0] != "[" else step + rest
 
 
 def _has_surrogate(text: str) -> bool:

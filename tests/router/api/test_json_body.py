@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from services.router.api import json_body
 from services.router.api.json_body import (
     Flag,
     NoEffect,
@@ -18,6 +19,7 @@ from services.router.api.json_body import (
     decode_body,
     read_object,
 )
+from slipstream.bound import shown_name
 from slipstream.errors import InvalidArgument
 
 
@@ -120,6 +122,22 @@ def test_text_that_is_no_unicode_is_named_by_its_field(body: bytes, field: str) 
     with pytest.raises(InvalidArgument) as refused:
         decode(body)
     assert refused.value.message == f"{field}: must be valid UTF-8"
+
+
+def test_a_long_name_is_not_copied_for_each_value_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown_names: list[str] = []
+
+    def shown(name: str) -> str:
+        shown_names.append(name)
+        return shown_name(name)
+
+    monkeypatch.setattr(json_body, "shown_name", shown)
+    name = "A" * (1 << 10)
+    values = b"0," * 100 + b'"\\ud800"'
+    with pytest.raises(InvalidArgument) as refused:
+        decode(b'{"' + name.encode() + b'":[[' + values + b"]]}")
+    assert refused.value.field == f"{shown_name(name)}[0][100]"
+    assert shown_names == [name]
 
 
 @pytest.mark.parametrize(
