@@ -1,4 +1,8 @@
-"""Follows the file of API keys: a changed file counts within two seconds, without a restart."""
+"""Follows the file of API keys: a changed file counts within two seconds, without a restart.
+
+A file that is rewritten in place, and not replaced, counts once two polls find it the same: in between it may
+be cut anywhere, and a cut file without some keys is well-formed.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ class KeyReload:
         self._keys = keys
         # Taken before the file is read: a change during the read is seen by the next poll.
         self._seen = self._signature()
+        self._unsettled: _Signature | None = None
         keys.replace(read_keys(path))
 
     async def run(self, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
@@ -38,7 +43,13 @@ class KeyReload:
         signature = self._signature()
         if signature == self._seen:
             return
+        if _is_rewritten(self._seen, signature) and signature != self._unsettled:
+            self._unsettled = signature
+            return
         self._seen = signature
+        if signature is not None and not signature[2]:
+            log.error("the API keys stay as they were: %s is empty", self._path)
+            return
         try:
             records: tuple[KeyRecord, ...] = await asyncio.to_thread(read_keys, self._path)
         except ValueError as error:  # its text has no part of a key
@@ -54,3 +65,8 @@ class KeyReload:
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _is_rewritten(before: _Signature | None, now: _Signature | None) -> bool:
+    """Whether the file is the same one with another content."""
+    return before is not None and now is not None and before[0] == now[0]

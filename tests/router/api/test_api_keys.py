@@ -125,6 +125,26 @@ async def test_a_broken_file_keeps_the_keys_and_logs_one_line_without_the_key(
     assert keys.tenant_of({"api-key": later}) == "bert"
 
 
+async def test_a_file_that_is_being_rewritten_in_place_drops_no_key(tmp_path: Path) -> None:
+    path, keys = tmp_path / "keys.toml", ApiKeys()
+    first, second = add_key(path, name="a", tenant="anna"), add_key(path, name="b", tenant="bert")
+    whole = path.read_text()
+    following = KeyReload(path, keys)
+    for cut in ("", whole[: whole.rindex("[[key]]")], whole):
+        path.write_text(cut)
+        await following.poll()
+        assert (keys.tenant_of({"api-key": first}), keys.tenant_of({"api-key": second})) == ("anna", "bert")
+    path.write_text("")
+    for _ in range(3):
+        await following.poll()
+    assert keys.tenant_of({"api-key": second}) == "bert"
+    path.write_text(whole[: whole.rindex("[[key]]")])
+    for _ in range(2):
+        await following.poll()
+    with pytest.raises(Unauthenticated):
+        keys.tenant_of({"api-key": second})
+
+
 async def test_the_file_is_polled_every_second(tmp_path: Path) -> None:
     path, keys = tmp_path / "keys.toml", ApiKeys()
     add_key(path, name="a", tenant="anna")
