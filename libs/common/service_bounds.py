@@ -48,6 +48,8 @@ MAX_HELD_TEXT_CHARS = 512 << 20
 MAX_TENANT_HELD_TEXT_CHARS = 256 << 20
 MAX_RECEIVED_TOGETHER = 64
 MAX_TENANT_RECEIVED_TOGETHER = 16
+# Calls of one tenant whose messages have not arrived: a quarter of GRPC_CALLS.
+MAX_TENANT_ARRIVING_CALLS = 1024
 
 # Limits of what one request costs the workers.
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -125,6 +127,11 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "Messages that arrive at a router together: of all tenants / of one",
         f"{MAX_RECEIVED_TOGETHER} / {MAX_TENANT_RECEIVED_TOGETHER}",
         f"others wait at the client, at most {REQUEST_READ_S:g} s",
+    ),
+    (
+        "Calls of one tenant whose messages have not arrived",
+        f"{MAX_TENANT_ARRIVING_CALLS}",
+        "refused",
     ),
     (
         "Longest pause before a reconnect",

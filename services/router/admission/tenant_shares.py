@@ -52,17 +52,24 @@ class ReceiveSlots:
         *,
         most: int = service_bounds.MAX_RECEIVED_TOGETHER,
         most_tenant: int = service_bounds.MAX_TENANT_RECEIVED_TOGETHER,
+        most_tenant_calls: int = service_bounds.MAX_TENANT_ARRIVING_CALLS,
         wait_s: float = service_bounds.REQUEST_READ_S,
     ) -> None:
         self._all = asyncio.Semaphore(most)
         self._most_tenant = most_tenant
+        self._most_tenant_calls = most_tenant_calls
         self._wait_s = wait_s
         self._tenants: dict[str, asyncio.Semaphore] = {}
         self._users: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
     async def receiving(self, tenant: str) -> AsyncIterator[None]:
-        """Receive one message of the tenant inside. Raises Overloaded when there is no room in time."""
+        """Receive one message of the tenant inside. Raises Overloaded when there is no room in time.
+
+        It raises at once when too many of the tenant wait: each takes one of the process's calls.
+        """
+        if self._users[tenant] >= self._most_tenant_calls:
+            raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS)
         of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(self._most_tenant))
         self._users[tenant] += 1
         try:

@@ -69,3 +69,23 @@ async def test_a_message_without_room_in_time_is_refused_and_holds_nothing() -> 
     async with slots.receiving("b"):
         pass
     assert not slots._users and not slots._tenants
+
+
+async def test_a_tenant_whose_messages_do_not_arrive_takes_a_bounded_number_of_calls() -> None:
+    slots, ends = ReceiveSlots(most=8, most_tenant=1, most_tenant_calls=3), asyncio.Event()
+
+    async def receive(tenant: str) -> None:
+        async with slots.receiving(tenant):
+            await ends.wait()
+
+    waiting = [asyncio.create_task(receive("a")) for _ in range(3)]
+    async with asyncio.timeout(WAIT_S):
+        while slots._users["a"] < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            async with slots.receiving("a"):
+                pytest.fail("there is no room")
+        async with slots.receiving("b"):
+            ends.set()
+        await asyncio.gather(*waiting)
+    assert not slots._users
