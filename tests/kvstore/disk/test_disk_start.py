@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.faults.faulty_disk import FaultyDisk
+from libs.common.checksum import UNKEYED
 from libs.common.cluster.worker_record import Role
 from services.kvstore.disk.opening import HANGS_AFTER_S, START_WAIT_S, ProgressTimeout
 from supervisor.ports import free_ports
@@ -61,7 +62,7 @@ async def until(worker: WorkerProcess, name: str, value: float) -> None:
 
 async def test_a_disk_that_hangs_at_start_opens_when_it_answers(tmp_path: Path, disk: FaultyDisk) -> None:
     async with running_nodes() as nodes:
-        worker = await nodes.prefill("prefill-1")
+        worker = await nodes.prefill("prefill-1", checksum=UNKEYED)
         async with kvstore(tmp_path, disk) as store:
             await prefill(worker, worker.channel, 0, kvstore_endpoint=store.endpoint)
             await until(store, ON_DISK, N_BLOCKS)
@@ -80,7 +81,7 @@ async def test_a_disk_that_hangs_at_start_opens_when_it_answers(tmp_path: Path, 
             disk.heal()
             await until(store, AWAY, 0)
             await until(store, ON_DISK, 2 * N_BLOCKS)  # the earlier blocks and the new ones
-            other = await nodes.prefill("prefill-2")
+            other = await nodes.prefill("prefill-2", checksum=UNKEYED)
             found = await prefill(other, other.channel, 0, kvstore_endpoint=store.endpoint)
             assert sum(found.values()) == N_BLOCKS * 4
         await worker.wait_idle()
@@ -100,7 +101,7 @@ async def test_a_store_whose_disk_hangs_ends_on_sigterm(
     kinds: tuple[str, ...], tmp_path: Path, disk: FaultyDisk
 ) -> None:
     async with running_nodes() as nodes, kvstore(tmp_path, disk) as store:
-        worker = await nodes.prefill("prefill-1")
+        worker = await nodes.prefill("prefill-1", checksum=UNKEYED)
         disk.hang(*kinds)
         await prefill(worker, worker.channel, 0, kvstore_endpoint=store.endpoint)
         await eventually(lambda: disk.waiting() > 0, "a call that hangs")
