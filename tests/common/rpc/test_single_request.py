@@ -19,6 +19,7 @@ from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc import serve
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.single_request import MalformedRequests, read_request
+from libs.common.service_bounds import GRPC_PUBLIC_REQUEST_BYTES
 from slipstream.errors import InvalidArgument, Overloaded, Unauthenticated
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
@@ -117,7 +118,7 @@ async def test_health_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
 async def test_a_call_without_a_key_keeps_no_long_message(method: str) -> None:
-    request = health_pb2.HealthCheckRequest(service="x" * serve.GRPC_PUBLIC_REQUEST_BYTES)
+    request = health_pb2.HealthCheckRequest(service="x" * GRPC_PUBLIC_REQUEST_BYTES)
     async with serving() as channel:
         call: Any = channel.unary_stream(f"/grpc.health.v1.Health/{method}")
         error = await end_of(call(request.SerializeToString(), timeout=WAIT_S))
