@@ -25,7 +25,7 @@ class RunDirLock:
     def __init__(self, run_dir: Path) -> None:
         """Raises `FailedPrecondition` when another supervisor has it, or nothing can be written there."""
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs and KV are there
             self._file: IO[str] = (run_dir / LOCK_FILE).open("w")
         except OSError as error:
             raise FailedPrecondition(f"{run_dir} cannot be the run directory: {error.strerror}") from None

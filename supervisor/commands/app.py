@@ -209,7 +209,12 @@ def restart(
         str | None, typer.Argument(help="Name of a process, such as decode-0; or --rolling.")
     ] = None,
     run_dir: RunDir = Path(".run"),
-    rolling: Annotated[bool, typer.Option(help="Restart every process, one after the other.")] = False,
+    rolling: Annotated[
+        bool,
+        typer.Option(
+            help="Restart every process, one of each tier at a time. With two routers no request fails."
+        ),
+    ] = False,
     timeout_s: Annotated[float, typer.Option(min=0, help="Give up when one is not back by then.")] = 180.0,
 ) -> None:
     """Drain one process, or all in turn, and start it again.
