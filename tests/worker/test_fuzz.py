@@ -85,6 +85,12 @@ async def test_a_million_fuzzed_messages_are_refused(name: str, caplog: pytest.L
     await check(name, caplog, inputs=1_000_000)
 
 
+@pytest.fixture(autouse=True)
+def _short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fuzzed prompt may ask for the longest lease; an idle node comes after its end."""
+    monkeypatch.setattr("services.prefill.handoff_state.MAX_LEASE_MS", 5_000)
+
+
 async def check(name: str, caplog: pytest.LogCaptureFixture, *, inputs: int) -> None:
     async with running_nodes() as nodes:
         node = await (nodes.decode if name == "decode" else nodes.prefill)(restore_floor_ms=50.0)
