@@ -43,7 +43,8 @@ class HealthyStream:
         messages = [{"role": "user", "content": "tell me a long story"}]
         body = {"messages": messages, "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
         try:
-            self._connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            headers = {"Content-Type": "application/json"}
+            self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             answer = self._connection.getresponse()
             if answer.status != 200:
                 raise http.client.HTTPException(f"status {answer.status}")
