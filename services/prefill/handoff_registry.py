@@ -78,7 +78,7 @@ class HandoffRegistry:
         return handoff.lease_ms
 
     def publish(self, handoff_id: str, exported: Sequence[ExportedPage | None]) -> None:
-        """The next blocks can be read; None: nobody needs the block."""
+        """The next blocks can be read; None: no reader needs the block."""
         blocks = [block or _UNREAD for block in exported]
         self._table.publish(handoff_id, [block.checksum for block in blocks])
         self._addresses[handoff_id] += [block.address for block in blocks]

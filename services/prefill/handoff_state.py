@@ -110,7 +110,7 @@ class HandoffTable(Generic[ResultT]):
         handoff.state = HandoffState.STREAMING
 
     def complete(self, handoff_id: str, result: ResultT, *, needs_blocks: bool = True) -> None:
-        """The first token is known, and all blocks are published unless nobody needs them."""
+        """The first token is known, and all blocks are published unless no reader needs them."""
         handoff = self._require_live(handoff_id)
         if needs_blocks and len(handoff.checksums) != handoff.n_blocks:
             raise Internal(f"handoff {handoff_id} is complete at {len(handoff.checksums)}/{handoff.n_blocks}")

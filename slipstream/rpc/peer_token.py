@@ -1,8 +1,8 @@
 """Tokens by which processes of a cluster authenticate each other where there are no certificates.
 
 A token is text: class, instance, two times, a nonce, and an HMAC of all of them under a key that is derived
-from the cluster secret. It is a bearer token: whoever reads it can use it for MAX_SKEW_S. Across machines
-use mTLS.
+from the cluster secret. It is a bearer token: a process that reads it can use it for MAX_SKEW_S. Across
+machines use mTLS.
 
 The two times are the wall clock now and the wall clock at the start plus the time since then. A verifier
 compares each with its own two, and one of the four differences must be small. So a wall clock that jumps

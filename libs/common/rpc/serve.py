@@ -225,7 +225,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # Without keys and open for hours: health and reflection.
         is_public = method.startswith("/grpc.")
         traced = not handler.request_streaming and not is_public
-        # Each of these methods has a room of its own: streams that watch leave probes theirs.
+        # One room for each method: streams that watch take no place of a probe.
         room = CallRoom(GRPC_PUBLIC_CALLS) if is_public else _NO_BOUND
         read = functools.partial(_read_public, self._read) if is_public else self._read
         wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call

@@ -111,8 +111,8 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         self._engine: Any = MultiEngine(engines)
         ports = self._engine.ports
         log.warning(
-            "Mooncake listens on all interfaces whatever address it is given (ports %s, others), and whoever "
-            "reaches it reads and writes staged KV: close its ports as docs/security.md states",
+            "Mooncake listens on all interfaces whatever address it is given (ports %s, others), and a "
+            "process that reaches it reads and writes staged KV: close its ports as docs/security.md states",
             ", ".join(map(str, ports)),
         )
         self._probe = IncarnationProbe(host, note=note_of(ports))

@@ -1,8 +1,8 @@
 """What peers read of a worker's pages: staged copies, so that no peer can write to the pages themselves.
 
-The staging memory is registered with the transport, and with Mooncake whoever reaches its port may write
-there. The checksum of a copy is that of the private page, so that its reader finds such a write. With
-`direct` registration the pages themselves are registered, and a write into them is found by nobody.
+The staging memory is registered with the transport, and with Mooncake a process that reaches its port may
+write there. The checksum of a copy is that of the private page, so that its reader finds such a write. With
+`direct` registration the pages themselves are registered, and no reader finds a write into them.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class PageExporter:
             transport.add_destination(memory.memory)
         except TransferError as error:
             raise FailedPrecondition(
-                f"{error.message}: --kv-registration direct allows that, and lets whoever reaches the "
-                "transport's ports write to live KV"
+                f"{error.message}: --kv-registration direct allows that, and lets any process that reaches "
+                "the transport's ports write to live KV"
             ) from None
         self.n_slots = _n_slots(memory, staging_bytes)
         self._free = list(range(self.n_slots))

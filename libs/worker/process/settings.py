@@ -34,8 +34,8 @@ class EngineSettings(WorkerSettings):
 
     kv_memory_bytes: int | None = setting("size of the KV cache", default=None, default_text="by the model")
     kv_registration: str = setting(
-        "what peers read: staged = copies of pages; direct = the pages, for rdma and device memory: whoever "
-        "reaches Mooncake's ports can then change live KV, and so answers, without an error",
+        "what peers read: staged = copies of pages; direct = the pages, for rdma and device memory: a "
+        "process that reaches Mooncake's ports can then change live KV, and so answers, without an error",
         default=STAGED,
         choices=REGISTRATIONS,
     )

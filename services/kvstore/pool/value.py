@@ -10,8 +10,8 @@
 
 The key is the block's hash, which is salted with the tenant: a tenant's value does not verify under
 another's key. The pool's engine may return flipped bits, stale memory and foreign values without an
-error, so the agent keeps a value only if `verify_value` accepts it. Whoever reaches Mooncake's ports can also
-write whole values, so the node uses a value only if its proof is `proof_of` the copied payload.
+error, so the agent keeps a value only if `verify_value` accepts it. A process that reaches Mooncake's ports
+can also write whole values, so the node uses a value only if its proof is `proof_of` the copied payload.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class HttpFuzzer:
     defects: list[str] = field(default_factory=list)
 
     async def run(self, inputs: int) -> None:
-        """Send so many messages, each on a connection of its own."""
+        """Send so many messages, each on a separate connection."""
         left = iter(range(inputs))
 
         async def send() -> None:
