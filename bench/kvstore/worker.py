@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +31,14 @@ from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats
 from libs.worker.restore.prefix_restore import PrefixRestorer
 from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.dial import dial
+from slipstream.rpc.peer_token import TokenMinter
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
 FINGERPRINT = Fingerprint("bench", "bench", "bench", "float32", 64)
 _START_S = 60.0
-_SECRET = "of the benchmark's cluster"
+_SECRET_TEXT = "of the benchmark's cluster"
+_SECRET = ClusterSecret(_SECRET_TEXT.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def open_store(directory: Path, *, transport: str, dram_bytes: int, disk_bytes: 
     command += ["--run-dir", str(directory), "--transport", transport]
     command += ["--dram-bytes", str(dram_bytes), "--disk-bytes", str(disk_bytes)]
     with log.open("wb") as output:
-        environment = {**os.environ, SECRET_VARIABLE: _SECRET}
+        environment = {**os.environ, SECRET_VARIABLE: _SECRET_TEXT}
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         give_up_at = time.monotonic() + _START_S
@@ -78,9 +82,9 @@ class BenchWorker:
             memory_address=self._pages.address,
         )
         self._transport = transport
-        self._memory = PageMemory(engine, KvChecksum.of_cluster(ClusterSecret(_SECRET.encode())))
+        self._memory = PageMemory(engine, KvChecksum.of_cluster(_SECRET))
         self._exporter = PageExporter(self._memory, transport, staging_bytes=page_bytes * n_pages * 2)
-        self._peers = Peers()
+        self._peers = Peers(dial=partial(dial, tokens=TokenMinter(_SECRET, "bench")))
         unused: Any = None  # the engine's thread: only failed reads need it
         self._puller = BlockFetcher(transport, self._memory, unused, Counters())
         self._restorer = PrefixRestorer(
