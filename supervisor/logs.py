@@ -23,7 +23,7 @@ LOG_FILES = 4
 _CHUNK_BYTES = 64 << 10
 _LONGEST_LINE_BYTES = 64 << 10
 _TAIL_LINES = 15
-# The level field of libs.common.rpc.telemetry's format, and of etcd's JSON lines.
+# The level field of libs.common.telemetry.logs's format, and of etcd's JSON lines.
 _PROBLEM = re.compile(rb'^\S+ \S+ (ERROR|CRITICAL) |"level":"(error|fatal|panic)"')
 
 

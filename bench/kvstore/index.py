@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.checksum import checksum
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from services.kvstore.core.store import BlockStore
 from services.kvstore.disk.segments.format import BlockHeader, Superblock
 from services.kvstore.disk.segments.segment_file import BufferPool, SegmentFile

@@ -17,8 +17,8 @@ from typing import Any
 
 from libs.common.checksum import KvChecksum
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc.telemetry import Counters
 from libs.common.runtime.process_settings import SECRET_VARIABLE
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.common.transport.registered_memory import PageAlignedMemory

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.common.rpc.tracing import TraceMetadata
+from libs.common.telemetry.tracing import TraceMetadata
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 
 _RTT_WEIGHT = 0.2  # of a new sample in the running means

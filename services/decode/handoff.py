@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from libs.common.checksum import CHECKSUM_BYTES
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from libs.worker.requests.clock import left_s
 from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBlock
 from slipstream.errors import Aborted, Internal, Unavailable

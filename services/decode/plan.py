@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from libs.common.block_hash import SharedPrefix
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from libs.engine.step.types import EngineInfo, SequenceSpec
 from libs.worker.requests.attempts import AttemptKey
 from libs.worker.requests.prompt_cache import PromptCache

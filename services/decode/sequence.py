@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from opentelemetry.trace import Span
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from libs.engine.step.types import Engine, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until

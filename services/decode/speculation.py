@@ -22,7 +22,7 @@ import grpc
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.common.rpc.tracing import trace_metadata
+from libs.common.telemetry.tracing import trace_metadata
 from libs.engine.step.types import FloatArray, StepOutput
 from libs.worker.requests.messages import pack_features
 from libs.worker.requests.request_spec import pack_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from libs.common.block_hash import TokenArray
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.drafter.batcher import Proposal
 from slipstream.v1 import drafter_pb2
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from libs.common.rpc.multiplexed_server import MultiplexedServer, ServerStream
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.worker.requests.messages import parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, Proposal, Work

@@ -9,9 +9,9 @@ import threading
 import time
 
 from libs.common.cluster.worker_record import Role
-from libs.common.rpc.telemetry import configure_logging
-from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime.settings import load_settings
+from libs.common.telemetry.logs import configure_logging
+from libs.common.telemetry.tracing import configure_tracing
 from services.kvstore.app import serve
 from services.kvstore.settings import NodeSettings, options_of
 from slipstream.errors import SlipstreamError

@@ -12,11 +12,11 @@ import grpc
 
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.cluster.address_book import AddressBook, LoopbackAddresses
-from libs.common.rpc import tracing
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
 from libs.common.rpc.pin_server import PinServer
 from libs.common.rpc.pin_span import traced_pin
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry import tracing
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport
 from services.kvstore.core.puts import Puts, PutSource
 from services.kvstore.core.store import DISK_DEADLINE_S, BlockStore, PinnedBlock

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Protocol
 
 from libs.common.checksum import CHECKSUM_BYTES
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.worker.engine.page_exporter import ExportedPage
 from libs.worker.requests.attempts import AttemptKey
 from services.prefill.handoff_state import Handoff, HandoffState, HandoffTable

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from libs.engine.step.types import FullBlock, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until

@@ -15,13 +15,13 @@ from libs.common.cluster.exit_reports import EtcdExitReports, ExitReports, NoExi
 from libs.common.cluster.placements import EtcdPlacements, InMemoryPlacements, Placements
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.access import EtcdAccess
-from libs.common.rpc.telemetry import configure_logging
-from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.settings import load_settings
+from libs.common.telemetry.logs import configure_logging
+from libs.common.telemetry.tracing import configure_tracing
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
 

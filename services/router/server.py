@@ -18,8 +18,8 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import Context, metadata_of
 from libs.common.rpc.single_request import read_request
-from libs.common.rpc.telemetry import Counters
 from libs.common.runtime import heap
+from libs.common.telemetry.counters import Counters
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
 from services.router.api.admin_server import AdminServer

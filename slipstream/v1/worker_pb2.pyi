@@ -87,7 +87,7 @@ class GetStatusResponse(_message.Message):
     def ledger(self) -> Global___Ledger: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """totals by metric name, see libs/common/rpc/telemetry.py"""
+        """totals by metric name, see libs/common/telemetry/metric_table.py"""
 
     def __init__(
         self,

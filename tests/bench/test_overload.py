@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.overload_load import check_http_refusal, refusal_quantiles
-from libs.common.rpc.telemetry import Counters, render_prometheus
+from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.exposition import render_prometheus
 
 
 def metrics(counters: Counters) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import Landed, ReadOp, Region
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.core.puts import Puts, PutSource

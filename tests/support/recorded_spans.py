@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 
 PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from slipstream.block_hashes import HASH_BYTES
 from slipstream.enum_names import tier_names
 from slipstream.v1 import kvstore_pb2

@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from libs.common.rpc import tracing
 from libs.common.rpc.multiplexed_server import MultiplexedServer, ServerStream
+from libs.common.telemetry import tracing
 from slipstream import errors
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import prefill_pb2

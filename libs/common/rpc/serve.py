@@ -33,7 +33,6 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Span
 
-from libs.common.rpc import tracing
 from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
 from libs.common.rpc.access_table import HEALTH_SERVICE
 from libs.common.rpc.call_room import CallRoom
@@ -56,6 +55,7 @@ from libs.common.service_bounds import (
     GRPC_PUBLIC_REQUEST_BYTES,
     GRPC_WINDOW_BYTES,
 )
+from libs.common.telemetry import tracing
 from slipstream import errors
 from slipstream.errors import InvalidArgument
 from slipstream.rpc import dial

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.engine.step.types import StepOutput
 
 _WEIGHT = 0.1  # the weight of a new sample in the running means

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc.tracing import TraceMetadata
+from libs.common.telemetry.tracing import TraceMetadata
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import FullBlock
 from libs.worker.engine.engine_thread import EngineThread

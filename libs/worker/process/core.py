@@ -22,7 +22,7 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_service import new_incarnation
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, EngineInfo, PageChange, PageReservation, StepOutput
 from libs.worker.engine.engine_thread import Drafter, EngineThread, Step

@@ -19,10 +19,10 @@ from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.access import access_of
 from libs.common.rpc.serve import ServiceHost
-from libs.common.rpc.telemetry import configure_logging
-from libs.common.rpc.tracing import configure_tracing
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
+from libs.common.telemetry.logs import configure_logging
+from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.settings import WorkerSettings
 from slipstream.errors import SlipstreamError

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_memory import PageMemory

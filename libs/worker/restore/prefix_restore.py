@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc import tracing
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry import tracing
+from libs.common.telemetry.counters import Counters
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_lease import PinLease, ReaderPins
 from libs.worker.requests.tenant_tag import tenant_tag

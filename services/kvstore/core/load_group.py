@@ -9,7 +9,7 @@ from types import TracebackType
 
 from opentelemetry.trace import Span
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.kvstore.dram.slots import Block
 from services.kvstore.loading.promotion import Promoter, Promotion
 from services.kvstore.pool.promotion import PoolPromotion

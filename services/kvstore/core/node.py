@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from libs.common.cluster.worker_service import WorkerService
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport
 from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.core.puts import Puts, constant_term

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport, ReadOp
 from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
 from services.kvstore.core.store import BlockStore

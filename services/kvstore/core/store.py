@@ -15,8 +15,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libs.common.rpc import tracing
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry import tracing
+from libs.common.telemetry.counters import Counters
 from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
 from services.kvstore.core.load_group import LoadGroup
 from services.kvstore.disk.set import DiskSet

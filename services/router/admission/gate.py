@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc.raise_once import raise_once
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from services.router.admission.controller import Admission
 from services.router.admission.forecast import Capacity
 from services.router.admission.types import (

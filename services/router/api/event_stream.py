@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.router.api.http_errors import error_object
 from services.router.api.openai.response import ResponseWriter, sse
 from slipstream import errors

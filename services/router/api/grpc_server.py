@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from libs.common import service_bounds
-from libs.common.rpc import tracing
 from libs.common.rpc.access import current_caller
 from libs.common.rpc.serve import metadata_of
+from libs.common.telemetry import tracing
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import DEFAULT_TENANT, ApiKeys
 from services.router.api.grpc_request import parse_request

@@ -12,7 +12,7 @@ from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler
 
 from libs.common import service_bounds
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from libs.common.rpc.telemetry import METRIC_NAMES, Counters, Sample, metric_of, render_prometheus
+from libs.common.telemetry.counters import Counters, metric_of
+from libs.common.telemetry.exposition import Sample, render_prometheus
+from libs.common.telemetry.metric_table import METRIC_NAMES
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.fleet import RouterFleet
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.router.execution.attempt_types import (
     FINISH_NONE,
     AttemptSpec,

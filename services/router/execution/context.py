@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from services.router.admission.fair_threads import FairThreads
 from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from libs.common.block_hash import HashChain
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from libs.text.tool_declaration import cached_tools_text, tools_text
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.attempt_types import AttemptSpec

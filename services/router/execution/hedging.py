@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, WorkerFailed
 from services.router.execution.dispatcher import Assignment

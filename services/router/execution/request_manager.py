@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from libs.common import service_bounds
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.router.admission.gate import AdmissionGate, priority_of
 from services.router.admission.tenant_shares import TextShares
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Set
 
 from libs.common.cluster.worker_record import Role
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.router.execution.context import RouterContext
 from services.router.execution.dispatcher import Assignment, PlacementQuery
 from services.router.execution.request_state import RequestState

@@ -153,7 +153,7 @@ class PrefixIndex:
         return self._forest.tree.evicted_blocks
 
     def gauges(self) -> dict[str, float]:
-        """The index's metrics by name (libs/common/rpc/telemetry.py)."""
+        """The index's metrics by name (libs/common/telemetry/metric_table.py)."""
         return {
             "slipstream_prefix_index_bytes": float(self.n_bytes),
             "slipstream_prefix_index_blocks": float(self.blocks),

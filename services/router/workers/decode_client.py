@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 
 from libs.common.rpc.multiplexed_client import MultiplexedClient, batches
-from libs.common.rpc.tracing import trace_metadata
+from libs.common.telemetry.tracing import trace_metadata
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from services.router.workers.remote_sequence import RemoteSequence, SequenceListener
 from services.router.workers.token_batcher import TokenBatcher

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import grpc
 
 from libs.common.rpc.multiplexed_client import MultiplexedClient, batches
-from libs.common.rpc.tracing import trace_metadata
+from libs.common.telemetry.tracing import trace_metadata
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, SentPrompt
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure

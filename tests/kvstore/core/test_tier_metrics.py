@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from libs.common.rpc.telemetry import METRIC_NAMES, METRICS, Counters
+from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.metric_table import METRIC_NAMES, METRICS
 from libs.common.transport.open import open_transport
 from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.core.node import Node

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.core.store import BlockStore

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from services.kvstore import operations
 from services.kvstore.core.store import BlockStore, Pin
 from services.kvstore.dram.tier import DramTier

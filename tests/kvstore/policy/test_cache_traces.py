@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry.trace import StatusCode
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from services.kvstore.core.load_group import LoadGroup
 from services.kvstore.service import KvstoreServicer
 from slipstream.block_hashes import pack_hashes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from libs.common.checksum import checksum, memory_at
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.tombstones import Tombstones

@@ -15,7 +15,7 @@ from libs.common.checksum import checksum, checksum_at, memory_at
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
 from libs.common.rpc.serve import ServiceHost
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.rpc.telemetry import METRIC_NAMES
+from libs.common.telemetry.metric_table import METRIC_NAMES
 from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.disk.evict import ChainLinks, Rows
 from services.kvstore.pool.config import PoolOptions

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
-from libs.common.rpc.telemetry import configure_logging
+from libs.common.telemetry.logs import configure_logging
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 

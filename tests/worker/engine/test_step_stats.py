@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from libs.engine.step.types import StepOutput
 from libs.worker.engine.step_stats import StepStats
 

@@ -24,8 +24,8 @@ from aiohttp.http_exceptions import (
 )
 from aiohttp.web_protocol import RequestPayloadError
 
-from libs.common.rpc.telemetry import Counters
 from libs.common.service_bounds import GRPC_HANDSHAKE_S, HTTP_CONNECTIONS
+from libs.common.telemetry.counters import Counters
 from services.router.api.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
 from slipstream import errors
 from slipstream.rpc.tls import FilesVersion, TlsFiles

@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from services.router.api.http.connection import MalformedMessages
 from services.router.request.model_card import ModelCard
 from slipstream.rpc.tls import TlsFiles

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from libs.common.rpc.telemetry import Counters
+from libs.common.telemetry.counters import Counters
 from services.router.api.http.connection import HttpListener, MalformedMessages
 from services.router.ports import endpoint_of, listen_tcp
 from slipstream.rpc.tls import TlsFiles

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
-from libs.common.rpc import tracing
+from libs.common.telemetry import tracing
 from slipstream import errors
 from tests.support.recorded_spans import PARENT, KeptSpans, kept_spans, parts
 

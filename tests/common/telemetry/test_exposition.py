@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from libs.common.rpc.telemetry import METRICS, Counters, TracebackFormatter, log_format, render_prometheus
+from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.exposition import render_prometheus
+from libs.common.telemetry.metric_table import METRICS
 
 
 def test_names_are_unique_and_say_their_kind() -> None:
@@ -64,26 +64,3 @@ def test_a_histogram_counts_each_value_in_every_bucket_it_fits() -> None:
     assert f'{name}_sum{{instance="x"}} 5005.15' in lines
     with pytest.raises(KeyError):
         counters.observe("slipstream_requests_total", 1.0)
-
-
-def test_a_traceback_has_frames_and_classes_but_no_messages() -> None:
-    secret = "-".join(("sk", "1"))  # the source lines of a traceback do not have it
-    try:
-        try:
-            raise ExceptionGroup(secret, [KeyError(secret)])
-        except ExceptionGroup as group:
-            raise ValueError(secret) from group
-    except ValueError as error:
-        failure = (type(error), error, error.__traceback__)
-    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "it failed", None, failure)
-    line = TracebackFormatter(log_format("router-0")).format(record)
-    assert secret not in line
-    classes = ["builtins.KeyError", "builtins.ExceptionGroup", "builtins.ValueError"]
-    assert [text for text in line.split("\n") if text.startswith("builtins.")] == classes
-    assert "ERROR router-0 x: it failed" in line and "in test_a_traceback_has" in line
-
-
-def test_a_traceback_keeps_the_words_of_the_operating_system() -> None:
-    error = FileNotFoundError(2, "No such file or directory")
-    text = TracebackFormatter().formatException((type(error), error, None))
-    assert text.endswith("builtins.FileNotFoundError: [Errno 2] No such file or directory")
