@@ -1,3 +1,4 @@
+#include "gemm.h"
 #include "panel.h"
 
 #define MAX_GROUP 8 /* panels of a work item */

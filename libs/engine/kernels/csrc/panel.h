@@ -1,7 +1,7 @@
 /* Products of some rows with one panel of a matrix, or with two panels at once. */
 #pragma once
 
-#include "gemm.h"
+#include "tile.h"
 
 #define BLOCK_ROWS 120 /* most rows: 120 x 512 floats stay in the L2 cache */
 
