@@ -52,7 +52,7 @@ class Library:
         return ctypes.c_void_p(address_of(self.xxh3.plain))
 
     def hashes(self, secret: bytes) -> Any:
-        """The checksum under a secret, whole and incremental, as in disk_io.h."""
+        """The checksum under a secret, whole and incremental, as in disk_base.h."""
         return _Hashes.of(self.xxh3, secret)
 
 

@@ -2,7 +2,7 @@
 #ifndef SLIPSTREAM_DISK_PART_H
 #define SLIPSTREAM_DISK_PART_H
 
-#include "disk_io.h"
+#include "disk_base.h"
 
 #include <string.h>
 #include <sys/uio.h>

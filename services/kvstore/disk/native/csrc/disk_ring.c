@@ -1,6 +1,6 @@
 #define _GNU_SOURCE
 #include "disk_ring.h"
-#include "disk_io.h"
+#include "disk_base.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -3,7 +3,7 @@
  * interpreter. A header is written only after its payload was synced.
  */
 #define _GNU_SOURCE
-#include "disk_io.h"
+#include "disk_base.h"
 
 #include <pthread.h>
 #include <stdlib.h>

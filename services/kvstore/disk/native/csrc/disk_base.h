@@ -1,6 +1,6 @@
 /* Types and helpers that the reader and the writer share. */
-#ifndef SLIPSTREAM_DISK_IO_H
-#define SLIPSTREAM_DISK_IO_H
+#ifndef SLIPSTREAM_DISK_BASE_H
+#define SLIPSTREAM_DISK_BASE_H
 
 #include <errno.h>
 #include <stddef.h>
