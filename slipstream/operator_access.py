@@ -5,14 +5,13 @@ from __future__ import annotations
 import getpass
 import os
 import re
-from functools import partial
 from pathlib import Path
 
 from slipstream.cluster_record import read_record, secret_file
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
-from slipstream.rpc.dial import Dial, dial
+from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
 
@@ -41,10 +40,10 @@ def operator_dial(
         elif local is not None and local.exists():
             secret = ClusterSecret.from_file(local)
         else:
-            return partial(dial, tls=tls)
+            return Dial(tls)
     except ValueError as error:
         raise InvalidArgument(SECRET_FILE_FLAG, str(error)) from None
-    return partial(dial, tls=tls, tokens=TokenMinter(secret, _user(), CallerClass.OPERATOR))
+    return Dial(tls, TokenMinter(secret, _user(), CallerClass.OPERATOR))
 
 
 def _certificates_of(run_dir: Path) -> TlsFiles | None:

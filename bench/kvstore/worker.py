@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,7 @@ from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats
 from libs.worker.restore.prefix_restore import PrefixRestorer
 from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.rpc.cluster_secret import ClusterSecret
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -84,7 +83,7 @@ class BenchWorker:
         self._transport = transport
         self._memory = PageMemory(engine, KvChecksum.of_cluster(_SECRET))
         self._exporter = PageExporter(self._memory, transport, staging_bytes=page_bytes * n_pages * 2)
-        self._peers = Peers(dial=partial(dial, tokens=TokenMinter(_SECRET, "bench")))
+        self._peers = Peers(dial=Dial(tokens=TokenMinter(_SECRET, "bench")))
         unused: Any = None  # the engine's thread: only failed reads need it
         self._puller = BlockFetcher(transport, self._memory, unused, Counters())
         self._restorer = PrefixRestorer(

@@ -28,7 +28,7 @@ from libs.worker.requests.messages import pack_features
 from libs.worker.requests.request_spec import pack_tokens
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
-from slipstream.rpc.dial import Dial, dial
+from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Speculation:
         limits: DraftLimits,
         *,
         gate: DraftGate | None = None,
-        dial: Dial = dial,
+        dial: Dial = PLAIN_DIAL,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._find_drafter = find_drafter

@@ -45,7 +45,7 @@ async def serve(options: Options) -> None:
     options.check()
     if options.disk_bytes:
         await _check_disks(options)
-    host = ServiceHost(options.listen, tls=options.tls, access=options.access)
+    host = ServiceHost(options.listen, tls=options.tls, access=options.access, names=options.server_names)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])

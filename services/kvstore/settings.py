@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.access import AccessControl, access_of
 from libs.common.runtime.process_settings import TierSettings
-from libs.common.runtime.settings import setting
+from libs.common.runtime.settings import parse_endpoints, setting
 from libs.common.transport.open import TransportChoice
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 from slipstream.errors import InvalidArgument
@@ -38,6 +39,7 @@ class Options:
     etcd_lease_s: int = LEASE_TTL_S
     tls: TlsFiles | None = None
     access: AccessControl | None = None  # None: everyone may call
+    server_names: Sequence[str] = ()
     region: str = ""
     pool: PoolOptions | None = None
     checksum: KvChecksum = UNKEYED
@@ -108,6 +110,7 @@ def options_of(parsed: NodeSettings) -> Options:
         tls=parsed.tls(),
         checksum=KvChecksum.of_cluster(parsed.cluster_secret()),
         access=access_of(parsed),
+        server_names=parse_endpoints(parsed.server_names),
     )
 
 

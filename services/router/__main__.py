@@ -19,7 +19,7 @@ from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
-from libs.common.runtime.settings import load_settings
+from libs.common.runtime.settings import load_settings, parse_endpoints
 from libs.common.telemetry.logs import configure_logging
 from libs.common.telemetry.tracing import configure_tracing
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
@@ -97,6 +97,7 @@ async def serve(options: RouterSettings) -> None:
         access_log=open_access_log(options.access_log, instance=options.instance),
         client_tls=options.client_tls(),
         secret=options.cluster_secret(),
+        server_names=parse_endpoints(options.server_names),
         tenants=tenants,
         salts=_salts(options, card),
         max_requests=options.max_requests,

@@ -50,6 +50,7 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
         options.listen,
         tls=options.client_tls or options.tls,
         access=AccessControl(secret=options.secret, keys=keys),
+        names=options.server_names,
         has_reflection=False,
         options=[
             *shared,
@@ -66,16 +67,15 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
         options.admin,
         tls=options.tls,
         access=AccessControl(secret=options.secret, has_peer_certificates=has_certificates, keys=keys),
+        names=options.server_names,
         options=shared,
         flag="--admin",
     )
-    return RouterPorts(
-        public,
-        listen_tcp(options.http, share_port=options.share_ports),
-        admin,
-        listen_tcp(options.admin_http, share_port=options.share_ports),
-        admin_http_access,
-    )
+    http = listen_tcp(options.http, share_port=options.share_ports)
+    admin_http = listen_tcp(options.admin_http, share_port=options.share_ports)
+    if admin_http_access is not None:
+        admin_http_access.answer_to(endpoint_of(admin_http), options.server_names)
+    return RouterPorts(public, http, admin, admin_http, admin_http_access)
 
 
 def endpoint_of(listening: socket.socket) -> str:

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from libs.common import service_bounds
@@ -45,7 +44,7 @@ from services.router.workers.fleet import RouterFleet
 from slipstream import bounds
 from slipstream.errors import DeadlineExceeded, SlipstreamError, Unauthenticated
 from slipstream.rpc.cluster_secret import ClusterSecret
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -72,6 +71,7 @@ class RouterOptions:
     tls: TlsFiles | None = None  # of the admin port, and towards workers
     client_tls: TlsFiles | None = None  # of the public port; None: `tls`
     secret: ClusterSecret | None = None
+    server_names: Sequence[str] = ()  # endpoints by which callers dial the ports beside their addresses
     http_tls: bool = True  # HTTP uses the certificate of `tls`, where there is one
     allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
@@ -122,8 +122,7 @@ class RouterServer:
         self._awake = AwakeClock(clock)
         self.fleet = RouterFleet(
             self._members,
-            dial=partial(dial, tls=options.tls, tokens=_tokens(options)),
-            tls=options.tls,
+            dial=Dial(options.tls, _tokens(options)),
             clock=self._awake.now_s,
             fits=card.fits,
             region_ms=options.region_ms,

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
-from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.errors import SlipstreamError, Unauthenticated, Unavailable
+from slipstream.rpc.credential_fault import credential_fault
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -81,7 +82,8 @@ async def ask_status(endpoint: str, dial: Dial) -> worker_pb2.GetStatusResponse 
         try:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error)
+            fault = credential_fault(error)
+            return from_rpc_error(error) if fault is None else Unauthenticated(fault)
 
 
 def status_dict(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:

@@ -6,17 +6,15 @@ number of pings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
+from slipstream.rpc.audience import audience_of
 from slipstream.rpc.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
 from slipstream.rpc.peer_token import TokenMinter
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.tls import FilesVersion, TlsFiles
 from slipstream.rpc.token_channel import TokenChannel
-
-# Opens a channel to "host:port" with the credentials of this process.
-Dial = Callable[[str], grpc.aio.Channel]
 
 # gRPC's transparent retries repeat a call that the peer did not process. On a connection whose first frame
 # is GOAWAY, as of a worker that stops, they repeat it without a pause until the call's deadline, at 200 MB/s
@@ -50,10 +48,32 @@ def dial(
 ) -> grpc.aio.Channel:
     """A channel to `endpoint` ("host:port"). Lazy: connects at the first call. The caller closes it.
 
-    `tokens`: the calls carry them, where certificates do not say who calls.
+    `tokens`: the calls carry those for this endpoint, where certificates do not say who calls.
     """
-    if tls is None:
-        channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-    else:
+    if tls is not None:
         channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)
-    return channel if tokens is None else TokenChannel(channel, tokens)
+    else:
+        # Without a certificate the address alone says who answers: dial the one that the tokens name.
+        target = endpoint if tokens is None else audience_of(endpoint) or endpoint
+        channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return channel if tokens is None else TokenChannel(channel, tokens.tokens_for(endpoint))
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Opens channels with the credentials of this process, and knows when these change."""
+
+    tls: TlsFiles | None = None
+    tokens: TokenMinter | None = None
+
+    def __call__(self, endpoint: str) -> grpc.aio.Channel:
+        """A channel to "host:port" with the files as they are now."""
+        return dial(endpoint, tls=self.tls, tokens=self.tokens)
+
+    def files_version(self) -> FilesVersion | None:
+        """Changes when a file of the certificate does; None without files, and while one is missing."""
+        return self.tls.version() if self.tls is not None else None
+
+
+# Of processes without credentials.
+PLAIN_DIAL = Dial()

@@ -29,12 +29,13 @@ class TlsFiles:
     certificate: Path
     key: Path
 
-    def server_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self, on_handshake: Callable[[], None] = lambda: None) -> grpc.ServerCredentials:
         """Credentials that require and verify the client's certificate, and follow the files.
 
-        The caller keeps them as long as the server runs: gRPC does not.
+        The caller keeps them as long as the server runs: gRPC does not. Threads of gRPC call `on_handshake`
+        whenever a handshake begins.
         """
-        certificates = ServerCertificates(self)
+        certificates = ServerCertificates(self, on_handshake)
         # The stubs leave out that a fetcher may return None.
         fetch: Callable[[], Any] = certificates.fetch
         return grpc.dynamic_ssl_server_credentials(
@@ -89,9 +90,10 @@ def _usable(files: TlsFiles) -> _Pem:
 class ServerCertificates:
     """The certificates of one server as its files have them. Any thread may call `fetch`."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, files: TlsFiles, on_handshake: Callable[[], None] = lambda: None) -> None:
         """Raises OSError for a file that cannot be read."""
         self._files = files
+        self._on_handshake = on_handshake
         self._seen = files.version()
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
@@ -104,6 +106,7 @@ class ServerCertificates:
 
         A certificate and a key that do not belong together, as between two writes, change nothing.
         """
+        self._on_handshake()
         version = self._files.version()
         if version == self._seen:
             return None

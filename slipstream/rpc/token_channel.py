@@ -1,4 +1,4 @@
-"""A channel whose calls carry the metadata of a TokenMinter.
+"""A channel whose calls carry the tokens of one server.
 
 It adds the metadata when a call begins and returns gRPC's own call object. An interceptor would wrap every
 call and every message of its streams.
@@ -11,13 +11,13 @@ from typing import Any
 
 import grpc
 
-from slipstream.rpc.peer_token import TokenMinter
+from slipstream.rpc.peer_token import CallTokens
 
 
 class TokenChannel(grpc.aio.Channel):
     """Has the interface of `grpc.aio.Channel`, and owns the channel that it wraps."""
 
-    def __init__(self, channel: grpc.aio.Channel, tokens: TokenMinter) -> None:
+    def __init__(self, channel: grpc.aio.Channel, tokens: CallTokens) -> None:
         self._channel = channel
         self._tokens = tokens
 

@@ -14,7 +14,7 @@ from slipstream.cli import app as app_module
 from slipstream.cli.app import app, build_app
 from slipstream.cli.status import show_endpoints
 from slipstream.errors import FailedPrecondition, Unavailable
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 SERVER_COMMANDS = ("up", "down", "kill", "drain", "restart", "route")
@@ -70,7 +70,7 @@ async def test_status_shows_the_given_endpoints(capsys: pytest.CaptureFixture[st
     await server.start()
     try:
         with pytest.raises(Unavailable, match=r"^no answer from 127\.0\.0\.1:1$"):
-            await show_endpoints([endpoint, "127.0.0.1:1"], as_json=as_json, dial=dial)
+            await show_endpoints([endpoint, "127.0.0.1:1"], as_json=as_json, dial=PLAIN_DIAL)
     finally:
         await server.stop(None)
     shown = capsys.readouterr().out

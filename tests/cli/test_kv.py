@@ -16,7 +16,7 @@ from libs.common.transport.socket import SocketTransport
 from slipstream.cli.kv_nodes import Nodes
 from slipstream.cli.kv_show import show_tiers
 from slipstream.errors import Unavailable
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import PLAIN_DIAL
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload
 
 ON_DISK = "slipstream_kvstore_blocks_nvme"
@@ -168,4 +168,4 @@ async def test_a_node_that_does_not_answer_is_named_and_fails_the_command(
     said = await kv(verb, *nodes[2:], "--json", exit_code=1)
     assert json.loads(said)[0]["error"]
     with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1:1"):
-        await show_tiers(Nodes({"127.0.0.1:1": "127.0.0.1:1"}, dial), as_json=True)
+        await show_tiers(Nodes({"127.0.0.1:1": "127.0.0.1:1"}, PLAIN_DIAL), as_json=True)

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.cli.kv_change import drop_blocks
 from slipstream.cli.kv_nodes import Nodes
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 
@@ -29,7 +29,7 @@ async def test_a_drop_reports_that_the_pool_kept_its_copies(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        await drop_blocks(Nodes({"kv-0": f"127.0.0.1:{port}"}, dial), b"", as_json=as_json)
+        await drop_blocks(Nodes({"kv-0": f"127.0.0.1:{port}"}, PLAIN_DIAL), b"", as_json=as_json)
     finally:
         await server.stop(None)
     output = " ".join(capsys.readouterr().out.split())

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 import pytest
 
 from slipstream.errors import Unauthenticated
-from slipstream.rpc.caller_class import CallerClass
+from slipstream.rpc.caller_class import CallerClass, CallerIdentity
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.peer_token import (
     MAX_SKEW_S,
     MAX_VERIFIED,
     MINT_EVERY_S,
+    CallTokens,
     TokenMinter,
     TokenVerifier,
     TwoClocks,
+    claimed_caller,
 )
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 HOUR_S = 3600.0
+ENDPOINT = "127.0.0.1:7000"
 
 
 @dataclass
@@ -43,21 +46,33 @@ class Machine:
         return TokenVerifier(SECRET, clocks=self.clocks())
 
 
-def text(minter: TokenMinter) -> str:
-    ((_, token),) = minter.metadata()
+def text(minter: TokenMinter | CallTokens) -> str:
+    tokens = minter.tokens_for(ENDPOINT) if isinstance(minter, TokenMinter) else minter
+    ((_, token),) = tokens.metadata()
     return token
 
 
-def test_a_token_names_its_instance_and_class() -> None:
+def test_a_token_names_its_instance_class_and_audience() -> None:
     machine = Machine()
-    caller = machine.verifier().verify(text(machine.minter()))
-    assert (caller.kind, caller.name) == (CallerClass.PEER, "decode-0")
+    token = text(machine.minter())
+    verified = machine.verifier().verify(token)
+    assert verified.caller == CallerIdentity(CallerClass.PEER, "decode-0")
+    assert verified.audience == ENDPOINT
+    assert claimed_caller(token) == "peer decode-0"
 
 
 def test_no_part_of_a_token_can_be_changed() -> None:
     machine = Machine()
     token, verifier = text(machine.minter()), machine.verifier()
-    wrong = [token.replace("peer", "operator"), token.replace("decode", "router"), token[:-1], "", "a:b", "é"]
+    wrong = [
+        token.replace(":7000:", ":7001:"),
+        token.replace("peer", "operator"),
+        token.replace("decode", "router"),
+        token[:-1],
+        "",
+        "a:b",
+        "é",
+    ]
     wrong += [token[:at] + chr(ord(token[at]) ^ 1) + token[at + 1 :] for at in range(len(token))]
     other = text(machine.minter(ClusterSecret(b"the secret of another one")))
     with pytest.raises(Unauthenticated, match="--cluster-secret-file"):
@@ -81,12 +96,12 @@ def test_a_token_is_valid_for_a_while_and_not_longer() -> None:
 
 def test_a_token_is_minted_once_a_minute() -> None:
     machine = Machine()
-    minter = machine.minter()
-    first = text(minter)
+    tokens = machine.minter().tokens_for(ENDPOINT)
+    first = text(tokens)
     machine.wait(MINT_EVERY_S - 1)
-    assert text(minter) == first
+    assert text(tokens) == first
     machine.wait(1)
-    assert text(minter) != first
+    assert text(tokens) != first
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S, 24 * 365 * HOUR_S])
@@ -116,3 +131,10 @@ def test_the_memory_of_verified_tokens_is_bounded() -> None:
 def test_an_instance_name_cannot_break_a_token(instance: str) -> None:
     with pytest.raises(ValueError, match="no token"):
         TokenMinter(SECRET, instance)
+
+
+@pytest.mark.parametrize(
+    "token", ["", "peer", "peer:a b:1", "tenant:anna:1", "peer:x\ny:1", "peer:" + "x" * 200]
+)
+def test_a_claim_that_no_minter_makes_is_not_repeated(token: str) -> None:
+    assert claimed_caller(token) == "an unknown caller"

@@ -22,10 +22,12 @@ import grpc
 from libs.common.rpc.access_table import METHOD_CLASSES
 from libs.common.rpc.single_request import refusing_handler
 from libs.common.runtime.process_settings import ServiceSettings
+from libs.common.telemetry.paced_warnings import PacedWarnings
 from slipstream import errors
+from slipstream.rpc.audience import server_audiences
 from slipstream.rpc.caller_class import ANONYMOUS, CallerClass, CallerIdentity
 from slipstream.rpc.cluster_secret import ClusterSecret
-from slipstream.rpc.peer_token import TOKEN_HEADER, TokenVerifier
+from slipstream.rpc.peer_token import TOKEN_HEADER, TokenVerifier, claimed_caller
 from slipstream.rpc.rpc_errors import to_status
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,15 @@ class AccessControl:
         self._verifier = TokenVerifier(secret) if secret is not None else None
         self.has_peer_certificates = has_peer_certificates
         self._keys = keys
+        self._audiences: frozenset[str] = frozenset()
+        self._warnings = PacedWarnings(log)
+
+    def answer_to(self, bound: str, names: Iterable[str] = ()) -> None:
+        """Accept tokens for the bound endpoint of the port, and for the further ones by which others dial it.
+
+        Before this call no token is accepted.
+        """
+        self._audiences = server_audiences(bound, names)
 
     @property
     def is_open(self) -> bool:
@@ -92,7 +103,7 @@ class AccessControl:
         headers = {name: value for name, value in metadata if isinstance(value, str)}
         token = headers.get(TOKEN_HEADER)
         if token is not None and self._verifier is not None:
-            return self._verifier.verify(token)
+            return self._caller_by_token(needed, token, self._verifier)
         if self._keys is not None and (needed is CallerClass.TENANT or self._keys.has_key(headers)):
             if not self._keys.open:
                 return self._keys.caller_of(headers)
@@ -102,7 +113,25 @@ class AccessControl:
             return CallerIdentity(CallerClass.PEER)
         if self.is_open:
             return CallerIdentity(needed)
+        if needed is CallerClass.PEER:
+            self._warnings.warn("", "refuses callers without a token: they lack --cluster-secret-file")
         raise errors.Unauthenticated(f"a credential of class {needed} is needed")
+
+    def _caller_by_token(self, needed: CallerClass, token: str, verifier: TokenVerifier) -> CallerIdentity:
+        try:
+            verified = verifier.verify(token)
+            if verified.audience in self._audiences:
+                return verified.caller
+            if self.has_peer_certificates and needed is CallerClass.PEER:
+                return CallerIdentity(CallerClass.PEER)  # the certificate says so, whatever the name
+            raise errors.Unauthenticated(
+                f"the token is for {verified.audience or 'no server'}, and this one answers to "
+                f"{', '.join(sorted(self._audiences)) or 'none'} (--listen, --advertise, --server-names)"
+            )
+        except errors.Unauthenticated as error:
+            claimed = claimed_caller(token)
+            self._warnings.warn(claimed, f"refuses {claimed} (as it names itself): {error.message}")
+            raise
 
     def _may_be_certificate(self, needed: CallerClass, caller: CallerIdentity) -> bool:
         return (
@@ -154,9 +183,15 @@ def current_caller() -> CallerIdentity:
 class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls by the table before anything of them is read."""
 
-    def __init__(self, access: AccessControl, on_refused: OnRefused = ignore_refusal) -> None:
+    def __init__(
+        self,
+        access: AccessControl,
+        on_refused: OnRefused = ignore_refusal,
+        on_call: Callable[[], None] = lambda: None,
+    ) -> None:
         self._access = access
         self._on_refused = on_refused
+        self._on_call = on_call
         self._guarded: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that guarded
 
     async def intercept_service(
@@ -165,6 +200,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         method = handler_call_details.method
+        self._on_call()
         try:
             needed = METHOD_CLASSES.get(method, CallerClass.OPERATOR)
             caller = self._access.admit(needed, handler_call_details.invocation_metadata or ())

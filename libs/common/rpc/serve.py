@@ -36,6 +36,7 @@ from opentelemetry.trace import Span
 from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
 from libs.common.rpc.access_table import HEALTH_SERVICE
 from libs.common.rpc.call_room import CallRoom
+from libs.common.rpc.handshake_watch import HandshakeWatch
 from libs.common.rpc.health import HealthService
 from libs.common.rpc.single_request import (
     MalformedRequests,
@@ -56,6 +57,7 @@ from libs.common.service_bounds import (
     GRPC_WINDOW_BYTES,
 )
 from libs.common.telemetry import tracing
+from libs.common.telemetry.paced_warnings import PacedWarnings
 from slipstream import errors
 from slipstream.errors import InvalidArgument
 from slipstream.rpc import dial
@@ -107,6 +109,7 @@ class ServiceHost:
         access: AccessControl | None = None,
         has_reflection: bool = True,
         flag: str = "--listen",
+        names: Sequence[str] = (),
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         front_doors: Collection[str] = (),
@@ -115,6 +118,8 @@ class ServiceHost:
         make_server: Callable[..., grpc.aio.Server] = grpc.aio.server,
     ) -> None:
         """`front_doors`: full names of the methods whose calls begin traces of their own.
+
+        `names`: endpoints by which callers dial the port, beside `endpoint`; their tokens name them.
 
         `access` is the rule for callers; without one every caller is admitted. `on_refused` gets each refused
         call's method and error. `read` receives the message of a call that takes one. Raises InvalidArgument
@@ -126,9 +131,10 @@ class ServiceHost:
         merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
         merged.update(options)
         self.malformed = MalformedRequests()
+        handshakes = HandshakeWatch(PacedWarnings(log))
         self.server = make_server(
             interceptors=[
-                AccessInterceptor(access, on_refused),
+                AccessInterceptor(access, on_refused, on_call=handshakes.note_call),
                 ErrorInterceptor(front_doors, self.malformed, read),
                 *interceptors,
             ],
@@ -140,10 +146,12 @@ class ServiceHost:
             if tls is None:
                 self.port = self.server.add_insecure_port(listen)
             else:
-                self._credentials = tls.server_credentials()  # gRPC calls them at each handshake
+                # gRPC calls them at each handshake.
+                self._credentials = tls.server_credentials(handshakes.note_handshake)
                 self.port = self.server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
+        access.answer_to(f"{self._host}:{self.port}", (self.endpoint, *names))
         self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._service_names: tuple[str, ...] = ()

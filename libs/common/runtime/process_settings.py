@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from libs.common.runtime.settings import check_address, check_readable, setting
+from libs.common.runtime.settings import check_address, check_readable, parse_endpoints, setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.rpc.cluster_secret import ClusterSecret
-from slipstream.rpc.dial import Dial, dial
+from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
 
@@ -50,6 +49,11 @@ class ServiceSettings:
     cluster_secret_file: Path | None = setting(
         "file with the secret that all processes of the cluster share", default=None, check=check_readable
     )
+    server_names: str = setting(
+        "HOST:PORT[,HOST:PORT..] by which callers dial this process beside its addresses: tokens name them",
+        default="",
+        check=parse_endpoints,
+    )
     log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
     drain_s: float = setting("seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S)
 
@@ -65,7 +69,7 @@ class ServiceSettings:
         """Opens channels to peers with this process's certificate and token. Raises SystemExit."""
         secret = self.cluster_secret()
         tokens = TokenMinter(secret, self.instance) if secret is not None else None
-        return partial(dial, tls=self.tls(), tokens=tokens)
+        return Dial(self.tls(), tokens)
 
     def cluster_secret(self) -> ClusterSecret | None:
         """The secret of --cluster-secret-file or SECRET_VARIABLE, or None. Raises SystemExit."""

@@ -71,6 +71,14 @@ def check_address(text: str) -> None:
         raise ValueError(f"must be HOST:PORT, not {text!r}")
 
 
+def parse_endpoints(text: str) -> list[str]:
+    """HOST:PORT[,HOST:PORT..]. Raises ValueError."""
+    endpoints = list(filter(None, text.split(",")))
+    for endpoint in endpoints:
+        check_address(endpoint)
+    return endpoints
+
+
 def load_settings(
     kind: type[SettingsT],
     *,

@@ -12,8 +12,7 @@ import grpc
 
 from libs.common.cluster.address_book import AddressBook, LoopbackAddresses
 from slipstream.errors import UnknownAddress
-from slipstream.rpc.dial import Dial, dial
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.dial import PLAIN_DIAL, Dial
 
 MAX_CHANNELS = 64
 _GRACE_S = 30.0  # for calls on a channel that fell out of the pool
@@ -25,18 +24,16 @@ class Peers:
     def __init__(
         self,
         *,
-        dial: Dial = dial,
-        tls: TlsFiles | None = None,
+        dial: Dial = PLAIN_DIAL,
         addresses: AddressBook | None = None,
         max_channels: int = MAX_CHANNELS,
     ) -> None:
-        """`tls`: the files that `dial` uses; all channels are dialled again when they change."""
+        """All channels are dialled again when the files of `dial` change."""
         self._dial = dial
-        self._tls = tls
         self.addresses: AddressBook = addresses or LoopbackAddresses()
         self._max_channels = max_channels
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
-        self._tls_version = tls.version() if tls is not None else None
+        self._files_version = dial.files_version()
         self._closing: set[asyncio.Task[None]] = set()
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
@@ -59,9 +56,9 @@ class Peers:
 
     def _drop_old_certificates(self) -> None:
         """Replace all channels when the files of our certificate changed."""
-        version = self._tls.version() if self._tls is not None else None
-        if version is not None and version != self._tls_version:
-            self._tls_version = version
+        version = self._dial.files_version()
+        if version is not None and version != self._files_version:
+            self._files_version = version
             while self._channels:
                 self._close_late(self._channels.popitem()[1])
 

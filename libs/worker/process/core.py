@@ -38,7 +38,7 @@ from libs.worker.restore.block_fetcher import BlockFetcher
 from libs.worker.restore.prefix_restore import PrefixRestorer, Restored
 from libs.worker.restore.restore_budget import FLOOR_MS
 from slipstream import errors
-from slipstream.rpc.dial import Dial, dial
+from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class WorkerCore:
         transport: KvTransport,
         *,
         instance: str,
-        dial: Dial = dial,
+        dial: Dial = PLAIN_DIAL,
         addresses: AddressBook | None = None,
         drafter: Drafter | None = None,
         on_broken: Callable[[], None] = lambda: None,

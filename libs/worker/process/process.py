@@ -21,6 +21,7 @@ from libs.common.rpc.access import access_of
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
+from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.logs import configure_logging
 from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp
@@ -64,7 +65,13 @@ async def serve_worker(
     role: Role, options: WorkerSettings, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
 ) -> int:
     """Serve until a signal stops it. 0 after an orderly end, 1 when the worker broke."""
-    host = ServiceHost(options.listen, tls=options.tls(), access=access_of(options), make_server=make_server)
+    host = ServiceHost(
+        options.listen,
+        tls=options.tls(),
+        access=access_of(options),
+        names=[options.advertise, *parse_endpoints(options.server_names)],
+        make_server=make_server,
+    )
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)

@@ -16,12 +16,13 @@ import grpc
 
 from libs.common.cluster.exit_reports import run_name
 from libs.common.cluster.worker_record import Role, Worker
+from libs.common.telemetry.paced_warnings import WARN_EVERY_S, PacedWarnings
 from services.router.workers.prefill_client import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.enum_names import role_name, transport_name
 from slipstream.rpc.backoff import ANSWER_S, Backoff
-from slipstream.rpc.dial import Dial, dial
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.credential_fault import credential_fault, lasting_fault
+from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,7 @@ class WorkerConnection:
         self,
         worker: Worker,
         *,
-        dial: Dial = dial,
-        tls: TlsFiles | None = None,
+        dial: Dial = PLAIN_DIAL,
         clock: Callable[[], float],
         on_change: Callable[[], None],
         on_report: Callable[[WorkerConnection, worker_pb2.LoadReport], None] = lambda link, report: None,
@@ -64,7 +64,7 @@ class WorkerConnection:
     ) -> None:
         self.worker = worker
         self.key = run_name(worker.role, worker.instance, worker.incarnation)
-        self.tls_version = tls.version() if tls is not None else None
+        self.files_version = dial.files_version()  # that its channel was made with
         self.channel = dial(worker.endpoint)
         self.fingerprint: common_pb2.Fingerprint | None = None
         self.digest = ""  # the fingerprint's, in hex
@@ -91,6 +91,7 @@ class WorkerConnection:
         self._on_report = on_report
         self._fits = fits
         self._silence_s = silence_s
+        self._warnings = PacedWarnings(log)
         self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
 
     @property
@@ -182,6 +183,7 @@ class WorkerConnection:
 
     async def _follow(self) -> None:
         backoff = Backoff()
+        answered_s = self._clock()
         while True:
             try:
                 await self._identify()
@@ -191,13 +193,29 @@ class WorkerConnection:
                     self._following = True
                     self._take(response.load)
                     backoff.succeeded()
-            except (grpc.aio.AioRpcError, _WrongWorker) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                log.info("%s at %s: %s", self.worker.instance, self.worker.endpoint, reason)
+                    answered_s = self._clock()
+            except _WrongWorker as error:
+                answered_s = self._clock()
+                log.info("%s at %s: %s", self.worker.instance, self.worker.endpoint, error)
+            except grpc.aio.AioRpcError as error:
+                self._log_failure(error, silent_s=self._clock() - answered_s)
             finally:
                 self._following = False
                 self._set_ready(False)
             await asyncio.sleep(backoff.pause_s())
+
+    def _log_failure(self, error: grpc.aio.AioRpcError, *, silent_s: float) -> None:
+        """A warning where credentials differ, or the worker does not answer for long."""
+        at = f"{self.worker.instance} at {self.worker.endpoint}"
+        fault = credential_fault(error)
+        if fault is not None:
+            self._warnings.warn(self.key, f"{at} gets no requests: {fault}")
+        elif silent_s >= WARN_EVERY_S:
+            self._warnings.warn(
+                self.key, f"{at} does not answer for {silent_s:.0f} s: {lasting_fault(error)}"
+            )
+        else:
+            log.info("%s: %s", at, error.details())
 
     async def _identify(self) -> None:
         status = await first_answer(self._ask_status)

@@ -24,8 +24,7 @@ from services.router.workers.connection import SILENCE_S, WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
 from slipstream import errors
-from slipstream.rpc.dial import Dial, dial
-from slipstream.rpc.tls import TlsFiles
+from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -43,21 +42,19 @@ class RouterFleet:
         self,
         members: discovery.Fleet,
         *,
-        dial: Dial = dial,
-        tls: TlsFiles | None = None,
+        dial: Dial = PLAIN_DIAL,
         clock: Callable[[], float],
         fits: Callable[[common_pb2.Fingerprint], bool],
         region_ms: Mapping[str, float] | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
         """`fits`: whether a worker of this fingerprint may be used at all. `region_ms`: the way there.
-        `tls`: the files that `dial` uses; workers are dialled again when they change.
+        Workers are dialled again when the files of `dial` change.
         `silence_s`: the time without a heartbeat after which a worker's requests fail over."""
         self._silence_s = silence_s
         self._region_ms = dict(region_ms or {})
         self._members = members
         self._dial = dial
-        self._tls = tls
         self._clock = clock
         self._fits = fits
         self.worker_models = WorkerModels()
@@ -295,7 +292,6 @@ class RouterFleet:
         link = WorkerConnection(
             worker,
             dial=self._dial,
-            tls=self._tls,
             clock=self._clock,
             on_change=self._notify,
             on_report=self._learn,
@@ -338,9 +334,9 @@ class RouterFleet:
 
     async def _dial_again(self) -> None:
         """Replace idle connections that fail with an old certificate: gRPC reconnects with the old files."""
-        version = self._tls.version() if self._tls is not None else None
+        version = self._dial.files_version()
         for name, link in [*self._links.items()] if version is not None else ():
-            if link.tls_version != version and not link.reachable and not self._in_use(link):
+            if link.files_version != version and not link.reachable and not self._in_use(link):
                 self._forget(link)
                 await self._close(link)
                 if self._links.get(name) is link:

@@ -17,7 +17,7 @@ from bench.router.load import WorkerTarget
 from libs.common.block_hash import chain_hashes
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint
 from slipstream.block_hashes import pack_hashes
-from slipstream.rpc.dial import dial
+from slipstream.rpc.dial import PLAIN_DIAL, dial
 from slipstream.v1 import common_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 WAIT_S = 60.0
@@ -53,7 +53,7 @@ async def fakes() -> AsyncIterator[Fakes]:
 
 @pytest.mark.parametrize("prompt_tokens", [100, 40_000])
 async def test_direct_streams_are_whole_and_leave_nothing(fakes: Fakes, prompt_tokens: int) -> None:
-    target = WorkerTarget(fakes.endpoint, fakes.endpoint, FINGERPRINT, dial)
+    target = WorkerTarget(fakes.endpoint, fakes.endpoint, FINGERPRINT, PLAIN_DIAL)
     logs = await asyncio.gather(
         *(target.stream(range(index, index + prompt_tokens), max_tokens=40) for index in range(8))
     )

@@ -15,7 +15,7 @@ from libs.common.rpc.serve import ServiceHost
 from slipstream.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from slipstream.rpc.caller_class import CallerClass, CallerIdentity
 from slipstream.rpc.cluster_secret import ClusterSecret
-from slipstream.rpc.dial import Dial, dial
+from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.v1 import worker_pb2
 
@@ -23,6 +23,7 @@ SECRET = ClusterSecret(b"the secret of this cluster")
 OTHER = ClusterSecret(b"the secret of another one")
 DRAIN = "/slipstream.v1.WorkerService/Drain"
 STATUS = "/slipstream.v1.WorkerService/GetStatus"
+ENDPOINT = "127.0.0.1:7000"
 PEER, OPERATOR, TENANT = CallerClass.PEER, CallerClass.OPERATOR, CallerClass.TENANT
 
 
@@ -45,8 +46,10 @@ class Keys:
         return caller
 
 
-def token(kind: CallerClass = PEER, secret: ClusterSecret = SECRET) -> tuple[tuple[str, str], ...]:
-    return TokenMinter(secret, "decode-0", kind).metadata()
+def token(
+    kind: CallerClass = PEER, secret: ClusterSecret = SECRET, endpoint: str = ENDPOINT
+) -> tuple[tuple[str, str], ...]:
+    return TokenMinter(secret, "decode-0", kind).tokens_for(endpoint).metadata()
 
 
 def admitted(access: AccessControl, needed: CallerClass, *metadata: tuple[str, str]) -> str:
@@ -59,6 +62,7 @@ def admitted(access: AccessControl, needed: CallerClass, *metadata: tuple[str, s
 
 def test_a_secret_asks_for_tokens() -> None:
     access = AccessControl(secret=SECRET, keys=Keys())
+    access.answer_to(ENDPOINT)
     good = ("authorization", "Bearer good")
     assert admitted(access, PEER, *token()) == "peer decode-0"
     assert admitted(access, PEER, *token(OPERATOR)) == "operator decode-0"
@@ -133,7 +137,9 @@ async def serving(access: AccessControl) -> AsyncIterator[tuple[CountingRequests
         await host.stop(grace_s=0)
 
 
-async def code_of(host: ServiceHost, method: str, dial: Dial = dial, data: bytes = b"") -> grpc.StatusCode:
+async def code_of(
+    host: ServiceHost, method: str, dial: Dial = PLAIN_DIAL, data: bytes = b""
+) -> grpc.StatusCode:
     async with dial(host.endpoint) as channel:
         begin: Any = channel.unary_unary(method)
         call = begin(data, timeout=60)
@@ -146,8 +152,7 @@ async def code_of(host: ServiceHost, method: str, dial: Dial = dial, data: bytes
 
 
 def with_token(kind: CallerClass) -> Dial:
-    minter = TokenMinter(SECRET, "router-0", kind)
-    return lambda endpoint: dial(endpoint, tokens=minter)
+    return Dial(tokens=TokenMinter(SECRET, "router-0", kind))
 
 
 async def test_calls_carry_the_token_and_handlers_know_the_caller() -> None:
@@ -172,3 +177,98 @@ async def test_a_method_without_a_class_is_for_operators() -> None:
     async with serving(AccessControl(secret=SECRET)) as (_, host):
         assert await code_of(host, unknown, with_token(PEER)) is grpc.StatusCode.PERMISSION_DENIED
         assert await code_of(host, unknown, with_token(OPERATOR)) is grpc.StatusCode.OK
+
+
+NAME = "10.0.0.5:7000"
+
+
+def test_a_token_counts_at_its_audience_only() -> None:
+    one, other = AccessControl(secret=SECRET), AccessControl(secret=SECRET)
+    assert admitted(one, PEER, *token()) == "Unauthenticated"  # a port without an endpoint
+    one.answer_to(ENDPOINT)
+    other.answer_to("127.0.0.1:7001")
+    for kind in (PEER, OPERATOR):
+        given = token(kind)
+        assert admitted(one, PEER, *given) == f"{kind} decode-0"
+        assert admitted(other, PEER, *given) == "Unauthenticated"
+        assert admitted(one, PEER, *given) == f"{kind} decode-0"  # from the memory of verified tokens
+        assert admitted(other, PEER, *given) == "Unauthenticated"
+    with pytest.raises(Unauthenticated, match=r"for 127.0.0.1:7000, and this one answers to 127.0.0.1:7001"):
+        other.admit(PEER, token())
+    assert admitted(one, PEER, *token(endpoint="dns:///elsewhere:1")) == "Unauthenticated"
+
+
+def test_a_change_of_names_counts_for_verified_tokens_too() -> None:
+    access = AccessControl(secret=SECRET)
+    access.answer_to("0.0.0.0:7000", [NAME])
+    given = token(endpoint=NAME)
+    assert admitted(access, PEER, *given) == "peer decode-0"
+    assert admitted(access, PEER, *token()) == "Unauthenticated"  # a loopback address of another machine
+    access.answer_to("0.0.0.0:7000", ["router-0.svc:7000"])
+    assert admitted(access, PEER, *given) == "Unauthenticated"
+
+
+def test_a_certificate_needs_no_name() -> None:
+    access = AccessControl(secret=SECRET, has_peer_certificates=True)
+    access.answer_to(ENDPOINT)
+    assert admitted(access, PEER, *token(endpoint=NAME)) == "peer"
+    assert admitted(access, OPERATOR, *token(OPERATOR, endpoint=NAME)) == "Unauthenticated"
+    assert admitted(access, PEER, *token(secret=OTHER)) == "Unauthenticated"
+
+
+def test_a_refused_process_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    access = AccessControl(secret=SECRET)
+    access.answer_to(ENDPOINT)
+    texts = []
+    for _ in range(20):
+        for refused in (token(secret=OTHER), token(endpoint=NAME), ()):
+            assert admitted(access, PEER, *refused) == "Unauthenticated"
+            texts += [value for _, value in refused]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "refuses peer decode-0" in caplog.text and "--cluster-secret-file differs" in caplog.text
+    assert "without a token" in caplog.text
+    assert not any(text in caplog.text or text.rpartition(":")[2] in caplog.text for text in texts)
+
+
+async def test_a_host_answers_to_its_port_and_its_names() -> None:
+    access = AccessControl(secret=SECRET)
+    host = ServiceHost("0.0.0.0:0", access=access, names=[NAME])
+    try:
+        assert admitted(access, PEER, *token(endpoint=NAME)) == "peer decode-0"
+        assert admitted(access, PEER, *token(endpoint=f"127.0.0.1:{host.port}")) == "Unauthenticated"
+    finally:
+        await host.stop(grace_s=0)
+
+
+async def test_a_server_refuses_what_another_one_received() -> None:
+    """The fake server announces its own address, and replays what it is given."""
+    received: list[tuple[tuple[str, Any], ...]] = []
+
+    class Fake(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation: Any, details: Any) -> Any:
+            received.append(tuple(details.invocation_metadata))
+            return await continuation(details)
+
+    fake = ServiceHost("127.0.0.1:0", interceptors=[Fake()])
+    await fake.start(["x"])
+    async with serving(AccessControl(secret=SECRET)) as (servicer, host):
+        try:
+            await code_of(fake, STATUS, with_token(PEER))
+            ((name, stolen),) = [pair for pair in received[0] if pair[0] == "x-slipstream-token"]
+            async with PLAIN_DIAL(host.endpoint) as channel:
+                begin: Any = channel.unary_unary(STATUS)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await begin(b"", timeout=60, metadata=((name, stolen),))
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert not servicer.read
+            assert await code_of(host, STATUS, with_token(PEER)) is grpc.StatusCode.OK
+        finally:
+            await fake.stop(grace_s=0)
+
+
+async def test_localhost_is_dialled_by_its_address() -> None:
+    async with serving(AccessControl(secret=SECRET)) as (_, host):
+        named = f"localhost:{host.port}"
+        async with with_token(PEER)(named) as channel:
+            begin: Any = channel.unary_unary(STATUS)
+            await begin(b"", timeout=60)

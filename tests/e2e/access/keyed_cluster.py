@@ -33,13 +33,14 @@ class KeyedCluster:
         self.peer = TokenMinter(secret, "prefill-9")
         self.operator = TokenMinter(secret, "tests", CallerClass.OPERATOR)
 
-    def metadata(self, kind: CallerClass) -> Metadata:
-        """What authenticates a caller of the class."""
+    def metadata(self, kind: CallerClass, port: str) -> Metadata:
+        """What authenticates a caller of the class to a port of `ports`."""
+        endpoint = self.ports()[port]
         return {
             CallerClass.PUBLIC: (),
             CallerClass.TENANT: (("authorization", f"Bearer {self.key}"),),
-            CallerClass.PEER: self.peer.metadata(),
-            CallerClass.OPERATOR: self.operator.metadata(),
+            CallerClass.PEER: self.peer.tokens_for(endpoint).metadata(),
+            CallerClass.OPERATOR: self.operator.tokens_for(endpoint).metadata(),
         }[kind]
 
     def ports(self) -> dict[str, str]:
@@ -53,7 +54,7 @@ class KeyedCluster:
         with grpc.insecure_channel(self.ports()[port]) as channel:
             begin: Any = channel.stream_stream(method)
             data = message if isinstance(message, bytes) else message.SerializeToString()
-            call = begin(iter([data]), timeout=CALL_S, metadata=self.metadata(kind))
+            call = begin(iter([data]), timeout=CALL_S, metadata=self.metadata(kind, port))
             try:
                 next(call, None)
                 return grpc.StatusCode.OK

@@ -15,7 +15,7 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.errors import Unauthenticated
 from slipstream.operator_access import operator_dial
 from slipstream.rpc.caller_class import CallerClass
-from slipstream.rpc.dial import dial as plain_dial
+from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
@@ -130,7 +130,7 @@ def test_a_prompt_makes_no_worker_dial_a_stranger(keyed: KeyedCluster, stranger:
         call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
             iter([prefill_pb2.PrefillRequest(starts=[start])]),
             timeout=CALL_S,
-            metadata=keyed.metadata(CallerClass.PEER),
+            metadata=keyed.metadata(CallerClass.PEER, "prefill-0"),
         )
         events = [event for response in call for event in response.events]
         assert events[-1].HasField("first_token"), events  # computed without the stranger
@@ -159,7 +159,7 @@ def test_a_ticket_makes_no_worker_dial_a_stranger(keyed: KeyedCluster, stranger:
         call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(
             iter([decode_pb2.DecodeRequest(starts=[start])]),
             timeout=CALL_S,
-            metadata=keyed.metadata(CallerClass.PEER),
+            metadata=keyed.metadata(CallerClass.PEER, "decode-0"),
         )
         deltas = [delta for frame in call for delta in frame.deltas]
     assert deltas[-1].failure.reason == "UnknownAddress", deltas
@@ -168,7 +168,7 @@ def test_a_ticket_makes_no_worker_dial_a_stranger(keyed: KeyedCluster, stranger:
 
 def test_a_commit_makes_no_kvstore_dial_a_stranger(keyed: KeyedCluster, stranger: Stranger) -> None:
     fingerprint = keyed.cluster.status("prefill-0").fingerprint
-    token = keyed.metadata(CallerClass.PEER)
+    token = keyed.metadata(CallerClass.PEER, "kvstore-0")
     block_hash = time.time_ns().to_bytes(16)
     with grpc.insecure_channel(keyed.cluster.workers["kvstore-0"]) as channel:
         stub = kvstore_pb2_grpc.KvstoreServiceStub(channel)
@@ -205,7 +205,7 @@ def test_the_command_undoes_a_drain_of_either_kind(keyed: KeyedCluster) -> None:
     undrain_process(run_dir, name, timeout_s=PATIENCE_S, dial=dial)
     assert not keyed.cluster.status(name).draining
     with pytest.raises(Unauthenticated):
-        undrain_process(run_dir, name, timeout_s=CALL_S, dial=plain_dial)
+        undrain_process(run_dir, name, timeout_s=CALL_S, dial=PLAIN_DIAL)
     answers(keyed)
 
 

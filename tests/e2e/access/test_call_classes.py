@@ -31,7 +31,7 @@ def keyed(request: pytest.FixtureRequest) -> Iterator[KeyedCluster]:
 def services_of(keyed: KeyedCluster, port: str) -> set[str]:
     """The services of a port, as its reflection names them to an operator."""
     with grpc.insecure_channel(keyed.ports()[port]) as channel:
-        token = keyed.metadata(CallerClass.OPERATOR)
+        token = keyed.metadata(CallerClass.OPERATOR, port)
         with_token = grpc.intercept_channel(channel, _Adding(token))
         return set(ProtoReflectionDescriptorDatabase(with_token).get_services())
 

@@ -60,12 +60,13 @@ def name_short_prompts() -> None:
 def redirect_peers(endpoints: dict[str, str]) -> None:
     """Dial other endpoints in place of certain peers."""
     from libs.common.runtime import process_settings
-    from slipstream.rpc.dial import dial
+    from slipstream.rpc.dial import Dial
 
-    def dial_elsewhere(endpoint: str, **how: Any) -> grpc.aio.Channel:
-        return dial(endpoints.get(endpoint, endpoint), **how)
+    class DialElsewhere(Dial):
+        def __call__(self, endpoint: str) -> grpc.aio.Channel:
+            return Dial(self.tls, self.tokens)(endpoints.get(endpoint, endpoint))
 
-    vars(process_settings)["dial"] = dial_elsewhere
+    vars(process_settings)["Dial"] = DialElsewhere
 
 
 def be_patient() -> None:

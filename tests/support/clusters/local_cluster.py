@@ -110,7 +110,8 @@ class LocalCluster:
         """GetStatus of one worker. Raises grpc.RpcError when it does not answer."""
         with grpc.insecure_channel(self.workers[instance]) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60, metadata=self._tokens.metadata())
+            token = self._tokens.tokens_for(self.workers[instance]).metadata()
+            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60, metadata=token)
 
     def sequences(self, instance: str) -> int:
         """The number of requests that the worker runs; 0 while it does not answer."""

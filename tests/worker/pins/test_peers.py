@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from libs.worker.pins.peers import Peers
+from slipstream.rpc.dial import Dial
 from slipstream.rpc.tls import TlsFiles
 from tests.support.tls.authority import Authority, install
 
@@ -13,7 +14,7 @@ async def test_a_replaced_certificate_means_new_channels(tmp_path: Path) -> None
     authority = Authority(tmp_path / "authority")
     files = TlsFiles(tmp_path / "ca.pem", tmp_path / "own.pem", tmp_path / "own.key")
     install(authority.issue("first"), files)
-    peers = Peers(tls=files)
+    peers = Peers(dial=Dial(files))
     try:
         first = peers.channel("127.0.0.1:1")
         assert peers.channel("127.0.0.1:1") is first

@@ -23,11 +23,12 @@ from tests.support.api_keys import tenant_keys
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 KEYS = tenant_keys({"key-a": "anna"})
+NAME = "router-0.example:9090"
 HEADERS = {
     CallerClass.PUBLIC: {},
     CallerClass.TENANT: {"Authorization": "Bearer key-a"},
-    CallerClass.PEER: dict(TokenMinter(SECRET, "decode-0").metadata()),
-    CallerClass.OPERATOR: dict(TokenMinter(SECRET, "root", CallerClass.OPERATOR).metadata()),
+    CallerClass.PEER: dict(TokenMinter(SECRET, "decode-0").tokens_for(NAME).metadata()),
+    CallerClass.OPERATOR: dict(TokenMinter(SECRET, "root", CallerClass.OPERATOR).tokens_for(NAME).metadata()),
 }
 
 
@@ -64,6 +65,7 @@ async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
 ) -> None:
     metrics = Metrics(router.counters, router.fleet, instance="router-0", clock=lambda: 0.0)
     access = AccessControl(secret=SECRET, keys=KEYS)
+    access.answer_to("0.0.0.0:9090", [NAME])
     listening = listen_tcp("127.0.0.1:0")
     guard = HttpGuard.of("127.0.0.1:0", allowed_hosts=(), cors_origins=())
     server = AdminServer(router.runs, fleet=router.fleet, metrics=metrics, access=access, guard=guard)

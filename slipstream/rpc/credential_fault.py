@@ -1,0 +1,39 @@
+"""Failed calls whose cause is a credential: the secret, a certificate, or TLS at one end only. Pure."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+
+# gRPC's words for a handshake that fails here, with BoringSSL's reason.
+_HANDSHAKE = re.compile(r"handshake failed.*?OPENSSL_internal:(?P<reason>\w+)", re.IGNORECASE | re.DOTALL)
+_CAUSES = {
+    "CERTIFICATE_VERIFY_FAILED": (
+        "its certificate has expired, has another name, or is not signed by an authority in --tls-ca here"
+    ),
+    "WRONG_VERSION_NUMBER": "it serves without TLS, and --tls-certificate is set here",
+}
+# How a connection ends whose handshake fails at the other end.
+_CLOSED = ("Socket closed", "Connection reset by peer")
+
+
+def credential_fault(error: grpc.aio.AioRpcError) -> str | None:
+    """Which credential the peer or this process does not accept; None where the cause is another one."""
+    details = error.details() or ""
+    if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return f"it refuses this process: {details}"
+    match = _HANDSHAKE.search(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
+    if match is None:
+        return None
+    return f"the TLS handshake fails ({match['reason']}): {_CAUSES.get(match['reason'], 'see its log')}"
+
+
+def lasting_fault(error: grpc.aio.AioRpcError) -> str:
+    """Why a peer that is announced does not answer for long: a hint where the cause may be TLS."""
+    details = error.details() or error.code().name
+    if any(words in details for words in _CLOSED):
+        return (
+            f"{details}: it may refuse the certificate of this process, or have TLS where this one has none"
+        )
+    return details
