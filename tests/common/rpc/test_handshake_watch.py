@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -63,9 +64,9 @@ async def test_a_server_notices_certificates_of_another_authority(
 
     async def ask() -> str | None:
         async with Dial(caller)(host.endpoint) as channel:
-            begin = channel.unary_unary("/grpc.health.v1.Health/Check")
+            begin: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await begin(b"", timeout=5)  # type: ignore[misc]
+                await begin(b"", timeout=5)
             return credential_fault(failed.value)
 
     try:
@@ -84,9 +85,9 @@ async def test_a_server_without_tls_is_named(tmp_path: Path) -> None:
     await host.start(["x"])
     try:
         async with Dial(Authority(tmp_path).issue("router"))(host.endpoint) as channel:
-            begin = channel.unary_unary("/grpc.health.v1.Health/Check")
+            begin: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await begin(b"", timeout=60)  # type: ignore[misc]
+                await begin(b"", timeout=60)
         assert "it serves without TLS" in (credential_fault(failed.value) or "")
     finally:
         await host.stop(grace_s=0)
