@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from libs.common.cluster.worker_record import Role
+import pytest
+
+from libs.common.cluster.worker_record import Role, Worker
+from libs.common.rpc.serve import ServiceHost
+from libs.common.telemetry.paced_warnings import WARN_EVERY_S
 from services.router.request.model_card import ModelCard
+from services.router.workers.connection import WorkerConnection
+from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.rpc.tls import TlsFiles
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
@@ -48,3 +55,47 @@ async def test_a_lost_connection_is_made_again_with_the_new_certificate(
             await eventually(is_back)
             others = [link for link in router.fleet.links() if link.worker.role is not Role.DECODE]
             assert len(others) == 2 and all(link.ready for link in others)
+
+
+def connection(endpoint: str, dial: Dial, *, clock: Callable[[], float]) -> WorkerConnection:
+    return WorkerConnection(
+        Worker(Role.DECODE, "decode-0", endpoint, "first"),
+        dial=dial,
+        clock=clock,
+        on_change=lambda: None,
+        fits=lambda fingerprint: True,
+    )
+
+
+async def test_a_worker_with_a_certificate_of_another_authority_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    host = ServiceHost("127.0.0.1:0", tls=theirs.issue("worker"))
+    await host.start(["x"])
+    link = connection(host.endpoint, Dial(ours.issue("router")), clock=lambda: 0.0)
+    try:
+        await eventually(lambda: bool(warned(caplog)))
+        assert warned(caplog)[0].startswith(f"decode-0 at {host.endpoint} gets no requests: ")
+        assert "the TLS handshake fails (CERTIFICATE_VERIFY_FAILED)" in warned(caplog)[0]
+    finally:
+        await link.close()
+        await host.stop(grace_s=0)
+
+
+async def test_a_worker_that_does_not_answer_for_long_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    link = connection("127.0.0.1:1", PLAIN_DIAL, clock=lambda: now_s)
+    try:
+        caplog.set_level("INFO")
+        await eventually(lambda: len(caplog.messages) >= 2)
+        assert not warned(caplog)
+        now_s = WARN_EVERY_S
+        await eventually(lambda: bool(warned(caplog)))
+        assert warned(caplog)[0].startswith("decode-0 at 127.0.0.1:1 does not answer for 30 s: ")
+    finally:
+        await link.close()
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
