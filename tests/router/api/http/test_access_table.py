@@ -24,12 +24,18 @@ from tests.support.api_keys import tenant_keys
 SECRET = ClusterSecret(b"the secret of this cluster")
 KEYS = tenant_keys({"key-a": "anna"})
 NAME = "router-0.example:9090"
-HEADERS = {
-    CallerClass.PUBLIC: {},
-    CallerClass.TENANT: {"Authorization": "Bearer key-a"},
-    CallerClass.PEER: dict(TokenMinter(SECRET, "decode-0").tokens_for(NAME).metadata()),
-    CallerClass.OPERATOR: dict(TokenMinter(SECRET, "root", CallerClass.OPERATOR).tokens_for(NAME).metadata()),
-}
+PEER_TOKENS = TokenMinter(SECRET, "decode-0").tokens_for(NAME)
+OPERATOR_TOKENS = TokenMinter(SECRET, "root", CallerClass.OPERATOR).tokens_for(NAME)
+
+
+def headers_of(kind: CallerClass) -> dict[str, str]:
+    """The credential of a class, minted now: a test may run minutes after its module is imported."""
+    return {
+        CallerClass.PUBLIC: {},
+        CallerClass.TENANT: {"Authorization": "Bearer key-a"},
+        CallerClass.PEER: dict(PEER_TOKENS.metadata()),
+        CallerClass.OPERATOR: dict(OPERATOR_TOKENS.metadata()),
+    }[kind]
 
 
 def routes_of(listener: HttpListener) -> set[str]:
@@ -55,7 +61,7 @@ async def test_the_public_port_asks_tenants_for_a_key(cluster: FakeCluster, card
             method, path = route.split(" ")
             for kind in (CallerClass.PUBLIC, CallerClass.TENANT):
                 body: dict[str, str] | None = {} if method == "POST" else None
-                async with http.request(method, path, json=body, headers=HEADERS[kind]) as answer:
+                async with http.request(method, path, json=body, headers=headers_of(kind)) as answer:
                     assert (answer.status == 401) is (kind is not needed is CallerClass.TENANT), route
 
 
@@ -76,11 +82,11 @@ async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
         async with aiohttp.ClientSession(f"http://{endpoint_of(listening)}") as http:
             for route, needed in HTTP_ADMIN_CLASSES.items():
                 path = route.removeprefix("GET ")
-                async with http.get(path, headers=HEADERS[kind]) as answer:
+                async with http.get(path, headers=headers_of(kind)) as answer:
                     assert answer.status == (200 if needed.admits(kind) else refused), route
-            async with http.get("/metrics", headers={**HEADERS[kind], "Host": "evil.example"}) as answer:
+            async with http.get("/metrics", headers={**headers_of(kind), "Host": "evil.example"}) as answer:
                 assert answer.status == 403  # a page that rebinds its name
-            async with http.get("/nothing", headers=HEADERS[kind]) as answer:
+            async with http.get("/nothing", headers=headers_of(kind)) as answer:
                 assert answer.status == 404
     finally:
         await listener.stop()
