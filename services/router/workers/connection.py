@@ -61,7 +61,9 @@ class WorkerConnection:
         on_report: Callable[[WorkerConnection, worker_pb2.LoadReport], None] = lambda link, report: None,
         fits: Callable[[common_pb2.Fingerprint], bool],
         silence_s: float = SILENCE_S,
+        warnings: PacedWarnings | None = None,
     ) -> None:
+        """`warnings`: those of all connections, so that a worker that comes and goes is named once."""
         self.worker = worker
         self.key = run_name(worker.role, worker.instance, worker.incarnation)
         self.files_version = dial.files_version()  # that its channel was made with
@@ -91,7 +93,7 @@ class WorkerConnection:
         self._on_report = on_report
         self._fits = fits
         self._silence_s = silence_s
-        self._warnings = PacedWarnings(log)
+        self._warnings = warnings or PacedWarnings(log)
         self._task = asyncio.create_task(self._follow(), name=f"link-{worker.instance}")
 
     @property
@@ -206,14 +208,13 @@ class WorkerConnection:
 
     def _log_failure(self, error: grpc.aio.AioRpcError, *, silent_s: float) -> None:
         """A warning where credentials differ, or the worker does not answer for long."""
+        name = f"{self.worker.role}/{self.worker.instance}"
         at = f"{self.worker.instance} at {self.worker.endpoint}"
         fault = credential_fault(error)
         if fault is not None:
-            self._warnings.warn(self.key, f"{at} gets no requests: {fault}")
+            self._warnings.warn(name, f"{at} gets no requests: {fault}")
         elif silent_s >= WARN_EVERY_S:
-            self._warnings.warn(
-                self.key, f"{at} does not answer for {silent_s:.0f} s: {lasting_fault(error)}"
-            )
+            self._warnings.warn(name, f"{at} does not answer for {silent_s:.0f} s: {lasting_fault(error)}")
         else:
             log.info("%s: %s", at, error.details())
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from libs.common.cluster import discovery
 from libs.common.cluster.fingerprint import differences
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
+from libs.common.telemetry.paced_warnings import PacedWarnings
 from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import DecodeWorker, KvStore, PlacementFleet, PrefillWorker
 from services.router.placement.worker_models import WorkerModels
@@ -69,6 +70,7 @@ class RouterFleet:
         self._streams: dict[str, DecodeClient] = {}
         self._retired: list[WorkerConnection] = []
         self._strangers: set[str] = set()  # workers that were logged
+        self._warnings = PacedWarnings(log)
         self._version = 0
         self._could_serve = False
         self._outage_began_s = -math.inf
@@ -297,6 +299,7 @@ class RouterFleet:
             on_report=self._learn,
             fits=self._fits,
             silence_s=self._silence_s,
+            warnings=self._warnings,
         )
         if worker.role in (Role.PREFILL, Role.KVSTORE):
             self._feeds[link.key] = KvEventSubscriber(link, self.index)

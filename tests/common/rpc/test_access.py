@@ -12,7 +12,7 @@ import pytest
 from libs.common.rpc import access as access_module
 from libs.common.rpc.access import AccessControl, current_caller
 from libs.common.rpc.serve import ServiceHost
-from slipstream.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from slipstream.errors import InvalidArgument, PermissionDenied, Unauthenticated, Unavailable
 from slipstream.rpc.caller_class import CallerClass, CallerIdentity
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
@@ -266,9 +266,18 @@ async def test_a_server_refuses_what_another_one_received() -> None:
             await fake.stop(grace_s=0)
 
 
-async def test_localhost_is_dialled_by_its_address() -> None:
-    async with serving(AccessControl(secret=SECRET)) as (_, host):
-        named = f"localhost:{host.port}"
-        async with with_token(PEER)(named) as channel:
-            begin: Any = channel.unary_unary(STATUS)
-            await begin(b"", timeout=60)
+async def test_localhost_leads_to_no_other_process_of_the_port() -> None:
+    """A resolver names ::1 first, where another user may listen at the port of a server on 127.0.0.1."""
+    async with serving(AccessControl(secret=SECRET)) as (servicer, host):
+        try:
+            squatter = ServiceHost(f"[::1]:{host.port}")
+        except Unavailable:
+            pytest.skip("this machine has no ::1")
+        await squatter.start(["x"])
+        try:
+            async with with_token(PEER)(f"localhost:{host.port}") as channel:
+                begin: Any = channel.unary_unary(STATUS)
+                await begin(b"", timeout=60)
+            assert servicer.callers == ["peer router-0"]
+        finally:
+            await squatter.stop(grace_s=0)
