@@ -11,6 +11,7 @@ from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 IDLE_CONNECTION_S = 30.0
 HTTP_CONNECTIONS = 4096
 WRITE_STALL_S = 30.0
+GRPC_RESET_S = 5.0
 GRPC_HANDSHAKE_S = 10.0
 GRPC_PING_S = 10.0
 GRPC_PING_ANSWER_S = 5.0
@@ -85,6 +86,12 @@ _CONNECTIONS: tuple[_Row, ...] = (
     ("No whole request header on a connection (HTTP)", f"{IDLE_CONNECTION_S:g} s", "closed"),
     ("Connections of one port (HTTP)", f"{HTTP_CONNECTIONS}", "closed"),
     ("A client reads nothing of a waiting answer", f"{WRITE_STALL_S:g} s", "request aborted"),
+    (
+        "A client reads nothing of an answer whose request has ended early (gRPC)",
+        f"{GRPC_RESET_S:g} to {2 * GRPC_RESET_S:g} s",
+        "call reset",
+    ),
+    ("A client does not read the answer of a unary call (gRPC)", f"{WRITE_STALL_S:g} s", "call reset"),
     ("No whole TLS and HTTP/2 handshake on a connection (gRPC)", f"{GRPC_HANDSHAKE_S:g} s", "closed"),
     (
         f"No answer to the ping of a connection silent for {GRPC_PING_S:g} s (gRPC)",

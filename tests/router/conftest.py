@@ -13,6 +13,7 @@ import pytest
 from libs.common.cluster.placements import InMemoryPlacements
 from models.bpe import train_tokenizer
 from services.router.api.event_stream import EventStream
+from services.router.api.write_watch import WriteWatch
 from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePolicy
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard, load_model_card
@@ -67,6 +68,18 @@ def shorten_timers(callback: Callable[..., None], limit_s: float) -> int:
     for timer in timers:
         loop.call_later(limit_s, callback, *timer._args)
     return len(timers)
+
+
+def hasten_writes(*, stall_s: float, reset_s: float = WAIT_S) -> int:
+    """Limit how long the gRPC answers that are being written may stay unread. Returns their number."""
+    loop = asyncio.get_running_loop()
+    timers = list(loop._scheduled)  # type: ignore[attr-defined]
+    watches = [w for t in timers if isinstance(w := getattr(t._callback, "__self__", None), WriteWatch)]
+    for watch in watches:
+        watch._stall_s, watch._reset_s = stall_s, reset_s
+        watch.cancel()
+        watch._check()
+    return len(watches)
 
 
 @pytest.fixture(scope="session")

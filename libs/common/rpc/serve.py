@@ -35,6 +35,7 @@ from opentelemetry.trace import Span
 
 from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
 from libs.common.rpc.access_table import HEALTH_SERVICE
+from libs.common.rpc.call_reset import reset_call_later
 from libs.common.rpc.call_room import CallRoom
 from libs.common.rpc.handshake_watch import HandshakeWatch
 from libs.common.rpc.health import HealthService
@@ -55,6 +56,7 @@ from libs.common.service_bounds import (
     GRPC_PUBLIC_READ_S,
     GRPC_PUBLIC_REQUEST_BYTES,
     GRPC_WINDOW_BYTES,
+    WRITE_STALL_S,
 )
 from libs.common.telemetry import tracing
 from libs.common.telemetry.paced_warnings import PacedWarnings
@@ -275,10 +277,13 @@ def _wrap_call(
             with room:
                 if read is not None:
                     request = await read(context)
-                if not tracing.enabled():
-                    return await inner(request, context)
-                with _span_of(method, context, traced=traced, begins=begins):
-                    return await inner(request, context)
+                if tracing.enabled():
+                    with _span_of(method, context, traced=traced, begins=begins):
+                        response = await inner(request, context)
+                else:
+                    response = await inner(request, context)
+            reset_call_later(WRITE_STALL_S)  # gRPC writes the response, and waits for the client to read it
+            return response
         except grpc.aio.AbortError:
             del request, context  # see _status_of
             raise

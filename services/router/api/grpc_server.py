@@ -17,6 +17,7 @@ from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import DEFAULT_TENANT, ApiKeys
 from services.router.api.grpc_request import parse_request
 from services.router.api.http_errors import new_request_id
+from services.router.api.write_watch import WriteWatch
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.execution.sessions import Sessions
@@ -41,7 +42,10 @@ _UnaryMethod = Callable[[Any, Context], Awaitable[Any]]
 
 
 class GrpcServer:
-    """The five RPCs. `write_stall_s`: how long a client may leave an answer unread."""
+    """The five RPCs. `write_stall_s`: how long a client may leave an answer unread.
+
+    `reset_s`: how long it may then leave the status unread.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class GrpcServer:
         tenants: ApiKeys,
         access_log: AccessLog | None = None,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
+        reset_s: float = service_bounds.GRPC_RESET_S,
     ) -> None:
         self._runs = runs
         self._fleet = fleet
@@ -61,6 +66,7 @@ class GrpcServer:
         self._tenants = tenants
         self._access_log = access_log or AccessLog()
         self._write_stall_s = write_stall_s
+        self._reset_s = reset_s
         self._clock = asyncio.get_running_loop().time
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -164,8 +170,7 @@ class GrpcServer:
     async def _answer(self, run: RunningRequest, context: Context) -> None:
         """Write the events, those that are ready together in one response."""
         # While a response waits for a client that does not read, this task stands still, and the request
-        # ends without it. A server cannot reset one call of a connection: the call itself waits, holding
-        # nothing, until the client reads its status or disconnects.
+        # ends without it.
         loop = asyncio.get_running_loop()
         run.sink.holds_start = True
         release = loop.call_later(_MAX_START_WAIT_S, run.sink.release_start)
@@ -174,21 +179,18 @@ class GrpcServer:
                 response = router_pb2.GenerateResponse()
                 for event in events:
                     response.events.add().CopyFrom(event)  # `append` takes several times as long
-                stall = loop.call_later(self._write_stall_s, self._end_unread, run)
+                watch = WriteWatch(run, stall_s=self._write_stall_s, reset_s=self._reset_s)
                 try:
                     await context.write(response)
                 except grpc.aio.BaseError:  # the call is over, and this task is about to be cancelled for it
                     raise asyncio.CancelledError from None
                 finally:
-                    stall.cancel()
+                    watch.cancel()
                 if events[-1].HasField("finished"):
                     return
         finally:
             release.cancel()
         raise errors.Internal("the answer has no end")
-
-    def _end_unread(self, run: RunningRequest) -> None:
-        run.end(errors.Aborted(f"the client read nothing for {self._write_stall_s:g} s"))
 
     async def abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
         """Abort."""

@@ -60,6 +60,11 @@ class RunningRequest:
             self._ended_by = error or errors.Aborted("the request was aborted")
             self._cancel(self._task)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `end` stopped the request before it was over."""
+        return self._ended_by is not None
+
     def preempt(self) -> None:
         """Stop the request before its first token. It waits for admission again and restarts."""
         if self._task is not None and not self._task.done() and self._ended_by is None:

@@ -16,7 +16,7 @@ from slipstream import bounds, errors
 from slipstream.async_client import AsyncClient
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, open_router, script, shorten_timers
+from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, hasten_writes, open_router, script
 from tests.router.support.fake_cluster import FakeCluster
 
 
@@ -39,10 +39,8 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
         assert reply.finish_reason == "length"
         assert router.runs.held == 1
-        server = router._grpc
         # From now on a client may leave an answer unread for so long; no other one is there.
-        server._write_stall_s = 0.5
-        await eventually(lambda: shorten_timers(server._end_unread, server._write_stall_s) > 0)
+        await eventually(lambda: hasten_writes(stall_s=0.5) > 0)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         with pytest.raises(grpc.aio.AioRpcError) as cut:

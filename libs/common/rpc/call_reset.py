@@ -1,0 +1,50 @@
+"""Ends a gRPC call from the server's side, where its client reads nothing.
+
+gRPC for asyncio has no method for it: a status waits behind the data that the client does not read, and a
+cancelled handler leaves the call open. A call has two tasks, its handler and one that waits for the client's
+end. With both cancelled nothing refers to the call, and gRPC resets its stream. The loop of a server keeps two
+calls, its first one for ever and the last one until the next arrives: these end without a task, but unreset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# The coroutine of gRPC's second task of a call, which refers to the handler's task.
+_OWNER = "_schedule_rpc_coro"
+
+
+def reset_call(handler: asyncio.Task[Any]) -> None:
+    """Cancel the handler's task and reset its call: other calls of the connection go on."""
+    if handler.done():
+        return
+    owner = _owner_of(handler)
+    if owner is None:
+        log.error("this version of gRPC keeps a call open whose client reads nothing")
+    else:
+        owner.cancel()
+    handler.cancel()
+
+
+def reset_call_later(delay_s: float) -> None:
+    """Reset the call that this task handles unless it is over by then."""
+    handler = asyncio.current_task()
+    assert handler is not None
+    timer = asyncio.get_running_loop().call_later(delay_s, reset_call, handler)
+    handler.add_done_callback(lambda _: timer.cancel())
+
+
+def _owner_of(handler: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
+    """gRPC's task that waits for the end of the handler's call. It looks through all tasks."""
+    for task in asyncio.all_tasks(handler.get_loop()):
+        coroutine = task.get_coro()
+        if getattr(coroutine, "__name__", "") == _OWNER and any(
+            handler in gc.get_referents(scope) for scope in gc.get_referents(coroutine)
+        ):
+            return task
+    return None
