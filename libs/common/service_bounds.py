@@ -19,8 +19,9 @@ GRPC_PING_ANSWER_S = 5.0
 GRPC_CONNECTIONS = 2048
 GRPC_CONNECTION_CALLS = 1024
 GRPC_CALLS = 4096
-# Calls of health and of reflection: of each method together, and the message of one.
+# Calls of health and of reflection: of each method together, those whose messages arrive, and the message of one.
 GRPC_PUBLIC_CALLS = 64
+GRPC_PUBLIC_ARRIVING = 16
 GRPC_PUBLIC_REQUEST_BYTES = 4096
 GRPC_PUBLIC_READ_S = 2.0
 GRPC_WINDOW_BYTES = 65_535  # HTTP/2's initial window
@@ -104,9 +105,9 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "closed / wait at the client / RESOURCE_EXHAUSTED",
     ),
     (
-        "Calls of one method of health or reflection together (gRPC)",
-        f"{GRPC_PUBLIC_CALLS}",
-        "RESOURCE_EXHAUSTED",
+        "Calls of one method of health or reflection together / those whose messages have not arrived (gRPC)",
+        f"{GRPC_PUBLIC_CALLS} / {GRPC_PUBLIC_ARRIVING}",
+        "the oldest call of the connection with the most is reset",
     ),
     (
         "Message of such a call, and the wait for it (gRPC)",

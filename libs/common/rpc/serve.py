@@ -35,7 +35,7 @@ from opentelemetry.trace import Span
 
 from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
 from libs.common.rpc.access_table import HEALTH_SERVICE
-from libs.common.rpc.call_reset import reset_call_later
+from libs.common.rpc.call_reset import reset_call, reset_call_later
 from libs.common.rpc.call_room import CallRoom
 from libs.common.rpc.handshake_watch import HandshakeWatch
 from libs.common.rpc.health import HealthService
@@ -52,6 +52,7 @@ from libs.common.service_bounds import (
     GRPC_HANDSHAKE_S,
     GRPC_PING_ANSWER_S,
     GRPC_PING_S,
+    GRPC_PUBLIC_ARRIVING,
     GRPC_PUBLIC_CALLS,
     GRPC_PUBLIC_READ_S,
     GRPC_PUBLIC_REQUEST_BYTES,
@@ -74,9 +75,9 @@ LIVENESS = "liveness"
 READINESS = "readiness"
 _OVERALL = ""
 
-# Enters while there is room, and raises Overloaded otherwise.
-Room = contextlib.AbstractContextManager[Any]
-_NO_BOUND: Room = contextlib.nullcontext()
+# Makes the bound around a call.
+Room = Callable[[Context], contextlib.AbstractContextManager[Any]]
+_NO_BOUND = contextlib.nullcontext()
 _PING_MS, _PING_ANSWER_MS = int(GRPC_PING_S * 1000), int(GRPC_PING_ANSWER_S * 1000)
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", _PING_MS),
@@ -209,6 +210,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._read = read
         self._front_doors = frozenset(front_doors)
         self._malformed = malformed
+        self._arriving = CallRoom(GRPC_PUBLIC_ARRIVING)
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that wrapped
 
     async def intercept_service(
@@ -236,8 +238,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         is_public = method.startswith("/grpc.")
         traced = not handler.request_streaming and not is_public
         # One room for each method: streams that watch take no place of a probe.
-        room = CallRoom(GRPC_PUBLIC_CALLS) if is_public else _NO_BOUND
-        read = functools.partial(_read_public, self._read) if is_public else self._read
+        room = functools.partial(_enter, CallRoom(GRPC_PUBLIC_CALLS)) if is_public else _unbounded
+        read = self._read_public if is_public else self._read
         wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
         wrapped = wrap(
             inner,
@@ -251,14 +253,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         parse = self._malformed.checked(handler.request_deserializer, method, most_bytes=most_bytes)
         return make(wrapped, parse, handler.response_serializer)
 
+    async def _read_public(self, context: Context) -> Any:
+        """The message of a call without a key, which gets less time than others. Raises InvalidArgument.
 
-async def _read_public(read: ReadRequest, context: Context) -> Any:
-    """The message of a call without a key, which gets less time than others. Raises InvalidArgument."""
-    try:
-        async with asyncio.timeout(GRPC_PUBLIC_READ_S):
-            return await read(context)
-    except TimeoutError:
-        raise InvalidArgument("request", f"must arrive within {GRPC_PUBLIC_READ_S:g} s") from None
+        It waits for no other call, and takes no tenant's share of the messages that arrive.
+        """
+        with _enter(self._arriving, context):
+            try:
+                async with asyncio.timeout(GRPC_PUBLIC_READ_S):
+                    return await read_request(context)
+            except TimeoutError:
+                raise InvalidArgument("request", f"must arrive within {GRPC_PUBLIC_READ_S:g} s") from None
+
+
+def _unbounded(context: Context) -> contextlib.AbstractContextManager[Any]:
+    return _NO_BOUND
+
+
+def _enter(room: CallRoom, context: Context) -> contextlib.AbstractContextManager[Any]:
+    """Be one of the room's calls. The oldest call is reset when the room is full."""
+    handler = asyncio.current_task()
+    assert handler is not None
+    return room.entered(context.peer(), functools.partial(reset_call, handler))
 
 
 def _wrap_call(
@@ -274,7 +290,7 @@ def _wrap_call(
 
     async def call(request: Any, context: Context) -> Any:
         try:
-            with room:
+            with room(context):
                 if read is not None:
                     request = await read(context)
                 if tracing.enabled():
@@ -310,7 +326,7 @@ def _wrap_stream(
         # The span is opened without being made current: a generator may be resumed in another context.
         with _span_of(method, context, traced=traced, begins=begins, current=False) as opened:
             try:
-                with room:
+                with room(context):
                     if read is not None:
                         request = await read(context)
                     stream = inner(request, context)

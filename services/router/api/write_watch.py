@@ -12,7 +12,7 @@ from slipstream import errors
 class WriteWatch:
     """Watches the write that the current task begins, until `cancel`. Times are in seconds.
 
-    A request whose answer stays unread for `stall_s` ends. The call of a request that ended early, by whatever
+    A request whose answer stays unread for `stall_s` ends. The call of a request that ended early, by any
     cause, is reset after `reset_s` more, in which a client that begins to read gets the status.
     """
 

@@ -17,10 +17,11 @@ from libs.common.cluster import worker_service
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc import serve
+from libs.common.rpc.call_room import CallRoom
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.single_request import MalformedRequests, read_request
-from libs.common.service_bounds import GRPC_PUBLIC_REQUEST_BYTES
-from slipstream.errors import InvalidArgument, Overloaded, Unauthenticated
+from libs.common.service_bounds import GRPC_PUBLIC_CALLS, GRPC_PUBLIC_REQUEST_BYTES
+from slipstream.errors import Aborted, InvalidArgument, Overloaded, Unauthenticated
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -101,19 +102,15 @@ async def test_health_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     async with serving() as channel:
         watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
         request = health_pb2.HealthCheckRequest().SerializeToString()
-        calls = [watch(request, timeout=WAIT_S) for _ in range(2)]
-        for call in calls:
-            await call.read()
-        assert isinstance(await end_of(watch(request, timeout=WAIT_S)), Overloaded)
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        await check(request, timeout=WAIT_S)  # gRPC keeps the first call of a server
+        calls = []
+        for _ in range(3):
+            calls.append(watch(request, timeout=WAIT_S))
+            await calls[-1].read()
         assert await check(request, timeout=WAIT_S)  # watchers take nothing from probes
-        calls[0].cancel()
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                again = watch(request, timeout=WAIT_S)
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    await again.read()
-                    break
+        assert isinstance(await end_of(calls[0]), Aborted)  # the oldest made room for the newest
+        assert not calls[1].done() and not calls[2].done()
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
@@ -131,6 +128,33 @@ async def test_a_call_without_a_key_is_waited_for_less(monkeypatch: pytest.Monke
         call: Any = channel.stream_stream("/grpc.health.v1.Health/Check")(timeout=WAIT_S)
         error = await end_of(call)
         assert isinstance(error, InvalidArgument) and "must arrive within 0.1 s" in error.message
+
+
+async def test_calls_without_messages_keep_no_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One connection begins many probes and never sends their messages."""
+    monkeypatch.setattr(serve, "GRPC_PUBLIC_READ_S", 10 * WAIT_S)
+    monkeypatch.setattr(serve, "GRPC_PUBLIC_ARRIVING", 4)
+    request = health_pb2.HealthCheckRequest().SerializeToString()
+    async with serving() as channel:
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        await check(request, timeout=WAIT_S)
+        silent = [
+            channel.stream_stream("/grpc.health.v1.Health/Check")(timeout=WAIT_S)
+            for _ in range(GRPC_PUBLIC_CALLS + 8)
+        ]
+        await asyncio.gather(*[call.initial_metadata() for call in silent[:8]], return_exceptions=True)
+        for _ in range(5):
+            assert await check(request, timeout=WAIT_S)
+
+
+def test_a_full_room_ends_the_oldest_call_of_the_connection_with_the_most() -> None:
+    room, ended = CallRoom(3), list[str]()
+    with contextlib.ExitStack() as calls:
+        for name in ("a1", "b1", "b2", "a2", "c1", "c2"):
+            calls.enter_context(room.entered(name[0], functools.partial(ended.append, name)))
+            assert room.running <= 3
+        assert ended == ["b1", "a1", "b2"]
+    assert room.running == 0
 
 
 async def test_load_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
