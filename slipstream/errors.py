@@ -50,6 +50,8 @@ class SlipstreamError(Exception):
     code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     openai_type: ClassVar[str] = "server_error"
+    # The id of the request that a router refused or failed, where it came over gRPC.
+    request_id: str = ""
 
     def __init__(self, message: str) -> None:
         self.message = shortened(message, MAX_MESSAGE_BYTES)

@@ -19,7 +19,7 @@ GRPC_PING_ANSWER_S = 5.0
 GRPC_CONNECTIONS = 2048
 GRPC_CONNECTION_CALLS = 1024
 GRPC_CALLS = 4096
-# Calls of health and of reflection: of each method together, those whose messages arrive, and the message of one.
+# Calls of health and of reflection: of each method, of those whose messages arrive, and the message of one.
 GRPC_PUBLIC_CALLS = 64
 GRPC_PUBLIC_ARRIVING = 16
 GRPC_PUBLIC_REQUEST_BYTES = 4096

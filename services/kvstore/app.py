@@ -58,7 +58,7 @@ async def serve(options: Options) -> None:
         identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
         record = _record(options, host.endpoint, identity, node, session_digest(transport.session_id))
         member = FleetMember(host, discovery, record)
-        servicers = _Servicers(node, transport, identity, member, addresses)
+        servicers = _Servicers(node, transport, identity, member, addresses, host)
         servicers.add_to(host)
         node.start(servicers.worker)
         heap.freeze_heap()
@@ -81,12 +81,13 @@ class _Servicers:
         identity: WorkerIdentity,
         member: FleetMember,
         addresses: AddressBook,
+        host: ServiceHost,
     ) -> None:
         self.worker = WorkerService(
             identity,
             load=node.load,
             ledger=node.ledger,
-            counters=lambda: {**node.totals(), **self.kvstore.metrics()},
+            counters=lambda: {**node.totals(), **self.kvstore.metrics(), **host.figures()},
             on_drain=member.leave,
             on_undrain=member.join,
         )

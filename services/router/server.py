@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
-from libs.common.rpc.serve import Context, metadata_of
+from libs.common.rpc.access import Metadata, current_caller
+from libs.common.rpc.serve import Context
 from libs.common.rpc.single_request import read_request
 from libs.common.runtime import heap
 from libs.common.telemetry.counters import Counters
@@ -42,7 +43,7 @@ from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.connection import SILENCE_S
 from services.router.workers.fleet import RouterFleet
 from slipstream import bounds
-from slipstream.errors import DeadlineExceeded, SlipstreamError, Unauthenticated
+from slipstream.errors import DeadlineExceeded, SlipstreamError
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
@@ -191,7 +192,9 @@ class RouterServer:
                 **memory.gauges(),
                 **placements.figures(),
                 **heap.figures(),
-                "slipstream_grpc_malformed_total": self.host.malformed.count,
+                "slipstream_grpc_malformed_total": float(
+                    self.host.malformed.count + self.admin.malformed.count
+                ),
             },
         )
         http_tls = options.tls if options.http_tls else None
@@ -272,15 +275,14 @@ class RouterServer:
 
     async def _read_request(self, context: Context) -> Any:
         """The message of an accepted call, within its tenant's share of those that arrive."""
-        try:
-            tenant = self._options.tenants.tenant_of(metadata_of(context))
-        except Unauthenticated:  # health and reflection need no key
-            tenant = ""
-        async with self._received.receiving(tenant):
+        self._grpc.name_call(context)
+        async with self._received.receiving(current_caller().tenant):
             return await read_request(context)
 
-    def _note_refused(self, method: str, error: SlipstreamError) -> None:
-        self._grpc.note_refused(method, error)
+    def _note_refused(
+        self, metadata: Iterable[tuple[str, Any]], method: str, error: SlipstreamError
+    ) -> Metadata:
+        return self._grpc.note_refused(metadata, method, error)
 
     async def _drain(self) -> None:
         self.runs.drain()

@@ -21,10 +21,11 @@ class CallerClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallerIdentity:
-    """Who calls: a class and a name, which is an instance's, a key's or empty."""
+    """Who calls: a class, a name, which is an instance's, a key's or empty, and the tenant of an API key."""
 
     kind: CallerClass
     name: str = ""
+    tenant: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".rstrip()

@@ -16,6 +16,8 @@ from slipstream import bounds, errors
 from slipstream.v1 import common_pb2
 
 DOMAIN = "slipstream"
+# Of a call's metadata and of its answer's: the header of the same name over HTTP.
+REQUEST_ID = "x-request-id"
 
 # Part of gRPC's words for a message beyond the limit of its sender or its receiver.
 _TOO_LARGE = "message larger than max"
@@ -79,6 +81,14 @@ UNIMPLEMENTED: grpc.Status = rpc_status.to_status(
 
 def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamError:
     """The typed error behind a failed call; a status without our details maps by its code."""
+    typed = _typed(error)
+    for name, value in error.trailing_metadata() or ():
+        if name == REQUEST_ID:
+            typed.request_id = str(value)
+    return typed
+
+
+def _typed(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamError:
     status = rpc_status.from_call(error)
     reason = field = ""
     retry_after_ms = 0

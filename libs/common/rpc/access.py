@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 OPERATOR_NAME = "slipstream-operator"
 _FLAGS = "--cluster-secret-file, or --tls-ca, --tls-certificate and --tls-key"
 
-# Gets the method and the error of each refused call.
-OnRefused = Callable[[str, errors.SlipstreamError], None]
+# Gets the metadata, the method and the error of each refused call. Returns the answer's trailing metadata.
+Metadata = tuple[tuple[str, str | bytes], ...]
+OnRefused = Callable[[Iterable[tuple[str, Any]], str, errors.SlipstreamError], Metadata]
 
 _caller: contextvars.ContextVar[CallerIdentity] = contextvars.ContextVar("caller", default=ANONYMOUS)
 
@@ -53,7 +54,10 @@ class KeyClasses(Protocol):
         """Whether the headers carry a key, right or wrong."""
 
     def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
-        """The class and the name of the key in headers with lower-case names. Raises Unauthenticated."""
+        """The class, name and tenant of the key in headers with lower-case names. Raises Unauthenticated.
+
+        Where no keys are configured, it is the default tenant.
+        """
 
 
 class AccessControl:
@@ -104,11 +108,9 @@ class AccessControl:
         token = headers.get(TOKEN_HEADER)
         if token is not None and self._verifier is not None:
             return self._caller_by_token(needed, token, self._verifier)
-        if self._keys is not None and (needed is CallerClass.TENANT or self._keys.has_key(headers)):
-            if not self._keys.open:
-                return self._keys.caller_of(headers)
-            if needed is CallerClass.TENANT:
-                return CallerIdentity(CallerClass.TENANT)
+        keys = self._keys
+        if keys is not None and (needed is CallerClass.TENANT or (not keys.open and keys.has_key(headers))):
+            return keys.caller_of(headers)
         if self.has_peer_certificates:
             return CallerIdentity(CallerClass.PEER)
         if self.is_open:
@@ -171,8 +173,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def ignore_refusal(method: str, error: errors.SlipstreamError) -> None:
+def ignore_refusal(
+    metadata: Iterable[tuple[str, Any]], method: str, error: errors.SlipstreamError
+) -> Metadata:
     """For hosts that note no refusals."""
+    return ()
 
 
 def current_caller() -> CallerIdentity:
@@ -199,14 +204,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        method = handler_call_details.method
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata or ()
         self._on_call()
         try:
             needed = METHOD_CLASSES.get(method, CallerClass.OPERATOR)
-            caller = self._access.admit(needed, handler_call_details.invocation_metadata or ())
+            caller = self._access.admit(needed, metadata)
         except errors.SlipstreamError as error:
-            self._on_refused(method, error)
-            return refusing_handler(error)
+            return refusing_handler(error, self._on_refused(metadata, method, error))
         if caller is not ANONYMOUS:
             _caller.set(caller)
         handler = await continuation(handler_call_details)

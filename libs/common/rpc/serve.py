@@ -44,6 +44,7 @@ from libs.common.rpc.single_request import (
     ReadRequest,
     read_request,
     refusing_handler,
+    with_trailing,
 )
 from libs.common.service_bounds import (
     GRPC_CALLS,
@@ -182,6 +183,10 @@ class ServiceHost:
         for name in (READINESS, _OVERALL, *self._service_names):
             self._health.set_serving(name, ready)
 
+    def figures(self) -> dict[str, float]:
+        """The host's metrics."""
+        return {"slipstream_grpc_malformed_total": float(self.malformed.count)}
+
     def request_stop(self) -> None:
         """Make `wait_for_stop` return."""
         self._stopping.set()
@@ -305,7 +310,7 @@ def _wrap_call(
             raise
         except Exception as error:
             status = _status_of(error, method, context)
-        abort = context.abort_with_status(status)
+        abort = context.abort_with_status(with_trailing(status, context))
         del request, context
         await abort
 
@@ -342,7 +347,7 @@ def _wrap_stream(
             finally:
                 if stream is not None:
                     await stream.aclose()
-        abort = context.abort_with_status(status)
+        abort = context.abort_with_status(with_trailing(status, context))
         del request, context
         await abort
 

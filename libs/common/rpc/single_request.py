@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -28,6 +28,14 @@ Deserialize = Callable[[bytes], Any]
 ReadRequest = Callable[[Any], Awaitable[Any]]
 
 _LOG_EVERY_S = 1.0
+
+
+class _Status(NamedTuple):
+    """A status as gRPC takes it."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
 
 
 class MalformedRequests:
@@ -78,11 +86,20 @@ async def read_request(context: Any, *, timeout_s: float = REQUEST_READ_S) -> An
     return request
 
 
-def refusing_handler(error: SlipstreamError) -> Any:
-    """A handler that reads nothing of its call and ends it with the error."""
+def with_trailing(status: grpc.Status, context: Any) -> grpc.Status:
+    """The status with the trailing metadata that the handler has set: gRPC sends one or the other."""
+    metadata = context.trailing_metadata()
+    if not metadata:
+        return status
+    return cast(grpc.Status, _Status(status.code, status.details, (*status.trailing_metadata, *metadata)))
+
+
+def refusing_handler(error: SlipstreamError, metadata: tuple[tuple[str, str | bytes], ...] = ()) -> Any:
+    """A handler that reads nothing of its call and ends it with the error and this trailing metadata."""
     status = to_status(error)
 
     async def refuse(requests: Any, context: Any) -> None:
-        await context.abort_with_status(status)
+        context.set_trailing_metadata(metadata)
+        await context.abort_with_status(with_trailing(status, context))
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -95,7 +95,7 @@ async def serve_worker(
             identity,
             load=app.load,
             ledger=app.ledger,
-            counters=app.counters,
+            counters=lambda: {**app.counters(), **host.figures()},
             on_drain=leave,
             on_undrain=rejoin,
         )

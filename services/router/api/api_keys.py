@@ -71,10 +71,10 @@ class ApiKeys:
         return bool(given_key(headers))
 
     def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
-        """The class and the name of the key in the headers. Raises Unauthenticated."""
+        """The class, the name and the tenant of the key in the headers. Raises Unauthenticated."""
         identity = self.identify(headers)
-        is_operator = identity.scope is KeyScope.OPERATOR
-        return CallerIdentity(CallerClass.OPERATOR if is_operator else CallerClass.TENANT, identity.name)
+        kind = CallerClass.OPERATOR if identity.scope is KeyScope.OPERATOR else CallerClass.TENANT
+        return CallerIdentity(kind, identity.name, identity.tenant)
 
 
 def given_key(headers: Mapping[str, str]) -> str:

@@ -40,9 +40,12 @@ _BODY_PATHS = (
 )
 
 
-def parse_request(data: bytes) -> GenerationRequest:
-    """The request in `data`. Raises InvalidArgument naming the first field that does not fit."""
-    return parse_generation(parse_message(data))
+def parse_request(data: bytes, request_id: str = "") -> GenerationRequest:
+    """The request in `data`. Raises InvalidArgument naming the first field that does not fit.
+
+    `request_id` is the metadata's; the message's own comes first.
+    """
+    return parse_generation(parse_message(data), request_id)
 
 
 def parse_message(data: bytes) -> router_pb2.GenerateRequest:
@@ -70,7 +73,7 @@ def parse_message(data: bytes) -> router_pb2.GenerateRequest:
     return message
 
 
-def parse_generation(message: router_pb2.GenerateRequest) -> GenerationRequest:
+def parse_generation(message: router_pb2.GenerateRequest, request_id: str = "") -> GenerationRequest:
     """The request in the message. validation.py checks its values."""
     kind = message.WhichOneof("input")
     if kind is None:
@@ -81,7 +84,7 @@ def parse_generation(message: router_pb2.GenerateRequest) -> GenerationRequest:
         model=message.model,
         sampling=_sampling(message.sampling),
         stop=tuple(message.stop) if message.stop else (),
-        request_id=message.request_id,
+        request_id=message.request_id or request_id,
         resume_after_tokens=message.resume_after_tokens,
         metadata=dict(message.metadata) if message.metadata else {},
         priority=_priority(message.priority),

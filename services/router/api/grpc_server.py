@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import grpc
 
 from libs.common import service_bounds
-from libs.common.rpc.access import current_caller
+from libs.common.rpc.access import Metadata, current_caller
 from libs.common.rpc.serve import metadata_of
+from libs.common.rpc.single_request import with_trailing
 from libs.common.telemetry import tracing
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import DEFAULT_TENANT, ApiKeys
@@ -29,7 +31,7 @@ from services.router.workers.fleet import RouterFleet
 from slipstream import errors
 from slipstream.enum_names import role_value
 from slipstream.rpc.caller_class import CallerClass
-from slipstream.rpc.rpc_errors import to_status
+from slipstream.rpc.rpc_errors import REQUEST_ID, to_status
 from slipstream.v1 import router_pb2
 
 SERVICE_NAME = "slipstream.v1.RouterService"
@@ -93,7 +95,7 @@ class GrpcServer:
     async def generate(self, data: bytes, context: Context) -> None:
         """Generate. The request's task outlives no end of this call, however the call ends."""
         with self._access_log.call("grpc", "Generate") as record:
-            record.request_id = new_request_id()  # of a call that is refused before it is parsed
+            record.request_id = _request_id(context)
             try:
                 await self._generate(data, context, record)
                 record.status = "OK"
@@ -110,9 +112,12 @@ class GrpcServer:
         record.tenant = caller.tenant
         status = None
         try:
-            request = await self._read(data, caller)
-            if is_request_id(request.request_id):
-                record.request_id = request.request_id
+            # An invalid id of the metadata is refused by name, not replaced.
+            given = metadata.get(REQUEST_ID) or record.request_id
+            request = await self._read(data, caller, request_id=given)
+            if request.request_id != record.request_id and is_request_id(request.request_id):
+                record.request_id = request.request_id  # the one in the message goes before the metadata
+                context.set_trailing_metadata(_named(request.request_id))
             run = await self._runs.begin(request, caller, n_bytes=len(data))
             record.request_id, record.answer = run.request_id, run.sink
         except errors.Overloaded as refusal:
@@ -120,7 +125,7 @@ class GrpcServer:
             _note_failure(record, refusal)
             tracing.failed(refusal)
         if status is not None:
-            refused = context.abort_with_status(status)
+            refused = context.abort_with_status(with_trailing(status, context))
             del context  # see libs/common/rpc/serve.py
             try:
                 await refused
@@ -132,28 +137,37 @@ class GrpcServer:
         finally:
             decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
             if decision is not None:
-                context.set_trailing_metadata(((PLACEMENT_HEADER, header_text(decision)),))
+                placement = (PLACEMENT_HEADER, header_text(decision))
+                context.set_trailing_metadata((*_named(run.request_id), placement))
             run.end()
 
-    async def _read(self, data: bytes, caller: Caller) -> GenerationRequest:
+    async def _read(self, data: bytes, caller: Caller, *, request_id: str) -> GenerationRequest:
+        parse = partial(parse_request, data, request_id)
         try:
-            return await self._runs.read(caller, partial(parse_request, data), n_bytes=len(data))
+            return await self._runs.read(caller, parse, n_bytes=len(data))
         except errors.InvalidArgument:
             self._runs.context.counters.add("slipstream_requests_refused_total")
             raise
 
-    def note_refused(self, method: str, error: errors.SlipstreamError) -> None:
-        """The line in the access log of a call that was refused before it was read."""
+    def name_call(self, context: Context) -> None:
+        """Let the call have a request id, before its message is read: that of its metadata, or a new one."""
+        context.set_trailing_metadata(_named(_given_id(context.invocation_metadata() or ())))
+
+    def note_refused(
+        self, metadata: Iterable[tuple[str, Any]], method: str, error: errors.SlipstreamError
+    ) -> Metadata:
+        """Log a call that was refused before it was read. Returns the answer's trailing metadata."""
         with self._access_log.call("grpc", method.rpartition("/")[2]) as record:
-            record.request_id = new_request_id()
+            record.request_id = _given_id(metadata)
             _note_failure(record, error)
+        return _named(record.request_id)
 
     def _logged(self, name: str, method: _UnaryMethod) -> _UnaryMethod:
         """A unary method with its line in the access log."""
 
         async def call(request: Any, context: Context) -> Any:
             with self._access_log.call("grpc", name) as record:
-                record.request_id = new_request_id()
+                record.request_id = _request_id(context)
                 try:
                     record.tenant = self._tenant(context)
                     response = await method(request, context)
@@ -171,19 +185,19 @@ class GrpcServer:
         """Write the events, those that are ready together in one response."""
         # While a response waits for a client that does not read, this task stands still, and the request
         # ends without it.
-        loop = asyncio.get_running_loop()
         run.sink.holds_start = True
-        release = loop.call_later(_MAX_START_WAIT_S, run.sink.release_start)
+        release = asyncio.get_running_loop().call_later(_MAX_START_WAIT_S, run.sink.release_start)
         try:
+            with _ending_with_call():
+                await context.send_initial_metadata(_named(run.request_id))
             while events := await run.sink.next_events():
                 response = router_pb2.GenerateResponse()
                 for event in events:
                     response.events.add().CopyFrom(event)  # `append` takes several times as long
                 watch = WriteWatch(run, stall_s=self._write_stall_s, reset_s=self._reset_s)
                 try:
-                    await context.write(response)
-                except grpc.aio.BaseError:  # the call is over, and this task is about to be cancelled for it
-                    raise asyncio.CancelledError from None
+                    with _ending_with_call():
+                        await context.write(response)
                 finally:
                     watch.cancel()
                 if events[-1].HasField("finished"):
@@ -201,7 +215,6 @@ class GrpcServer:
         self, request: router_pb2.ListModelsRequest, context: Context
     ) -> router_pb2.ListModelsResponse:
         """ListModels."""
-        self._tenant(context)
         model = router_pb2.Model(
             id=self._card.name,
             max_context_tokens=self._card.max_context_tokens,
@@ -236,7 +249,6 @@ class GrpcServer:
         self, request: router_pb2.ListWorkersRequest, context: Context
     ) -> router_pb2.ListWorkersResponse:
         """ListWorkers: operators see the endpoints."""
-        self._tenant(context)
         shows_endpoints = _is_operator()
         return router_pb2.ListWorkersResponse(
             workers=[
@@ -258,9 +270,10 @@ class GrpcServer:
 
     def _tenant_of(self, metadata: Mapping[str, str]) -> str:
         """The key's tenant; an operator without a key acts for the default tenant."""
-        if _is_operator() and not self._tenants.has_key(metadata):
-            return DEFAULT_TENANT
-        return self._tenants.tenant_of(metadata)
+        tenant = current_caller().tenant
+        if tenant:
+            return tenant
+        return self._tenants.tenant_of(metadata) if self._tenants.has_key(metadata) else DEFAULT_TENANT
 
     def _caller(self, metadata: Mapping[str, str], context: Context) -> Caller:
         left_s = context.time_remaining()
@@ -281,6 +294,30 @@ def _note_failure(record: AccessRecord, error: BaseException) -> None:
         is_gone = isinstance(error, asyncio.CancelledError)
         code = "CANCELLED" if is_gone else errors.Internal.code
         record.status = error.code if isinstance(error, errors.SlipstreamError) else code
+
+
+@contextlib.contextmanager
+def _ending_with_call() -> Iterator[None]:
+    """What gRPC raises inside means that the call is over, and this task is about to be cancelled for it."""
+    try:
+        yield
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
+
+
+def _named(request_id: str) -> Metadata:
+    return ((REQUEST_ID, request_id),)
+
+
+def _given_id(metadata: Iterable[tuple[str, Any]]) -> str:
+    """The request id that a client gave, if it is valid, else a new one."""
+    given = next((value for name, value in metadata if name == REQUEST_ID), "")
+    return given if is_request_id(given) else new_request_id()
+
+
+def _request_id(context: Context) -> str:
+    """The id that `name_call` gave the call."""
+    return str(dict(context.trailing_metadata())[REQUEST_ID])
 
 
 def _is_operator() -> bool:

@@ -138,7 +138,7 @@ async def test_calls_without_messages_keep_no_probe_out(monkeypatch: pytest.Monk
     async with serving() as channel:
         check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         await check(request, timeout=WAIT_S)
-        silent = [
+        silent: list[Any] = [
             channel.stream_stream("/grpc.health.v1.Health/Check")(timeout=WAIT_S)
             for _ in range(GRPC_PUBLIC_CALLS + 8)
         ]
