@@ -12,6 +12,8 @@ IDLE_CONNECTION_S = 30.0
 HTTP_CONNECTIONS = 4096
 WRITE_STALL_S = 30.0
 GRPC_RESET_S = 5.0
+UNREAD_SUSPEND_S = 1.0
+MAX_TENANT_SUSPENDED = 256
 GRPC_HANDSHAKE_S = 10.0
 GRPC_PING_S = 10.0
 GRPC_PING_ANSWER_S = 5.0
@@ -176,6 +178,12 @@ _TOGETHER: tuple[_Row, ...] = (
     ("Requests preempted for one", f"{MAX_PREEMPTION_VICTIMS}", "it waits"),
     ("Retry delay in a refusal", f"{RETRY_AFTER_S[0]:g} to {RETRY_AFTER_S[1]:g} s", ""),
     ("Text of one request that its client has not read", f"{MAX_WAITING_BYTES} bytes", "its sequence waits"),
+    (
+        "A client reads nothing, and that text is at its bound or others wait for a place",
+        f"{UNREAD_SUSPEND_S:g} s",
+        "the request leaves its workers until the client reads",
+    ),
+    ("Requests of one tenant that left their workers so", f"{MAX_TENANT_SUSPENDED}", "request aborted"),
     ("Failed attempts in a row without a new token", f"{MAX_FRUITLESS_ATTEMPTS}", "request failed"),
     ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),

@@ -29,6 +29,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("slipstream_http_connections_refused_total", "counter", "HTTP connections closed at the bound."),
     Metric("slipstream_grpc_malformed_total", "counter", "gRPC messages that are malformed."),
     Metric("slipstream_requests_aborted_total", "counter", "Requests that their client ended."),
+    Metric("slipstream_requests_suspended_total", "counter", "Times a request waited for a client to read."),
     Metric("slipstream_attempts_total", "counter", "Attempts made for requests, retries included."),
     Metric("slipstream_hedges_total", "counter", "Attempts made because a prefill was slow."),
     Metric("slipstream_quarantined_total", "counter", "Requests refused because they crashed workers."),

@@ -167,6 +167,11 @@ class Admission:
         used_tokens = ask.prefill_tokens + output_tokens
         self._classes[ask.priority].queue.charge(ask.tenant, used_tokens - ask.cost_tokens)
 
+    def enter_again(self, ask: AdmissionRequest, now_ms: float) -> None:
+        """Queue a request that has ended here and goes on. It is not preempted: its client has tokens."""
+        preemptions = self._limits.max_preemptions
+        self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms), preemptions))
+
     def poll(self, capacity: Capacity, now_ms: float) -> Changes:
         """Admit the requests that fit, in order, and drop those that waited too long."""
         expired = [

@@ -56,6 +56,16 @@ class AdmissionTicket:
         """Report the first token."""
         self._gate.controller.first_token(self.ask.key, self._gate.now_ms())
 
+    def leave(self, *, output_tokens: int) -> None:
+        """Give the place to others until `admitted_again`."""
+        self._admitted = False
+        self._gate.end(self, output_tokens=output_tokens)
+
+    async def admitted_again(self) -> None:
+        """Wait for a place after `leave`. Raises Overloaded when there is none in time."""
+        self._gate.enter_again(self)
+        await self.admitted()
+
     def end(self, *, output_tokens: int = 0) -> None:
         """Report the end, when the request holds nothing any more."""
         self._gate.end(self, output_tokens=output_tokens)
@@ -158,6 +168,12 @@ class AdmissionGate:
             del self._places[place.ask.key]
             self.controller.end(place.ask.key, self.now_ms(), output_tokens=output_tokens)
             self._poll()
+
+    def enter_again(self, place: AdmissionTicket) -> None:
+        """Queue a ticket that has left. Its request has begun, so it is neither rejected nor preempted."""
+        self._places[place.ask.key] = place
+        self.controller.enter_again(place.ask, self.now_ms())
+        self._poll()
 
     def gauges(self) -> dict[str, float]:
         """The metrics of admission."""

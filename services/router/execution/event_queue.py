@@ -39,6 +39,8 @@ class ResponseQueue:
         self._events: list[router_pb2.GenerateEvent] = []
         self._max_waiting_bytes = max_waiting_bytes
         self.waiting_bytes = 0  # the approximate size of the unread deltas
+        self._readable_since_s = 0.0  # while events wait for a reader that is elsewhere
+        self._taken: asyncio.Future[None] | None = None  # while `wait_taken` waits
         self._reader: asyncio.Future[None] | None = None
         self._is_closed = False
         self._error: SlipstreamError | None = None
@@ -57,6 +59,20 @@ class ResponseQueue:
         """Whether the producer should pause."""
         return self.waiting_bytes >= self._max_waiting_bytes
 
+    @property
+    def unread_s(self) -> float:
+        """How long events have been waiting for a reader that is still writing earlier ones."""
+        is_reader_waiting = self._reader is not None and not self._reader.done()
+        if is_reader_waiting or not self._events:
+            return 0.0
+        return self._loop.time() - self._readable_since_s
+
+    async def wait_taken(self) -> None:
+        """Wait until the reader has taken the events that wait."""
+        if self._events:
+            self._taken = self._loop.create_future()
+            await self._taken
+
     def write(self, events: Sequence[router_pb2.GenerateEvent]) -> None:
         """Append events, even to a full queue. The reader gets the events of one call together."""
         is_reader_waiting = self._reader is not None and not self._reader.done()
@@ -64,6 +80,8 @@ class ResponseQueue:
         if connection is not None and connection.try_write(events):
             self.completion_tokens = events[-1].delta.completion_tokens
             return
+        if not self._events:
+            self._readable_since_s = self._loop.time()
         for event in events:
             if event.HasField("delta"):
                 self._append_delta(event)
@@ -101,6 +119,8 @@ class ResponseQueue:
         was_full = self.is_full
         events, self._events = self._events, []
         self.waiting_bytes = 0
+        if self._taken is not None and not self._taken.done():
+            self._taken.set_result(None)
         if was_full and self.producer is not None:
             self.producer.resume()
         return events
@@ -120,6 +140,7 @@ class ResponseQueue:
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
+            self._readable_since_s = self._loop.time()
             self._reader.set_result(None)
 
 

@@ -94,6 +94,16 @@ class GenerationTask:
         if self._state is not None:
             self._state.close()
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the request waits for a client that reads nothing, and its workers hold nothing."""
+        return self._state is not None and self._state.is_suspended
+
+    def suspend(self) -> None:
+        """Leave the workers until the client reads again."""
+        if self._state is not None:
+            self._state.suspend()
+
     async def run(self) -> None:
         """Run the request until `finished` is written. Raises a SlipstreamError when the request fails."""
         context = self.context
@@ -108,6 +118,8 @@ class GenerationTask:
         self._state = self.sink.producer = state
         try:
             end = await run_attempts(state)
+            if self.sink.is_full:  # the answer waits for its client, and no longer for a worker
+                state.leave_admission()
             events = await state.last_events()
             events += state.output.finish()
             self._record_session(state, end)

@@ -30,6 +30,10 @@ class AttemptEnd:
     finish: common_pb2.FinishReason.ValueType
 
 
+class AttemptSuspended:
+    """The attempt left its workers, because the client reads nothing."""
+
+
 class HedgedAttempt:
     """One attempt and its hedge. Listens to both, and pushes the winner's tokens into the request state."""
 
@@ -42,11 +46,14 @@ class HedgedAttempt:
         self._winner: Attempt | None = None
         self._began_s = state.context.clock()
         self._timer: asyncio.TimerHandle | None = None
-        self._outcome: asyncio.Future[AttemptEnd | WorkerFailed] = asyncio.get_running_loop().create_future()
+        self._outcome: asyncio.Future[AttemptEnd | WorkerFailed | AttemptSuspended] = (
+            asyncio.get_running_loop().create_future()
+        )
 
-    async def run(self) -> AttemptEnd | WorkerFailed:
-        """Run to the answer's end or to a failure. On return all attempts are released or being released."""
+    async def run(self) -> AttemptEnd | WorkerFailed | AttemptSuspended:
+        """Run to the answer's end, a failure or `suspend`. On return all attempts are released, or being so."""
         state = self._state
+        state.attempt = self
         try:
             self._first = self._begin(self._assignment)
             delay_s = self._hedge_delay_s()
@@ -55,6 +62,8 @@ class HedgedAttempt:
             outcome = await self._outcome
             if isinstance(outcome, WorkerFailed):
                 self._fail_spans(outcome.error)
+            elif isinstance(outcome, AttemptSuspended):
+                state.context.counters.add("slipstream_requests_suspended_total")
             elif self._winner is not None and not self._winner.is_over:  # a stop string ended the answer
                 state.stats.add_stats(await self._winner.stop())
             return outcome
@@ -102,6 +111,14 @@ class HedgedAttempt:
     def may_leave(self, link: WorkerConnection) -> bool:
         """See `AttemptListener`."""
         return self._state.context.fleet.has_substitute(link) and self._state.begin_move(link.key)
+
+    def suspend(self) -> None:
+        """See `Suspendable`. An attempt without a token has nothing that a client could leave unread."""
+        if self._winner is None or self._outcome.done():
+            return
+        self._winner.resume()  # the state takes what has arrived, perhaps the answer's end
+        if not self._outcome.done():
+            self._outcome.set_result(AttemptSuspended())
 
     # ---- the hedge
 
@@ -231,7 +248,7 @@ class HedgedAttempt:
         """Release all attempts, and drop the references to them to avoid reference cycles."""
         if self._timer is not None:
             self._timer.cancel()
-        self._state.source = None
+        self._state.source = self._state.attempt = None
         for attempt in self._live:
             self._release(attempt)
         self._live.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 # Longer messages are parsed and checked off the event loop.
 INLINE_BYTES = 64 << 10
+_UNREAD_CHECK_S = 0.25
 # Admission charges a tenant at most this many tokens for an answer until the answer ends.
 _OUTPUT_TOKENS = 256
 # A prompt may have this many times the tokens that are estimated from its characters.
@@ -52,6 +54,7 @@ class RequestManager:
         # One for each request that is over for its client and not yet released on its workers.
         self._release_tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._unread_timer: asyncio.TimerHandle | None = None  # while requests run
         self._measuring = asyncio.Lock()
         self._to_measure = 0
 
@@ -118,6 +121,7 @@ class RequestManager:
         self.context.counters.add("slipstream_requests_total")
         tracing.annotate(request_id=request_id)
         self._runs[key] = run
+        self._watch_unread()
         work = execute(run, partial(self._make_generation, run, request, caller, began_s))
         task = run.start(work, deadline_s=caller.deadline_s)
         task.add_done_callback(partial(self._ended, run, key, chars))
@@ -170,7 +174,30 @@ class RequestManager:
         for run in list(self._runs.values()):
             await run.released.wait()
         self.gate.close()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         self.context.threads.close()
+
+    def _watch_unread(self) -> None:
+        if self._unread_timer is None and self._runs:
+            loop = asyncio.get_running_loop()
+            self._unread_timer = loop.call_later(_UNREAD_CHECK_S, self._suspend_unread)
+
+    def _suspend_unread(self) -> None:
+        """Take the requests off their workers whose clients read nothing, if they hold up anyone.
+
+        A full queue holds up the requests on the same workers. Else it takes requests that wait for a place.
+        """
+        self._unread_timer = None
+        suspended: Counter[str] = Counter()
+        for (tenant, _), run in self._runs.items():
+            is_unread = run.sink.unread_s >= service_bounds.UNREAD_SUSPEND_S
+            if is_unread and (run.sink.is_full or self.gate.controller.waiting):
+                run.suspend()
+            suspended[tenant] += run.is_suspended
+            if run.is_suspended and suspended[tenant] > service_bounds.MAX_TENANT_SUSPENDED:
+                run.end(errors.Aborted("too many answers of this tenant are not read"))
+        self._watch_unread()
 
     def _make_generation(
         self, run: RunningRequest, request: GenerationRequest, caller: Caller, began_s: float

@@ -39,6 +39,13 @@ class TokenSource(Protocol):
         """Push the waiting tokens, and later ones as they arrive."""
 
 
+class Suspendable(Protocol):
+    """An attempt that can end before its answer does."""
+
+    def suspend(self) -> None:
+        """Leave the workers. The tokens that have arrived stay."""
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """See the module's text. A preempted request gets a new state when it restarts."""
@@ -59,6 +66,8 @@ class RequestState:
     suspect: Suspect = field(default_factory=Suspect)
     decision: PlacementDecision | None = None  # of the latest attempt
     source: TokenSource | None = None  # the attempt that delivers
+    attempt: Suspendable | None = None  # while it runs
+    is_suspended: bool = False  # the client reads nothing, and the workers hold nothing
     is_closed: bool = False  # no more events may be written: the task is about to be cancelled
     _moving_from: str = ""  # the draining worker whose slot the request holds
     _has_shown: bool = False
@@ -141,6 +150,28 @@ class RequestState:
             self._has_shown = True
             if self.ticket is not None:
                 self.ticket.first_token()
+
+    # ---- clients that read nothing
+
+    def suspend(self) -> None:
+        """Leave the workers and the place in admission until the client reads again. Idempotent."""
+        if self.attempt is not None:
+            self.attempt.suspend()
+
+    def leave_admission(self) -> None:
+        """Give the place to others: the workers hold nothing of the request."""
+        self.is_suspended = True
+        if self.ticket is not None:
+            self.ticket.leave(output_tokens=len(self.output.tokens))
+
+    async def wait_for_client(self) -> None:
+        """Return when the client has read, and admission lets the request run again. Raises Overloaded."""
+        self.leave_admission()
+        await self.sink.wait_taken()
+        await self.flush()
+        if self.ticket is not None:
+            await self.ticket.admitted_again()
+        self.is_suspended = self._has_shown = False
 
     # ---- quarantine: see policies/quarantine.py
 

@@ -12,7 +12,7 @@ import logging
 
 from services.router.execution.attempt_types import WorkerFailed
 from services.router.execution.dispatcher import Assignment
-from services.router.execution.hedging import AttemptEnd, HedgedAttempt
+from services.router.execution.hedging import AttemptEnd, AttemptSuspended, HedgedAttempt
 from services.router.execution.request_state import RequestState
 from services.router.execution.worker_selection import select_workers
 from slipstream.v1 import common_pb2
@@ -32,6 +32,11 @@ async def run_attempts(state: RequestState) -> AttemptEnd:
         outcome = await _try_once(state, assignment)
         if isinstance(outcome, AttemptEnd):
             return outcome
+        if isinstance(outcome, AttemptSuspended):
+            await state.wait_for_client()
+            if state.output.stopped:  # the flushed text contained a stop string
+                return AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP)
+            continue
         log.warning("%s attempt %d: %s", state.request_id, state.stats.attempts, outcome.error)
         if outcome.is_drain:
             state.context.counters.add("slipstream_drain_failovers_total")
@@ -52,7 +57,9 @@ async def _select_safe_workers(state: RequestState) -> Assignment:
     return assignment
 
 
-async def _try_once(state: RequestState, assignment: Assignment) -> AttemptEnd | WorkerFailed:
+async def _try_once(
+    state: RequestState, assignment: Assignment
+) -> AttemptEnd | WorkerFailed | AttemptSuspended:
     """Run one attempt, registered in the quarantine. Raises Quarantined when the request crashes workers."""
     quarantine = state.context.failover.quarantine
     quarantine.begin(state.suspect, assignment.workers.keys)

@@ -65,6 +65,16 @@ class RunningRequest:
         """Whether `end` stopped the request before it was over."""
         return self._ended_by is not None
 
+    @property
+    def is_suspended(self) -> bool:
+        """See `GenerationTask.is_suspended`."""
+        return self.generation is not None and self.generation.is_suspended
+
+    def suspend(self) -> None:
+        """Leave the workers until the client reads again."""
+        if self.generation is not None and not self.is_stopped:
+            self.generation.suspend()
+
     def preempt(self) -> None:
         """Stop the request before its first token. It waits for admission again and restarts."""
         if self._task is not None and not self._task.done() and self._ended_by is None:

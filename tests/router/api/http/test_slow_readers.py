@@ -33,7 +33,8 @@ BODY = {
 class RawClient:
     """A socket that reads exactly as much as it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "none") -> None:
+        self._key = key
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         self.socket.setblocking(False)
@@ -45,7 +46,7 @@ class RawClient:
         await loop.sock_connect(self.socket, (host, int(port)))
         data = json.dumps(body).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {endpoint}\r\nContent-Length: {len(data)}\r\n"
-        head += "Content-Type: application/json\r\n"
+        head += f"Content-Type: application/json\r\nx-api-key: {self._key}\r\n"
         await loop.sock_sendall(self.socket, head.encode() + b"Connection: close\r\n\r\n" + data)
 
     async def read(self, n_bytes: int) -> bytes:

@@ -1,0 +1,101 @@
+"""Streams of one tenant that read nothing take no place of another tenant, and go on when they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2, router_pb2_grpc
+from tests.router.api.http.test_slow_readers import BODY, RawClient
+from tests.router.conftest import WAIT_S, eventually, open_router, script
+from tests.router.support.fake_cluster import FakeCluster
+from tests.support.api_keys import tenant_keys
+
+STREAMS = 4
+LETTERS = "abcdefgh"
+TOKENS = 1500
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
+KEYS = {"key-a": "a", "key-b": "b"}
+
+
+@contextlib.asynccontextmanager
+async def crowded(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[RouterServer]:
+    """A router with places for STREAMS requests, and answers longer than every buffer on the way."""
+    letters = [card.tokenizer.encode_text(letter)[0] for letter in LETTERS]
+    script(cluster.model, [letters[index % 8] for index in range(TOKENS)] + [card.stop_token_ids[0]])
+    keys = tenant_keys(KEYS)
+    # No client is cut off in the time of this test.
+    async with open_router(
+        cluster, card, tenants=keys, max_requests=STREAMS, write_stall_s=10 * WAIT_S
+    ) as router:
+        yield router
+
+
+async def check_others(router: RouterServer) -> None:
+    """Another tenant is served while the unread streams wait."""
+    async with AsyncClient(router.host.endpoint, api_key="key-b", timeout_s=WAIT_S) as other:
+        assert (await other.complete("y", max_tokens=5)).finish_reason == "length"
+    assert router.runs.held == STREAMS  # none of the unread ones was ended for it
+    await eventually(lambda: all(run.is_suspended for run in router.runs.running))
+    assert router.runs.gate.controller.running == 0
+
+
+@pytest.fixture(params=[1, 3], ids=["one connection", "three connections"])
+def connections(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+async def test_unread_grpc_streams_hold_up_no_other_tenant(
+    cluster: FakeCluster, card: ModelCard, connections: int
+) -> None:
+    async with crowded(cluster, card) as router, contextlib.AsyncExitStack() as stack:
+        calls = []
+        channels = [
+            await stack.enter_async_context(
+                grpc.aio.insecure_channel(router.host.endpoint, options=[*SMALL_WINDOW, ("n", index)])
+            )
+            for index in range(connections)
+        ]
+        for index in range(STREAMS):
+            stub: Any = router_pb2_grpc.RouterServiceStub(channels[index % connections])
+            sampling = router_pb2.Sampling(top_logprobs=20)
+            request = router_pb2.GenerateRequest(prompt=f"x{index}", sampling=sampling)
+            calls.append(stub.Generate(request, metadata=(("x-api-key", "key-a"),), timeout=10 * WAIT_S))
+        await eventually(lambda: router.runs.held == STREAMS)
+        await check_others(router)
+        async with asyncio.timeout(WAIT_S):
+            texts = await asyncio.gather(*map(read_text, calls))
+        expected = "".join(LETTERS[index % 8] for index in range(TOKENS))
+        assert texts == [expected] * STREAMS
+        await eventually(lambda: not router.runs.held and not cluster.held)
+
+
+async def read_text(call: Any) -> str:
+    return "".join([event.delta.text async for response in call for event in response.events])
+
+
+async def test_unread_http_streams_hold_up_no_other_tenant(cluster: FakeCluster, card: ModelCard) -> None:
+    async with crowded(cluster, card) as router:
+        router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
+        clients = [RawClient("key-a") for _ in range(STREAMS)]
+        for index, client in enumerate(clients):
+            messages = [{"role": "user", "content": f"x{index}"}]
+            await client.post(router.http_endpoint, {**BODY, "messages": messages})
+        await eventually(lambda: router.runs.held == STREAMS)
+        await check_others(router)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*[client.read_all() for client in clients])
+        for client in clients:
+            choices = [choice for event in client.events() for choice in event["choices"]]
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+            assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
+            client.socket.close()
+        await eventually(lambda: not router.runs.held and not cluster.held)
