@@ -7,6 +7,8 @@ In: `from_rpc_error` rebuilds the class named by ErrorInfo, else the nearest cla
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -82,7 +84,8 @@ UNIMPLEMENTED: grpc.Status = rpc_status.to_status(
 def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamError:
     """The typed error behind a failed call; a status without our details maps by its code."""
     typed = _typed(error)
-    for name, value in error.trailing_metadata() or ():
+    metadata: Any = error.trailing_metadata() or ()
+    for name, value in metadata:
         if name == REQUEST_ID:
             typed.request_id = str(value)
     return typed

@@ -51,7 +51,7 @@ class HedgedAttempt:
         )
 
     async def run(self) -> AttemptEnd | WorkerFailed | AttemptSuspended:
-        """Run to the answer's end, a failure or `suspend`. On return all attempts are released, or being so."""
+        """Run to the answer's end, a failure or `suspend`. On return all attempts are being released."""
         state = self._state
         state.attempt = self
         try:

@@ -111,7 +111,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.router.execution.hedging.choose_workers", choose)
 
 
-async def begin() -> tuple[HedgedRig, asyncio.Task[AttemptEnd | WorkerFailed]]:
+async def begin() -> tuple[HedgedRig, asyncio.Task[Any]]:
     hedged = HedgedRig()
     task = asyncio.create_task(hedged.run())
     await asyncio.wait_for(hedged.began.wait(), 30)
