@@ -10,6 +10,8 @@ from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 
 IDLE_CONNECTION_S = 30.0
 HTTP_CONNECTIONS = 4096
+HTTP_ADDRESS_CONNECTIONS = 1024
+HTTP_TENANT_CONNECTIONS = 1024
 WRITE_STALL_S = 30.0
 GRPC_RESET_S = 5.0
 UNREAD_SUSPEND_S = 1.0
@@ -88,6 +90,12 @@ _Row = tuple[str, str, str]  # what, bound, what happens beyond it
 _CONNECTIONS: tuple[_Row, ...] = (
     ("No whole request header on a connection (HTTP)", f"{IDLE_CONNECTION_S:g} s", "closed"),
     ("Connections of one port (HTTP)", f"{HTTP_CONNECTIONS}", "closed"),
+    (
+        "Connections of one address that is not loopback, before their first key (HTTP)",
+        f"{HTTP_ADDRESS_CONNECTIONS}",
+        "closed",
+    ),
+    ("Connections of one tenant with a key (HTTP)", f"{HTTP_TENANT_CONNECTIONS}", "429, then closed"),
     ("A client reads nothing of a waiting answer", f"{WRITE_STALL_S:g} s", "request aborted"),
     (
         "A client reads nothing of an answer whose request has ended early (gRPC)",

@@ -17,7 +17,7 @@ from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.api.event_stream import Event, EventStream
-from services.router.api.http.connection import HttpListener, MalformedMessages
+from services.router.api.http.connection import HttpConnection, HttpListener, MalformedMessages
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.frame import RECORD, RequestFrame
 from services.router.api.http.guard import HttpGuard
@@ -212,6 +212,12 @@ class HttpServer:
 
     def _tenant(self, request: web.Request) -> str:
         tenant = request[RECORD].tenant = self._tenants.tenant_of(request.headers)
+        connection = request.protocol
+        if self._tenants.open or not isinstance(connection, HttpConnection) or connection.share is None:
+            return tenant
+        if not connection.share.claim(tenant):
+            connection.close()  # after the answer
+            raise errors.Overloaded("this tenant has too many connections")
         return tenant
 
     # ---- the rest

@@ -26,6 +26,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from libs.common.service_bounds import GRPC_HANDSHAKE_S, HTTP_CONNECTIONS
 from libs.common.telemetry.counters import Counters
+from services.router.api.http.connection_shares import ConnectionShare, ConnectionShares
 from services.router.api.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
 from slipstream import errors
 from slipstream.rpc.tls import FilesVersion, TlsFiles
@@ -73,7 +74,7 @@ class MalformedMessages:
 class HttpConnection(web.RequestHandler):
     """One client's connection. `is_refused`: it is closed at once, because there are too many."""
 
-    __slots__ = ("_is_refused", "_malformed")
+    __slots__ = ("_is_refused", "_malformed", "_shares", "share")
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class HttpConnection(web.RequestHandler):
         *,
         malformed: MalformedMessages,
         keepalive_s: float,
+        shares: ConnectionShares,
         is_refused: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -93,12 +95,25 @@ class HttpConnection(web.RequestHandler):
         )
         self._malformed = malformed
         self._is_refused = is_refused
+        self._shares = shares
+        self.share: ConnectionShare | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve, or close."""
         super().connection_made(transport)
+        name = transport.get_extra_info("peername")
+        self.share = ConnectionShare(self._shares, name[0] if isinstance(name, tuple) else "localhost")
+        if not self._is_refused and not self.share.fits:
+            self._is_refused = True
+            self._malformed.counters.add("slipstream_http_connections_refused_total")
         if self._is_refused:
             self.force_close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Give the share back."""
+        if self.share is not None:
+            self.share.leave()
+        super().connection_lost(exc)
 
     def handle_error(
         self,
@@ -142,6 +157,7 @@ class HttpListener:
         malformed: MalformedMessages,
         keepalive_s: float,
         max_connections: int = HTTP_CONNECTIONS,
+        shares: ConnectionShares | None = None,
     ) -> None:
         """A connection without a whole request header is closed after `keepalive_s`."""
         # A client that disconnects ends its request.
@@ -151,6 +167,7 @@ class HttpListener:
         self._malformed = malformed
         self._keepalive_s = keepalive_s
         self._max_connections = max_connections
+        self._shares = shares or ConnectionShares()
         self._acceptor: asyncio.Server | None = None
         self._context: ssl.SSLContext | None = None
         self._version: FilesVersion | None = None  # of the certificate in `_context`
@@ -183,7 +200,11 @@ class HttpListener:
         if is_refused:
             self._malformed.counters.add("slipstream_http_connections_refused_total")
         return HttpConnection(
-            server, malformed=self._malformed, keepalive_s=self._keepalive_s, is_refused=is_refused
+            server,
+            malformed=self._malformed,
+            keepalive_s=self._keepalive_s,
+            shares=self._shares,
+            is_refused=is_refused,
         )
 
     def _renew_certificate(self) -> None:
