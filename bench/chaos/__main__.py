@@ -56,6 +56,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="of faults")
     parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--pause-s", type=float, default=0.0, help="of each client after an answer")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule and the clients")
     parser.add_argument(
         "--soak", action="store_true", help="then steady load, and the growth of each process"
@@ -93,6 +94,7 @@ async def _measure(
         http={name: process.http or "" for name, process in routers.items()},
         model=Path(cluster.record().model).name,
         seed=options.seed,
+        pause_s=options.pause_s,
     )
     expected = await _undisturbed(cluster, asked)
     began = sample(cluster.record(), now_s=0.0)
@@ -124,6 +126,7 @@ async def _measure(
         "cores": os.cpu_count(),
         "minutes": options.minutes,
         "clients": options.clients,
+        "pause_s": options.pause_s,
         "faults": injector.done,
         "requests_during_faults": n_chaos,
         "rolling_restart_s": round(rolling_s, 1),

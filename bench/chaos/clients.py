@@ -90,9 +90,11 @@ class Load:
         http: dict[str, str],
         model: str,
         seed: int,
+        pause_s: float = 0.0,
     ) -> None:
-        """`http`: endpoint of each router by name."""
+        """`http`: endpoint of each router by name. Each client waits for `pause_s` after an answer."""
         self.outcomes: list[Outcome] = []
+        self._pause_s = pause_s
         self._prompts, self._grpc, self._http, self._model, self._seed = prompts, grpc, http, model, seed
         self._is_closing = False
 
@@ -116,6 +118,7 @@ class Load:
             while not self._is_closing:
                 number = rng.randrange(len(self._prompts))
                 self.outcomes.append(await ask_sdk(client, self._prompts, number, session))
+                await asyncio.sleep(self._pause_s)
 
     async def _http_client(self, rng: random.Random, router: str) -> None:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
@@ -124,5 +127,4 @@ class Load:
                 number = rng.randrange(len(self._prompts))
                 outcome = await ask_http(client, self._prompts, number, router=router, model=self._model)
                 self.outcomes.append(outcome)
-                if outcome.error:
-                    await asyncio.sleep(_REFUSED_PAUSE_S)
+                await asyncio.sleep(max(self._pause_s, _REFUSED_PAUSE_S if outcome.error else 0.0))
