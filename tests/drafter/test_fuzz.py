@@ -11,15 +11,11 @@ from libs.common.cluster.worker_service import held
 from services.drafter.drafts import FakeHead
 from slipstream.v1 import drafter_pb2
 from tests.drafter.nodes import running_drafter
-from tests.drafter.test_service import extend
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
+from tests.support.fuzz.seeds import drafter_seeds
 from tests.worker.nodes import eventually
 
 SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
-SEEDS = [
-    drafter_pb2.DraftRequest(extends=[extend("a", 0, [5, 6]), extend("b", 9, [7])]),
-    drafter_pb2.DraftRequest(extends=[extend("a", 2, [9])], closed=["b"]),
-]
 
 
 async def test_fuzzed_messages_are_refused_as_bad_input(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,5 +33,7 @@ async def check(caplog: pytest.LogCaptureFixture, *, inputs: int) -> None:
         async def nothing_held() -> None:
             await eventually(lambda: held(node.service.ledger()) == 0)
 
-        await fuzz(RpcFuzzer(node.channel, SERVICE, random.Random(15), SEEDS), inputs, settle=nothing_held)
+        await fuzz(
+            RpcFuzzer(node.channel, SERVICE, random.Random(15), drafter_seeds()), inputs, settle=nothing_held
+        )
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.v1 import common_pb2, decode_pb2, kv_events_pb2, kvstore_pb2, prefill_pb2
+from slipstream.v1 import decode_pb2, kv_events_pb2, kvstore_pb2, prefill_pb2
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
-from tests.worker.nodes import Node, attempt, prefill_request, prompt_tokens, running_nodes, start_request
+from tests.support.fuzz.seeds import worker_seeds
+from tests.worker.nodes import running_nodes
 
 SERVICES: dict[str, Any] = {
     "prefill": prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
@@ -22,56 +23,6 @@ SERVICES: dict[str, Any] = {
 PEER_CACHE_OMITS = frozenset(
     {"Lookup", "Reserve", "Commit", "CancelReservation", "VerifyBlocks", "DropBlocks"}
 )
-
-
-def seeds(node: Node) -> list[Any]:
-    """Valid requests, with the fingerprint and the block hashes of the node."""
-    prompts = [prompt_tokens(n, seed=n) for n in (5, 40, 70)]
-    starts = [start_request(node, tokens, attempt=attempt(f"r{len(tokens)}")) for tokens in prompts]
-    prefills = [
-        prefill_request(node, tokens, handle=1 + index, attempt=attempt(f"p{len(tokens)}"))
-        for index, tokens in enumerate(prompts)
-    ]
-    pins = [
-        kvstore_pb2.PinsRequest(
-            commands=[
-                kvstore_pb2.PinCommand(
-                    handle=1,
-                    pin=kvstore_pb2.PinRequest(
-                        fingerprint=node.core.fingerprint.to_proto(),
-                        block_hashes=start.block_hashes,
-                        owner="w",
-                        lease_ms=100,
-                    ),
-                )
-            ]
-        )
-        for start in prefills
-    ]
-    ticket = prefill_pb2.HandoffTicket(
-        handoff_id="h",
-        attempt=attempt("r40"),
-        fingerprint=node.core.fingerprint.to_proto(),
-        control_endpoint="127.0.0.1:1",
-        transport=common_pb2.TRANSPORT_SOCKET,
-        transport_session="127.0.0.1:1",
-        blocks=[prefill_pb2.ExportedBlock(n_bytes=node.core.info.page_bytes)],
-        prompt_tokens=40,
-        lease_ms=1000,
-    )
-    with_ticket = start_request(node, prompts[1], attempt=attempt("r40"), ticket=ticket.SerializeToString())
-    aborts = [
-        prefill_pb2.AbortPrefillRequest(attempt=attempt("p5")),
-        decode_pb2.AbortDecodeRequest(attempt=attempt("r5")),
-    ]
-    return [
-        *starts,
-        *(prefill_pb2.PrefillRequest(starts=[start]) for start in prefills),
-        *pins,
-        ticket,
-        with_ticket,
-        *aborts,
-    ]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -98,7 +49,7 @@ async def check(name: str, caplog: pytest.LogCaptureFixture, *, inputs: int) -> 
             node.channel,
             SERVICES[name],
             random.Random(15),
-            seeds(node),
+            worker_seeds(node.core.fingerprint.to_proto(), page_bytes=node.core.info.page_bytes),
             leave_out=PEER_CACHE_OMITS if name == "peer cache" else frozenset(),
         )
         await fuzz(fuzzer, inputs, settle=node.wait_idle)

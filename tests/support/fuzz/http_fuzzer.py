@@ -120,7 +120,6 @@ _BODIES: tuple[dict[str, Any], ...] = (
         "stream_options": {"include_usage": True},
     },
 )
-_SIDE_BY_SIDE = 16
 # Of a message that is not whole nothing comes; the next one begins meanwhile.
 _ANSWER_S, _MORE_S = 0.5, 0.05
 # aiohttp answers with the version of the request.
@@ -133,6 +132,7 @@ class HttpFuzzer:
 
     port: int
     rng: random.Random
+    side_by_side: int = 16
     statuses: Counter[int] = field(default_factory=Counter)  # 0: no answer
     defects: list[str] = field(default_factory=list)
 
@@ -145,7 +145,7 @@ class HttpFuzzer:
                 await self._send(self.message())
 
         async with asyncio.TaskGroup() as senders:
-            for _ in range(_SIDE_BY_SIDE):
+            for _ in range(self.side_by_side):
                 senders.create_task(send())
 
     def check(self) -> None:

@@ -25,7 +25,6 @@ _CALL_S = 20.0
 # The words of grpc.aio's client, in place of the status, when a call ends while it writes.
 _WRITE_FAILED = "Internal error from Core"
 _NEXT_ANSWER_S = 0.05
-_SIDE_BY_SIDE = 16
 
 
 @dataclass
@@ -38,6 +37,7 @@ class RpcFuzzer:
     seeds: Sequence[Message] = ()
     leave_out: frozenset[str] = frozenset()
     headers: Mapping[str, Sequence[str | bytes]] = field(default_factory=dict)
+    side_by_side: int = 16
     statuses: Counter[str] = field(default_factory=Counter)  # by "Method CODE"
     defects: list[str] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class RpcFuzzer:
                 await self._send()
 
         async with asyncio.TaskGroup() as senders:
-            for _ in range(_SIDE_BY_SIDE):
+            for _ in range(self.side_by_side):
                 senders.create_task(send())
 
     def check(self) -> None:

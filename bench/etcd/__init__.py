@@ -1,0 +1,1 @@
+"""How much the etcd of a local cluster stores."""
