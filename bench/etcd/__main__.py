@@ -95,7 +95,7 @@ class SessionWrites:
 
 
 def most_in_window(times: Sequence[float], *, window_s: float = 10.0) -> int:
-    """The most of these ascending times that fall into one window. A watch gets writes late, but each once."""
+    """The most of these ascending times that fall into one window; a watch may get writes late."""
     first, most = 0, 0
     for last, at_s in enumerate(times):
         while at_s - times[first] >= window_s:

@@ -52,7 +52,26 @@ def _prompt(text: bytes) -> bytes:
     return bytes([number << 3 | 2]) + _varint(len(prompt)) + prompt
 
 
+def _calling() -> bytes:
+    """As many messages of an assistant as are allowed, each with a call, reasoning and content parts."""
+    request = router_pb2.GenerateRequest()
+    request.sampling.max_tokens = 1
+    text = router_pb2.ContentPart(text="a")
+    call = router_pb2.ToolCall(id="f:0", name="f", arguments="{}")
+    request.chat.messages.extend(
+        router_pb2.Message(
+            role=router_pb2.MESSAGE_ROLE_ASSISTANT,
+            content=[text] * 5,
+            reasoning_content="b",
+            tool_calls=[call],
+        )
+        for _ in range(4096)
+    )
+    return request.SerializeToString()
+
+
 KINDS: dict[str, Callable[[], bytes]] = {
+    "4096 tool calls": _calling,
     "empty messages": lambda: _repeated(b"\x0a\x00"),
     "empty content parts": lambda: _repeated(b"\x12\x00", around=b"\x12" + _varint(8 << 20) + b"\x0a"),
     "unknown fields": lambda: _repeated(b"\xf8\x07\x01"),

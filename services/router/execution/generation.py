@@ -29,7 +29,7 @@ from slipstream.enum_names import finish_name
 from slipstream.v1 import common_pb2, router_pb2
 
 # Longer texts are encoded off the event loop.
-_INLINE_CHARS = 16_384
+INLINE_CHARS = 16_384
 
 
 async def encode_prompt(
@@ -38,7 +38,7 @@ async def encode_prompt(
     """Encode a valid request. Raises InvalidArgument when the prompt exceeds the context."""
     declaration = await _declare_tools(context, request, tenant)
     draft = PromptDraft.of(request, context.card, context.token_cache, tenant=tenant, declaration=declaration)
-    if draft.new_chars <= _INLINE_CHARS:
+    if draft.new_chars <= INLINE_CHARS:
         encoded = draft.encode()
     else:
         encoded = await _encode_in_steps(context, draft, tenant)

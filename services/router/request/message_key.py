@@ -8,7 +8,7 @@ is recorded separately. Comparing raw messages needs no rendering.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from operator import not_
 from typing import Any, cast
@@ -116,20 +116,14 @@ def reasoning_of(message: Mapping[str, Any], *, kept: bool) -> int:
 
 def message_bytes(key: MessageKey, raw: RawMessage | None, *, n_tokens: int) -> int:
     """The approximate memory of a cached message."""
-    values = [] if raw is None else [*raw.values()]
-    if list in map(type, values):
-        values = [*_objects(values)]
     # Most texts are one object in the key and in the raw message; the text of a tool's result is not.
-    sized = {id(value): value for value in (*key[1::2], *values) if type(value) in _SIZED}
+    sized: dict[int, Any] = {id(text): text for text in key[1::2]}
+    values = [] if raw is None else [*raw.values()]
+    for value in values:  # grows by what is in lists and dicts
+        if type(value) in _SIZED:
+            sized[id(value)] = value
+            if type(value) is dict:
+                values += value.values()
+            elif type(value) is list:
+                values += value
     return _MESSAGE_BYTES + _TOKEN_BYTES * n_tokens + sum(map(sys.getsizeof, sized.values()))
-
-
-def _objects(value: Any) -> Iterator[Any]:
-    """The value and, for lists and dicts, everything in it."""
-    yield value
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return
-    for each in value:
-        yield from _objects(each)
