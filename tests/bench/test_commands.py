@@ -1,0 +1,105 @@
+"""Every command of bench/ starts; in `make soak` each also runs once in its shortest form."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Processes that a benchmark starts: their arguments are its business.
+CHILDREN = {"bench.kvstore.peer", "bench.kvstore.pool_node", "bench.fakes.worker", "bench.fakes.smg_worker"}
+# {tmp}: a folder of the test, {trace}: a small trace in Mooncake's format.
+SHORTEST = {
+    "bench.acceptance": "--dialogues 1 --max-tokens 8 --json",
+    "bench.cache.compare": "--load chats --capacity 100 --requests 200 --json",
+    "bench.cache.disk": "--trace {trace} --capacity 8 --json",
+    "bench.cache.policy": "--trace {trace} --capacity 8 --json",
+    "bench.cache.prefix_index": "--sessions 2 --tokens 1000 --turns 1 --json",
+    "bench.cache.token_cache": "--messages 20 --rounds 1 --turns 1 --words 5 --json",
+    "bench.cancel": "--rounds 1 --only decode --transport socket --json",
+    "bench.chaos": "--minutes 0.05 --clients 2 --pause-s 0.5 --soak --soak-minutes 0.2 --json",
+    "bench.demo": "--exit --transport socket",
+    "bench.engine": "--make {tmp}/model --prefill-tokens 16 --batches 1 --prompt-tokens 16"
+    " --output-tokens 2 --repeats 1 --json",
+    "bench.etcd": "--minutes 0.2 --rate 5 --json",
+    "bench.failover": "--engine fake --streams 2 --tokens 16 --rounds 1 --json",
+    "bench.faults.heal_etcd": "--rounds 1 --json",
+    "bench.fuzz": "--inputs 1000 --json",
+    "bench.heal": "--links router-decode --faults cut --rounds 1 --json",
+    "bench.keyless": "--connections 4 --message-bytes 65536 --json",
+    "bench.kvstore": "--turns 1 --json",
+    "bench.kvstore.faults": "--prompt-tokens 256 --rounds 1 --only EIO --json",
+    "bench.kvstore.pins": "--rounds 1 --json",
+    "bench.kvstore.pool": "--turns 1 --json",
+    "bench.kvstore.pool_tier": "--turns 1 --json",
+    "bench.kvstore.remote": "--turns 1 --batches 2 --json",
+    "bench.kvstore.ttft": "--prompt-tokens 256 --rounds 1 --json",
+    "bench.overload": "--seconds 1 --rounds 1 --json",
+    "bench.placement": "--workers 2 --agents-per-s 0.05 --json",
+    "bench.placement.decision": "--workers 2 --decisions 20 --json",
+    "bench.router": "--only throughput --api http --requests 8 --rounds 1 --json",
+    "bench.serve": "--up --sessions 2 --prefill 1 --decode 1 --no-drafts --json",
+    "bench.siblings": "--siblings 2 --prefix 128 --own 64 --rounds 1 --json",
+    "bench.worst_requests": "--rounds 1 --only idle --json",
+    "bench.worst_requests.holds": "--rounds 1 --json",
+}
+
+
+def commands() -> list[str]:
+    found = []
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        if '__name__ == "__main__"' in path.read_text():
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.append(".".join(part for part in parts if part != "__main__"))
+    return found
+
+
+def test_every_command_has_a_shortest_form() -> None:
+    assert set(commands()) - CHILDREN == set(SHORTEST)
+
+
+# A module that this process has imported already warns when it runs once more.
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", SHORTEST)
+def test_a_command_shows_its_options(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(command, run_name="__main__")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for flag in (word for word in SHORTEST[command].split() if word.startswith("--")):
+        assert flag in shown
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("command", SHORTEST)
+def test_a_command_runs(command: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": n * 100, "input_length": 1024, "output_length": 8, "hash_ids": [n % 4, 4 + n % 3]}
+        for n in range(40)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [word.format(tmp=tmp_path, trace=trace) for word in SHORTEST[command].split()]
+    ran = subprocess.run(
+        [sys.executable, "-m", command, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=840,
+        check=False,
+    )
+    # 1: the benchmark ran, and its condition does not hold in so short a run or on so busy a machine.
+    assert ran.returncode == 0 or (ran.returncode == 1 and "Traceback" not in ran.stderr), ran.stderr[-2000:]
+    assert ran.stdout.strip()
+    if "--json" in arguments:
+        json.loads(ran.stdout.strip().splitlines()[-1] if command == "bench.cache.compare" else ran.stdout)
