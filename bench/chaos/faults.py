@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,8 @@ class FaultInjector:
         routers = [process.instance for process in record.processes if _is_router(process.instance)]
         watched = [asyncio.create_task(self._watch(name)) for name in routers]
         run_dir = Path(record.run_dir)
-        await asyncio.to_thread(restart_processes, run_dir, None, rolling=True, timeout_s=_READY_S)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the report
+            await asyncio.to_thread(restart_processes, run_dir, None, rolling=True, timeout_s=_READY_S)
         took_s = time.monotonic() - began_s
         await asyncio.gather(*watched)
         return took_s
