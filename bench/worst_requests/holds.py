@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -124,7 +124,7 @@ class Pieces:
         self.hold_ms[name] = max(self.hold_ms.get(name, 0.0), ms)
 
 
-def kinds() -> dict[str, Callable[[], Callable[[], GenerationRequest]]]:
+def kinds() -> Mapping[str, Callable[[], Callable[[], GenerationRequest]]]:
     """Of each kind what makes its bytes, and returns what parses them."""
 
     def of_http(name: str) -> Callable[[], GenerationRequest]:

@@ -122,7 +122,12 @@ class HttpConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The last answer of a connection: to a malformed message, or after a defect outside the handlers."""
+        """The last answer of a connection: to a malformed message, or after a defect outside the handlers.
+
+        Raises ConnectionError where no answer can follow; aiohttp then ends the connection.
+        """
+        if isinstance(exc, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            raise exc  # the client left during the answer, which is no defect
         self.log_exception("the connection ended", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun")
