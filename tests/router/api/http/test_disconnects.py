@@ -12,6 +12,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from libs.common.telemetry.counters import Counters
 from services.router.api.http.connection import HttpConnection, MalformedMessages
+from services.router.api.http.connection_shares import ConnectionShares
 
 
 async def refuse(_request: web.BaseRequest) -> web.StreamResponse:
@@ -20,7 +21,7 @@ async def refuse(_request: web.BaseRequest) -> web.StreamResponse:
 
 def connection() -> HttpConnection:
     malformed = MalformedMessages(Counters(), clock=asyncio.get_running_loop().time)
-    return HttpConnection(web.Server(refuse), malformed=malformed, keepalive_s=1.0)
+    return HttpConnection(web.Server(refuse), malformed=malformed, keepalive_s=1.0, shares=ConnectionShares())
 
 
 async def test_a_client_that_leaves_during_its_answer_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,7 +33,7 @@ async def test_a_client_that_leaves_during_its_answer_is_no_error(caplog: pytest
 
 async def test_a_connection_error_of_something_else_is_one(caplog: pytest.LogCaptureFixture) -> None:
     request = make_mocked_request("POST", "/v1/chat/completions", transport=closing(False))
-    request.writer.output_size = 0  # type: ignore[attr-defined]
+    request.writer.output_size = 0
     response = connection().handle_error(request, 500, ConnectionResetError("a socket of the router"))
     assert response.status == 500
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
