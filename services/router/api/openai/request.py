@@ -32,7 +32,7 @@ from slipstream.bound import shown_name
 from slipstream.errors import InvalidArgument
 from slipstream.sampling import SAMPLING_RANGES
 
-_TOKEN_ID = re.compile(r"\d{1,9}")
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _SERVICE_TIERS: Mapping[str, str] = {
     "auto": "",
     "default": "default",
