@@ -6,10 +6,12 @@ No key is used for two purposes: each use has a label, and `derive` gives it a k
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
+import tempfile
 from pathlib import Path
 
 MIN_SECRET_BYTES = 16
@@ -39,14 +41,18 @@ class ClusterSecret:
 
     @classmethod
     def keep_in(cls, path: Path) -> ClusterSecret:
-        """The secret in `path`; a new random one, readable by its owner only, where there is none."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return cls.from_file(path)
-        with os.fdopen(file, "w", encoding="ascii") as writer:
-            writer.write(secrets.token_hex(KEY_BYTES) + "\n")
+        """The secret in `path`; a new random one, readable by its owner only, where there is none.
+
+        The file appears whole or not at all. Of two processes at a time, both get the secret of the first.
+        """
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as writer:
+                writer.write(secrets.token_hex(KEY_BYTES) + "\n")
+                writer.flush()
+                os.fsync(writer.fileno())
+                with contextlib.suppress(FileExistsError):
+                    os.link(writer.name, path)
         return cls.from_file(path)
 
     def derive(self, label: str) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,22 @@ def test_a_new_secret_is_random_kept_and_readable_by_its_owner_only(tmp_path: Pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert ClusterSecret.keep_in(path).derive("a") == first.derive("a")
     assert ClusterSecret.keep_in(tmp_path / "other").derive("a") != first.derive("a")
+
+
+def test_a_crash_leaves_no_file_without_its_secret(tmp_path: Path) -> None:
+    """The process writes where nothing fits: the kernel ends it (RLIMIT_FSIZE), as a crash would."""
+    path = tmp_path / "cluster.secret"
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from slipstream.rpc.cluster_secret import ClusterSecret\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "ClusterSecret.keep_in(Path(sys.argv[1]))\n"
+    )
+    crashed = subprocess.run([sys.executable, "-B", "-c", code, path], capture_output=True, timeout=60)
+    assert crashed.returncode != 0
+    assert not path.exists()
+    ClusterSecret.keep_in(path)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name[0] != "."] == [path.name]
 
 
 def test_each_purpose_has_a_key() -> None:
