@@ -23,8 +23,8 @@ LOG_FILES = 4
 _CHUNK_BYTES = 64 << 10
 _LONGEST_LINE_BYTES = 64 << 10
 _TAIL_LINES = 15
-# The level field of libs.common.telemetry.logs's format, and of etcd's JSON lines.
-_PROBLEM = re.compile(rb'^\S+ \S+ (ERROR|CRITICAL) |"level":"(error|fatal|panic)"')
+# The level of libs.common.telemetry.logs's lines, as text or JSON, and of etcd's JSON lines.
+_PROBLEM = re.compile(rb'^\S+Z (ERROR|CRITICAL) |^\{("time":"[^"]*",)?"level":"(error|critical|fatal|panic)"')
 
 
 class ProcessLogs:

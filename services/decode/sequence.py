@@ -44,7 +44,7 @@ class DecodeSequence(SequenceTask):
         handle: int,
     ) -> None:
         """`handle` names the sequence in its deltas."""
-        super().__init__(f"decode {plan.key}")
+        super().__init__(f"decode {plan.key}", request_id=plan.key.request_id)
         self.plan = plan
         self._core = core
         self._speculation = speculation if plan.drafts else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import threading
@@ -16,6 +17,8 @@ from services.kvstore.app import serve
 from services.kvstore.settings import NodeSettings, options_of
 from slipstream.errors import SlipstreamError
 
+log = logging.getLogger(__name__)
+
 PROGRAM = "python -m services.kvstore"
 DESCRIPTION = "Keeps KV blocks in memory, on disk, in a pool."
 DISK_THREADS = "kv-"
@@ -25,13 +28,13 @@ LAST_THREADS_S = 1.0
 def main() -> int:
     """Parse the command line and serve; 2 when the configuration cannot work."""
     parsed = load_settings(NodeSettings, program=PROGRAM, description=DESCRIPTION)
-    configure_logging(parsed.instance, parsed.log_level)
+    configure_logging(Role.KVSTORE, parsed.instance, level=parsed.log_level, form=parsed.log_format)
     configure_tracing(Role.KVSTORE, parsed.instance)
     code = 0
     try:
         asyncio.run(serve(options_of(parsed)))
     except SlipstreamError as error:
-        print(f"kvstore: {error}", file=sys.stderr)
+        log.error("%s cannot start: %s", parsed.instance, error)
         code = 2
     _exit_if_threads_hang(code)
     return code
@@ -42,7 +45,7 @@ def _exit_if_threads_hang(code: int) -> None:
     deadline_s = time.monotonic() + LAST_THREADS_S
     while left := [thread for thread in threading.enumerate() if thread.name.startswith(DISK_THREADS)]:
         if time.monotonic() > deadline_s:
-            print(f"kvstore: {len(left)} threads of a disk do not end", file=sys.stderr)
+            log.error("%d threads of a disk do not end", len(left))
             sys.stderr.flush()
             os._exit(code)
         time.sleep(0.01)

@@ -19,6 +19,7 @@ from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
+from libs.common.telemetry.logs import log_loop_errors
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from services.kvstore.core.events import publish_changes
@@ -42,6 +43,7 @@ _STOP_GRACE_S = 1.0
 
 async def serve(options: Options) -> None:
     """Serve until SIGTERM or SIGINT. Raises SlipstreamError when it cannot start."""
+    log_loop_errors()
     options.check()
     if options.disk_bytes:
         await _check_disks(options)

@@ -126,4 +126,6 @@ def _pool(parsed: NodeSettings) -> PoolOptions | None:
         protocol="rdma" if choice.kind == "rdma" else "tcp",
         devices=choice.devices,
         admin=tuple(parsed.pool_admin.split(",")) if parsed.pool_admin else (),
+        instance=parsed.instance,
+        log_format=parsed.log_format,
     )

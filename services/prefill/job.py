@@ -34,7 +34,7 @@ class PrefillJob(SequenceTask):
     def __init__(
         self, core: WorkerCore, exports: HandoffRegistry, plan: PrefillPlan, *, endpoint: str
     ) -> None:
-        super().__init__(f"prefill {plan.key}")
+        super().__init__(f"prefill {plan.key}", request_id=plan.key.request_id)
         self.plan = plan
         self.handoff_id = ""
         # Events of the Prefill stream; None after the last one, when `error` is set or the prompt succeeded.

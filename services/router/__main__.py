@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 from libs.common.block_hash import SALT_LABEL
 from libs.common.cluster.discovery import Discovery, EtcdDiscovery, InMemoryDiscovery
@@ -20,13 +20,13 @@ from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.settings import load_settings, parse_endpoints
-from libs.common.telemetry.logs import configure_logging
+from libs.common.telemetry.logs import LineFormat, configure_logging, log_loop_errors
 from libs.common.telemetry.tracing import configure_tracing
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
 
 try:
-    from services.router.api.access_log import open_access_log
+    from services.router.api.access_log import AccessLog, open_access_log
     from services.router.api.api_keys import ApiKeys
     from services.router.api.key_reload import KeyReload
     from services.router.multiprocess import die_with, run_processes
@@ -60,9 +60,22 @@ def _naming(flag: str) -> Iterator[None]:
         raise InvalidArgument(flag, f"{error.filename}: {error.strerror}") from None
 
 
-def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what a task or callback raised. asyncio's own line has the message of the exception too."""
-    log.error("%s", context["message"], exc_info=context.get("exception"))
+def _shared_prefix(path: Path) -> str:
+    """The text of the file. Raises InvalidArgument."""
+    try:
+        with _naming("--shared-prefix"):
+            text = path.read_text(encoding="utf-8").strip("\n")
+    except UnicodeDecodeError:
+        raise InvalidArgument("--shared-prefix", f"{path} is not UTF-8") from None
+    if not text.strip():
+        raise InvalidArgument("--shared-prefix", f"{path} is empty")
+    return text
+
+
+def _access_log(options: RouterSettings) -> AccessLog:
+    if options.access_log == "off":
+        return AccessLog()
+    return open_access_log(LineFormat(Role.ROUTER, options.instance, options.log_format == "json"))
 
 
 def _salts(options: RouterSettings, card: ModelCard) -> PromptSalts:
@@ -71,14 +84,12 @@ def _salts(options: RouterSettings, card: ModelCard) -> PromptSalts:
     key = secret.derive(SALT_LABEL) if secret is not None else b""
     if options.shared_prefix is None:
         return PromptSalts(key)
-    with _naming("--shared-prefix"):
-        text = options.shared_prefix.read_text(encoding="utf-8").strip("\n")
-    return PromptSalts(key, system_prompt_ids(card.tokenizer, text))
+    return PromptSalts(key, system_prompt_ids(card.tokenizer, _shared_prefix(options.shared_prefix)))
 
 
 async def serve(options: RouterSettings) -> None:
     """Serve until SIGTERM or SIGINT."""
-    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+    log_loop_errors()
     with _naming("--model"):
         card = await asyncio.to_thread(load_model_card, options.model, name=options.served_model_name)
     tenants = ApiKeys()
@@ -94,7 +105,7 @@ async def serve(options: RouterSettings) -> None:
         http_tls=options.http_tls,
         allowed_hosts=parse_names(options.allowed_hosts),
         cors_origins=parse_origins(options.cors_origins),
-        access_log=open_access_log(options.access_log, instance=options.instance),
+        access_log=_access_log(options),
         client_tls=options.client_tls(),
         secret=options.cluster_secret(),
         server_names=parse_endpoints(options.server_names),
@@ -129,7 +140,7 @@ async def serve(options: RouterSettings) -> None:
 def main() -> int:
     """Parse the command line and serve."""
     options = parse_options()
-    configure_logging(options.instance, options.log_level, hides_messages=True)
+    configure_logging(Role.ROUTER, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(Role.ROUTER, options.instance)
     try:
         keep_freed_memory(_KEPT_HEAP_BYTES)
@@ -151,7 +162,7 @@ def main() -> int:
         with asyncio.Runner(loop_factory=GrpcLoop) as runner:
             runner.run(serve(options))
     except (OSError, ValueError, SlipstreamError) as error:
-        print(f"{options.instance}: {error}", file=sys.stderr)
+        log.error("%s ends: %s", options.instance, error)
         return 1
     return 0
 

@@ -11,11 +11,11 @@ from libs.common.cluster.placements import SESSION_TTL_S
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
-from services.router.api.access_log import ACCESS_LOG_FORMS
 from slipstream.rpc.tls import TlsFiles
 
 # Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.
 ROUTER_DRAIN_S = 120.0
+ACCESS_LOG = ("on", "off")
 _HOST_NAME = re.compile(r"[A-Za-z0-9.-]+")
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9.:\[\]-]+")
 
@@ -74,7 +74,7 @@ class RouterSettings(ServiceSettings):
     cors_origins: str = setting(
         "ORIGIN[,ORIGIN..] of web pages that may call over HTTP; * = any", default="", check=parse_origins
     )
-    access_log: str = setting("form of the line about each call", default="text", choices=ACCESS_LOG_FORMS)
+    access_log: str = setting("whether each call has a line in the log", default="on", choices=ACCESS_LOG)
     drain_s: float = setting("seconds that SIGTERM waits for running requests", default=ROUTER_DRAIN_S)
     admin: str = setting(
         "address of the gRPC server of operators and peers; port 0 = any free one",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sys
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,39 @@ async def test_errors_go_to_the_terminal_and_the_rest_does_not(tmp_path: Path) -
     await copy(
         book,
         "a-0",
-        b"2026-01-01 00:00:00,000 INFO a-0 libs.x: ERROR is only a word here\n"
-        b"2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke\n"
+        b"2026-01-01T00:00:00.000Z INFO decode/a-0 libs.x: ERROR is only a word here\n"
+        b"2026-01-01T00:00:00.000Z ERROR decode/a-0 libs.x: it broke\n"
         b'{"level":"warn","msg":"slow"}\n{"level":"fatal","msg":"no disk"}\n',
     )
     book.close()
     assert problems == [
-        "a-0 | 2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke",
+        "a-0 | 2026-01-01T00:00:00.000Z ERROR decode/a-0 libs.x: it broke",
         'a-0 | {"level":"fatal","msg":"no disk"}',
     ]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_errors_of_a_process_are_found_in_each_form_of_its_lines(tmp_path: Path, form: str) -> None:
+    code = (
+        "import logging, sys; from libs.common.telemetry.logs import configure_logging\n"
+        "configure_logging('decode', 'decode-0', form=sys.argv[1])\n"
+        "log = logging.getLogger('x')\n"
+        """log.warning('"level":"error" is only a text'); log.error('it broke')\n"""
+        "raise ValueError('a-secret')\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, form), stderr=asyncio.subprocess.PIPE
+    )
+    problems: list[str] = []
+    book = ProcessLogs(tmp_path, on_problem=problems.append)
+    assert process.stderr is not None
+    await book.copy("decode-0", process.stderr)
+    await process.wait()
+    book.close()
+    assert len(problems) == 2
+    assert "it broke" in problems[0] and "the process ends by an exception" in problems[1]
+    text = (tmp_path / "decode-0.log").read_text()
+    assert "is only a text" in text and "ValueError" in text and "a-secret" not in text
 
 
 async def test_the_logs_of_the_run_before_are_kept(tmp_path: Path) -> None:
@@ -94,11 +119,11 @@ async def test_a_full_disk_costs_lines_and_is_told_once(
     book = ProcessLogs(tmp_path, on_problem=problems.append)
     monkeypatch.setattr(book, "path", lambda name: Path("/dev/full") if name == "a-0" else tmp_path / name)
     monkeypatch.setattr(Path, "replace", lambda *names: None)  # /dev/full stays what it is
-    await copy(book, "a-0", b"one\ntwo\n", b"2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke\n")
+    await copy(book, "a-0", b"one\ntwo\n", b"2026-01-01T00:00:00.000Z ERROR decode/a-0 libs.x: it broke\n")
     full = os.strerror(errno.ENOSPC)
     assert problems == [
         f"lines are missing in {tmp_path}: {full}",
-        "a-0 | 2026-01-01 00:00:00,000 ERROR a-0 libs.x: it broke",
+        "a-0 | 2026-01-01T00:00:00.000Z ERROR decode/a-0 libs.x: it broke",
     ]
     assert book.tail("a-0").startswith("one\ntwo\n2026")
     await copy(book, "b-0", b"kept\n")

@@ -16,6 +16,7 @@ from slipstream.rpc.tls import TlsFiles
 DEFAULT_DRAIN_S = 5.0
 SECRET_VARIABLE = "SLIPSTREAM_CLUSTER_SECRET"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class ServiceSettings:
         check=parse_endpoints,
     )
     log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
+    log_format: str = setting("form of log lines", default="text", choices=LOG_FORMATS)
     drain_s: float = setting("seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S)
 
     def tls(self) -> TlsFiles | None:

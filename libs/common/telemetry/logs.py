@@ -1,24 +1,170 @@
-"""Logs of a process: one line for each record, to stderr."""
+"""Logs of a process: one line for each record, to stderr, as text or as JSON.
+
+    configure_logging("router", "router-0", form="json")
+    log.warning("is slow")
+    {"time":"2026-11-23T06:37:09.123Z","level":"warning","service":"router","instance":"router-0",
+     "logger":"x","message":"is slow","request_id":"mine","trace_id":"4bf9.."}
+
+As text: `2026-11-23T06:37:09.123Z WARNING router/router-0 x: is slow request_id=mine trace_id=4bf9..`. The
+request is that of `log_request` in the current task, the trace that of the current span.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import json
 import logging
+import re
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
+from libs.common.telemetry import tracing
 
-class TracebackFormatter(logging.Formatter):
-    """Formats exceptions as their frames and classes, without their messages.
+log = logging.getLogger(__name__)
+
+# Such a value stands in a text line as it is; any other one is quoted as JSON.
+_PLAIN = re.compile(r"[!#-<>-~]+")
+
+
+@dataclass(slots=True)
+class LoggedRequest:
+    """The request of a task and of the tasks that it starts. The id may become known, or change, later."""
+
+    request_id: str = ""
+
+
+_request: contextvars.ContextVar[LoggedRequest | None] = contextvars.ContextVar("request", default=None)
+
+
+@contextlib.contextmanager
+def log_request(request: LoggedRequest) -> Iterator[None]:
+    """Lines of the block, and of tasks that start in it, name the request."""
+    token = _request.set(request)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def log_no_request() -> None:
+    """Lines of the current task name no request: the task outlives the one that started it."""
+    _request.set(None)
+
+
+@dataclass(frozen=True, slots=True)
+class LineFormat:
+    """The form of all lines of a process. `service` is its role."""
+
+    service: str
+    instance: str
+    is_json: bool = False
+
+    def line(
+        self,
+        level: str,
+        logger: str,
+        message: str,
+        *,
+        at_s: float,
+        fields: Mapping[str, object],
+        exception: str = "",
+    ) -> str:
+        """The line of one event. `at_s` is a Unix time. In text, an exception's lines are below it."""
+        time = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        if not self.is_json:
+            shown = "".join([f" {name}={_shown(value)}" for name, value in fields.items()])
+            below = f"\n{exception}" if exception else ""
+            words = message.replace("\n", "\\n")
+            return f"{time} {level.upper()} {self.service}/{self.instance} {logger}: {words}{shown}{below}"
+        head = {"time": time, "level": level.lower(), "service": self.service, "instance": self.instance}
+        rest: dict[str, object] = {"logger": logger, "message": message, **fields}
+        if exception:
+            rest["exception"] = exception
+        return json.dumps({**head, **rest}, separators=(",", ":"))
+
+
+class LogFormatter(logging.Formatter):
+    """Formats records as lines, and exceptions as their frames and classes, without their messages.
 
     The message of an unexpected exception may hold what it failed on: a client's text or key. Messages of the
     operating system stay.
     """
 
+    def __init__(self, lines: LineFormat) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        failure = record.exc_info
+        return self._lines.line(
+            record.levelname,
+            record.name,
+            record.getMessage(),
+            at_s=record.created,
+            fields=_current(),
+            exception=self.formatException(failure) if failure and failure[1] else "",
+        )
+
     def formatException(self, ei: Any) -> str:
         """The frames of the exception and of its causes, the first cause first."""
         return "\n".join(_without_messages(ei[1]))
+
+
+def configure_logging(service: str, instance: str, *, level: str = "info", form: str = "text") -> None:
+    """Log to stderr. Exceptions that nothing handles are lines too. `form` is text or json."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter(LineFormat(service, instance, form == "json")))
+    logging.basicConfig(handlers=[handler], level=level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_of_thread
+    # grpc.aio logs a harmless traceback for each cancelled stream handler.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+
+
+def log_loop_errors() -> None:
+    """Log what tasks and callbacks of the running loop raise, in place of asyncio.
+
+    asyncio's own line has the message of the exception.
+    """
+    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+
+
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    log.error("%s", context["message"], exc_info=context.get("exception"))
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        log.critical("the process ends by an exception", exc_info=(kind, error, trace))
+
+
+def _log_uncaught_of_thread(failure: threading.ExceptHookArgs) -> None:
+    if failure.exc_value is not None:
+        name = failure.thread.name if failure.thread is not None else "that has ended"
+        log.error("the thread %s ends by an exception", name, exc_info=failure.exc_value)
+
+
+def _current() -> dict[str, str]:
+    """The request and the trace of the current task, as far as they are known."""
+    fields = {}
+    request = _request.get()
+    if request is not None and request.request_id:
+        fields["request_id"] = request.request_id
+    if trace_id := tracing.trace_id():
+        fields["trace_id"] = trace_id
+    return fields
 
 
 def _without_messages(error: BaseException) -> Iterator[str]:
@@ -34,19 +180,8 @@ def _without_messages(error: BaseException) -> Iterator[str]:
     yield f"{name}: {error}" if isinstance(error, OSError) else name
 
 
-def log_format(service: str) -> str:
-    """The form of a log line, with the name of the service."""
-    return f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s"
-
-
-def configure_logging(service: str, level: str = "info", *, hides_messages: bool = False) -> None:
-    """Log to stderr, one line for each record, with the name of the service.
-
-    `hides_messages`: for processes that hold secrets of clients, see TracebackFormatter.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    kind = TracebackFormatter if hides_messages else logging.Formatter
-    handler.setFormatter(kind(log_format(service)))
-    logging.basicConfig(handlers=[handler], level=level.upper())
-    # grpc.aio logs a harmless traceback for each cancelled stream handler.
-    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
+def _shown(value: object) -> str:
+    if not isinstance(value, str):
+        return str(value)
+    text = value or "-"
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -84,6 +84,14 @@ def trace_metadata() -> TraceMetadata:
     return tuple(carrier.items())
 
 
+def trace_id() -> str:
+    """The id of the current trace in hex; empty where there is none."""
+    if _tracer is None:
+        return ""
+    current = trace.get_current_span().get_span_context()
+    return trace.format_trace_id(current.trace_id) if current.is_valid else ""
+
+
 def span(name: str, **attributes: Attribute) -> contextlib.AbstractContextManager[Span]:
     """A span below the current one, and the current one inside; none where there is none above it."""
     if _tracer is None:

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.telemetry.logs import log_no_request
 from libs.common.telemetry.tracing import TraceMetadata
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import FullBlock
@@ -148,6 +149,7 @@ class BlockWriter:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain_queue(self, endpoint: str) -> None:
+        log_no_request()
         queue = self._queues[endpoint]
         try:
             while queue:

@@ -22,7 +22,7 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
 from libs.common.runtime.settings import parse_endpoints
-from libs.common.telemetry.logs import configure_logging
+from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.settings import WorkerSettings
@@ -45,7 +45,7 @@ def run_worker(
     make_server: MakeServer = grpc.aio.server,
 ) -> int:
     """The whole life of a process; returns its exit status."""
-    configure_logging(options.instance, options.log_level)
+    configure_logging(role, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(role, options.instance)
 
     async def main() -> int:
@@ -65,6 +65,7 @@ async def serve_worker(
     role: Role, options: WorkerSettings, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
 ) -> int:
     """Serve until a signal stops it. 0 after an orderly end, 1 when the worker broke."""
+    log_loop_errors()
     host = ServiceHost(
         options.listen,
         tls=options.tls(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from slipstream.errors import Aborted, FailedPrecondition, InvalidArgument
 
 MAX_REQUEST_ID_CHARS = 256
+_RANDOM_DIGITS = 12  # services/router/execution/request_manager.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class AttemptKey:
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}"
+
+
+def client_request_id(request_id: str) -> str:
+    """The id that the client knows. Routers append a point and 12 random digits."""
+    name, _, digits = request_id.rpartition(".")
+    return name if name and len(digits) == _RANDOM_DIGITS else request_id
 
 
 @dataclass(slots=True)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
+from libs.common.telemetry.logs import LoggedRequest, log_request
+from libs.worker.requests.attempts import client_request_id
 from slipstream.errors import SlipstreamError
 
 
 class SequenceTask(ABC):
     """Runs as one task from admission to the release of everything it holds. Only `end` stops it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, request_id: str) -> None:
+        """`request_id` is the worker's; lines of the log name the client's."""
         self._name = name
+        self._logged = LoggedRequest(client_request_id(request_id))
         self._task: asyncio.Task[None] | None = None
         self._ending = False
         self._cleaning_up = False  # from then on `end` does not cancel the task
@@ -20,7 +24,8 @@ class SequenceTask(ABC):
 
     def start(self) -> asyncio.Task[None]:
         """Start the task, which ends without an exception once it holds nothing."""
-        self._task = asyncio.create_task(self._run(), name=self._name)
+        with log_request(self._logged):  # of the task too, which takes the context over
+            self._task = asyncio.create_task(self._run(), name=self._name)
         return self._task
 
     def end(self, error: SlipstreamError | None = None) -> None:

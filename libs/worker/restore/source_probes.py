@@ -9,6 +9,7 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from libs.common.telemetry.logs import log_no_request
 from libs.worker.pins.peers import Peers
 from libs.worker.restore.source_breaker import SourceBreaker
 from slipstream.rpc.backoff import ANSWER_S
@@ -54,6 +55,7 @@ class SourceProbes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self, endpoint: str) -> None:
+        log_no_request()
         try:
             await self._until_it_answers(endpoint)
         finally:

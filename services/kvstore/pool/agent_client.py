@@ -277,6 +277,8 @@ class AgentClient:
             "protocol": options.protocol,
             "devices": ",".join(options.devices),
             "admin": ",".join(options.admin),
+            "instance": options.instance,
+            "log-format": options.log_format,
         }
         return await asyncio.create_subprocess_exec(
             sys.executable,

@@ -32,6 +32,8 @@ class PoolOptions:
     devices: tuple[str, ...] = ()
     staging_bytes: int = STAGING_BYTES
     admin: tuple[str, ...] = ()  # HOST:PORT of each master's HTTP server, which lists the pool's values
+    instance: str = ""  # of the node, whose log has the agent's lines
+    log_format: str = "text"
 
     @property
     def max_value_bytes(self) -> int:

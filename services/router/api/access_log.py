@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
-import re
 import select
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
+from libs.common.telemetry.logs import LineFormat, LoggedRequest, log_request
 from services.router.execution.event_queue import ResponseQueue
 from slipstream import errors
 
 log = logging.getLogger(__name__)
 
-ACCESS_LOG_FORMS = ("off", "text", "json")
+LOGGER = "access"
 _MAX_NAME_CHARS = 64
-# Such a value stands in a text line as it is; any other one is quoted as JSON.
-_PLAIN = re.compile(r"[!#-<>-~]+")
+_NO_LINES = LineFormat("router", "")
 
 
 @dataclass(slots=True)
@@ -38,17 +35,28 @@ class AccessRecord:
 
     api: str  # http or grpc
     call: str  # the route or the RPC, never a path as the client wrote it
-    request_id: str = ""
     tenant: str = ""
     status: str = ""
-    error: str = ""  # the class of the error that ended the call
+    error: str = ""  # what ended the call: the class of an error, or the code of a refusal
+    trace_id: str = ""
     answer: ResponseQueue | None = None  # of a generation: it counts the tokens
     is_logged: bool = True
+    # Other lines of the call's tasks name the same request.
+    logged: LoggedRequest = field(default_factory=LoggedRequest)
 
-    def fail(self, error: BaseException) -> None:
-        """Note what ended the call; the first error counts."""
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return self.logged.request_id
+
+    @request_id.setter
+    def request_id(self, request_id: str) -> None:
+        self.logged.request_id = request_id
+
+    def fail(self, error: BaseException, *, code: str = "") -> None:
+        """Note what ended the call, by `code` or else by the error's class; the first error counts."""
         is_gone = isinstance(error, (asyncio.CancelledError, ConnectionResetError))
-        self.error = self.error or (errors.Aborted if is_gone else type(error)).__name__
+        self.error = self.error or code or (errors.Aborted if is_gone else type(error)).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +64,7 @@ class AccessLog:
     """Writes the lines. `write` None writes none. `clock` returns seconds of a monotonic clock."""
 
     write: Callable[[str], None] | None = None
-    as_json: bool = False
-    instance: str = ""
+    lines: LineFormat = _NO_LINES
     clock: Callable[[], float] = time.monotonic
     wall_clock_s: Callable[[], float] = time.time
 
@@ -69,15 +76,14 @@ class AccessLog:
         """Write the line of a call."""
         if self.write is None or not record.is_logged:
             return
-        fields = _fields(record, duration_s)
-        at = datetime.fromtimestamp(self.wall_clock_s(), UTC if self.as_json else None)
-        if self.as_json:
-            head = {"time": at.isoformat(timespec="milliseconds"), "instance": self.instance, "log": "access"}
-            self.write(json.dumps({**head, **fields}))
-        else:
-            time_shown = at.isoformat(" ", timespec="milliseconds").replace(".", ",")
-            shown = " ".join([f"{name}={_shown(value)}" for name, value in fields.items()])
-            self.write(f"{time_shown} INFO {self.instance} access: {shown}")
+        line = self.lines.line(
+            "info",
+            LOGGER,
+            record.call,
+            at_s=self.wall_clock_s(),
+            fields=_fields(record, duration_s),
+        )
+        self.write(line)
 
 
 @dataclass(slots=True)
@@ -87,9 +93,12 @@ class LoggedCall:
     _log: AccessLog
     _record: AccessRecord
     _began_s: float = field(default=0.0)
+    _context: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> AccessRecord:
         self._began_s = self._log.clock()
+        self._context = log_request(self._record.logged)
+        self._context.__enter__()
         return self._record
 
     def __exit__(
@@ -98,6 +107,8 @@ class LoggedCall:
         if error is not None:
             self._record.fail(error)
         self._log.end(self._record, duration_s=self._log.clock() - self._began_s)
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
 
 
 class LineWriter:
@@ -124,25 +135,20 @@ class LineWriter:
             os.write(self._descriptor, line.encode(errors="backslashreplace")[: select.PIPE_BUF - 1] + b"\n")
 
 
-def open_access_log(form: str, *, instance: str) -> AccessLog:
-    """The access log of a process, on stderr like its other lines, whatever their level.
-
-    `form` is one of ACCESS_LOG_FORMS.
-    """
-    if form == "off":
-        return AccessLog()
-    writer = LineWriter(sys.stderr.fileno())
-    return AccessLog(write=writer.write, as_json=form == "json", instance=instance)
+def open_access_log(lines: LineFormat) -> AccessLog:
+    """The access log of a process, on stderr like its other lines, whatever their level."""
+    return AccessLog(write=LineWriter(sys.stderr.fileno()).write, lines=lines)
 
 
 def _fields(record: AccessRecord, duration_s: float) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "id": record.request_id,
+        "request_id": record.request_id,
         "api": record.api,
-        "call": record.call,
         "tenant": record.tenant[:_MAX_NAME_CHARS],
         "status": record.status,
     }
+    if record.trace_id:
+        fields["trace_id"] = record.trace_id
     if record.error:
         fields["error"] = record.error
     if (answer := record.answer) is not None:
@@ -152,10 +158,3 @@ def _fields(record: AccessRecord, duration_s: float) -> dict[str, Any]:
         fields["ttft_ms"] = round(answer.ttft_ms, 1)
     fields["ms"] = round(duration_s * 1e3, 1)
     return fields
-
-
-def _shown(value: object) -> str:
-    if not isinstance(value, str):
-        return str(value)
-    text = value or "-"
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)

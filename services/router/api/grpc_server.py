@@ -12,6 +12,7 @@ import grpc
 
 from libs.common import service_bounds
 from libs.common.rpc.access import Metadata, current_caller
+from libs.common.rpc.access_table import METHOD_CLASSES
 from libs.common.rpc.serve import metadata_of
 from libs.common.rpc.single_request import with_trailing
 from libs.common.telemetry import tracing
@@ -96,6 +97,7 @@ class GrpcServer:
         """Generate. The request's task outlives no end of this call, however the call ends."""
         with self._access_log.call("grpc", "Generate") as record:
             record.request_id = _request_id(context)
+            record.trace_id = tracing.trace_id()
             try:
                 await self._generate(data, context, record)
                 record.status = "OK"
@@ -157,7 +159,8 @@ class GrpcServer:
         self, metadata: Iterable[tuple[str, Any]], method: str, error: errors.SlipstreamError
     ) -> Metadata:
         """Log a call that was refused before it was read. Returns the answer's trailing metadata."""
-        with self._access_log.call("grpc", method.rpartition("/")[2]) as record:
+        name = method.rpartition("/")[2] if method in METHOD_CLASSES else "-"
+        with self._access_log.call("grpc", name) as record:
             record.request_id = _given_id(metadata)
             _note_failure(record, error)
         return _named(record.request_id)

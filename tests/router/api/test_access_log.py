@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import re
 from collections.abc import AsyncIterator
 
 import aiohttp
+import grpc
 import pytest
 
+from libs.common.telemetry.logs import LineFormat, LogFormatter
 from services.router.api.access_log import AccessLog, LineWriter
+from services.router.execution.generation import GenerationTask
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
+from slipstream.rpc.cluster_secret import ClusterSecret
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.api_keys import tenant_keys
@@ -28,7 +32,7 @@ class Lines:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.log = AccessLog(self.texts.append, as_json=True, instance="router-0")
+        self.log = AccessLog(self.texts.append, LineFormat("router", "router-0", is_json=True))
 
     def taken(self) -> list[dict[str, object]]:
         """The lines since the last call."""
@@ -65,9 +69,12 @@ async def test_each_http_call_has_one_line(http: aiohttp.ClientSession, lines: L
         await eventually(lambda: bool(lines.texts))
         assert "secret" not in lines.texts[0] and "sesame" not in lines.texts[0]
         (line,) = lines.taken()
-        assert {name: line[name] for name in ("id", "api", "call", "tenant", "status")} == {
-            **{"id": "mine", "api": "http", "call": CHAT, "tenant": "ali", "status": "200"}
+        assert {name: line[name] for name in ("request_id", "api", "message", "tenant", "status")} == {
+            **{"request_id": "mine", "api": "http", "message": CHAT, "tenant": "ali", "status": "200"}
         }
+        assert (line["service"], line["instance"], line["logger"], line["level"]) == (
+            *("router", "router-0", "access", "info"),
+        )
         assert line["completion_tokens"] == 5
         prompt, cached = line["prompt_tokens"], line["cached_tokens"]
         assert isinstance(prompt, int) and isinstance(cached, int) and prompt > cached
@@ -87,11 +94,46 @@ async def test_refused_http_calls_have_lines_and_good_probes_have_none(
     for path in ("/healthz/live", "/healthz/ready", "/a-secret-path"):
         async with http.get(path):
             pass
-    assert [(line["call"], line["status"], line["error"]) for line in lines.taken()] == [
+    page = {"Origin": "https://page.example"}
+    for method, path, headers in (
+        ("POST", "/v1/chat/completions", page),
+        ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}),
+        ("OPTIONS", "/v1/chat/completions", page),
+        ("DELETE", "/v1/models/slipstream-mini", {}),
+    ):
+        async with http.request(method, path, data=b"{}", headers=headers):
+            pass
+    assert [(line["message"], line["status"], line["error"]) for line in lines.taken()] == [
         (CHAT, "401", "Unauthenticated"),
         (CHAT, "400", "InvalidArgument"),
-        ("GET -", "404", "HttpRefusal"),
+        ("GET -", "404", "unknown_url"),
+        (CHAT, "403", "origin_not_allowed"),
+        (CHAT, "415", "unsupported_content_type"),
+        ("OPTIONS /v1/chat/completions", "403", "origin_not_allowed"),
+        ("DELETE /v1/models/{name}", "405", "method_not_allowed"),
     ]
+
+
+async def test_other_lines_of_a_request_name_it_too(
+    http: aiohttp.ClientSession, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    secret = "-".join(("sk", "1"))  # the source lines of a traceback do not have it
+    formatter = LogFormatter(LineFormat("router", "router-0"))
+
+    class Remembering(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(formatter.format(record))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(secret)
+
+    monkeypatch.setattr(GenerationTask, "run", fail)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Remembering()])
+    async with http.post("/v1/chat/completions", json={"messages": HELLO}) as answer:
+        assert answer.status == 500
+    (line,) = told
+    assert " request mine failed request_id=mine\n" in line and secret not in line
 
 
 async def test_a_client_that_leaves_has_a_line(
@@ -120,27 +162,27 @@ async def test_each_grpc_call_has_one_line(logging_router: RouterServer, lines: 
             await client.models()
     await eventually(lambda: len(lines.texts) >= 5)
     found = lines.taken()
-    assert [(line["call"], line["tenant"], line["status"]) for line in found] == [
+    assert [(line["message"], line["tenant"], line["status"]) for line in found] == [
         ("Generate", "ali", "OK"),
         ("Generate", "ali", "INVALID_ARGUMENT"),
         ("ListModels", "ali", "OK"),
         ("Generate", "", "UNAUTHENTICATED"),
         ("ListModels", "", "UNAUTHENTICATED"),
     ]
-    assert (found[0]["id"], found[0]["completion_tokens"]) == ("mine", 5)
-    assert all(line["id"] for line in found)
+    assert (found[0]["request_id"], found[0]["completion_tokens"]) == ("mine", 5)
+    assert all(line["request_id"] for line in found)
 
 
 def test_a_text_line_holds_the_same_fields() -> None:
     texts: list[str] = []
     times = iter([1.0, 1.25])
-    log = AccessLog(texts.append, instance="r", clock=lambda: next(times), wall_clock_s=lambda: 0.5)
+    lines = LineFormat("router", "r")
+    log = AccessLog(texts.append, lines, clock=lambda: next(times), wall_clock_s=lambda: 0.5)
     with log.call("http", CHAT) as record:
         record.request_id, record.status = "mine", "200"
     (text,) = texts
-    at, _, shown = text.partition(" INFO r access: ")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,500", at)
-    assert shown == f'id=mine api=http call="{CHAT}" tenant=- status=200 ms=250.0'
+    shown = f"{CHAT} request_id=mine api=http tenant=- status=200 ms=250.0"
+    assert text == f"1970-01-01T00:00:00.500Z INFO router/r access: {shown}"
 
 
 def test_a_full_pipe_costs_lines_and_no_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,6 +200,20 @@ def test_a_full_pipe_costs_lines_and_no_time(caplog: pytest.LogCaptureFixture) -
     finally:
         os.close(reading)
         os.close(writing)
+
+
+async def test_a_method_that_does_not_exist_is_not_named(
+    cluster: FakeCluster, card: ModelCard, lines: Lines
+) -> None:
+    secret = ClusterSecret(b"0123456789abcdef")
+    async with (
+        open_router(cluster, card, secret=secret, access_log=lines.log) as router,
+        grpc.aio.insecure_channel(router.host.endpoint) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/slipstream.v1.RouterService/a-secret-word")(b"")  # type: ignore[arg-type]
+    (line,) = lines.taken()
+    assert (line["message"], line["status"]) == ("-", "UNAUTHENTICATED")
 
 
 def test_a_log_that_is_off_writes_nothing() -> None:

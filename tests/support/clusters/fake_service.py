@@ -34,7 +34,8 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{flag}", required=True)
     for flag in ("transport", "model", "draft-model", "http", "admin", "admin-http", "data-dir", "drain-s"):
         parser.add_argument(f"--{flag}")
-    parser.add_argument("--drafts")
+    for flag in ("drafts", "log-format"):
+        parser.add_argument(f"--{flag}")
     parser.add_argument("--allow-pinning", action="store_true")
     return parser.parse_args()
 
@@ -62,7 +63,7 @@ async def main() -> None:
 
     behaviours = run_dir / "behaviour.json"
     behaviour = json.loads(behaviours.read_text()).get(flags.instance) if behaviours.exists() else None
-    configure_logging(flags.instance)
+    configure_logging(flags.instance.rpartition("-")[0], flags.instance, form=flags.log_format or "text")
     note("started", pid=os.getpid(), argv=sys.argv[1:], threads=os.environ.get("OMP_NUM_THREADS"))
     if behaviour == "exit":
         print("this service has no hope", flush=True)
@@ -84,7 +85,8 @@ async def main() -> None:
     if admin is not host:
         await admin.start(["slipstream.v1.WorkerService"])
     note("ready")
-    await host.set_ready(behaviour != "never_ready")
+    for each in (host, admin):
+        await each.set_ready(behaviour != "never_ready")
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         await asyncio.Event().wait()

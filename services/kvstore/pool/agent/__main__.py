@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from libs.common.telemetry.logs import configure_logging
 from services.kvstore.pool.agent.client_guard import NO_SPACE, ClientGuard, connect
 from services.kvstore.pool.agent.inventory_client import InventoryClient
 from services.kvstore.pool.agent.node_readers import NodeReaders
@@ -208,9 +209,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.kvstore.pool.agent")
     for name in ("node-pid", "socket-fd", "memory-fd", "memory-bytes", "segment-bytes", "replicas"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("host", "master", "protocol", "devices", "admin"):
+    for name in ("host", "master", "protocol", "devices", "admin", "instance", "log-format"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
+    configure_logging("kvstore", options.instance, form=options.log_format)
     die_with_parent(options.node_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node handles Ctrl-C
     peer = socket.socket(fileno=options.socket_fd)

@@ -36,8 +36,7 @@ class RequestFrame:
     @web.middleware
     async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Guard and log a request, and respond to any failure in OpenAI's error shape."""
-        route = request.match_info.route.resource
-        path = "-" if route is None else route.canonical
+        path = await _route(request)
         with self._access_log.call("http", f"{_known_method(request)} {path}") as record:
             request[RECORD] = record
             given = request.headers.get("x-request-id", "")
@@ -47,6 +46,9 @@ class RequestFrame:
             except (ConnectionResetError, asyncio.CancelledError):
                 record.status = _CLIENT_GONE
                 raise
+            except HttpRefusal as refusal:
+                record.fail(refusal, code=refusal.code)
+                response = failure_response(refusal)
             except Exception as error:
                 record.fail(error)
                 response = failure_response(error)
@@ -75,6 +77,18 @@ class RequestFrame:
         if request.method == hdrs.METH_POST:
             check_body(request.headers, content_type=request.content_type)
         return await handler(request)
+
+
+async def _route(request: web.Request) -> str:
+    """The route of the path, whatever the method: `-` for a path that has none."""
+    matched = request.match_info.route.resource
+    if matched is not None:
+        return matched.canonical
+    for resource in request.app.router.resources():
+        _, methods = await resource.resolve(request)
+        if methods:
+            return resource.canonical
+    return "-"
 
 
 def _known_method(request: web.Request) -> str:
