@@ -23,6 +23,14 @@ class KeyIdentity:
     scope: KeyScope
 
 
+_MISSING = "the API key is missing: "
+_BY_HTTP = _MISSING + "send it as `Authorization: Bearer KEY`"
+_BY_GRPC = (
+    _MISSING + "`slipstream chat` takes --api-key or SLIPSTREAM_API_KEY, the clients of the SDK api_key=, "
+    "and other clients send the metadata `authorization: Bearer KEY`"
+)
+_NOT_BEARER = _MISSING + "Authorization has another scheme than Bearer; send `Authorization: Bearer KEY`"
+
 _OPEN = KeyIdentity("", DEFAULT_TENANT, KeyScope.TENANT)
 
 
@@ -47,24 +55,26 @@ class ApiKeys:
         """Let these keys count from now on, and no others. Requests that run go on to their end."""
         self._records = {record.sha256: record for record in records}
 
-    def identify(self, headers: Mapping[str, str]) -> KeyIdentity:
+    def identify(self, headers: Mapping[str, str], *, over_http: bool = False) -> KeyIdentity:
         """The key in the headers or metadata of a request. Raises Unauthenticated.
 
-        `headers` finds names in lower case.
+        `headers` finds names in lower case. `over_http`: the client sets headers, and no metadata.
         """
         if self._records is None:
             return _OPEN
         key = given_key(headers)
         if not key:
-            raise Unauthenticated("the API key is missing: send it as `Authorization: Bearer KEY`")
+            if headers.get("authorization", "").strip().lower() not in ("", "bearer"):
+                raise Unauthenticated(_NOT_BEARER)
+            raise Unauthenticated(_BY_HTTP if over_http else _BY_GRPC)
         record = self._records.get(key_hash(key))
         if record is None or record.is_expired(self._wall_clock_s()):
             raise Unauthenticated("the API key is wrong: it is unknown, revoked or expired")
         return KeyIdentity(record.name, record.tenant, record.scope)
 
-    def tenant_of(self, headers: Mapping[str, str]) -> str:
+    def tenant_of(self, headers: Mapping[str, str], *, over_http: bool = False) -> str:
         """The tenant of a request's key. Raises Unauthenticated."""
-        return self.identify(headers).tenant
+        return self.identify(headers, over_http=over_http).tenant
 
     def has_key(self, headers: Mapping[str, str]) -> bool:
         """Whether the headers carry a key, right or wrong."""

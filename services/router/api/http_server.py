@@ -100,16 +100,15 @@ class HttpServer:
     ) -> web.StreamResponse:
         with tracing.server_span(span, request.headers, begins=True):
             record = request[RECORD]
+            record.trace_id = tracing.trace_id()
             caller = self._caller(request)
             data = await self._read_body(request, caller.tenant)
             arrived_s = self._clock()
             encoding = request.headers.get("Content-Encoding", "").lower()
             n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-            # An invalid id of the header is refused by name, not replaced.
-            request_id = request.headers.get("x-request-id") or record.request_id
             try:
                 generation, envelope = await self._read(
-                    caller, lambda: parse(decompress(data, encoding), request_id), n_bytes=n_bytes
+                    caller, lambda: parse(decompress(data, encoding), record.request_id), n_bytes=n_bytes
                 )
                 if is_request_id(generation.request_id):  # the one in the body goes before the header
                     record.request_id = generation.request_id
@@ -197,6 +196,8 @@ class HttpServer:
 
     def _caller(self, request: web.Request) -> Caller:
         headers = request.headers
+        if (given := headers.get("x-request-id")) and not is_request_id(given):
+            raise bounds.REQUEST_ID.refused("x-request-id")
         timeout = headers.get("x-request-timeout-ms")
         deadline_s = None
         if timeout is not None:
@@ -211,7 +212,7 @@ class HttpServer:
         )
 
     def _tenant(self, request: web.Request) -> str:
-        tenant = request[RECORD].tenant = self._tenants.tenant_of(request.headers)
+        tenant = request[RECORD].tenant = self._tenants.tenant_of(request.headers, over_http=True)
         connection = request.protocol
         if self._tenants.open or not isinstance(connection, HttpConnection) or connection.share is None:
             return tenant

@@ -59,6 +59,21 @@ def test_without_a_key_it_is_missing(headers: dict[str, str]) -> None:
         ApiKeys(RECORDS).identify(headers)
 
 
+def test_what_is_missing_names_what_the_client_sets() -> None:
+    keys = ApiKeys(RECORDS)
+    for headers, over_http, words in (
+        ({}, True, "`Authorization: Bearer KEY`"),
+        ({}, False, "--api-key or SLIPSTREAM_API_KEY"),
+        ({"authorization": "Basic YTpi"}, True, "another scheme than Bearer"),
+        ({"authorization": "Basic YTpi"}, False, "another scheme than Bearer"),
+        ({"authorization": "Bearer"}, True, "send it as `Authorization"),
+    ):
+        with pytest.raises(Unauthenticated, match=words) as refused:
+            keys.identify(headers, over_http=over_http)
+        assert ("slipstream chat" in refused.value.message) == (words[0] == "-")
+        assert "YTpi" not in refused.value.message
+
+
 @pytest.mark.parametrize(
     "headers", [{"authorization": "Bearer three"}, {"x-api-key": "\udcff"}, {"api-key": "laptop"}]
 )

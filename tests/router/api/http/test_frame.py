@@ -54,6 +54,17 @@ async def test_the_id_of_the_body_goes_before_the_header_also_on_an_error(
             assert (answer.status, answer.headers["x-request-id"]) == (status, "of-the-body")
 
 
+async def test_an_invalid_id_of_the_header_is_refused_by_the_headers_name(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with http.post(CHAT, json=BODY, headers={"x-request-id": "bad id"}) as answer:
+        error = (await answer.json())["error"]
+    assert (answer.status, error["param"]) == (400, "x-request-id")
+    assert error["message"].startswith("x-request-id: must be 1 to 128 characters")
+    async with http.post(CHAT, json={**BODY, "request_id": "bad id"}) as answer:
+        assert (await answer.json())["error"]["param"] == "request_id"
+
+
 async def test_refusals_of_every_kind_have_an_id(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
         open_router(cluster, card, tenants=tenant_keys({"sesame": "ali"})) as router,
