@@ -75,6 +75,8 @@ MAX_PREFIX_INDEX_BYTES = 512 << 20
 MAX_TENANT_PREFIX_INDEX_BYTES = 256 << 20
 # Sessions whose placement a router without etcd remembers.
 MAX_LOCAL_SESSIONS = 100_000
+# Sessions of a tenant whose placements are in etcd: at most 1 KB each, until they expire.
+MAX_TENANT_SESSIONS = 50_000
 # Blocks that a router assumes to be in a worker's prompt cache.
 MAX_REMOTE_CACHE_BLOCKS = 131_072
 # A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
@@ -212,6 +214,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "Sessions that a router without etcd remembers",
         f"{MAX_LOCAL_SESSIONS}",
         "the least recently used start without their placement",
+    ),
+    (
+        "Sessions of one tenant with a placement in etcd",
+        f"{MAX_TENANT_SESSIONS}",
+        "further sessions start without one, until others expire (`--session-ttl-s`)",
     ),
     (
         "Prompt blocks that a router assumes in one worker's cache",

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from libs.common.cluster.placement_record import UNRECORDED, Placement, SessionId
+from libs.common.service_bounds import MAX_TENANT_SESSIONS
 
 # Placements of one session with unknown outcomes; only a long outage makes more than a few.
 _MAX_UNKNOWN = 8
@@ -30,8 +31,17 @@ _MAX_UNKNOWN = 8
 class PlacementWriteBehind:
     """The recorded placements, and this router's changes that are not recorded yet."""
 
-    def __init__(self, *, max_dirty: int, write_interval_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_dirty: int,
+        max_tenant_sessions: int = MAX_TENANT_SESSIONS,
+        write_interval_s: float = 0.0,
+    ) -> None:
+        """`max_tenant_sessions`: a tenant that has so many begins no further one."""
         self._max_dirty = max_dirty
+        self._max_tenant_sessions = max_tenant_sessions
+        self._of_tenant: dict[str, set[SessionId]] = {}  # all sessions that are recorded, dirty or in flight
         self._write_interval_s = write_interval_s
         self._written_s: dict[SessionId, float] = {}  # of the last interval, the earliest first
         self._recorded: dict[SessionId, Placement] = {}
@@ -60,14 +70,22 @@ class PlacementWriteBehind:
         return {session: placement for session in sessions if (placement := self.get(session))}
 
     def put(self, session: SessionId, placement: Placement) -> None:
-        """Change a placement. Beyond `max_dirty` sessions, drops the change that has waited longest."""
+        """Change a placement. Beyond `max_dirty` sessions, drops the change that has waited longest.
+
+        A new session of a tenant that has too many is dropped.
+        """
         known = self._dirty.get(session) or self._in_flight.get(session) or self._recorded.get(session)
+        if known is None and len(self._of_tenant.get(session.tenant, ())) >= self._max_tenant_sessions:
+            self.dropped += 1
+            return
         if session not in self._dirty and len(self._dirty) >= self._max_dirty:
             oldest = next(iter(self._dirty))
             del self._dirty[oldest]
             self._unknown.pop(oldest, None)
             self.dropped += 1
+            self._count(oldest)
         self._dirty[session] = placement.at_epoch(known.epoch if known else UNRECORDED)
+        self._count(session)
 
     def start_writes(self, limit: int, *, now_s: float) -> list[tuple[SessionId, Placement]]:
         """Up to `limit` changes to write now; at any time at most one of each session is in flight."""
@@ -95,6 +113,7 @@ class PlacementWriteBehind:
         if current is None:
             self._remove(session)
             self._dirty.setdefault(session, placement.at_epoch(UNRECORDED))
+            self._count(session)
         elif placement.same_place(current):
             self._accept(session, current)
         elif self._is_ours(session, current):
@@ -161,6 +180,7 @@ class PlacementWriteBehind:
         self._recorded.pop(session, None)
         if session in self._dirty:
             self._dirty[session] = self._dirty[session].at_epoch(UNRECORDED)
+        self._count(session)
 
     def _is_ours(self, session: SessionId, placement: Placement) -> bool:
         return any(placement.same_place(ours) for ours in self._unknown.get(session, ()))
@@ -169,3 +189,14 @@ class PlacementWriteBehind:
         known = self._recorded.get(session)
         if known is None or placement.epoch > known.epoch:
             self._recorded[session] = placement
+            self._count(session)
+
+    def _count(self, session: SessionId) -> None:
+        """Count the session as one of its tenant, as long as anything of it is here."""
+        sessions = self._of_tenant.setdefault(session.tenant, set())
+        if session in self._recorded or session in self._dirty or session in self._in_flight:
+            sessions.add(session)
+        else:
+            sessions.discard(session)
+            if not sessions:
+                del self._of_tenant[session.tenant]

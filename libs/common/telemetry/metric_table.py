@@ -162,7 +162,9 @@ METRICS: tuple[Metric, ...] = (
         "slipstream_session_conflicts_total", "counter", "Placements dropped: another router wrote first."
     ),
     Metric(
-        "slipstream_session_writes_dropped_total", "counter", "Placements dropped: too many waited for etcd."
+        "slipstream_session_writes_dropped_total",
+        "counter",
+        "Placements dropped: too many waited for etcd, or the tenant has too many sessions.",
     ),
     Metric("slipstream_workers", "gauge", "Workers that are ready at this router."),
     Metric("slipstream_event_loop_delay_ms", "gauge", "Delay of event-loop timers, recent mean."),

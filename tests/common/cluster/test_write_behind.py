@@ -101,6 +101,12 @@ class TwoRouters(RuleBasedStateMachine):
             self._change(session, None)
 
     @invariant()
+    def each_session_of_a_tenant_is_counted_while_it_is_known(self) -> None:
+        for write_behind in self.write_behinds:
+            counted = {session for sessions in write_behind._of_tenant.values() for session in sessions}
+            assert counted == set(write_behind.all())
+
+    @invariant()
     def at_most_one_write_of_a_session_is_in_flight(self) -> None:
         for taken in self.taken:
             assert len({session for session, _ in taken}) == len(taken)
@@ -167,6 +173,28 @@ def test_the_oldest_change_is_dropped_when_too_many_are_pending() -> None:
         write_behind.put(SessionId("t", str(number)), Placement(block_count=number))
     assert write_behind.dropped == 2
     assert [session.session for session, _ in write_behind.start_writes(10, now_s=0.0)] == ["2", "3"]
+
+
+def test_a_tenant_with_too_many_sessions_begins_no_further_one() -> None:
+    """Names that a caller makes up fill no etcd, pending changes and records of other routers included."""
+    write_behind = PlacementWriteBehind(max_dirty=100, max_tenant_sessions=3)
+    names = [SessionId("t", str(number)) for number in range(9)]
+    write_behind.observe(names[0], Placement(block_count=1, epoch=5))
+    for session in names:
+        write_behind.put(session, Placement(block_count=2))
+    written = write_behind.start_writes(10, now_s=0.0)
+    assert [session for session, _ in written] == names[:3]
+    assert write_behind.dropped == 6 and write_behind.get(names[3]) is None
+    for epoch, (session, _) in enumerate(written, start=6):
+        write_behind.confirm(session, epoch)
+    write_behind.put(names[0], Placement(block_count=3))  # a session that it has goes on
+    write_behind.put(SessionId("u", "0"), Placement(block_count=1))  # another tenant has a separate share
+    assert write_behind.dropped == 6
+    write_behind.put(names[4], Placement(block_count=1))
+    assert write_behind.dropped == 7
+    write_behind.observe(names[1], None)  # it expired
+    write_behind.put(names[4], Placement(block_count=1))
+    assert write_behind.dropped == 7 and write_behind.get(names[4]) is not None
 
 
 def test_a_session_is_written_at_most_once_in_the_interval() -> None:
