@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from libs.common.runtime.signals import stop_on_signals
 from services.router.ports import listen_tcp
 
 log = logging.getLogger(__name__)
@@ -54,9 +55,8 @@ async def run_processes(
         flag: listen_tcp(endpoint, share_port=True, accept=False) for flag, endpoint in addresses.items()
     }
     stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    children: set[asyncio.subprocess.Process] = set()
+    stop_on_signals(stopping.set, before_exit=lambda: _kill_all(children))
     names = [instance if index == 0 else f"{instance}.{index}" for index in range(count)]
     # argparse takes the last of repeated options.
     common = [*arguments, "--processes", "1", "--child-of", str(os.getpid())]
@@ -65,17 +65,31 @@ async def run_processes(
     try:
         async with asyncio.TaskGroup() as group:
             for name in names:
-                group.create_task(_keep([*common, "--instance", name], stopping, grace_s=grace_s))
+                command = [*common, "--instance", name]
+                group.create_task(_keep(command, stopping, children, grace_s=grace_s))
     finally:
         for holder in holders.values():
             holder.close()
     return 0
 
 
-async def _keep(arguments: Sequence[str], stopping: asyncio.Event, *, grace_s: float) -> None:
-    """Run one child and restart it when it ends, until `stopping` is set."""
+def _kill_all(children: set[asyncio.subprocess.Process]) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+
+
+async def _keep(
+    arguments: Sequence[str],
+    stopping: asyncio.Event,
+    children: set[asyncio.subprocess.Process],
+    *,
+    grace_s: float,
+) -> None:
+    """Run one child and restart it when it ends, until `stopping` is set. `children` has it while it runs."""
     while not stopping.is_set():
         child = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.router", *arguments)
+        children.add(child)
         ended, stop = asyncio.create_task(child.wait()), asyncio.create_task(stopping.wait())
         try:
             await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -96,3 +110,4 @@ async def _keep(arguments: Sequence[str], stopping: asyncio.Event, *, grace_s: f
                 except TimeoutError:
                     child.kill()
                     await ended
+            children.discard(child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -62,6 +63,67 @@ async def test_a_failed_start_gives_one_error_line(tmp_path: Path) -> None:
         _, errors = await process.communicate()
     assert process.returncode == 1
     assert b"config.json" in errors.splitlines()[-1]
+    assert b"Traceback" not in errors
+
+
+async def test_a_second_sigterm_ends_several_router_processes_at_once(model_dir: Path) -> None:
+    ports = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--processes", "2")
+    process = await _start("--model", str(model_dir), *ports)
+    assert process.stderr is not None
+    pids: list[int] = []
+    try:
+        async with asyncio.timeout(100):
+            for _ in range(2):
+                await _word_after(process.stderr, "operators: gRPC at ")
+            pids = _children(process.pid)
+            assert len(pids) == 2
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)  # it cannot end by itself
+            process.send_signal(signal.SIGTERM)
+            while not all(_has_pending_sigterm(pid) for pid in pids):
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == -signal.SIGTERM
+            assert b"ends at once" in await process.stderr.read()  # it ends when no child has it open
+            pids.clear()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _has_pending_sigterm(pid: int) -> bool:
+    """Whether a stopped process has got SIGTERM."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (pending,) = (line.split()[1] for line in lines if line.startswith("ShdPnd:"))
+    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+async def _word_after(lines: asyncio.StreamReader, words: str) -> str:
+    """The word that a log has after these, without a comma."""
+    while words not in (line := (await lines.readline()).decode()):
+        assert line, "the router ended"
+    return line.partition(words)[2].split()[0].rstrip(",")
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\n", b"\xff\xfe"])
+async def test_a_shared_prefix_without_a_text_is_refused_by_name(
+    model_dir: Path, tmp_path: Path, data: bytes
+) -> None:
+    prefix = tmp_path / "prefix.txt"
+    prefix.write_bytes(data)
+    process = await _start("--model", str(model_dir), "--shared-prefix", str(prefix), "--http", "127.0.0.1:0")
+    async with asyncio.timeout(100):
+        _, errors = await process.communicate()
+    assert process.returncode == 1
+    words = "is not UTF-8" if data[:1] == b"\xff" else "is empty"
+    assert f"router-0 ends: --shared-prefix: {prefix} {words}".encode() in errors
     assert b"Traceback" not in errors
 
 

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
@@ -46,6 +45,7 @@ from libs.common.rpc.single_request import (
     refusing_handler,
     with_trailing,
 )
+from libs.common.runtime.signals import stop_on_signals
 from libs.common.service_bounds import (
     GRPC_CALLS,
     GRPC_CONNECTION_CALLS,
@@ -192,10 +192,8 @@ class ServiceHost:
         self._stopping.set()
 
     async def wait_for_stop(self) -> None:
-        """Return at SIGTERM, SIGINT or `request_stop`."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+        """Return at SIGTERM, SIGINT or `request_stop`. Another signal later ends the process at once."""
+        stop_on_signals(self._stopping.set)
         await self._stopping.wait()
 
     async def stop(self, *, grace_s: float = 5.0) -> None:

@@ -1,4 +1,4 @@
-"""The process: options, garbage collection, allocator, event loop.
+"""The process: options, garbage collection, allocator, event loop, signals.
 
 Must not import other packages of `libs.common`.
 """

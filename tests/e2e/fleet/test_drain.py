@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPResponse
@@ -91,6 +93,23 @@ def test_a_drained_process_drops_no_stream_and_ends(
         assert max(attempts_of(runs)) > 1
     # The load runs without it.
     assert_undisturbed(fakes, load[:8], expected[:8], disturb=lambda: None, after_tokens=1)
+
+
+def test_a_second_sigterm_ends_a_draining_router_at_once(fakes: LocalCluster) -> None:
+    """It would wait for the answer of a plain HTTP client until the end of its drain time."""
+    said, pid = len(fakes.said), fakes.pid("router-0")
+    client = HTTPConnection(fakes.http, timeout=WAIT_S)
+    with fakes.gate.held("prefill-0", "prefill-1"):
+        body = json.dumps({"prompt": "Where is my order?", "max_tokens": 4})
+        client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        until(lambda: fakes.status("router-0").load.requests_running, what="the request runs")
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: fakes.status("router-0").draining, what="the router drains")
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: any("router-0" in line for line in fakes.said[said:]), what="the router ended")
+    client.close()
+    assert fakes.said[said].startswith("router-0 was ended by SIGTERM; starting it again")
+    fakes.until_running("router-0", but=pid)
 
 
 def test_a_prefill_worker_that_is_drained_ends_its_prompts(

@@ -171,6 +171,22 @@ async def test_a_handoff_between_processes_with_mtls_and_clean_exits(tmp_path: P
             assert await asyncio.wait_for(worker.process.wait(), WAIT_S) == 0
 
 
+async def test_a_second_sigterm_ends_a_draining_process_at_once(tmp_path: Path) -> None:
+    tokens = prompt_tokens(300)
+    async with processes(tmp_path) as start:
+        prefill = await start.start("prefill", "--drain-s", str(10 * WAIT_S))
+        shared = common_fields(await prefill.status(), tokens, 8)
+        [e async for e in RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared))]
+        prefill.process.terminate()
+        async with asyncio.timeout(WAIT_S):
+            while not (status := await prefill.status()).draining:
+                await asyncio.sleep(0.02)
+        assert status.ledger.handoffs == 1  # it waits for the handoff
+        prefill.process.terminate()
+        assert await asyncio.wait_for(prefill.process.wait(), WAIT_S) == -signal.SIGTERM
+    assert "ends at once" in (tmp_path / "prefill.log").read_text()
+
+
 async def test_a_draining_prefill_process_waits_for_its_handoffs(tmp_path: Path) -> None:
     """It refuses new requests, and a decode worker reads its KV after SIGTERM."""
     tokens = prompt_tokens(300)
