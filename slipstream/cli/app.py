@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -28,17 +28,35 @@ from slipstream.errors import FailedPrecondition, SlipstreamError
 
 # Packages that are installed beside the SDK add commands by entry points of this group, or replace them.
 COMMAND_GROUP = "slipstream.commands"
+# Typer does not export the class of all refused arguments.
+_USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__mro__[1])
 # What slipstream-server adds.
 _SERVER_COMMANDS = ("up", "down", "kill", "drain", "undrain", "restart", "route")
 
 
 def run() -> None:
-    """Run the command line; a SlipstreamError ends it with one line and exit code 1."""
+    """Run the command line. An error ends it with one line: exit code 2 for wrong arguments, else 1."""
     try:
-        app()
+        code = app(standalone_mode=False, prog_name="slipstream")
     except SlipstreamError as error:
         print(f"slipstream: {error.message}", file=sys.stderr)
         raise SystemExit(1) from None
+    except typer.Abort:
+        raise SystemExit(1) from None
+    except _USAGE_ERROR as error:
+        raise SystemExit(_show_usage_error(error)) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _show_usage_error(error: Any) -> int:
+    """One line, or the help where a group of commands was called without any."""
+    message = error.format_message()
+    if "\n" in message:
+        error.show()
+    else:
+        name = error.ctx.command_path if error.ctx is not None else "slipstream"
+        print(f"{name}: {message.rstrip('.')}; see --help", file=sys.stderr)
+    return int(error.exit_code)
 
 
 def status(

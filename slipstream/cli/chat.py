@@ -16,7 +16,7 @@ from typing import Any
 
 from slipstream.client import Client
 from slipstream.cluster_record import read_record
-from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.errors import InvalidArgument, PermissionDenied, SlipstreamError, Unauthenticated
 from slipstream.replies import Reply
 from slipstream.requests import ChatArguments, Tool
 from slipstream.rpc.tls import TlsFiles
@@ -74,6 +74,8 @@ def run_chat(options: ChatOptions, *, ask: Ask = input) -> None:
             turn: list[dict[str, Any]] = [{"role": "user", "content": line}]
             try:
                 _answer(client, messages, turn, arguments, ask)
+            except (Unauthenticated, PermissionDenied):
+                raise  # no later turn could succeed
             except SlipstreamError as error:
                 # The conversation goes on as if the turn had not been.
                 print(f"error: {error.message}", file=sys.stderr)

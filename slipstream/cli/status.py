@@ -20,6 +20,9 @@ from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0
+# Of gRPC's words for a port where a server answers by HTTP/1.
+_HTTP_1 = "http1"
+_NO_STATUS = "a port without status: of a router, ask the gRPC admin port (--admin; `admin` in cluster.json)"
 _POOL_AWAY = "slipstream_kvstore_pool_away"
 # Columns of the worker table: heading and field of a LoadReport.
 LOAD_COLUMNS = {
@@ -82,6 +85,8 @@ async def ask_status(endpoint: str, dial: Dial) -> worker_pb2.GetStatusResponse 
         try:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED or _HTTP_1 in (error.details() or ""):
+                return Unavailable(_NO_STATUS)
             fault = credential_fault(error)
             return from_rpc_error(error) if fault is None else Unauthenticated(fault)
 

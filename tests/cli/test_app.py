@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from typing import Any
 
 import grpc
@@ -60,6 +62,47 @@ def test_sdk_commands_exist_without_the_server_package(sdk_only: Any) -> None:
     assert all(f"  {name} " in listed for name in ("chat", "status", "kv"))
     assert not any(f"  {name} " in listed for name in SERVER_COMMANDS)
     assert CliRunner().invoke(sdk_only, ["status"]).exit_code == 2  # an endpoint is needed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["chat", "--bogus"], "slipstream chat: No such option: --bogus; see --help"),
+        (["keys", "new", "--name"], "slipstream: Option '--name' requires an argument; see --help"),
+        (["nope"], "slipstream: No such command 'nope'; see --help"),
+    ],
+)
+def test_refused_arguments_have_one_line(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["slipstream", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app_module.run()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"{line}\n")
+
+
+async def test_status_of_a_port_without_status_names_the_admin_port(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    public = grpc.aio.server()
+    ports = [f"127.0.0.1:{public.add_insecure_port('127.0.0.1:0')}"]
+    await public.start()
+    http = await asyncio.start_server(_answer_http, "127.0.0.1", 0)
+    ports.append(f"127.0.0.1:{http.sockets[0].getsockname()[1]}")
+    try:
+        with pytest.raises(Unavailable, match="no answer from"):
+            await show_endpoints(ports, as_json=True, dial=dial)
+    finally:
+        await public.stop(None)
+        http.close()
+    told = [row["error"] for row in json.loads(capsys.readouterr().out)["workers"]]
+    assert ["ask the gRPC admin port (--admin" in words for words in told] == [True, True], told
+
+
+async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As the router's HTTP port answers gRPC."""
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    writer.close()
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from bench.demo_script import TOOLS
 from slipstream.cli.chat import ChatOptions, read_tools, run_chat
-from slipstream.errors import InvalidArgument, NotFound, Overloaded
+from slipstream.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from supervisor.plan import ROOT
@@ -33,6 +35,8 @@ class Router(router_pb2_grpc.RouterServiceServicer):
         self.requests.append(request)
         self.sessions.append(dict(context.invocation_metadata())["x-session-affinity"])
         text = request.chat.messages[-1].content[0].text
+        if text == "refuse":
+            context.abort_with_status(to_status(Unauthenticated("the API key is wrong")))
         if text == "overload":
             context.abort_with_status(to_status(Overloaded("try later")))
         yield _response(started=router_pb2.Started(request_id="r"))
@@ -106,6 +110,18 @@ def test_a_failed_turn_is_left_out_of_the_conversation(
     talk(endpoint, "overload", "hello")
     assert "error: try later" in capsys.readouterr().err
     assert len(servicer.requests[1].chat.messages) == 2
+
+
+def test_a_wrong_key_ends_the_command_with_one_line_and_an_exit_code(router: tuple[Router, str]) -> None:
+    _, endpoint = router
+    ended = subprocess.run(
+        [sys.executable, "-m", "slipstream.cli", "chat", "--endpoint", endpoint, "--api-key", "wrong"],
+        input="refuse\nhello\n",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (ended.returncode, ended.stderr) == (1, "slipstream: the API key is wrong\n")
 
 
 def test_tools_are_answered_by_the_user(router: tuple[Router, str]) -> None:

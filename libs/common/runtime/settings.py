@@ -158,8 +158,16 @@ def _one_type(hint: Any) -> tuple[type, bool]:
     return hint, False
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and not the usage too."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
 def _parser(kind: type[Any], program: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser = OneLineParser(prog=program, description=description, allow_abbrev=False)
     shared: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument("--config", help="TOML file with settings; env SLIPSTREAM_CONFIG", **shared)
     for row in rows(kind).values():

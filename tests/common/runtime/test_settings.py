@@ -52,7 +52,9 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, **how: Any) ->
     with pytest.raises(SystemExit) as ended:
         load_sample(*arguments, **how)
     assert ended.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1].removeprefix("p: error: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("p: ") and line.endswith("; see --help")
+    return line.removeprefix("p: ").removesuffix("; see --help")
 
 
 def test_settings_have_defaults() -> None:
