@@ -203,7 +203,9 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     # Drafts are on even where they save no time: the demo shows that losing the drafter changes no text.
-    config = ClusterConfig(run_dir=run_dir, transport=transport_of(arguments.transport), drafts="on")
+    config = ClusterConfig(
+        run_dir=run_dir, transport=transport_of(arguments.transport), drafts="on", allow_pinning=True
+    )
     async with ClusterSupervisor(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()
         endpoints, dial = record.service_endpoints(), operator_dial(run_dir)

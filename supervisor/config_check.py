@@ -13,7 +13,7 @@ from libs.common.etcd.access import EtcdAccess
 from libs.common.transport.open import TransportChoice
 from slipstream.api_key_file import read_keys
 from slipstream.errors import InvalidArgument
-from supervisor.plan import DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
+from supervisor.plan import ACCESS_LOG, DRAFTS, ETCD, LOG_FORMATS, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free
 
 # What Mooncake's engine and its master are linked to, by Debian's package.
@@ -37,6 +37,9 @@ def check_config(config: ClusterConfig) -> None:
             _check_model(flag, path)
     _check_choice("--drafts", config.drafts, DRAFTS)
     _check_choice("--log-level", config.log_level, LOG_LEVELS)
+    _check_choice("--log-format", config.log_format, LOG_FORMATS)
+    if config.access_log is not None:
+        _check_choice("--access-log", config.access_log, ACCESS_LOG)
     if config.pool is not None:
         _check_choice("--pool", config.pool, POOLS)
     for flag, address in (("--http", config.http), ("--grpc", config.grpc)):
@@ -109,10 +112,14 @@ def _check_access(config: ClusterConfig) -> None:
             raise InvalidArgument("--api-keys", str(error)) from None
     files = [("--shared-prefix", config.shared_prefix), ("--etcd-password-file", config.etcd_password_file)]
     files += [("--etcd-ca", config.etcd_ca), ("--etcd-key", config.etcd_key)]
-    files.append(("--etcd-certificate", config.etcd_certificate))
+    files += [("--etcd-certificate", config.etcd_certificate), ("--tls-client-ca", config.tls_client_ca)]
     for flag, file in files:
         if file is not None and not os.access(file, os.R_OK):
             raise InvalidArgument(flag, f"{file} cannot be read")
+    if config.shared_prefix is not None and not config.shared_prefix.read_bytes().strip():
+        raise InvalidArgument("--shared-prefix", f"{config.shared_prefix} is empty")
+    if config.tls_client_ca is not None and config.tls is None:
+        raise InvalidArgument("--tls-client-ca", "needs --tls-ca, --tls-certificate and --tls-key")
     access = EtcdAccess.of(config)
     if config.etcd is None and not access.is_plain:
         raise InvalidArgument("--etcd-ca, --etcd-user", "need --etcd: the cluster's own etcd is plain")

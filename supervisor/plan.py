@@ -20,6 +20,8 @@ ETCD = "etcd"
 POOLS = ("mooncake",)
 DRAFTS = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+ACCESS_LOG = ("on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class ClusterConfig:
     allowed_hosts: str | None = None  # these three are settings of all routers; None: the router's default
     cors_origins: str | None = None
     access_log: str | None = None
+    allow_pinning: bool = False  # of all routers: a request may name its prefill worker
     tls: TlsFiles | None = None  # of all services, for gRPC
+    tls_client_ca: Path | None = None  # of all routers
     etcd_ca: Path | None = None  # these five belong to an external etcd
     etcd_certificate: Path | None = None
     etcd_key: Path | None = None
@@ -55,6 +59,7 @@ class ClusterConfig:
     pool: str | None = None  # one of POOLS; None: each kvstore keeps its blocks to itself
     pool_masters: int = 1  # of the pool; one leads, the others stand by
     log_level: str = "info"  # one of LOG_LEVELS
+    log_format: str = "text"  # one of LOG_FORMATS
     ready_timeout_s: float = 90.0
     log_max_bytes: int = MAX_LOG_BYTES
     log_files: int = LOG_FILES
@@ -77,8 +82,11 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process. `endpoint` is where its health is asked; `wave` n starts when all of n-1 are ready, but
-    for those that are not `awaited`: they have until the end of the start. The waves stop in reverse."""
+    """One process. Its health is asked at `admin`, or else at `endpoint`.
+
+    `wave` n starts when all of n-1 are ready, but for those that are not `awaited`: they have until the end
+    of the start. The waves stop in reverse.
+    """
 
     instance: str
     role: str
@@ -163,8 +171,8 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
     if role is Role.DECODE:
         arguments += ["--drafts", config.drafts]
     if http is not None:
-        # Local clusters are for looking into: a request may name its prefill worker.
-        arguments += ["--http", http, "--allow-pinning", "--drain-s", f"{config.drain_s:g}"]
+        arguments += ["--http", http, "--drain-s", f"{config.drain_s:g}"]
+        arguments += ["--allow-pinning"] if config.allow_pinning else []
         arguments += _given(
             ("--served-model-name", config.served_model_name),
             ("--api-keys", config.api_keys),
@@ -172,10 +180,11 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
             ("--allowed-hosts", config.allowed_hosts),
             ("--cors-origins", config.cors_origins),
             ("--access-log", config.access_log),
+            ("--tls-client-ca", config.tls_client_ca),
         )
     if role is not Role.ROUTER:
         arguments += ["--transport", config.transport]
-    arguments += ["--log-level", config.log_level]
+    arguments += ["--log-level", config.log_level, "--log-format", config.log_format]
     return [*arguments, *config.extra_arguments.get(role, ())]
 
 

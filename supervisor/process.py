@@ -194,7 +194,7 @@ class SupervisedProcess:
                     self._say(f"{plan.instance} | supervision failed: {error!r}")
 
     async def _watch_readiness(self) -> None:
-        await self._until_ready(self.plan.endpoint)
+        await self._until_ready(self.plan.admin or self.plan.endpoint)
         self._ready.set()
         self._enter(ProcessState.READY)
 
@@ -205,6 +205,8 @@ class SupervisedProcess:
         self._enter(ProcessState.DRAINED)
         while self._is_drained() and not self._stopping.is_set():
             await self._pause(_DRAINED_POLL_S)
+        if not self._stopping.is_set():
+            self._say(f"{self.plan.instance} is undrained; starting it again")
 
     async def _pause(self, pause_s: float) -> None:
         try:

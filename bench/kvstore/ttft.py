@@ -164,7 +164,12 @@ async def measure(prompt_tokens: Sequence[int], *, rounds: int, seed: int = 0) -
     """Start a cluster, measure, stop it."""
     with tempfile.TemporaryDirectory() as directory:
         config = ClusterConfig(
-            run_dir=Path(directory), draft_model=None, drafters=0, decode=1, ready_timeout_s=400
+            run_dir=Path(directory),
+            draft_model=None,
+            drafters=0,
+            decode=1,
+            ready_timeout_s=400,
+            allow_pinning=True,
         )
         async with AsyncExitStack() as stack:
             cluster = await stack.enter_async_context(ClusterSupervisor(config, say=lambda line: None))

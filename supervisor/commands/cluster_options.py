@@ -39,6 +39,10 @@ ServiceTlsCertificate = Annotated[
     Path | None, typer.Option("--tls-certificate", help="PEM of the services' certificate.")
 ]
 ServiceTlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM of its key.")]
+ServiceTlsClientCa = Annotated[
+    Path | None,
+    typer.Option("--tls-client-ca", help="PEM of the CA of clients, for the routers' public gRPC port only."),
+]
 ServedModelName = Annotated[
     str | None, typer.Option(help="Name that clients use; default: the model directory's.")
 ]
@@ -55,8 +59,11 @@ AllowedHosts = Annotated[
 CorsOrigins = Annotated[
     str | None, typer.Option(help="ORIGIN[,ORIGIN..] of web pages that may call over HTTP; * = any.")
 ]
-AccessLogForm = Annotated[
-    str | None, typer.Option("--access-log", help="Form of the line about each call: off, text or json.")
+AccessLogSwitch = Annotated[
+    str | None, typer.Option("--access-log", help="Whether each call has a line in the log: on or off.")
+]
+AllowPinning = Annotated[
+    bool, typer.Option("--allow-pinning", help="A request may name its prefill worker: x-slipstream-prefill.")
 ]
 DiskBytes = Annotated[
     int | None, typer.Option(min=0, help="Bytes on disk of each KV store; 0 = memory only; default: 1 GiB.")
@@ -69,6 +76,7 @@ PoolMasters = Annotated[
     int, typer.Option("--pool-masters", min=1, help="Masters of --pool; one leads, the others stand by.")
 ]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogFormat = Annotated[str, typer.Option(help="Form of log lines: text or json.")]
 ReadyTimeoutS = Annotated[float, typer.Option(min=0.1, help="Seconds until the start fails.")]
 LogMaxBytes = Annotated[int, typer.Option(min=4096, help="Size at which a log file is rotated.")]
 LogFiles = Annotated[int, typer.Option(min=1, help="Files kept of each log, the current one included.")]

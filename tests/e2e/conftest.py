@@ -35,7 +35,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     modules = dict.fromkeys(Role, "tests.support.clusters.altered_service")
     with (
         lasting_dir(request, "cluster") as run_dir,
-        LocalCluster(ClusterConfig(run_dir=run_dir, drafts="on", modules=modules)) as running,
+        LocalCluster(
+            ClusterConfig(run_dir=run_dir, drafts="on", modules=modules, allow_pinning=True)
+        ) as running,
     ):
         yield running
 

@@ -123,7 +123,10 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         api_keys=tmp_path / "keys.toml",
         shared_prefix=tmp_path / "prompt.txt",
         cors_origins="https://chat.example",
-        access_log="json",
+        access_log="off",
+        log_format="json",
+        tls_client_ca=tmp_path / "clients",
+        allow_pinning=True,
         served_model_name="helper",
         disk_bytes=123,
     )
@@ -138,9 +141,13 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         is_router = process.role == Role.ROUTER
         assert flag(process, "--api-keys") == (str(tmp_path / "keys.toml") if is_router else None)
         assert flag(process, "--cors-origins") == ("https://chat.example" if is_router else None)
-        assert flag(process, "--access-log") == ("json" if is_router else None)
+        assert flag(process, "--access-log") == ("off" if is_router else None)
+        assert flag(process, "--log-format") == "json"
+        assert flag(process, "--tls-client-ca") == (str(tmp_path / "clients") if is_router else None)
+        assert ("--allow-pinning" in process.command) == is_router
         assert flag(process, "--allowed-hosts") is None
         assert flag(process, "--shared-prefix") == (str(tmp_path / "prompt.txt") if is_router else None)
         assert flag(process, "--served-model-name") == ("helper" if is_router else None)
         assert flag(process, "--disk-bytes") == ("123" if process.role == Role.KVSTORE else None)
-    assert not any("--tls-ca" in process.command for process in plan(ClusterConfig()).values())
+    plain = plan(ClusterConfig()).values()
+    assert not any({"--tls-ca", "--allow-pinning"} & set(process.command) for process in plain)

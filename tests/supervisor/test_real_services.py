@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from libs.common.cluster.exit_reports import EtcdExitReports, run_name
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.etcd.client import EtcdClient
+from slipstream.cluster_record import ProcessRecord
 from slipstream.enum_names import role_name
 from slipstream.operator_access import operator_dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -63,6 +65,7 @@ async def test_the_five_services_start_and_stop(tmp_path: Path, monkeypatch: pyt
         extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), fake_engine),
         ready_timeout_s=300,
         grace_s=100,
+        log_format="json",
     )
     said: list[str] = []
     async with ClusterSupervisor(config, say=said.append, rng=OwnPorts()) as cluster:
@@ -76,7 +79,19 @@ async def test_the_five_services_start_and_stop(tmp_path: Path, monkeypatch: pyt
         assert [process.role for process in services] == ["kvstore", "prefill", "decode", "drafter", "router"]
         assert await told_of_an_end_by_hand(cluster, "decode-0") is False
         async with asyncio.timeout(60):
-            while not said:
+            while not said or cluster.record().find("decode-0").state != "ready":
                 await asyncio.sleep(0.02)
     assert said == ["decode-0 ended; starting it again"]
     assert not mentioning(str(tmp_path / "run"))
+    for process in services:
+        _assert_json_log(process)
+
+
+def _assert_json_log(process: ProcessRecord) -> None:
+    """Every line of the process is JSON, and names the process."""
+    text = Path(process.log).read_text()
+    assert text and all(line.startswith("{") for line in text.splitlines()), text
+    for line in map(json.loads, text.splitlines()):
+        assert (line["service"], line["instance"]) == (process.role, process.instance)
+        assert {"time", "level", "logger", "message"} <= set(line)
+        assert line["time"].endswith("Z") and datetime.fromisoformat(line["time"]).tzinfo is not None

@@ -159,10 +159,16 @@ async def _guess_hashes(cluster: ClusterSupervisor, config: ClusterConfig) -> No
 async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("sk-secret anna\n")
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
     base = {"run_dir": tmp_path / "run", "model": small_model(tmp_path / "model"), "draft_model": None}
     wrong = (
         ({"api_keys": keys}, "--api-keys: .*keys.toml:1"),
         ({"shared_prefix": tmp_path / "missing"}, "--shared-prefix: .* cannot be read"),
+        ({"shared_prefix": empty}, "--shared-prefix: .*empty.txt is empty"),
+        ({"tls_client_ca": empty}, "--tls-client-ca: needs --tls-ca, --tls-certificate and --tls-key"),
+        ({"log_format": "xml"}, "--log-format: must be one of text, json, not 'xml'"),
+        ({"access_log": "json"}, "--access-log: must be one of on, off, not 'json'"),
         ({"etcd_ca": keys}, "--etcd-ca, --etcd-user: need --etcd"),
         ({"etcd": "127.0.0.1:1", "etcd_user": "u"}, "--etcd-user, --etcd-password-file: go together"),
         ({"etcd": "127.0.0.1:1", "etcd_ca": tmp_path / "missing"}, "--etcd-ca: .* cannot be read"),

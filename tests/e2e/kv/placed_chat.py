@@ -15,7 +15,14 @@ TEXT = "The parcel left the depot on Monday, and nobody has seen it since. Pleas
 def plain_config(run_dir: Path, *, kvstores: int, **more: Any) -> ClusterConfig:
     """Two prefill workers and a decode worker."""
     return ClusterConfig(
-        run_dir=run_dir, kvstores=kvstores, prefill=2, decode=1, drafters=0, draft_model=None, **more
+        run_dir=run_dir,
+        kvstores=kvstores,
+        prefill=2,
+        decode=1,
+        drafters=0,
+        draft_model=None,
+        allow_pinning=True,
+        **more,
     )
 
 

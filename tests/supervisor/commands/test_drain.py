@@ -26,15 +26,21 @@ WAIT_S = 100.0
 
 
 @pytest.fixture
-async def running(fake: FakeCluster) -> AsyncIterator[ClusterSupervisor]:
+def said() -> list[str]:
+    """What the terminal of the supervisor shows."""
+    return []
+
+
+@pytest.fixture
+async def running(fake: FakeCluster, said: list[str]) -> AsyncIterator[ClusterSupervisor]:
     fake.behave(decode_0="breaks", prefill_0="deaf")
     config = fake.but(prefill=1, decode=1, kvstores=1, drafters=0, grace_s=0.2)
-    async with ClusterSupervisor(config, say=lambda line: None, rng=OwnPorts()) as cluster:
+    async with ClusterSupervisor(config, say=said.append, rng=OwnPorts()) as cluster:
         yield cluster
 
 
 async def test_only_an_end_in_order_is_a_drain(
-    running: ClusterSupervisor, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+    running: ClusterSupervisor, fake: FakeCluster, said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = fake.config.run_dir
 
@@ -60,6 +66,10 @@ async def test_only_an_end_in_order_is_a_drain(
         await drain("decode-9")
     await asyncio.to_thread(restart_processes, run_dir, "kvstore-0", rolling=False, timeout_s=WAIT_S)
     await eventually(lambda: running.record().find("kvstore-0").state == "ready")
+    assert [line for line in said if line.startswith("kvstore-0 ")] == [
+        "kvstore-0 is drained",
+        "kvstore-0 is undrained; starting it again",
+    ]
 
 
 async def test_what_cannot_be_drained_is_not_kept_away_later(

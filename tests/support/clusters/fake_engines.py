@@ -23,5 +23,6 @@ def fake_engine_config(run_dir: Path, *, pace_s: float = 0.0005, **fields: Any) 
         **fields.pop("extra_arguments", {}),
     }
     defaults: dict[str, Any] = {"transport": "socket", "draft_model": None, "extra_arguments": extra}
+    defaults["allow_pinning"] = True
     defaults["modules"] = dict.fromkeys(Role, "tests.support.clusters.altered_service")
     return ClusterConfig(run_dir=run_dir, **(defaults | fields))
