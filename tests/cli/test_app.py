@@ -91,7 +91,7 @@ async def test_status_of_a_port_without_status_names_the_admin_port(
     ports.append(f"127.0.0.1:{http.sockets[0].getsockname()[1]}")
     try:
         with pytest.raises(Unavailable, match="no answer from"):
-            await show_endpoints(ports, as_json=True, dial=dial)
+            await show_endpoints(ports, as_json=True, dial=PLAIN_DIAL)
     finally:
         await public.stop(None)
         http.close()
