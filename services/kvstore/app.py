@@ -17,6 +17,7 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
+from libs.common.rpc.endpoints import host_of
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.telemetry.logs import log_loop_errors
@@ -47,11 +48,17 @@ async def serve(options: Options) -> None:
     options.check()
     if options.disk_bytes:
         await _check_disks(options)
-    host = ServiceHost(options.listen, tls=options.tls, access=options.access, names=options.server_names)
+    host = ServiceHost(
+        options.listen,
+        advertise=options.advertise,
+        tls=options.tls,
+        access=options.access,
+        names=options.server_names,
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
-        transport = open_transport(options.transport, options.listen.rsplit(":", 1)[0])
+        transport = open_transport(options.transport, host_of(host.endpoint), bind=options.kv_bind)
         stack.push_async_callback(transport.close)
         discovery = await open_discovery(options.etcd, stack, ttl_s=options.etcd_lease_s)
         addresses = await open_address_book(discovery, stack)

@@ -10,6 +10,7 @@ from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.access import AccessControl, access_of
+from libs.common.rpc.endpoints import host_of
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import parse_endpoints, setting
 from libs.common.transport.open import TransportChoice
@@ -41,6 +42,8 @@ class Options:
     access: AccessControl | None = None  # None: everyone may call
     server_names: Sequence[str] = ()
     region: str = ""
+    advertise: str = ""  # what others dial; "" = what `listen` came to
+    kv_bind: str = ""  # HOST:PORT of the KV transport; "" = any free port of the address that others dial
     pool: PoolOptions | None = None
     checksum: KvChecksum = UNKEYED
 
@@ -96,6 +99,8 @@ def options_of(parsed: NodeSettings) -> Options:
         instance=parsed.instance,
         region=parsed.region,
         listen=parsed.listen,
+        advertise=parsed.advertise,
+        kv_bind=parsed.kv_bind(),
         etcd=EtcdAccess.of(parsed),
         etcd_lease_s=parsed.etcd_lease_s,
         disks=parsed.disk or (parsed.data_dir or parsed.run_dir / parsed.instance,),
@@ -122,7 +127,7 @@ def _pool(parsed: NodeSettings) -> PoolOptions | None:
         pool_master(parsed.pool_master, EtcdAccess.of(parsed)),
         segment_bytes=parsed.pool_bytes,
         replicas=parsed.pool_replicas,
-        host=parsed.listen.rsplit(":", 1)[0],
+        host=host_of(parsed.advertise or parsed.listen),
         protocol="rdma" if choice.kind == "rdma" else "tcp",
         devices=choice.devices,
         admin=tuple(parsed.pool_admin.split(",")) if parsed.pool_admin else (),

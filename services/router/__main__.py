@@ -98,6 +98,7 @@ async def serve(options: RouterSettings) -> None:
         instance=options.instance,
         region_ms=parse_region_ms(options.region_ms),
         listen=options.listen,
+        advertise=options.advertise,
         http=options.http,
         admin=options.admin,
         admin_http=options.admin_http,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from libs.common.rpc.access import AccessControl, OnRefused, check_address, is_loopback
+from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.single_request import ReadRequest
 from libs.common.service_bounds import GRPC_IDLE_CONNECTION_S, GRPC_REQUEST_BYTES
@@ -48,6 +49,7 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
     shared = [("grpc.so_reuseport", int(options.share_ports))]
     public = ServiceHost(
         options.listen,
+        advertise=options.advertise,
         tls=options.client_tls or options.tls,
         access=AccessControl(secret=options.secret, keys=keys),
         names=options.server_names,
@@ -62,20 +64,21 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
         on_refused=on_refused,
         front_doors=[f"/{SERVICE_NAME}/Generate"],
     )
-    has_certificates = options.tls is not None
-    admin = ServiceHost(
-        options.admin,
-        tls=options.tls,
-        access=AccessControl(secret=options.secret, has_peer_certificates=has_certificates, keys=keys),
-        names=options.server_names,
-        options=shared,
-        flag="--admin",
+    admin_access = AccessControl(
+        secret=options.secret, has_peer_certificates=options.tls is not None, keys=keys
     )
+    admin = ServiceHost(options.admin, tls=options.tls, access=admin_access, options=shared, flag="--admin")
+    _answer_to(admin_access, admin.endpoint, public.endpoint, options)
     http = listen_tcp(options.http, share_port=options.share_ports)
     admin_http = listen_tcp(options.admin_http, share_port=options.share_ports)
     if admin_http_access is not None:
-        admin_http_access.answer_to(endpoint_of(admin_http), options.server_names)
+        _answer_to(admin_http_access, endpoint_of(admin_http), public.endpoint, options)
     return RouterPorts(public, http, admin, admin_http, admin_http_access)
+
+
+def _answer_to(access: AccessControl, bound: str, advertised: str, options: RouterOptions) -> None:
+    """Admit tokens for the port as it is bound, as it is announced, and by the server's further names."""
+    access.answer_to(bound, (endpoint_beside(bound, advertised), *options.server_names))
 
 
 def endpoint_of(listening: socket.socket) -> str:

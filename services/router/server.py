@@ -16,6 +16,7 @@ from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.access import Metadata, current_caller
+from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import Context
 from libs.common.rpc.single_request import read_request
 from libs.common.runtime import heap
@@ -66,6 +67,7 @@ class RouterOptions:
 
     instance: str
     listen: str = "127.0.0.1:0"
+    advertise: str = ""  # what others dial; "" = what `listen` came to
     http: str = "127.0.0.1:0"
     admin: str = "127.0.0.1:0"
     admin_http: str = "127.0.0.1:0"
@@ -114,8 +116,8 @@ class RouterServer:
             options.instance,
             self.host.endpoint,
             self._identity.incarnation,
-            admin=self.admin.endpoint,
-            admin_http=self.admin_http_endpoint,
+            admin=endpoint_beside(self.admin.endpoint, self.host.endpoint),
+            admin_http=endpoint_beside(self.admin_http_endpoint, self.host.endpoint),
         )
         clock = asyncio.get_running_loop().time
         self.loop_delay = EventLoopLag(clock)

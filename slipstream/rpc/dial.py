@@ -38,6 +38,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", CHANNEL_PAUSE_MS[1]),
     # Back-off state of a dead peer must not leak into another channel of this process.
     ("grpc.use_local_subchannel_pool", 1),
+    # A name that moves to another address, as of a pod that starts again, is asked for after a failure.
+    ("grpc.dns_min_time_between_resolutions_ms", CHANNEL_PAUSE_MS[1]),
     ("grpc.enable_http_proxy", 0),
     NO_RETRIES,
 ]

@@ -30,6 +30,8 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     # Channels must not share the back-off state of a dead member.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 64 << 20),
+    # The name of a member that starts again elsewhere has another address soon.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
     NO_RETRIES,
     ("grpc.service_config", '{"loadBalancingConfig":[{"round_robin":{}}]}'),

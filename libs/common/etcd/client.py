@@ -32,6 +32,7 @@ from libs.common.etcd.messages import (
 )
 from slipstream.errors import SlipstreamError, Unauthenticated
 from slipstream.etcd.v3 import etcd_pb2 as pb
+from slipstream.rpc.names import wait_resolved
 
 _READ_ATTEMPT_S = 1.0
 # etcd's default --max-txn-ops is 128.
@@ -79,6 +80,7 @@ class EtcdClient:
             linger_s=timeout_s + 1,
             credentials_version=tls.version if tls is not None else lambda: None,
         )
+        self._naming = asyncio.create_task(self._follow_name(endpoints[0]), name="etcd-name")
         self._timeout_s = timeout_s
         self._user = user
         self._password = password
@@ -87,7 +89,14 @@ class EtcdClient:
 
     async def close(self) -> None:
         """Close the channel; open watches end with `EtcdUnavailable`."""
+        self._naming.cancel()
+        await asyncio.gather(self._naming, return_exceptions=True)
         await self._connections.close()
+
+    async def _follow_name(self, endpoint: str) -> None:
+        """Connect anew when a name that did not resolve does: gRPC itself may ask two minutes later."""
+        if await wait_resolved(endpoint, what="etcd"):
+            self._connections.renew()
 
     async def get(self, key: str) -> KeyValue | None:
         """The key's current value, or None."""

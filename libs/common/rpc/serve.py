@@ -36,6 +36,7 @@ from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, 
 from libs.common.rpc.access_table import HEALTH_SERVICE
 from libs.common.rpc.call_reset import reset_call, reset_call_later
 from libs.common.rpc.call_room import CallRoom
+from libs.common.rpc.endpoints import advertised_endpoint
 from libs.common.rpc.handshake_watch import HandshakeWatch
 from libs.common.rpc.health import HealthService
 from libs.common.rpc.single_request import (
@@ -114,6 +115,7 @@ class ServiceHost:
         has_reflection: bool = True,
         flag: str = "--listen",
         names: Sequence[str] = (),
+        advertise: str = "",
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         front_doors: Collection[str] = (),
@@ -123,6 +125,7 @@ class ServiceHost:
     ) -> None:
         """`front_doors`: full names of the methods whose calls begin traces of their own.
 
+        `endpoint` is what others dial: `advertise`, or without it what was bound.
         `names`: endpoints by which callers dial the port, beside `endpoint`; their tokens name them.
 
         `access` is the rule for callers; without one every caller is admitted. `on_refused` gets each refused
@@ -145,7 +148,6 @@ class ServiceHost:
             options=list(merged.items()),
             maximum_concurrent_rpcs=GRPC_CALLS,
         )
-        self._host = listen.rsplit(":", 1)[0]
         try:
             if tls is None:
                 self.port = self.server.add_insecure_port(listen)
@@ -155,17 +157,14 @@ class ServiceHost:
                 self.port = self.server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
-        access.answer_to(f"{self._host}:{self.port}", (self.endpoint, *names))
+        bound = f"{listen.rpartition(':')[0]}:{self.port}"
+        self.endpoint = advertised_endpoint(bound, advertise)
+        access.answer_to(bound, (self.endpoint, *names))
         self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._service_names: tuple[str, ...] = ()
         self._has_reflection = has_reflection
         self._stopping = asyncio.Event()
-
-    @property
-    def endpoint(self) -> str:
-        """The address peers dial, with the port that was really bound."""
-        return f"{self._host}:{self.port}"
 
     async def start(self, service_names: Sequence[str]) -> None:
         """Serve. Alive at once; ready only after `set_ready`. Names are full ones."""

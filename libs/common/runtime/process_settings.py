@@ -27,6 +27,12 @@ class ServiceSettings:
     listen: str = setting(
         "address of the gRPC server; port 0 = any free one", default="127.0.0.1:0", check=check_address
     )
+    advertise: str = setting(
+        "HOST:PORT that other processes dial; HOST may be a name; port 0 = the port of --listen",
+        default="",
+        default_text="what --listen came to",
+        check=check_address,
+    )
     etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="")
     etcd_ca: Path | None = setting(
         "PEM of the CA of etcd's certificate: TLS to etcd", default=None, check=check_readable
@@ -89,4 +95,14 @@ class TierSettings(ServiceSettings):
     """Further settings of processes behind the router: their region and how they move KV."""
 
     region: str = setting("region of this process: KV moves within a region only", default="")
+    kv_listen: str = setting(
+        "HOST:PORT of the socket transport or of Mooncake's probe; port 0 = any free one",
+        default="",
+        default_text="any free port on the host of --listen",
+        check=check_address,
+    )
     transport: str = setting(TRANSPORT_HELP, default="auto", check=TransportChoice.parse)
+
+    def kv_bind(self) -> str:
+        """HOST:PORT on which the KV transport listens."""
+        return self.kv_listen or f"{self.listen.rpartition(':')[0]}:0"

@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass
 
 from libs.common.transport.base import PeerGone, TransferTimeout
+from libs.common.transport.socket_server import listen_at
 
 NONCE_BYTES = 16
 GREET_TIMEOUT_S = 1.0
@@ -33,10 +34,11 @@ class ProbeAddress:
 class IncarnationProbe:
     """Answers every connection with the nonce, from one thread, until closed."""
 
-    def __init__(self, host: str, *, note: bytes = b"") -> None:
-        """`note`: at most MAX_NOTE_BYTES."""
-        self._listener = socket.create_server((host, 0), backlog=64)
-        self.address = ProbeAddress(host, self._listener.getsockname()[1], secrets.token_bytes(NONCE_BYTES))
+    def __init__(self, bind: str, *, note: bytes = b"") -> None:
+        """`bind`: HOST:PORT to listen on. `note`: at most MAX_NOTE_BYTES."""
+        self._listener = listen_at(bind)
+        self.port: int = self._listener.getsockname()[1]
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._note = note
         self._thread = threading.Thread(target=self._serve, name="kv-probe", daemon=True)
         self._thread.start()
@@ -56,7 +58,7 @@ class IncarnationProbe:
                 return
             # This cannot block: so few bytes always fit into a new socket's buffer.
             with connection, contextlib.suppress(OSError):
-                connection.sendall(self.address.nonce + self._note)
+                connection.sendall(self.nonce + self._note)
 
 
 async def greet(address: ProbeAddress, *, timeout_s: float = GREET_TIMEOUT_S) -> bytes:

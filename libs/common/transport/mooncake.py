@@ -91,9 +91,15 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
     """
 
     def __init__(
-        self, host: str = "127.0.0.1", *, protocol: str = "tcp", devices: Sequence[str] = ()
+        self,
+        host: str = "127.0.0.1",
+        *,
+        bind: str = "",
+        protocol: str = "tcp",
+        devices: Sequence[str] = (),
     ) -> None:
-        """`protocol` is tcp or rdma. `devices` are names of RDMA devices; empty means all of them.
+        """Peers dial `host`; the probe listens on `bind` (HOST:PORT), by default on a free port of `host`.
+        `protocol` is tcp or rdma. `devices` are names of RDMA devices; empty means all of them.
 
         Raises ImportError when the engine's libraries are missing, FailedPrecondition when a device is
         missing or unusable, TransferRefused when the engine does not start.
@@ -115,10 +121,10 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
             "process that reaches it reads and writes staged KV: close its ports as docs/security.md states",
             ", ".join(map(str, ports)),
         )
-        self._probe = IncarnationProbe(host, note=note_of(ports))
+        self._probe = IncarnationProbe(bind or f"{host}:0", note=note_of(ports))
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
         self._poller = ReadPoller()
-        self.session_id = f"{host}:{ports[0]}/{self._probe.address.port}/{self._probe.address.nonce.hex()}"
+        self.session_id = f"{host}:{ports[0]}/{self._probe.port}/{self._probe.nonce.hex()}"
         _engines.add(self)
 
     def _make_peer(self, session_id: str) -> MooncakePeer:

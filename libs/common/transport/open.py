@@ -51,22 +51,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
+def open_transport(text: str = "auto", host: str = "127.0.0.1", *, bind: str = "") -> KvTransport:
     """Open the one transport of this process, after any fork. All workers of a cluster must agree.
 
-    `host` is where this process listens. auto is socket on a loopback address, as Mooncake's ports are open
-    on all interfaces. Elsewhere it is Mooncake over TCP if its libraries load, else socket. One log line
-    names the choice. Raises ValueError for an unknown choice, FailedPrecondition when a requested Mooncake
+    `host` is where peers reach this process, and may be a name. `bind` is the HOST:PORT that the socket
+    transport or Mooncake's probe listens on, by default any free port of `host`. auto is socket where `host`
+    is a loopback address, as Mooncake's ports are open on all interfaces. Elsewhere it is Mooncake over TCP
+    if its libraries load, else socket. One log line names the choice. Raises ValueError for an unknown choice, FailedPrecondition when a requested Mooncake
     does not load or an RDMA device is missing or unusable, TransferRefused when the engine does not start.
     """
     choice = TransportChoice.parse(text)
     if choice.kind == "auto" and is_loopback(host):
-        log.info("KV transport: socket, because this process serves %s only", host)
-        return SocketTransport(host)
+        log.info("KV transport: socket, because peers reach this process at %s", host)
+        return SocketTransport(host, bind=bind)
     if choice.kind != "socket":
         protocol = "rdma" if choice.kind == "rdma" else "tcp"
         try:
-            transport = MooncakeTransport(host, protocol=protocol, devices=choice.devices)
+            transport = MooncakeTransport(host, bind=bind, protocol=protocol, devices=choice.devices)
             log.info("KV transport: %s, devices %s", transport.kind, ",".join(transport.devices) or "any")
             return transport
         except ImportError as error:
@@ -76,6 +77,6 @@ def open_transport(text: str = "auto", host: str = "127.0.0.1") -> KvTransport:
                     "and libcurl4, and a build with CUDA its runtime; --transport socket needs none of them"
                 ) from error
             log.warning("KV transport: socket, because Mooncake does not load (%s)", error)
-            return SocketTransport(host)
+            return SocketTransport(host, bind=bind)
     log.info("KV transport: socket")
-    return SocketTransport(host)
+    return SocketTransport(host, bind=bind)

@@ -19,7 +19,7 @@ import struct
 import threading
 
 from libs.common.checksum import memory_at
-from libs.common.transport.base import RegionTable
+from libs.common.transport.base import RegionTable, TransferRefused
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,10 @@ REQUESTS_AT_ONCE = 32
 class RegionServer:
     """Serves reads of `regions` until closed."""
 
-    def __init__(self, host: str, regions: RegionTable) -> None:
+    def __init__(self, bind: str, regions: RegionTable) -> None:
+        """`bind`: HOST:PORT to listen on. Raises TransferRefused."""
         self._regions = regions
-        self._listener = socket.create_server((host, 0), backlog=64)
+        self._listener = listen_at(bind)
         self.port: int = self._listener.getsockname()[1]
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
@@ -121,6 +122,15 @@ class RegionServer:
                 pieces.append(memoryview(REPLY.pack(REFUSED, 0)))
         send_all(connection, pieces)
         return True
+
+
+def listen_at(bind: str) -> socket.socket:
+    """A listening socket at HOST:PORT; port 0 = any free one. Raises TransferRefused."""
+    host, _, port = bind.rpartition(":")
+    try:
+        return socket.create_server((host, int(port)), backlog=64)
+    except OSError as error:
+        raise TransferRefused(f"the KV transport cannot listen on {bind}: {error}") from None
 
 
 def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes | None:

@@ -13,6 +13,7 @@ import grpc
 from libs.common.cluster.address_book import AddressBook, LoopbackAddresses
 from slipstream.errors import UnknownAddress
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
+from slipstream.rpc.names import is_name
 
 MAX_CHANNELS = 64
 _GRACE_S = 30.0  # for calls on a channel that fell out of the pool
@@ -42,6 +43,7 @@ class Peers:
         Raises UnknownAddress for an endpoint that the address book does not know.
         """
         self._drop_old_certificates()
+        self._drop_unresolved(endpoint)
         channel = self._channels.get(endpoint)
         if channel is None:
             if not self.addresses.knows_endpoint(endpoint):
@@ -62,8 +64,16 @@ class Peers:
             while self._channels:
                 self._close_late(self._channels.popitem()[1])
 
-    def _close_late(self, channel: grpc.aio.Channel) -> None:
-        task = asyncio.create_task(channel.close(_GRACE_S))
+    def _drop_unresolved(self, endpoint: str) -> None:
+        """Dial a failing name again with the next call: gRPC's own pauses for names grow to two minutes."""
+        channel = self._channels.get(endpoint)
+        if channel is None or not is_name(endpoint):
+            return
+        if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            self._close_late(self._channels.pop(endpoint), grace_s=None)
+
+    def _close_late(self, channel: grpc.aio.Channel, *, grace_s: float | None = _GRACE_S) -> None:
+        task = asyncio.create_task(channel.close(grace_s))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

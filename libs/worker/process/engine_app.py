@@ -12,6 +12,7 @@ import grpc
 from libs.common.checksum import KvChecksum
 from libs.common.cluster.address_book import open_address_book, session_digest
 from libs.common.cluster.discovery import Discovery
+from libs.common.rpc.endpoints import host_of
 from libs.common.transport.open import open_transport
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.app import WorkerApp
@@ -65,7 +66,7 @@ class EngineApp(WorkerApp):
             stop()
 
         options = self.options
-        transport = open_transport(options.transport, endpoint.rpartition(":")[0])
+        transport = open_transport(options.transport, host_of(endpoint), bind=options.kv_bind())
         drafter = await self.make_drafter(discovery)
         core = WorkerCore(
             engine_builder(options),

@@ -68,9 +68,10 @@ async def serve_worker(
     log_loop_errors()
     host = ServiceHost(
         options.listen,
+        advertise=options.advertise,
         tls=options.tls(),
         access=access_of(options),
-        names=[options.advertise, *parse_endpoints(options.server_names)],
+        names=parse_endpoints(options.server_names),
         make_server=make_server,
     )
     await host.start([app.service_name, WORKER_SERVICE])
@@ -78,10 +79,9 @@ async def serve_worker(
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
         discovery = await open_discovery(EtcdAccess.of(options), stack)
         stack.push_async_callback(app.close)
-        endpoint = options.advertise or host.endpoint
-        await app.open(endpoint, discovery, host.request_stop)
+        await app.open(host.endpoint, discovery, host.request_stop)
         identity = _identity(role, options.instance, app)
-        record = _record(role, options, app, endpoint=endpoint, incarnation=identity.incarnation)
+        record = _record(role, options, app, endpoint=host.endpoint, incarnation=identity.incarnation)
         member = FleetMember(host, discovery, record)
 
         async def leave() -> None:

@@ -19,7 +19,6 @@ _BY_OMP = "as OMP_NUM_THREADS says"
 class WorkerSettings(TierSettings):
     """What every worker of this kind is given."""
 
-    advertise: str = setting("HOST:PORT that peers dial", default="", default_text="what --listen came to")
     model: Path | None = setting("checkpoint directory", default=None)
     draft_model: Path | None = setting("EAGLE-3 head directory; none = no draft features", default=None)
     engine: str = setting(

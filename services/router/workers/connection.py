@@ -23,6 +23,7 @@ from slipstream.enum_names import role_name, transport_name
 from slipstream.rpc.backoff import ANSWER_S, Backoff
 from slipstream.rpc.credential_fault import credential_fault, lasting_fault
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
+from slipstream.rpc.names import wait_resolved
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ class WorkerConnection:
 
     async def _follow(self) -> None:
         backoff = Backoff()
+        await wait_resolved(self.worker.endpoint, what=self.worker.instance)
         answered_s = self._clock()
         while True:
             try:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from libs.common.transport.base import ReadOp
-from libs.common.transport.incarnation_probe import IncarnationProbe, greet
+from libs.common.transport.incarnation_probe import IncarnationProbe, ProbeAddress, greet
 from libs.common.transport.mooncake_read import LANES, MooncakePeer, MooncakeRead
 from libs.common.transport.multi_engine import MultiEngine, addresses_of, note_of
 
@@ -155,16 +155,16 @@ def test_two_concurrent_first_reads_report_only_engines_that_answered() -> None:
 
 async def test_a_probe_note_holds_the_engine_addresses_and_may_be_empty() -> None:
     with_note, without_note = (
-        IncarnationProbe("127.0.0.1", note=note_of([16000, 15001])),
-        IncarnationProbe("127.0.0.1"),
+        IncarnationProbe("127.0.0.1:0", note=note_of([16000, 15001])),
+        IncarnationProbe("127.0.0.1:0"),
     )
     try:
-        note = await greet(with_note.address)
+        note = await greet(ProbeAddress("127.0.0.1", with_note.port, with_note.nonce))
         assert addresses_of("h:16000", note) == ("h:16000", "h:15001")
         assert addresses_of("h:16001", note) == ("h:16001",)  # a proxy is in between
-        assert await greet(without_note.address) == b""
-        reader, writer = await asyncio.open_connection("127.0.0.1", with_note.address.port)
-        assert await reader.readexactly(16) == with_note.address.nonce  # a reader may ignore the note
+        assert await greet(ProbeAddress("127.0.0.1", without_note.port, without_note.nonce)) == b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", with_note.port)
+        assert await reader.readexactly(16) == with_note.nonce  # a reader may ignore the note
         writer.close()
     finally:
         with_note.close()

@@ -1,0 +1,33 @@
+"""What others dial: the advertised address of a port, which may differ from the address it is bound to. Pure."""
+
+from __future__ import annotations
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def host_of(endpoint: str) -> str:
+    """The host of HOST:PORT, an IPv6 address without its brackets."""
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def is_wildcard(endpoint: str) -> bool:
+    """Whether HOST:PORT stands for all addresses of the machine, so that no other machine can dial it."""
+    return host_of(endpoint) in _WILDCARDS
+
+
+def advertised_endpoint(bound: str, advertise: str) -> str:
+    """What others dial for the port bound at `bound`; port 0 of `advertise` is the bound one."""
+    if not advertise:
+        return bound
+    host, _, port = advertise.rpartition(":")
+    return advertise if int(port) else f"{host}:{bound.rpartition(':')[2]}"
+
+
+def endpoint_beside(bound: str, advertised: str) -> str:
+    """What others dial for another port of the same process: the host of `advertised` where `bound` has none.
+
+    A port on one address, such as a loopback address, is announced as it is: only that address reaches it.
+    """
+    if not is_wildcard(bound):
+        return bound
+    return f"{advertised.rpartition(':')[0]}:{bound.rpartition(':')[2]}"
