@@ -53,7 +53,10 @@ def dial(
     `tokens`: the calls carry those for this endpoint, where certificates do not say who calls.
     """
     if tls is not None:
-        channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+        # Certificates of pods cannot have their addresses, which are made later.
+        named = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+        options = [*CHANNEL_OPTIONS, *named]
+        channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=options)
     else:
         # Without a certificate the address alone says who answers: dial the one that the tokens name.
         target = endpoint if tokens is None else audience_of(endpoint) or endpoint

@@ -28,6 +28,7 @@ class TlsFiles:
     ca: Path
     certificate: Path
     key: Path
+    server_name: str = ""  # what servers' certificates are for; "" = the host that is dialled
 
     def server_credentials(self, on_handshake: Callable[[], None] = lambda: None) -> grpc.ServerCredentials:
         """Credentials that require and verify the client's certificate, and follow the files.

@@ -96,7 +96,7 @@ class EtcdClient:
     async def _follow_name(self, endpoint: str) -> None:
         """Connect anew when a name that did not resolve does: gRPC itself may ask two minutes later."""
         if await wait_resolved(endpoint, what="etcd"):
-            self._connections.renew()
+            self._connections.dial_again()
 
     async def get(self, key: str) -> KeyValue | None:
         """The key's current value, or None."""

@@ -113,9 +113,10 @@ class Connections:
             closing.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def renew(self) -> None:
-        """Use another channel from now on."""
-        self._replace(self.current)
+    def dial_again(self) -> None:
+        """Use another channel, where the one in use had no answer yet."""
+        if not self.current.has_answered:
+            self._replace(self.current)
 
     async def _check_health(self) -> None:
         loop = asyncio.get_running_loop()

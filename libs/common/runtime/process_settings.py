@@ -27,10 +27,9 @@ class ServiceSettings:
     listen: str = setting(
         "address of the gRPC server; port 0 = any free one", default="127.0.0.1:0", check=check_address
     )
-    advertise: str = setting(
-        "HOST:PORT that other processes dial; HOST may be a name; port 0 = the port of --listen",
-        default="",
-        default_text="what --listen came to",
+    admin_http: str = setting(
+        "address of the HTTP server of metrics and health; port 0 = any free one",
+        default="127.0.0.1:0",
         check=check_address,
     )
     etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="")
@@ -45,6 +44,12 @@ class ServiceSettings:
     etcd_password_file: Path | None = setting(
         "file with the password of that user", default=None, check=check_readable
     )
+    advertise: str = setting(
+        "HOST:PORT that other processes dial; HOST may be a name; port 0 = the port of --listen",
+        default="",
+        default_text="what --listen came to",
+        check=check_address,
+    )
     run_dir: Path = setting("directory for files of this run", default=Path(".run"))
     tls_ca: Path | None = setting(
         "PEM of the CA; with the two below: mTLS on gRPC, both ways", default=None, check=check_readable
@@ -53,6 +58,11 @@ class ServiceSettings:
         "PEM of this process's certificate", default=None, check=check_readable
     )
     tls_key: Path | None = setting("PEM of its key", default=None, check=check_readable)
+    tls_server_name: str = setting(
+        "name that the certificates of all peers have, so that they can be dialled at any address",
+        default="",
+        default_text="the host that is dialled",
+    )
     cluster_secret_file: Path | None = setting(
         "file with the secret that all processes of the cluster share", default=None, check=check_readable
     )
@@ -71,7 +81,7 @@ class ServiceSettings:
             return None
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
             raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
-        return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key)
+        return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name)
 
     def dial(self) -> Dial:
         """Opens channels to peers with this process's certificate and token. Raises SystemExit."""
