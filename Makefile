@@ -4,10 +4,10 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak smoke test-gpu check fix protos up chat status down bench train install native wheels lock clean
+.PHONY: help demo test soak smoke test-gpu test-k8s check fix protos up chat status down bench train install native wheels lock clean
 
 help: ## list the verbs
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 14
 
 $(VENV)/.local: pyproject.toml server/pyproject.toml server/setup.py constraints.txt scripts/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) sh scripts/setup.sh local
@@ -30,6 +30,9 @@ smoke: $(VENV)/.dev native ## the tiny test of everything, under 10 s
 
 test-gpu: $(VENV)/.dev ## tests that need a CUDA device; says so where there is none
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu
+
+test-k8s: $(VENV)/.dev native ## deploy/k8s, and its end-to-end suite on the cluster that KUBECONFIG names
+	@$(BIN)/python -m pytest -q -m 'k8s or not k8s' tests/k8s
 
 check: $(VENV)/.dev ## formatting, lint, types, import rules, protos, docs
 	@$(BIN)/ruff format --check -q .

@@ -1,0 +1,92 @@
+"""The cluster of KUBECONFIG with overlay local-cpu on it, for as long as the suite runs."""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slipstream.api_key_file import add_key
+from tests.k8s.cluster import load
+from tests.k8s.cluster.kubectl import NAMESPACE, Kubectl
+from tests.k8s.renders import K8S, TIERS, needs_kubectl
+
+# Where nodes have the images under other names: REGISTRY/slipstream-{tier}:TAG, with {tier}.
+IMAGES = os.environ.get("SLIPSTREAM_TEST_IMAGES", "slipstream-{tier}:dev")
+ETCD_IMAGE = os.environ.get("SLIPSTREAM_TEST_ETCD_IMAGE", "etcd:v3.5.21")
+WORKLOADS = {tier: f"deployment/slipstream-{tier}" for tier in TIERS if tier != "kvstore"}
+WORKLOADS |= {tier: f"statefulset/slipstream-{tier}" for tier in ("kvstore", "etcd")}
+START_S = 900.0
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """The running cluster and a key of a tenant."""
+
+    kubectl: Kubectl
+    api_key: str
+    new_load: Callable[[], load.Load]
+
+
+@pytest.fixture(scope="session")
+def kubectl() -> Kubectl:
+    """Of the cluster that KUBECONFIG names; without one the suite is skipped."""
+    path = needs_kubectl()
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip("KUBECONFIG names no cluster: only the tests that need none ran")
+    asked = subprocess.run([path, "get", "--raw", "/readyz"], capture_output=True, text=True, timeout=60)
+    if asked.returncode:
+        pytest.fail(f"the cluster of KUBECONFIG does not answer: {asked.stderr.strip()}")
+    return Kubectl(path)
+
+
+def _secret(name: str, key: str, value: bytes) -> dict[str, object]:
+    data = {key: base64.b64encode(value).decode()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
+
+
+def _overlay(folder: Path) -> None:
+    """An overlay of local-cpu with the images that the nodes have."""
+    images = []
+    for name, image in {**{f"slipstream-{t}": IMAGES.format(tier=t) for t in TIERS}, "etcd": ETCD_IMAGE}.items():
+        new_name, _, tag = image.rpartition(":")
+        images.append({"name": name, "newName": new_name, "newTag": tag})
+    local = os.path.relpath(K8S / "overlays" / "local-cpu", folder.resolve())
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump({"resources": [local], "images": images}))
+
+
+@pytest.fixture(scope="session")
+def deployed(kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """local-cpu, ready. It removes what it made; a namespace that was there before is left alone."""
+    namespaces = {item["metadata"]["name"] for item in kubectl.json("get", "namespaces")["items"]}
+    if taken := namespaces & {NAMESPACE, load.NAMESPACE}:
+        pytest.fail(f"the cluster has the namespace {', '.join(sorted(taken))} already: the suite makes its own")
+    folder = tmp_path_factory.mktemp("overlay")
+    keys = folder / "keys.toml"
+    api_key = add_key(keys, name="suite", tenant="suite")
+    _overlay(folder)
+    manifests = kubectl("kustomize", str(folder))
+    loading = Kubectl(needs_kubectl(), load.NAMESPACE)
+    try:
+        for namespace in (NAMESPACE, load.NAMESPACE):
+            kubectl("create", "namespace", namespace)
+        kubectl.apply(
+            _secret("slipstream-cluster", "cluster.secret", secrets.token_hex(32).encode()),
+            _secret("slipstream-api-keys", "keys.toml", keys.read_bytes()),
+        )
+        kubectl("apply", "--server-side", "--field-manager=suite", "-f", "-", given=manifests)
+        for workload in WORKLOADS.values():
+            kubectl.wait_rolled(workload, timeout_s=START_S)
+        image = IMAGES.format(tier="router")
+        yield Deployed(kubectl, api_key, lambda: load.Load(loading, image, api_key))
+    finally:
+        if not os.environ.get("SLIPSTREAM_TEST_KEEP"):
+            kubectl("delete", "-f", "-", "--ignore-not-found", given=manifests, timeout_s=START_S)
+            kubectl("delete", "namespace", load.NAMESPACE, "--ignore-not-found", timeout_s=START_S)

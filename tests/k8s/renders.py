@@ -1,0 +1,135 @@
+"""What kustomize makes of deploy/k8s, and the pods in it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+K8S = ROOT / "deploy" / "k8s"
+OVERLAYS = tuple(sorted(f"overlays/{path.parent.name}" for path in K8S.glob("overlays/*/kustomization.yaml")))
+COMPONENTS = tuple(sorted(path.parent.name for path in K8S.glob("components/*/kustomization.yaml")))
+# What a component is used together with.
+NEEDED = {"keda": ("tls",), "inference-pool": ("gateway",)}
+RENDERS = ("base", *OVERLAYS, *(f"components/{name}" for name in COMPONENTS))
+TIERS = ("router", "prefill", "decode", "kvstore", "drafter")
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PodTemplate:
+    """A pod template with the object that has it."""
+
+    owner: str  # kind/name
+    kind: str
+    template: Object
+
+    @property
+    def spec(self) -> Object:
+        """The pod's spec."""
+        spec: Object = self.template["spec"]
+        return spec
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The pod's labels."""
+        labels: Mapping[str, str] = self.template["metadata"]["labels"]
+        return labels
+
+    @property
+    def tier(self) -> str:
+        """router, prefill, .., etcd or loader."""
+        return self.labels["app.kubernetes.io/component"]
+
+    @property
+    def main(self) -> Object:
+        """The container of the service."""
+        container: Object = self.spec["containers"][0]
+        return container
+
+    def arguments(self) -> dict[str, str]:
+        """The last value of each argument `--name=value` by name; "" for a switch."""
+        parts = (argument.removeprefix("--").partition("=") for argument in self.main.get("args", ()))
+        return {name: value for name, _, value in parts}
+
+
+def needs_kubectl() -> str:
+    """kubectl's path; skips the test where it is absent or has no kustomize of this decade."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("needs kubectl (with kustomize 5) to render deploy/k8s")
+    return kubectl
+
+
+@functools.cache
+def render(name: str) -> tuple[Object, ...]:
+    """The objects of the base, of an overlay, or of a component on top of the base."""
+    kubectl = needs_kubectl()
+    with tempfile.TemporaryDirectory() as made:
+        folder = K8S / name
+        if name.startswith("components/"):
+            folder = Path(made).resolve()
+            component = name.partition("/")[2]
+            relative = os.path.relpath(K8S, folder)
+            used = [f"{relative}/components/{each}" for each in (component, *NEEDED.get(component, ()))]
+            text = yaml.safe_dump({"namespace": "slipstream", "resources": [f"{relative}/base"], "components": used})
+            (folder / "kustomization.yaml").write_text(text)
+        done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr, done.stderr
+    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+
+
+def name_of(item: Object) -> str:
+    """kind/name."""
+    return f"{item['kind']}/{item['metadata']['name']}"
+
+
+def of_kind(objects: tuple[Object, ...], *kinds: str) -> list[Object]:
+    """The objects of these kinds."""
+    return [item for item in objects if item["kind"] in kinds]
+
+
+def pods(objects: tuple[Object, ...]) -> Iterator[PodTemplate]:
+    """Every pod template of the objects, those of groups too."""
+    for item in objects:
+        if item["kind"] in ("Deployment", "StatefulSet", "Job"):
+            yield PodTemplate(name_of(item), item["kind"], item["spec"]["template"])
+        elif item["kind"] == "DisaggregatedSet":
+            for role in item["spec"]["roles"]:
+                group = role["spec"]["leaderWorkerTemplate"]
+                for key in ("leaderTemplate", "workerTemplate"):
+                    if key in group:
+                        yield PodTemplate(f"{name_of(item)}/{role['name']}", item["kind"], group[key])
+
+
+def services_of(objects: tuple[Object, ...]) -> list[PodTemplate]:
+    """The pods that run for ever: not those of jobs."""
+    return [pod for pod in pods(objects) if pod.kind != "Job"]
+
+
+def selects(selector: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a label selector matches. Raises AssertionError for an operator that no manifest uses."""
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for expression in selector.get("matchExpressions", ()):
+        assert expression["operator"] == "In", expression
+        if labels.get(expression["key"]) not in expression["values"]:
+            return False
+    return True
+
+
+def config_maps(objects: tuple[Object, ...]) -> dict[str, Mapping[str, str]]:
+    """The data of each ConfigMap by name."""
+    return {item["metadata"]["name"]: item["data"] for item in of_kind(objects, "ConfigMap")}

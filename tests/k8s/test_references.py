@@ -1,0 +1,130 @@
+"""Every name that an object refers to is in the same render, or in the list of what the operator makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.k8s.renders import K8S, RENDERS, TIERS, Object, config_maps, name_of, of_kind, pods, render
+
+# What README.md says how to make, because it is secret or belongs to the site.
+MADE_BY_HAND = {
+    "Secret/slipstream-cluster",
+    "Secret/slipstream-api-keys",
+    "Secret/slipstream-scrape",
+    "PersistentVolumeClaim/slipstream-weights-source",
+    "Gateway/slipstream",
+}
+
+
+def existing(objects: tuple[Object, ...]) -> set[str]:
+    """What the render makes, with the Secrets of certificates and the claims of StatefulSets."""
+    found = {name_of(item) for item in objects}
+    found |= {f"Secret/{item['spec']['secretName']}" for item in of_kind(objects, "Certificate")}
+    return found
+
+
+def of_pods(objects: tuple[Object, ...]) -> Iterator[str]:
+    """What pods refer to."""
+    for pod in pods(objects):
+        yield f"ServiceAccount/{pod.spec['serviceAccountName']}"
+        yield f"PriorityClass/{pod.spec['priorityClassName']}"
+        for volume in pod.spec["volumes"]:
+            if "secret" in volume:
+                yield f"Secret/{volume['secret']['secretName']}"
+            if "persistentVolumeClaim" in volume:
+                yield f"PersistentVolumeClaim/{volume['persistentVolumeClaim']['claimName']}"
+        for container in (*pod.spec["containers"], *pod.spec.get("initContainers", ())):
+            for source in container.get("envFrom", ()):
+                yield f"ConfigMap/{source['configMapRef']['name']}"
+
+
+def of_others(objects: tuple[Object, ...]) -> Iterator[str]:
+    """What the other objects refer to."""
+    for item in objects:
+        spec = item.get("spec", {})
+        match item["kind"]:
+            case "StatefulSet":
+                yield f"Service/{spec['serviceName']}"
+            case "Certificate":
+                yield f"Issuer/{spec['issuerRef']['name']}"
+            case "Issuer" if "ca" in spec:
+                yield f"Secret/{spec['ca']['secretName']}"
+            case "TriggerAuthentication":
+                yield from (f"Secret/{each['name']}" for each in spec["secretTargetRef"])
+            case "ScaledObject":
+                yield f"{spec['scaleTargetRef']['kind']}/{spec['scaleTargetRef']['name']}"
+                for trigger in spec["triggers"]:
+                    yield f"Service/{trigger['metadata']['scalerAddress'].partition('.')[0]}"
+                    yield f"TriggerAuthentication/{trigger['authenticationRef']['name']}"
+            case "HTTPRoute":
+                yield from (f"{each['kind']}/{each['name']}" for each in spec["parentRefs"])
+                for rule in spec["rules"]:
+                    yield from (f"{each['kind']}/{each['name']}" for each in rule["backendRefs"])
+            case "PodMonitor":
+                for endpoint in spec["podMetricsEndpoints"]:
+                    if "authorization" in endpoint:
+                        yield f"Secret/{endpoint['authorization']['credentials']['name']}"
+
+
+@pytest.mark.parametrize("name", RENDERS)
+def test_every_name_exists(name: str) -> None:
+    objects = render(name)
+    referred = {*of_pods(objects), *of_others(objects)}
+    assert len(referred) > 10
+    assert referred - existing(objects) - MADE_BY_HAND == set()
+
+
+@pytest.mark.parametrize("name", RENDERS)
+def test_every_mount_has_its_volume(name: str) -> None:
+    objects = render(name)
+    claims = {
+        name_of(item): [each["metadata"]["name"] for each in item["spec"].get("volumeClaimTemplates", ())]
+        for item in of_kind(objects, "StatefulSet")
+    }
+    for pod in pods(objects):
+        volumes = [volume["name"] for volume in pod.spec["volumes"]] + claims.get(pod.owner, [])
+        assert len(set(volumes)) == len(volumes)
+        containers = (*pod.spec["containers"], *pod.spec.get("initContainers", ()))
+        mounted = {mount["name"] for container in containers for mount in container["volumeMounts"]}
+        assert mounted == set(volumes), pod.owner
+
+
+@pytest.mark.parametrize("name", RENDERS)
+def test_names_in_addresses_exist(name: str) -> None:
+    objects = render(name)
+    services = {item["metadata"]["name"] for item in of_kind(objects, "Service")}
+    common = next(data for key, data in config_maps(objects).items() if key.startswith("slipstream-common"))
+    assert common["SLIPSTREAM_ETCD"].partition(":")[0] in services
+    (etcd,) = (item for item in of_kind(objects, "StatefulSet") if item["metadata"]["name"] == "slipstream-etcd")
+    arguments = " ".join(etcd["spec"]["template"]["spec"]["containers"][0]["args"])
+    assert set(re.findall(r"\.([a-z-]+):2380", arguments)) == {etcd["spec"]["serviceName"]}
+    members = re.search(r"--initial-cluster=(\S+)", arguments)
+    assert members is not None and len(members.group(1).split(",")) == etcd["spec"]["replicas"]
+
+
+def test_keda_scales_each_tier_by_its_own_metric() -> None:
+    objects = render("components/keda")
+    scaled = of_kind(objects, "ScaledObject")
+    assert sorted(item["metadata"]["name"] for item in scaled) == sorted(f"slipstream-{t}" for t in TIERS)
+    for item in scaled:
+        (trigger,) = item["spec"]["triggers"]
+        assert item["metadata"]["name"] == f"slipstream-{trigger['metadata']['tier']}"
+        assert item["spec"]["minReplicaCount"] <= item["spec"]["maxReplicaCount"]
+        target = next(each for each in objects if name_of(each) == name_of_target(item))
+        assert "replicas" not in target["spec"], "an apply would set the replicas back"
+
+
+def name_of_target(item: Object) -> str:
+    """kind/name of what a ScaledObject scales."""
+    target = item["spec"]["scaleTargetRef"]
+    return f"{target['kind']}/{target['name']}"
+
+
+def test_the_readme_says_how_to_make_what_no_render_has() -> None:
+    text = (K8S / "README.md").read_text()
+    for reference in MADE_BY_HAND:
+        assert reference.partition("/")[2] in text, reference
+    assert text.count("kubectl") > 5

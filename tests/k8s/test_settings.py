@@ -1,0 +1,98 @@
+"""Each flag and variable in a manifest is a setting of that service, with a value that it takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, rows
+from libs.worker.process.settings import EngineSettings, WorkerSettings
+from services.decode.settings import DecodeSettings
+from services.kvstore.settings import NodeSettings
+from services.router.settings import RouterSettings
+from tests.k8s.renders import RENDERS, TIERS, PodTemplate, config_maps, render, services_of
+
+SETTINGS: dict[str, type[Any]] = {
+    "router": RouterSettings,
+    "prefill": EngineSettings,
+    "decode": DecodeSettings,
+    "kvstore": NodeSettings,
+    "drafter": WorkerSettings,
+}
+# What the image sets already, or the pod states for its arguments.
+_OWN = ("POD_NAME", "POD_IP")
+
+
+def given(name: str, pod: PodTemplate) -> Iterator[tuple[str, str]]:
+    """The settings of the pod's service as (name of the setting, value), from arguments and variables."""
+    maps = config_maps(render(name))
+    for argument in pod.main["args"]:
+        flag, _, value = argument.partition("=")
+        assert flag.startswith("--"), f"{pod.owner}: {argument}"
+        yield flag[2:].replace("-", "_"), value
+    for variable, value in variables(maps, pod).items():
+        assert variable.startswith(ENVIRONMENT_PREFIX), f"{pod.owner}: {variable}"
+        yield variable.removeprefix(ENVIRONMENT_PREFIX).lower(), value
+
+
+def variables(maps: Any, pod: PodTemplate) -> dict[str, str]:
+    """The pod's variables by name, without those of its name and address."""
+    found: dict[str, str] = {}
+    for source in pod.main.get("envFrom", ()):
+        found.update(maps[source["configMapRef"]["name"]])
+    stated = {variable["name"]: variable.get("value", "") for variable in pod.main.get("env", ())}
+    return {**found, **{key: value for key, value in stated.items() if key not in _OWN}}
+
+
+def check_value(row: Row, value: str) -> None:
+    """Raises ValueError for a value that the setting refuses. Files are not there."""
+    value = value.replace("$(POD_IP)", "10.1.2.3").replace("$(POD_NAME)", "slipstream-decode-5d4f9-x2x9p")
+    if row.type is bool:
+        assert value in ("", "true", "false"), row.flag
+    elif row.type is not Path:
+        typed = row.type(value)
+        assert not row.described.choices or typed in row.described.choices, row.flag
+        if row.described.check is not None:
+            row.described.check(typed)
+
+
+@pytest.mark.parametrize("name", RENDERS)
+def test_every_flag_and_variable_is_a_setting_of_its_service(name: str) -> None:
+    pods = [pod for pod in services_of(render(name)) if pod.tier in TIERS]
+    assert {pod.tier for pod in pods} == set(TIERS)
+    for pod in pods:
+        known = rows(SETTINGS[pod.tier])
+        for setting, value in given(name, pod):
+            assert setting in known, f"{pod.owner}: {pod.tier} has no setting {setting}"
+            check_value(known[setting], value)
+
+
+@pytest.mark.parametrize("name", RENDERS)
+def test_every_service_has_its_own_name_and_address_and_the_secret(name: str) -> None:
+    for pod in services_of(render(name)):
+        if pod.tier not in TIERS:
+            continue
+        settings = dict(given(name, pod))
+        assert settings["instance"] == "$(POD_NAME)"
+        assert settings["listen"] == "0.0.0.0:7000" and settings["advertise"] == "$(POD_IP):7000"
+        assert settings["admin_http"] == "0.0.0.0:9090"
+        assert settings["etcd"] == "slipstream-etcd:2379"
+        mounts = [mount["mountPath"] for mount in pod.main["volumeMounts"]]
+        files = [settings["cluster_secret_file"], settings["run_dir"], settings.get("api_keys", "/tmp/")]
+        files += [value for key, value in settings.items() if re.match("tls_(ca|cert|key|client)|etcd_ca", key)]
+        files += [settings[key] for key in ("data_dir", "disk") if key in settings]
+        for file in files:
+            assert any(file == mount or file.startswith(f"{mount}/") for mount in mounts), (pod.owner, file)
+
+
+def test_a_flag_that_does_not_exist_is_found() -> None:
+    known = rows(RouterSettings)
+    assert "kv_memory_bytes" not in known and "tensor_parallel" not in rows(DecodeSettings)
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        check_value(known["listen"], "0.0.0.0")
+    with pytest.raises(ValueError, match="transport"):
+        check_value(rows(EngineSettings)["transport"], "pigeon")
