@@ -83,9 +83,13 @@ def render(name: str) -> tuple[Object, ...]:
             component = name.partition("/")[2]
             relative = os.path.relpath(K8S, folder)
             used = [f"{relative}/components/{each}" for each in (component, *NEEDED.get(component, ()))]
-            text = yaml.safe_dump({"namespace": "slipstream", "resources": [f"{relative}/base"], "components": used})
+            text = yaml.safe_dump(
+                {"namespace": "slipstream", "resources": [f"{relative}/base"], "components": used}
+            )
             (folder / "kustomization.yaml").write_text(text)
-        done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
     return tuple(document for document in yaml.safe_load_all(done.stdout) if document)

@@ -1,4 +1,4 @@
-"""Every render is valid: core objects by Kubernetes' own schemas, custom resources by schemas of the fields used."""
+"""Renders are valid: core objects by Kubernetes' schemas, custom ones by schemas of the fields used."""
 
 from __future__ import annotations
 

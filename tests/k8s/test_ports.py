@@ -1,4 +1,4 @@
-"""Ports: what manifests name is what services listen on, what docs/security.md lists, and what policies let through."""
+"""Ports in manifests are those that services listen on, docs/security.md lists and policies open."""
 
 from __future__ import annotations
 

@@ -98,7 +98,9 @@ def test_names_in_addresses_exist(name: str) -> None:
     services = {item["metadata"]["name"] for item in of_kind(objects, "Service")}
     common = next(data for key, data in config_maps(objects).items() if key.startswith("slipstream-common"))
     assert common["SLIPSTREAM_ETCD"].partition(":")[0] in services
-    (etcd,) = (item for item in of_kind(objects, "StatefulSet") if item["metadata"]["name"] == "slipstream-etcd")
+    (etcd,) = (
+        item for item in of_kind(objects, "StatefulSet") if item["metadata"]["name"] == "slipstream-etcd"
+    )
     arguments = " ".join(etcd["spec"]["template"]["spec"]["containers"][0]["args"])
     assert set(re.findall(r"\.([a-z-]+):2380", arguments)) == {etcd["spec"]["serviceName"]}
     members = re.search(r"--initial-cluster=(\S+)", arguments)

@@ -83,7 +83,9 @@ def test_every_service_has_its_own_name_and_address_and_the_secret(name: str) ->
         assert settings["etcd"] == "slipstream-etcd:2379"
         mounts = [mount["mountPath"] for mount in pod.main["volumeMounts"]]
         files = [settings["cluster_secret_file"], settings["run_dir"], settings.get("api_keys", "/tmp/")]
-        files += [value for key, value in settings.items() if re.match("tls_(ca|cert|key|client)|etcd_ca", key)]
+        files += [
+            value for key, value in settings.items() if re.match("tls_(ca|cert|key|client)|etcd_ca", key)
+        ]
         files += [settings[key] for key in ("data_dir", "disk") if key in settings]
         for file in files:
             assert any(file == mount or file.startswith(f"{mount}/") for mount in mounts), (pod.owner, file)

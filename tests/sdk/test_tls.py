@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,21 @@ def test_files_that_do_not_fit_change_nothing(tmp_path: Path, caplog: pytest.Log
     served.key.write_bytes(key)
     served.certificate.write_bytes(pem)
     assert certificates.fetch() is not None
+
+
+async def test_peers_are_dialled_at_any_address_by_the_name_that_they_share(tmp_path: Path) -> None:
+    files = Authority(tmp_path).issue("peer")  # for 127.0.0.1 and localhost
+    host = ServiceHost("127.0.0.2:0", tls=files)
+    host.server.add_generic_rpc_handlers((Echo(),))
+    await host.start([])
+    try:
+        for server_name, is_served in (("", False), ("another", False), ("localhost", True)):
+            async with dial(host.endpoint, tls=replace(files, server_name=server_name)) as channel:
+                call = channel.stream_stream(ECHO)(iter([b"hello"]), timeout=20)
+                if is_served:
+                    assert await call.read() == b"hello"
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await call.read()
+    finally:
+        await host.stop(grace_s=0)

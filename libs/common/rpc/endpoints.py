@@ -1,4 +1,4 @@
-"""What others dial: the advertised address of a port, which may differ from the address it is bound to. Pure."""
+"""What others dial: the advertised address of a port, where it is not the one it is bound to. Pure."""
 
 from __future__ import annotations
 

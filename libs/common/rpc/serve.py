@@ -36,7 +36,7 @@ from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, 
 from libs.common.rpc.access_table import HEALTH_SERVICE
 from libs.common.rpc.call_reset import reset_call, reset_call_later
 from libs.common.rpc.call_room import CallRoom
-from libs.common.rpc.endpoints import advertised_endpoint
+from libs.common.rpc.endpoints import advertised_endpoint, is_wildcard
 from libs.common.rpc.handshake_watch import HandshakeWatch
 from libs.common.rpc.health import HealthService
 from libs.common.rpc.single_request import (
@@ -160,6 +160,10 @@ class ServiceHost:
         bound = f"{listen.rpartition(':')[0]}:{self.port}"
         self.endpoint = advertised_endpoint(bound, advertise)
         access.answer_to(bound, (self.endpoint, *names))
+        if is_wildcard(self.endpoint):
+            log.warning(
+                "no other machine can dial %s: set --advertise where there are several", self.endpoint
+            )
         self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._service_names: tuple[str, ...] = ()

@@ -57,8 +57,9 @@ def open_transport(text: str = "auto", host: str = "127.0.0.1", *, bind: str = "
     `host` is where peers reach this process, and may be a name. `bind` is the HOST:PORT that the socket
     transport or Mooncake's probe listens on, by default any free port of `host`. auto is socket where `host`
     is a loopback address, as Mooncake's ports are open on all interfaces. Elsewhere it is Mooncake over TCP
-    if its libraries load, else socket. One log line names the choice. Raises ValueError for an unknown choice, FailedPrecondition when a requested Mooncake
-    does not load or an RDMA device is missing or unusable, TransferRefused when the engine does not start.
+    if its libraries load, else socket. One log line names the choice. Raises ValueError for an unknown
+    choice, FailedPrecondition when a requested Mooncake does not load or an RDMA device is missing or
+    unusable, TransferRefused when the engine does not start or the port is taken.
     """
     choice = TransportChoice.parse(text)
     if choice.kind == "auto" and is_loopback(host):

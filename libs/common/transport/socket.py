@@ -32,7 +32,7 @@ class SocketTransport(PeerTransport[SocketPeer]):
     def __init__(
         self, host: str = "127.0.0.1", *, bind: str = "", progress_timeout_s: float = PROGRESS_TIMEOUT_S
     ) -> None:
-        """Peers dial `host`; the server listens on `bind` (HOST:PORT), by default a free port of `host`."""
+        """Peers dial `host`; `bind` is the HOST:PORT to listen on, by default a free port of `host`."""
         super().__init__(stop_timeout_s=progress_timeout_s + _STOP_SLACK_S)
         self._progress_timeout_s = progress_timeout_s
         self._server = RegionServer(bind or f"{host}:0", self._regions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import socket
 import sys
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from libs.common.transport import mooncake
 from libs.common.transport import open as opening
-from libs.common.transport.base import ReadOp
+from libs.common.transport.base import ReadOp, TransferRefused
 from libs.common.transport.mooncake_read import split_reads
 from libs.common.transport.open import is_loopback, open_transport
 from slipstream.errors import FailedPrecondition
+from tests.support.network.ports import own_ports
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
@@ -82,3 +84,28 @@ def test_splitting_reads_keeps_the_address_of_every_byte(
 
     assert copies(pieces) == copies(reads)
     assert all(0 < piece.n_bytes <= max_bytes for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", ["socket", "mooncake"])
+async def test_peers_read_at_the_advertised_host_while_the_transport_listens_elsewhere(kind: str) -> None:
+    if kind == "mooncake":
+        pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    (port,) = own_ports(1)
+    lender = open_transport(kind, "localhost", bind=f"0.0.0.0:{port}")
+    reader = open_transport(kind)
+    try:
+        assert lender.session_id.startswith("localhost:") and f"{port}/" in lender.session_id
+        source, destination = bytearray(b"kv" * 2048), bytearray(4096)
+        there, here = lender.register(source), reader.register(destination)
+        await reader.read(lender.session_id, [ReadOp(here.address, there.address, 4096)], timeout_s=60)
+        assert destination == source
+    finally:
+        await reader.close()
+        await lender.close()
+
+
+async def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(TransferRefused, match=bind):
+            open_transport("socket", bind=bind)

@@ -6,7 +6,7 @@ import base64
 import os
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +52,12 @@ def _secret(name: str, key: str, value: bytes) -> dict[str, object]:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
 
 
-def _overlay(folder: Path) -> None:
-    """An overlay of local-cpu with the images that the nodes have."""
+def write_overlay(folder: Path, image_of: Mapping[str, str]) -> None:
+    """An overlay of local-cpu with the images, NAME:TAG by tier, that the nodes have."""
     images = []
-    for name, image in {**{f"slipstream-{t}": IMAGES.format(tier=t) for t in TIERS}, "etcd": ETCD_IMAGE}.items():
+    for tier, image in image_of.items():
         new_name, _, tag = image.rpartition(":")
+        name = tier if tier == "etcd" else f"slipstream-{tier}"
         images.append({"name": name, "newName": new_name, "newTag": tag})
     local = os.path.relpath(K8S / "overlays" / "local-cpu", folder.resolve())
     (folder / "kustomization.yaml").write_text(yaml.safe_dump({"resources": [local], "images": images}))
@@ -67,11 +68,13 @@ def deployed(kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """local-cpu, ready. It removes what it made; a namespace that was there before is left alone."""
     namespaces = {item["metadata"]["name"] for item in kubectl.json("get", "namespaces")["items"]}
     if taken := namespaces & {NAMESPACE, load.NAMESPACE}:
-        pytest.fail(f"the cluster has the namespace {', '.join(sorted(taken))} already: the suite makes its own")
+        pytest.fail(
+            f"the cluster has the namespace {', '.join(sorted(taken))} already: the suite makes its own"
+        )
     folder = tmp_path_factory.mktemp("overlay")
     keys = folder / "keys.toml"
     api_key = add_key(keys, name="suite", tenant="suite")
-    _overlay(folder)
+    write_overlay(folder, {**{tier: IMAGES.format(tier=tier) for tier in TIERS}, "etcd": ETCD_IMAGE})
     manifests = kubectl("kustomize", str(folder))
     loading = Kubectl(needs_kubectl(), load.NAMESPACE)
     try:

@@ -54,7 +54,9 @@ class Kubectl:
     def forwarded(self, target: str, port: int) -> Iterator[str]:
         """A local endpoint that leads to a port of `target`, inside the block."""
         command = [self._path, "--namespace", self._namespace, "port-forward", target, f":{port}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()

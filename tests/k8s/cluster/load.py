@@ -11,6 +11,7 @@ from typing import Any
 from tests.k8s.cluster.kubectl import Kubectl
 
 NAMESPACE = "slipstream-load"
+ROUTER = "slipstream-router.slipstream.svc"
 WAIT_S = 420.0
 _SCRIPT = Path(__file__).with_name("load_client.py")
 
@@ -26,7 +27,7 @@ class Load:
         container = {
             "name": "load",
             "image": self._image,
-            "command": ["python", "/script/load_client.py"],
+            "command": ["python", "/script/load_client.py", ROUTER, "7000", "8000"],
             "env": [{"name": "API_KEY", "value": self._api_key}],
             "securityContext": {**confined, "capabilities": {"drop": ["ALL"]}},
             "volumeMounts": [{"name": "script", "mountPath": "/script"}],
@@ -68,7 +69,7 @@ class Load:
             return ""
 
     def wait_done(self, more: int) -> None:
-        """Return when so many more requests of each kind have ended. Raises AssertionError at the deadline."""
+        """Return when so many more requests of each kind ended. Raises AssertionError at the deadline."""
         first = self.counts()
         deadline_s = time.monotonic() + WAIT_S
         while any(

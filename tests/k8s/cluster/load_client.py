@@ -1,7 +1,8 @@
-"""Load from inside the cluster, through the Service: it runs in a pod, from a ConfigMap, with the SDK of an image.
+"""Load from inside the cluster, through the Service: load_client.py HOST GRPC_PORT HTTP_PORT.
 
-Requests go over the SDK and over plain HTTP side by side. HTTP retries a connection that is refused, and nothing else.
-Each second a line of JSON has the counts; SIGTERM ends it with the last line. API_KEY has the key.
+It runs in a pod, from a ConfigMap, with the SDK of an image. Requests go over the SDK and over plain HTTP,
+side by side. HTTP retries a connection that is refused, and nothing else. Each second a line of JSON has the
+counts. SIGTERM ends the load; the last line comes after the last answer. API_KEY has the key.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from slipstream.async_client import AsyncClient
 
-HOST = sys.argv[1] if len(sys.argv) > 1 else "slipstream-router.slipstream.svc"
+HOST, GRPC_PORT, HTTP_PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 MAX_TOKENS = 48
 CONNECT_TRIES_S = 30.0
 REQUEST_S = 300.0
@@ -41,12 +42,14 @@ class Counts:
 
 def messages(number: int) -> list[dict[str, Any]]:
     """A conversation of a session, so that caches and placements take part."""
-    return [{"role": "user", "content": f"Hello, this is customer {number}. Where is my order {1000 + number}?"}]
+    return [
+        {"role": "user", "content": f"Hello, this is customer {number}. Where is my order {1000 + number}?"}
+    ]
 
 
 async def over_sdk(worker: int, counts: Counts, stopping: asyncio.Event) -> None:
     """Streams that continue at another router when theirs goes."""
-    async with AsyncClient(f"{HOST}:7000", api_key=os.environ["API_KEY"]) as client:
+    async with AsyncClient(f"{HOST}:{GRPC_PORT}", api_key=os.environ["API_KEY"]) as client:
         number = worker
         while not stopping.is_set():
             try:
@@ -64,7 +67,7 @@ def post(number: int) -> None:
     body = json.dumps({"model": "slipstream-mini", "messages": messages(number), "max_tokens": MAX_TOKENS})
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['API_KEY']}"}
     deadline_s = time.monotonic() + CONNECT_TRIES_S
-    connection = http.client.HTTPConnection(HOST, 8000, timeout=REQUEST_S)
+    connection = http.client.HTTPConnection(HOST, HTTP_PORT, timeout=REQUEST_S)
     while True:
         try:
             connection.connect()

@@ -1,4 +1,4 @@
-"""local-cpu on a real Kubernetes: the demo's conversation, then disturbances under load that fail no request."""
+"""local-cpu on a real Kubernetes: the demo's conversation, and disturbances that fail no request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.demo import Conversation
 from bench.demo_script import TURNS
 from slipstream.async_client import AsyncClient
 from tests.k8s.cluster.conftest import START_S, WORKLOADS, Deployed
-from tests.k8s.cluster.load import Load
+from tests.k8s.cluster.load import ROUTER, Load
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(3600)]
 _MORE = 6  # requests of each kind before and after a disturbance
@@ -131,5 +131,5 @@ def test_policies_close_the_ports_of_workers(deployed: Deployed) -> None:
     with deployed.new_load() as load:
         for address, port in ((worker, 7000), (worker, 7100), (worker, 9090), (etcd, 2379)):
             assert not load.reaches(address, port), f"{address}:{port} is open"
-        assert load.reaches("slipstream-router.slipstream.svc", 8000)
+        assert load.reaches(ROUTER, 8000)
         load.finish()
