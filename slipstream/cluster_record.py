@@ -62,7 +62,9 @@ class ClusterRecord:
 
     def tls_files(self) -> TlsFiles | None:
         """The files by which the supervisor talks to its processes; None without mutual TLS."""
-        return TlsFiles(**{name: Path(file) for name, file in self.tls.items()}) if self.tls else None
+        return (
+            TlsFiles(*(Path(self.tls[name]) for name in ("ca", "certificate", "key"))) if self.tls else None
+        )
 
     def find(self, instance: str) -> ProcessRecord:
         """The process of that name. `NotFound`, listing the names, if there is none."""

@@ -17,7 +17,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
@@ -280,7 +280,7 @@ async def _all_ready(processes: list[SupervisedProcess]) -> None:
 
 def _tls_record(tls: TlsFiles | None) -> dict[str, str]:
     """Names of files for cluster.json, which holds no secret."""
-    return {} if tls is None else {name: str(path.resolve()) for name, path in asdict(tls).items()}
+    return {} if tls is None else {name: str(path.resolve()) for name, path in tls.paths().items()}
 
 
 def _etcd_record(config: ClusterConfig) -> dict[str, str]:

@@ -30,6 +30,10 @@ class TlsFiles:
     key: Path
     server_name: str = ""  # what servers' certificates are for; "" = the host that is dialled
 
+    def paths(self) -> dict[str, Path]:
+        """The three files by name."""
+        return {"ca": self.ca, "certificate": self.certificate, "key": self.key}
+
     def server_credentials(self, on_handshake: Callable[[], None] = lambda: None) -> grpc.ServerCredentials:
         """Credentials that require and verify the client's certificate, and follow the files.
 

@@ -8,7 +8,6 @@ import socket
 
 import pytest
 
-from slipstream.rpc import names
 from slipstream.rpc.names import is_name, wait_resolved
 
 
@@ -23,7 +22,7 @@ class _Names:
             self.pauses_s.append(pause_s)
             self.now_s += pause_s
 
-        monkeypatch.setattr(names.asyncio, "sleep", sleep)
+        monkeypatch.setattr(asyncio, "sleep", sleep)
 
     async def resolve(self, host: str) -> object:
         assert host == "etcd-0.test"
