@@ -62,9 +62,10 @@ class ClusterRecord:
 
     def tls_files(self) -> TlsFiles | None:
         """The files by which the supervisor talks to its processes; None without mutual TLS."""
-        return (
-            TlsFiles(*(Path(self.tls[name]) for name in ("ca", "certificate", "key"))) if self.tls else None
-        )
+        if not self.tls:
+            return None
+        ca, certificate, key = (Path(self.tls[name]) for name in ("ca", "certificate", "key"))
+        return TlsFiles(ca, certificate, key)
 
     def find(self, instance: str) -> ProcessRecord:
         """The process of that name. `NotFound`, listing the names, if there is none."""

@@ -133,7 +133,8 @@ async def test_peers_are_dialled_at_any_address_by_the_name_that_they_share(tmp_
     try:
         for server_name, is_served in (("", False), ("another", False), ("localhost", True)):
             async with dial(host.endpoint, tls=replace(files, server_name=server_name)) as channel:
-                call = channel.stream_stream(ECHO)(iter([b"hello"]), timeout=20)
+                begin: Any = channel.stream_stream(ECHO)
+                call = begin(iter([b"hello"]), timeout=20)
                 if is_served:
                     assert await call.read() == b"hello"
                 else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -40,8 +41,9 @@ async def test_a_name_that_does_not_resolve_is_dialled_again() -> None:
     peers = Peers(addresses=Known())  # type: ignore[arg-type]
     try:
         first = peers.channel("gone.invalid:7000")
+        begin: Any = first.unary_unary("/slipstream.v1.Any/Call")
         with pytest.raises(grpc.aio.AioRpcError):
-            await first.unary_unary("/slipstream.v1.Any/Call")(b"", timeout=60)
+            await begin(b"", timeout=60)
         async with asyncio.timeout(60):
             while first.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 await asyncio.sleep(0.05)
