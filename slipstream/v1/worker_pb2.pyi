@@ -127,11 +127,18 @@ class LoadReport(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_STEP_MS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    DRAFTS_DUE_PER_S_FIELD_NUMBER: _builtins.int
+    DRAFTS_MISSED_PER_S_FIELD_NUMBER: _builtins.int
+    EVICTED_WANTED_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    EVENT_LOOP_DELAY_MS_FIELD_NUMBER: _builtins.int
+    REQUESTS_UNPLACED_FIELD_NUMBER: _builtins.int
+    HANDOFFS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     requests_running: _builtins.int
     requests_waiting: _builtins.int
     prefill_tokens_in_flight: _builtins.int
-    """uncached prompt tokens that are accepted and not computed"""
+    """Uncached prompt tokens that are accepted and not computed; at a router, those of requests that wait there."""
     decode_tokens_in_flight: _builtins.int
     """context tokens of running sequences"""
     blocks_free: _builtins.int
@@ -145,6 +152,22 @@ class LoadReport(_message.Message):
     """mean of recent steps"""
     draining: _builtins.bool
     """the process refuses new work, and running work should move elsewhere"""
+    busy_share: _builtins.float
+    """Signals of autoscaling, over the last 10 to 20 s. 0 where a service has no such thing.
+    of an engine, a draft head, or the event loop of a router
+    """
+    drafts_due_per_s: _builtins.float
+    """drafts that steps of a decode worker wanted"""
+    drafts_missed_per_s: _builtins.float
+    """those of them that came too late"""
+    evicted_wanted_bytes_per_s: _builtins.float
+    """KV that the last tier of a kvstore node evicted, and then lacked"""
+    event_loop_delay_ms: _builtins.float
+    """mean delay of a router's timers"""
+    requests_unplaced: _builtins.int
+    """requests of the last minute that found no worker at a router"""
+    handoffs: _builtins.int
+    """of a prefill worker: exports that decode workers did not release yet"""
     def __init__(
         self,
         *,
@@ -159,10 +182,17 @@ class LoadReport(_message.Message):
         prefill_tokens_per_s: _builtins.float = ...,
         decode_step_ms: _builtins.float = ...,
         draining: _builtins.bool = ...,
+        busy_share: _builtins.float = ...,
+        drafts_due_per_s: _builtins.float = ...,
+        drafts_missed_per_s: _builtins.float = ...,
+        evicted_wanted_bytes_per_s: _builtins.float = ...,
+        event_loop_delay_ms: _builtins.float = ...,
+        requests_unplaced: _builtins.int = ...,
+        handoffs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "draining", b"draining", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "busy_share", b"busy_share", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "drafts_due_per_s", b"drafts_due_per_s", "drafts_missed_per_s", b"drafts_missed_per_s", "draining", b"draining", "event_loop_delay_ms", b"event_loop_delay_ms", "evicted_wanted_bytes_per_s", b"evicted_wanted_bytes_per_s", "handoffs", b"handoffs", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests_running", b"requests_running", "requests_unplaced", b"requests_unplaced", "requests_waiting", b"requests_waiting", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

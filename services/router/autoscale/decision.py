@@ -1,0 +1,167 @@
+"""How many replicas each tier should have, computed from load reports alone. Pure.
+
+The answer depends on nothing but the reports, so that every router gives the same one. A tier's load is the
+largest of its signals, each in units of its target. A value times the number of replicas is what the tier as
+a whole has to do: `ceil(replicas * value / target)` is the number that brings the value to its target.
+
+Queues say how late a tier is, and nothing while it keeps up: two fleets, one idle and one about to be full,
+both have none. So prefill workers, drafters and routers also count how busy they are. Draining processes
+count for nothing. A process whose report is missing counts like the mean of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from libs.common.cluster.worker_record import Role
+from services.router.autoscale.types import Aims, AutoscalePolicy, Recommendation, Signal, WorkerLoad
+from slipstream.v1 import worker_pb2
+
+# Below this share of busy time late drafts and late timers have other causes than too few processes.
+IDLE_SHARE = 0.25
+# While no prefill worker has computed anything yet.
+ASSUMED_PREFILL_TOKENS_PER_S = 5_000.0
+_MIB = 1 << 20
+
+Reports = Sequence[worker_pb2.LoadReport]
+
+
+def recommend(fleet: Sequence[WorkerLoad], role: Role, policy: AutoscalePolicy) -> Recommendation:
+    """The recommendation for one tier."""
+    present = [worker for worker in fleet if worker.report is None or not worker.report.draining]
+    tier = [worker for worker in present if worker.role is role]
+    active = is_active(present, role)
+    if not any(worker.report is not None for worker in tier):
+        signal = Signal("load", 1.0, 1.0, "", "times its aim")
+        reason = "no replica reports its load" if tier else "there is no replica"
+        reason += ": requests want one" if active and not tier else ""
+    else:
+        signals = _SIGNALS[role](present, policy.aims)
+        signal = max(signals, key=lambda each: each.load)  # the first of equal ones
+        reason = signal.words
+    recommendation = Recommendation(role, len(tier), signal, policy.limits_of(role), reason, active)
+    return _with_bound(recommendation)
+
+
+def recommend_all(fleet: Sequence[WorkerLoad], policy: AutoscalePolicy) -> list[Recommendation]:
+    """Those of all tiers."""
+    return [recommend(fleet, role, policy) for role in Role]
+
+
+def is_active(fleet: Sequence[WorkerLoad], role: Role) -> bool:
+    """Whether the tier needs at least one replica. Routers and kvstores do at any time; the others while
+    requests run, wait or were refused for want of a worker."""
+    if role in (Role.ROUTER, Role.KVSTORE):
+        return True
+    asking = _reports(fleet, Role.ROUTER)
+    wanted = sum(report.requests_running + report.requests_waiting for report in asking)
+    wanted += sum(report.requests_unplaced for report in asking)
+    held = [*_reports(fleet, Role.DECODE), *_reports(fleet, role)]
+    return bool(wanted) or any(report.requests_running + report.requests_waiting for report in held)
+
+
+def prefill_per_decode(recommendations: Iterable[Recommendation]) -> float:
+    """Prefill workers for each decode worker that the present traffic wants; 0 while either tier is idle."""
+    loads = {each.role: each.load for each in recommendations}
+    decode = loads.get(Role.DECODE, 0.0)
+    return loads.get(Role.PREFILL, 0.0) / decode if decode else 0.0
+
+
+def _with_bound(found: Recommendation) -> Recommendation:
+    """The reason names the limit that decides instead of the load."""
+    limits, reason = found.limits, found.reason
+    if found.load > limits.most:
+        reason += f"; at most {limits.most} are allowed"
+    elif found.load < limits.least and found.wanted == limits.least:
+        reason += f"; at least {limits.least} are wanted at any load"
+    return Recommendation(found.role, found.replicas, found.signal, limits, reason, found.active)
+
+
+# ---- the signals of each tier; at least one process of it reports
+
+
+def _prefill(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
+    reports, routers = _reports(fleet, Role.PREFILL), _reports(fleet, Role.ROUTER)
+    rates = [report.prefill_tokens_per_s for report in reports if report.prefill_tokens_per_s > 0]
+    tokens_per_s = _mean(rates) or ASSUMED_PREFILL_TOKENS_PER_S
+    tokens = sum(report.prefill_tokens_in_flight for report in reports) / len(reports)
+    tokens += sum(report.prefill_tokens_in_flight for report in routers) / _replicas(fleet, Role.PREFILL)
+    return [
+        Signal("queued_s", tokens / tokens_per_s, aims.queued_s, " s", "of prompts queued a worker"),
+        _busy(reports, aims),
+    ]
+
+
+def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
+    reports, routers = _reports(fleet, Role.DECODE), _reports(fleet, Role.ROUTER)
+    blocks = sum(r.blocks_held + r.blocks_cached + r.blocks_free for r in reports)
+    held = sum(report.blocks_held for report in reports)
+    # A step of one sequence is not shorter on a larger fleet.
+    steps_ms = [report.decode_step_ms if report.requests_running > 1 else 0.0 for report in reports]
+    signals = [
+        Signal("kv_share", held / blocks if blocks else 0.0, aims.kv_share, "", "of the KV blocks held"),
+        Signal("step_ms", _mean(steps_ms), aims.step_ms, " ms", "a step"),
+    ]
+    places = [worker.max_sequences for worker in fleet if worker.role is Role.DECODE]
+    if places and all(places):
+        sequences = sum(report.requests_running + report.requests_waiting for report in reports)
+        waiting = sum(report.requests_waiting for report in routers)
+        share = (sequences * len(places) / len(reports) + waiting) / sum(places)
+        signals.append(Signal("batch_share", share, aims.batch_share, "", "of the batches' places wanted"))
+    return signals
+
+
+def _drafter(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
+    decode = _reports(fleet, Role.DECODE)
+    busy = _busy(_reports(fleet, Role.DRAFTER), aims)
+    due = sum(report.drafts_due_per_s for report in decode)
+    share = min(sum(report.drafts_missed_per_s for report in decode) / due, 1.0) if due > 0 else 0.0
+    if busy.value < IDLE_SHARE:
+        return [busy]
+    return [busy, Signal("missed_share", share, aims.missed_share, "", "of the drafts too late")]
+
+
+def _router(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
+    reports = _reports(fleet, Role.ROUTER)
+    busy = _busy(reports, aims)
+    if busy.value < IDLE_SHARE:
+        return [busy]
+    delay_ms = _mean([report.event_loop_delay_ms for report in reports])
+    return [busy, Signal("loop_delay_ms", delay_ms, aims.loop_delay_ms, " ms", "of event-loop delay")]
+
+
+def _kvstore(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
+    """Its value is never below the target: the blocks of a node that goes are lost."""
+    reports = _reports(fleet, Role.KVSTORE)
+    mib_per_s = _mean([report.evicted_wanted_bytes_per_s for report in reports]) / _MIB
+    target = aims.evicted_wanted_mib_per_s
+    meaning = "of evicted blocks wanted again a node"
+    if mib_per_s < target:
+        meaning += " or less (never scaled down)"
+    return [Signal("evicted_wanted_mib_per_s", max(mib_per_s, target), target, " MiB/s", meaning)]
+
+
+_SIGNALS: dict[Role, Callable[[Sequence[WorkerLoad], Aims], list[Signal]]] = {
+    Role.ROUTER: _router,
+    Role.PREFILL: _prefill,
+    Role.DECODE: _decode,
+    Role.KVSTORE: _kvstore,
+    Role.DRAFTER: _drafter,
+}
+
+
+def _busy(reports: Reports, aims: Aims) -> Signal:
+    share = _mean([report.busy_share for report in reports])
+    return Signal("busy_share", share, aims.busy_share, "", "of the time busy")
+
+
+def _reports(fleet: Sequence[WorkerLoad], role: Role) -> list[worker_pb2.LoadReport]:
+    return [worker.report for worker in fleet if worker.role is role and worker.report is not None]
+
+
+def _replicas(fleet: Sequence[WorkerLoad], role: Role) -> int:
+    return sum(worker.role is role for worker in fleet)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

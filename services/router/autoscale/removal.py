@@ -1,0 +1,44 @@
+"""Which worker a scale-down should drain: the one with which the fleet loses least. Pure.
+
+A loss is counted in prompt tokens to compute again. KV that exists elsewhere too is read there, which takes
+about a thirtieth of the time (bench/placement/model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from libs.common.cluster.worker_record import Role
+
+_READ_COST = 1 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHoldings:
+    """What a worker has that the fleet uses. `endpoint` is that of its WorkerService."""
+
+    role: Role
+    instance: str
+    endpoint: str = ""
+    requests: int = 0  # running and waiting, and exports that are not released
+    tokens_in_flight: int = 0  # of prompts and contexts
+    unique_blocks: int = 0  # cached nowhere else
+    block_tokens: int = 64
+    sessions: int = 0  # placed there
+    session_blocks: int = 0
+
+    @property
+    def lost_tokens(self) -> int:
+        """What its removal costs."""
+        session_tokens = self.session_blocks * self.block_tokens
+        unique_tokens = self.unique_blocks * self.block_tokens
+        return int(self.tokens_in_flight + unique_tokens + session_tokens * _READ_COST)
+
+
+def removal_order(workers: Iterable[WorkerHoldings]) -> list[WorkerHoldings]:
+    """The workers by tier, the one whose removal costs least first."""
+    return sorted(
+        workers,
+        key=lambda each: (each.role, each.lost_tokens, each.sessions, each.requests, each.instance),
+    )

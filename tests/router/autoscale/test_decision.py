@@ -1,0 +1,190 @@
+"""The recommendation for each tier: properties that hold for any fleet, and the signals one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.common.cluster.worker_record import Role
+from services.router.autoscale.decision import is_active, prefill_per_decode, recommend, recommend_all
+from services.router.autoscale.types import Aims, AutoscalePolicy, TierLimits, WorkerLoad
+from slipstream.v1 import worker_pb2
+from tests.router.autoscale.loads import fleets, more_load, tier, worker
+
+MIB = 1 << 20
+POLICY = AutoscalePolicy(limits={role: TierLimits(1, 10_000) for role in Role})
+BUSY = 0.5
+
+
+def wanted(fleet: list[WorkerLoad], role: Role) -> int:
+    return recommend(fleet, role, POLICY).wanted
+
+
+# ---- of any fleet
+
+
+@given(fleets(), st.data())
+def test_more_load_never_recommends_fewer(fleet: list[WorkerLoad], data: st.DataObject) -> None:
+    loaded = data.draw(more_load(fleet))
+    for role in Role:
+        assert wanted(loaded, role) >= wanted(fleet, role), role
+
+
+@given(fleets(), st.integers(0, 5), st.integers(5, 9))
+def test_recommendations_satisfy_hpas_formula_within_the_limits(
+    fleet: list[WorkerLoad], least: int, most: int
+) -> None:
+    limits = {role: TierLimits(least, most) for role in Role}
+    for found in recommend_all(fleet, AutoscalePolicy(limits=limits)):
+        by_formula = math.ceil(found.replicas * found.signal.value / found.signal.target - 1e-9)
+        assert found.wanted == min(max(by_formula, least, int(found.active)), most)
+
+
+@given(fleets())
+def test_kvstores_are_never_fewer(fleet: list[WorkerLoad]) -> None:
+    found = recommend(fleet, Role.KVSTORE, POLICY)
+    assert found.wanted >= found.replicas
+
+
+@given(fleets(), st.sampled_from(list(Role)))
+def test_draining_workers_count_for_nothing(fleet: list[WorkerLoad], role: Role) -> None:
+    there = [each for each in fleet if each.report is None or not each.report.draining]
+    assert recommend(fleet, role, POLICY) == recommend(there, role, POLICY)
+
+
+@given(fleets(), st.randoms())
+def test_the_order_of_the_reports_does_not_matter(fleet: list[WorkerLoad], random: Any) -> None:
+    other = list(fleet)
+    random.shuffle(other)
+    for mine, theirs in zip(recommend_all(fleet, POLICY), recommend_all(other, POLICY), strict=True):
+        assert mine.wanted == theirs.wanted
+        assert mine.load == pytest.approx(theirs.load)
+
+
+@pytest.mark.parametrize("role", set(Role) - {Role.KVSTORE})
+def test_an_idle_fleet_wants_the_least(role: Role) -> None:
+    fleet = [each for every in Role for each in tier(every, 4, decode_step_ms=45.0, blocks_free=100)]
+    for least in (0, 1, 2):
+        found = recommend(fleet, role, AutoscalePolicy(limits={role: TierLimits(least, 8)}))
+        assert found.wanted == max(least, int(role is Role.ROUTER))
+
+
+# ---- targets can be reached: each signal alone asks for more than HPA tolerates
+
+OVERLOADS: dict[str, tuple[Role, list[WorkerLoad]]] = {
+    "queued_s": (
+        Role.PREFILL,
+        [worker(Role.PREFILL, prefill_tokens_in_flight=30_000, prefill_tokens_per_s=1e4)],
+    ),
+    "kv_share": (Role.DECODE, [worker(Role.DECODE, requests_running=2, blocks_held=100)]),
+    "batch_share": (Role.DECODE, [worker(Role.DECODE, requests_running=64, requests_waiting=1)]),
+    "step_ms": (Role.DECODE, [worker(Role.DECODE, requests_running=2, decode_step_ms=60.0)]),
+    "missed_share": (
+        Role.DRAFTER,
+        [
+            worker(Role.DECODE, drafts_due_per_s=100, drafts_missed_per_s=20),
+            worker(Role.DRAFTER, busy_share=BUSY),
+        ],
+    ),
+    "loop_delay_ms": (Role.ROUTER, [worker(Role.ROUTER, busy_share=BUSY, event_loop_delay_ms=30.0)]),
+    "evicted_wanted_mib_per_s": (
+        Role.KVSTORE,
+        [worker(Role.KVSTORE, evicted_wanted_bytes_per_s=100.0 * MIB)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERLOADS)
+def test_each_signal_reaches_its_target(name: str) -> None:
+    role, fleet = OVERLOADS[name]
+    found = recommend(fleet, role, POLICY)
+    assert found.signal.name == name
+    assert found.signal.load > 1.1
+    assert found.wanted == 2
+    assert f"aim {found.signal.target:.3g}" in found.reason
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DRAFTER, Role.ROUTER])
+def test_a_busy_tier_grows_before_anything_waits(role: Role) -> None:
+    assert wanted(tier(role, 4, busy_share=0.9), role) == 5
+    assert wanted(tier(role, 4, busy_share=0.3), role) == 2
+
+
+def test_prompts_that_wait_at_routers_count_as_queued() -> None:
+    fleet = tier(Role.PREFILL, 2, prefill_tokens_per_s=1e4, prefill_tokens_in_flight=10_000)
+    assert wanted(fleet, Role.PREFILL) == 1
+    waiting = [*fleet, *tier(Role.ROUTER, 2, prefill_tokens_in_flight=40_000)]
+    found = recommend(waiting, Role.PREFILL, POLICY)
+    assert found.signal.value == pytest.approx(5.0)
+    assert found.wanted == 5
+
+
+def test_what_more_processes_would_not_mend_asks_for_none() -> None:
+    alone = [worker(Role.DECODE, requests_running=1, decode_step_ms=500.0)]
+    assert wanted(alone, Role.DECODE) == 1
+    late = tier(Role.DECODE, 1, drafts_due_per_s=100, drafts_missed_per_s=90)
+    assert wanted([*late, *tier(Role.DRAFTER, 2, busy_share=0.1)], Role.DRAFTER) == 1
+    assert wanted(tier(Role.ROUTER, 2, busy_share=0.1, event_loop_delay_ms=500.0), Role.ROUTER) == 1
+
+
+def test_a_process_without_a_report_counts_like_the_mean() -> None:
+    silent = WorkerLoad(Role.PREFILL, "prefill-9", None)
+    assert wanted([*tier(Role.PREFILL, 2, busy_share=0.75), silent], Role.PREFILL) == 3
+
+
+def test_a_tier_of_which_no_report_arrives_keeps_its_size() -> None:
+    found = recommend([WorkerLoad(Role.DECODE, f"decode-{n}", None) for n in range(5)], Role.DECODE, POLICY)
+    assert found.wanted == 5
+    assert "no replica reports" in found.reason
+
+
+# ---- from none
+
+
+ASKING: dict[str, worker_pb2.LoadReport] = {
+    "running": worker_pb2.LoadReport(requests_running=1),
+    "waiting": worker_pb2.LoadReport(requests_waiting=1),
+    "unplaced": worker_pb2.LoadReport(requests_unplaced=1),
+}
+
+
+@pytest.mark.parametrize("asking", ASKING)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFTER])
+def test_a_request_wakes_a_tier_without_workers(asking: str, role: Role) -> None:
+    none = AutoscalePolicy(limits={role: TierLimits(0, 4)})
+    idle = [WorkerLoad(Role.ROUTER, "router-0", worker_pb2.LoadReport())]
+    assert not is_active(idle, role)
+    assert recommend(idle, role, none).wanted == 0
+    woken = [WorkerLoad(Role.ROUTER, "router-0", ASKING[asking])]
+    assert is_active(woken, role)
+    assert recommend(woken, role, none).wanted == 1
+
+
+def test_routers_and_kvstores_are_always_active() -> None:
+    assert is_active([], Role.ROUTER)
+    assert is_active([], Role.KVSTORE)
+
+
+# ---- the ratio, limits
+
+
+def test_the_ratio_is_that_of_the_loads() -> None:
+    fleet = [
+        *tier(Role.PREFILL, 4, busy_share=0.75),
+        *tier(Role.DECODE, 2, requests_running=2, decode_step_ms=25.0),
+    ]
+    assert prefill_per_decode(recommend_all(fleet, POLICY)) == pytest.approx(4.0)
+    assert prefill_per_decode(recommend_all([], POLICY)) == 0.0
+
+
+def test_limits_bound_the_wish_and_are_named() -> None:
+    policy = AutoscalePolicy(Aims(), {Role.PREFILL: TierLimits(2, 3)})
+    high = recommend(tier(Role.PREFILL, 3, busy_share=1.0), Role.PREFILL, policy)
+    low = recommend(tier(Role.PREFILL, 3), Role.PREFILL, policy)
+    assert (high.wanted, low.wanted) == (3, 2)
+    assert "at most 3" in high.reason
+    assert "at least 2" in low.reason
