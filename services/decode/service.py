@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 
 from libs.common.rpc.multiplexed_server import Cancel, MultiplexedServer
+from libs.common.telemetry.recent_rate import RecentRate
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
 from libs.worker.requests.clock import deadline_after
@@ -33,6 +35,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._sequences: dict[AttemptKey, DecodeSequence] = {}
         self._router_streams = MultiplexedServer(lambda: DecodeStream(self._admit))
         self._draining = False
+        self._drafts_due, self._drafts_missed = RecentRate(), RecentRate()
 
     async def drain(self) -> None:
         """Refuse new sequences; what runs goes on."""
@@ -81,7 +84,12 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
     def load(self) -> worker_pb2.LoadReport:
         """Load as the router sees it."""
-        return self._core.load()
+        load = self._core.load()
+        if self._speculation is not None:
+            now_s = time.monotonic()
+            load.drafts_due_per_s = self._drafts_due.per_s(now_s, self._speculation.drafts_due)
+            load.drafts_missed_per_s = self._drafts_missed.per_s(now_s, self._speculation.drafts_missed)
+        return load
 
     # ---- admission
 

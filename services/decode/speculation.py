@@ -70,6 +70,7 @@ class Speculation:
         self._step: _StepBegun | None = None
         self._changed = threading.Condition()
         self._missed: Counter[str] = Counter()
+        self.drafts_due = self.drafts_missed = 0  # so far, over all steps and sequences
         self._loop: asyncio.AbstractEventLoop | None = None
         self._to_send = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -129,6 +130,8 @@ class Speculation:
             drafts, missed = self._state.take_drafts()
             self._step = _StepBegun(now_ms, len(self._state), bool(drafts) or wait_ms > 0)
             self._missed.update(missed)
+            self.drafts_due += len(drafts) + len(missed)
+            self.drafts_missed += len(missed)
             return drafts
 
     def stepped(self, outputs: Sequence[StepOutput]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ class Batcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.sequences = 0  # contexts held after the latest batch
         self.batches = 0
+        self.busy_s = 0.0  # of all batches so far
 
     async def start(self) -> DraftHead:
         """Load the head on the thread; raises what loading raised. Read its attributes only."""
@@ -94,7 +96,9 @@ class Batcher:
         self._post(loaded.set_result, head)
         try:
             while batch := self._next_batch():
+                began_s = time.monotonic()
                 answers = self._answer(head, batch)
+                self.busy_s += time.monotonic() - began_s
                 self.sequences = head.sequences
                 self.batches += 1
                 for work, proposals in zip(batch, answers, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -12,6 +13,7 @@ import grpc
 
 from libs.common.rpc.multiplexed_server import MultiplexedServer, ServerStream
 from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.recent_rate import RecentRate
 from libs.worker.requests.messages import parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, Proposal, Work
@@ -108,6 +110,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
 
     def __init__(self, batcher: Batcher, *, feature_width: int) -> None:
         self._batcher = batcher
+        self._busy = RecentRate()
         numbers = itertools.count()
         self._decode_streams = MultiplexedServer(
             lambda: DraftStream(next(numbers), batcher, feature_width=feature_width)
@@ -143,4 +146,5 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
 
     def load(self) -> worker_pb2.LoadReport:
         """Load as the router sees it."""
-        return worker_pb2.LoadReport(requests_running=self._batcher.sequences)
+        busy_share = min(self._busy.per_s(time.monotonic(), self._batcher.busy_s), 1.0)
+        return worker_pb2.LoadReport(requests_running=self._batcher.sequences, busy_share=busy_share)

@@ -137,6 +137,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         """Load as the router sees it; tokens of prompts that wait for pages or blocks count too."""
         load = self._core.load()
         load.prefill_tokens_in_flight = sum(job.tokens_left for job in self._jobs.values())
+        load.handoffs = self._exports.live
         return load
 
     # ---- admission and end

@@ -29,6 +29,7 @@ try:
     from services.router.api.access_log import AccessLog, open_access_log
     from services.router.api.api_keys import ApiKeys
     from services.router.api.key_reload import KeyReload
+    from services.router.autoscale.settings import policy_of
     from services.router.multiprocess import die_with, run_processes
     from services.router.request.model_card import ModelCard, load_model_card
     from services.router.request.prompt_salts import PromptSalts, system_prompt_ids
@@ -115,6 +116,8 @@ async def serve(options: RouterSettings) -> None:
         max_requests=options.max_requests,
         allow_pinning=options.allow_pinning,
         share_ports=bool(options.child_of),
+        autoscale=policy_of(options.autoscale_limits, options.autoscale_aims),
+        scaler_is_public=options.scaler_is_public,
     )
     async with contextlib.AsyncExitStack() as stack:
         if key_reload is not None:

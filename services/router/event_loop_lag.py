@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+
+from libs.common.telemetry.recent_rate import RecentRate
 
 INTERVAL_S = 0.1
 WINDOW_S = 10.0
@@ -44,6 +47,7 @@ class EventLoopLag:
         self._clock = clock
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._busy = RecentRate()
 
     def start(self) -> None:
         """Begin."""
@@ -55,6 +59,10 @@ class EventLoopLag:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def busy_share(self) -> float:
+        """The share of recent time that the loop's thread ran. To be called on that thread."""
+        return min(self._busy.per_s(self._clock(), time.thread_time()), 1.0)
 
     def gauges(self) -> dict[str, float]:
         """For the table of metrics."""

@@ -15,6 +15,7 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.single_request import ReadRequest
 from libs.common.service_bounds import GRPC_IDLE_CONNECTION_S, GRPC_REQUEST_BYTES
 from services.router.api.grpc_server import SERVICE_NAME
+from services.router.autoscale.scaler import METHODS as SCALER_METHODS
 from slipstream.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
         front_doors=[f"/{SERVICE_NAME}/Generate"],
     )
     admin_access = AccessControl(
-        secret=options.secret, has_peer_certificates=options.tls is not None, keys=keys
+        secret=options.secret,
+        has_peer_certificates=options.tls is not None,
+        keys=keys,
+        public_methods=SCALER_METHODS if options.scaler_is_public else (),
     )
     admin = ServiceHost(options.admin, tls=options.tls, access=admin_access, options=shared, flag="--admin")
     _answer_to(admin_access, admin.endpoint, public.endpoint, options)

@@ -30,6 +30,10 @@ from services.router.api.http.guard import HttpGuard
 from services.router.api.http_server import HttpServer
 from services.router.api.metrics import Metrics
 from services.router.api.readiness import readiness_of
+from services.router.autoscale import scaler as autoscale_scaler
+from services.router.autoscale import service as autoscale_service
+from services.router.autoscale.signals import FleetSignals
+from services.router.autoscale.types import AutoscalePolicy
 from services.router.event_loop_lag import EventLoopLag
 from services.router.execution.context import RECOVERY_WAIT_S, RouterContext
 from services.router.execution.dispatcher import Dispatcher
@@ -43,13 +47,15 @@ from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.connection import SILENCE_S
 from services.router.workers.fleet import RouterFleet
+from services.router.workers.router_peers import RouterPeers
 from slipstream import bounds
 from slipstream.errors import DeadlineExceeded, SlipstreamError
+from slipstream.keda import externalscaler_pb2_grpc
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
-from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.v1 import autoscale_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +96,8 @@ class RouterOptions:
     body_read_s: float = bounds.BODY_READ_S
     write_stall_s: float = service_bounds.WRITE_STALL_S
     idle_connection_s: float = service_bounds.IDLE_CONNECTION_S
+    autoscale: AutoscalePolicy = field(default_factory=AutoscalePolicy)
+    scaler_is_public: bool = False
 
 
 class RouterServer:
@@ -123,9 +131,11 @@ class RouterServer:
         self.loop_delay = EventLoopLag(clock)
         self._members = Fleet(discovery)
         self._awake = AwakeClock(clock)
+        dial_peer = Dial(options.tls, _tokens(options))
+        self.peers = RouterPeers(self._members, own=options.instance, dial=dial_peer, clock=clock)
         self.fleet = RouterFleet(
             self._members,
-            dial=Dial(options.tls, _tokens(options)),
+            dial=dial_peer,
             clock=self._awake.now_s,
             fits=card.fits,
             region_ms=options.region_ms,
@@ -169,6 +179,7 @@ class RouterServer:
         )
         self._grpc.add_to(self.host.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.admin.server)
+        self._add_autoscale(sessions)
         self._http = HttpServer(
             self.runs,
             fleet=self.fleet,
@@ -213,6 +224,23 @@ class RouterServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
 
+    def _add_autoscale(self, sessions: Sessions) -> None:
+        options = self._options
+        signals = FleetSignals(
+            self.fleet,
+            self.peers,
+            own=options.instance,
+            own_admin=self.admin.endpoint,
+            load=self._load,
+            sessions=sessions.all,
+        )
+        autoscale_pb2_grpc.add_AutoscaleServiceServicer_to_server(
+            autoscale_service.AutoscaleService(signals, options.autoscale), self.admin.server
+        )
+        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
+            autoscale_scaler.KedaScaler(signals, options.autoscale), self.admin.server
+        )
+
     @property
     def http_endpoint(self) -> str:
         """host:port of the HTTP server, with the port that was bound."""
@@ -228,13 +256,16 @@ class RouterServer:
         self._tasks.append(asyncio.create_task(self._awake.run(), name="awake-clock"))
         await self._members.__aenter__()
         await self.fleet.start()
+        self.peers.start()
         self.loop_delay.start()
         if self._options.share_ports:
             await self._see_workers(look_s=_LOOK_S, connect_s=_CONNECT_S)
         else:
             await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
         await self.host.start([SERVICE_NAME])
-        await self.admin.start([WORKER_SERVICE_NAME])
+        await self.admin.start(
+            [WORKER_SERVICE_NAME, autoscale_service.SERVICE_NAME, autoscale_scaler.SERVICE_NAME]
+        )
         await self._http_listener.start()
         await self._admin_listener.start()
         self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
@@ -256,6 +287,7 @@ class RouterServer:
         await self._admin_listener.stop()
         self.loop_delay.close()
         await asyncio.gather(self.host.stop(grace_s=1.0), self.admin.stop(grace_s=1.0))
+        await self.peers.close()
         await self.fleet.close()
         await self._members.__aexit__(None, None, None)
 
@@ -313,9 +345,15 @@ class RouterServer:
         await self.admin.set_ready(serves)
 
     def _load(self) -> worker_pb2.LoadReport:
+        admission = self.runs.gate.controller
         return worker_pb2.LoadReport(
-            requests_running=self.runs.gate.controller.running,
-            requests_waiting=self.runs.gate.controller.waiting,
+            requests_running=admission.running,
+            requests_waiting=admission.waiting,
+            prefill_tokens_in_flight=admission.waiting_tokens,
+            draining=self.runs.draining,
+            busy_share=self.loop_delay.busy_share(),
+            event_loop_delay_ms=self.loop_delay.window.mean_ms,
+            requests_unplaced=self.fleet.unplaced.count,
         )
 
 

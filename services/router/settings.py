@@ -11,6 +11,7 @@ from libs.common.cluster.placements import SESSION_TTL_S
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
+from services.router.autoscale.settings import parse_aims, parse_limits
 from slipstream.rpc.tls import TlsFiles
 
 # Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.
@@ -115,6 +116,18 @@ class RouterSettings(ServiceSettings):
     )
     processes: int = setting("router processes that share the ports", default=1, least=1)
     allow_pinning: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)
+    autoscale_limits: str = setting(
+        "TIER=LEAST:MOST[,..] replicas that autoscaling may recommend; the same for all routers",
+        default="",
+        default_text="1:64 for each tier",
+        check=parse_limits,
+    )
+    autoscale_aims: str = setting(
+        "NAME=VALUE[,..] at which a tier has the right size (docs/autoscaling.md); the same for all routers",
+        default="",
+        check=parse_aims,
+    )
+    scaler_is_public: bool = setting("KEDA's read-only methods of --admin need no credential", default=False)
     child_of: int = setting(
         "pid of the process that started this one as one of several", default=0, is_hidden=True
     )

@@ -13,7 +13,7 @@ import functools
 import inspect
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -69,11 +69,14 @@ class AccessControl:
         secret: ClusterSecret | None = None,
         has_peer_certificates: bool = False,
         keys: KeyClasses | None = None,
+        public_methods: Collection[str] = (),
     ) -> None:
-        """`has_peer_certificates`: each connection of the port presents a certificate of the peers' CA."""
+        """`has_peer_certificates`: each connection of the port presents a certificate of the peers' CA.
+        `public_methods`: full names of methods that need no credential at this port, whatever their class."""
         self._verifier = TokenVerifier(secret) if secret is not None else None
         self.has_peer_certificates = has_peer_certificates
         self._keys = keys
+        self.public_methods = frozenset(public_methods)
         self._audiences: frozenset[str] = frozenset()
         self._warnings = PacedWarnings(log)
 
@@ -88,6 +91,12 @@ class AccessControl:
     def is_open(self) -> bool:
         """Whether calls of peers and operators need no credential."""
         return self._verifier is None and not self.has_peer_certificates
+
+    def class_of(self, method: str) -> CallerClass:
+        """Who may call the method at this port."""
+        if method in self.public_methods:
+            return CallerClass.PUBLIC
+        return METHOD_CLASSES.get(method, CallerClass.OPERATOR)
 
     def admit(self, needed: CallerClass, metadata: Iterable[tuple[str, Any]]) -> CallerIdentity:
         """The caller. Raises Unauthenticated without a credential, PermissionDenied for the wrong class.
@@ -207,7 +216,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata or ()
         self._on_call()
         try:
-            needed = METHOD_CLASSES.get(method, CallerClass.OPERATOR)
+            needed = self._access.class_of(method)
             caller = self._access.admit(needed, metadata)
         except errors.SlipstreamError as error:
             return refusing_handler(error, self._on_refused(metadata, method, error))

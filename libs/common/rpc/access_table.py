@@ -49,6 +49,14 @@ RPC_CLASSES: Mapping[str, Mapping[str, CallerClass]] = {
         "Drain": OPERATOR,
         "Undrain": OPERATOR,
     },
+    "slipstream.v1.AutoscaleService": {"GetRecommendations": OPERATOR},
+    # KEDA's. A peer's certificate is the least that one can give it; see also --scaler-is-public.
+    "externalscaler.ExternalScaler": {
+        "IsActive": PEER,
+        "StreamIsActive": PEER,
+        "GetMetricSpec": PEER,
+        "GetMetrics": PEER,
+    },
     HEALTH_SERVICE: {"Check": PUBLIC, "Watch": PUBLIC},
     REFLECTION_SERVICE: {"ServerReflectionInfo": OPERATOR},
 }

@@ -142,7 +142,7 @@ class ServiceHost:
         self.server = make_server(
             interceptors=[
                 AccessInterceptor(access, on_refused, on_call=handshakes.note_call),
-                ErrorInterceptor(front_doors, self.malformed, read),
+                ErrorInterceptor(front_doors, self.malformed, read, access.public_methods),
                 *interceptors,
             ],
             options=list(merged.items()),
@@ -212,7 +212,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     traces of its own.
     """
 
-    def __init__(self, front_doors: Collection[str], malformed: MalformedRequests, read: ReadRequest) -> None:
+    def __init__(
+        self,
+        front_doors: Collection[str],
+        malformed: MalformedRequests,
+        read: ReadRequest,
+        public_methods: Collection[str] = (),
+    ) -> None:
+        self._public_methods = public_methods
         self._read = read
         self._front_doors = frozenset(front_doors)
         self._malformed = malformed
@@ -240,8 +247,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         streaming = handler.response_streaming
         make = grpc.stream_stream_rpc_method_handler if streaming else grpc.stream_unary_rpc_method_handler
         inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
-        # Without keys and open for hours: health and reflection.
-        is_public = method.startswith("/grpc.")
+        # Without keys and open for hours: health, reflection, and what a port opens to all.
+        is_public = method.startswith("/grpc.") or method in self._public_methods
         traced = not handler.request_streaming and not is_public
         # One room for each method: streams that watch take no place of a probe.
         room = functools.partial(_enter, CallRoom(GRPC_PUBLIC_CALLS)) if is_public else _unbounded

@@ -25,6 +25,7 @@ class StepStats:
         self._progress: dict[str, _Progress] = {}
         self.prefill_tokens_per_s = 0.0
         self.decode_step_ms = 0.0
+        self.busy_ms = 0.0  # of all steps so far
 
     def block_ms(self, block_tokens: int) -> float:
         """The time to compute one block of a prompt; 0 if no prompt was computed yet."""
@@ -40,6 +41,7 @@ class StepStats:
 
     def record(self, outputs: Sequence[StepOutput], step_ms: float) -> None:
         """Add the outputs of one step to the means and counters."""
+        self.busy_ms += step_ms
         prefilled = shared = decoded = proposed = accepted = 0
         for output in outputs:
             progress = self._progress.get(output.seq_id)

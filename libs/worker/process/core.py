@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from libs.common.cluster.worker_service import new_incarnation
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
 from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.recent_rate import RecentRate
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, EngineInfo, PageChange, PageReservation, StepOutput
 from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
@@ -84,6 +86,7 @@ class WorkerCore:
         self.transport = transport
         self.counters = Counters()
         self.stats = StepStats(self.counters)
+        self._busy = RecentRate()
         self.peers = Peers(dial=dial, addresses=addresses)
         self.thread = EngineThread(build, self, drafter=drafter)
         # Routers learn from these which blocks this worker's cache holds.
@@ -215,6 +218,7 @@ class WorkerCore:
             blocks_held=held.pages_held,
             prefill_tokens_per_s=self.stats.prefill_tokens_per_s,
             decode_step_ms=self.stats.decode_step_ms,
+            busy_share=min(self._busy.per_s(time.monotonic(), self.stats.busy_ms / 1e3), 1.0),
         )
 
     # ---- EngineListener

@@ -30,6 +30,21 @@ def tier_metrics(store: BlockStore) -> dict[str, float]:
     }
 
 
+def evicted_and_wanted(store: BlockStore) -> tuple[float, float]:
+    """(blocks so far, mean bytes of a block) that the last tier evicted and that were wanted then. What an
+    earlier tier evicts is still in the last one."""
+    if store.pool is not None:
+        figures, tier = store.pool.metrics(), "pool"
+    elif store.disk is not None:
+        figures, tier = store.disk.metrics(), "nvme"
+    else:
+        table = store.dram.table
+        return table.rewanted[0], table.n_bytes / max(table.n_blocks, 1)
+    n_blocks = figures[f"slipstream_kvstore_blocks_{tier}"]
+    mean_bytes = figures[f"slipstream_kvstore_bytes_{tier}"] / max(n_blocks, 1)
+    return figures[f"slipstream_kvstore_evicted_wanted_{tier}_total"], mean_bytes
+
+
 def _disk_metrics(store: BlockStore) -> dict[str, float]:
     if store.disk is None or store.disk_sweep is None or store.promoter is None:
         return {}

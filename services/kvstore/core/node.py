@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from libs.common.cluster.worker_service import WorkerService
 from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.recent_rate import RecentRate
 from libs.common.transport.base import KvTransport
-from services.kvstore.core.metrics import tier_metrics
+from services.kvstore.core.metrics import evicted_and_wanted, tier_metrics
 from services.kvstore.core.puts import Puts, constant_term
 from services.kvstore.core.store import BlockStore
 from services.kvstore.disk.scrub import Scrubber
@@ -39,6 +40,7 @@ class Node:
     ) -> None:
         self._transport = transport
         self._counters = Counters()
+        self._lacked = RecentRate()  # blocks evicted and then wanted
         self.store = BlockStore(dram, disks, self._counters, now_ms=now_ms, admission=admission, pool=pool)
         self.puts = Puts(self.store, transport, self._counters, now_ms=now_ms, term=term)
         self._scrubbers = [
@@ -67,11 +69,14 @@ class Node:
     def load(self) -> worker_pb2.LoadReport:
         """Room in memory, in blocks of the size last used."""
         table = self.store.dram.table
+        wanted_blocks, block_bytes = evicted_and_wanted(self.store)
+        lacked_per_s = self._lacked.per_s(now_ms() / 1e3, wanted_blocks)
         return worker_pb2.LoadReport(
             requests_running=self.store.pins + self.puts.reservations,
             blocks_free=table.n_free,
             blocks_cached=table.n_evictable,
             blocks_held=self.store.pinned_blocks + self.puts.reserved_blocks,
+            evicted_wanted_bytes_per_s=lacked_per_s * block_bytes,
         )
 
     def totals(self) -> dict[str, float]:

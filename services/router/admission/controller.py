@@ -87,6 +87,15 @@ class Admission:
         return len(self._where)
 
     @property
+    def waiting_tokens(self) -> int:
+        """The tokens to compute of the requests in the queue."""
+        return sum(
+            waiting.ask.prefill_tokens
+            for of_class in self._classes.values()
+            for waiting in of_class.waiting.values()
+        )
+
+    @property
     def crowded(self) -> bool:
         """Whether requests wait or all places are taken."""
         return bool(self._where) or len(self._running) >= self._limits.max_running

@@ -59,9 +59,10 @@ async def await_fingerprint(context: RouterContext) -> common_pb2.Fingerprint:
     if (fingerprint := fleet.fingerprint()) is not None:
         return fingerprint
     try:
-        async with asyncio.timeout(outage_wait_s(context)):
-            while (fingerprint := fleet.fingerprint()) is None:
-                await fleet.wait_changed(fleet.version)
+        with fleet.unplaced.waiting():
+            async with asyncio.timeout(outage_wait_s(context)):
+                while (fingerprint := fleet.fingerprint()) is None:
+                    await fleet.wait_changed(fleet.version)
     except TimeoutError:
         raise errors.Unavailable("no decode worker is ready") from None
     return fingerprint

@@ -6,7 +6,7 @@ after it has processed its prompts, are a number of leading blocks and an expiry
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -86,6 +86,16 @@ class BlockNode(RadixNode):
         confirmed = [bits.bit_length() for bits in self.confirmed.values()]
         predicted = [predictions[0][0] for predictions in self.predicted.values()]
         return max([*confirmed, *predicted], default=0)
+
+    def unique_blocks(self, own: Collection[ConfirmedBlocks]) -> int:
+        """How many blocks one of `own` reported and no other holder."""
+        mine = others = 0
+        for claims, bits in self.confirmed.items():
+            if any(claims is each for each in own):
+                mine |= bits
+            else:
+                others |= bits
+        return (mine & ~others).bit_count()
 
     def size_bytes(self) -> int:
         claims = CLAIM_BYTES * (len(self.confirmed) + len(self.predicted))

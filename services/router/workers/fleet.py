@@ -24,6 +24,7 @@ from services.router.workers.awake_clock import TICK_S
 from services.router.workers.connection import SILENCE_S, WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
+from services.router.workers.unplaced_requests import UnplacedRequests
 from slipstream import errors
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.v1 import common_pb2, worker_pb2
@@ -61,6 +62,7 @@ class RouterFleet:
         self.worker_models = WorkerModels()
         self.index = PrefixIndex()
         self.cold_round_robin = ColdRoundRobin()
+        self.unplaced = UnplacedRequests(clock)
         self._links: dict[str, WorkerConnection] = {}
         self._in_order: tuple[WorkerConnection, ...] = ()  # of `_links`
         self._of_role: dict[Role, tuple[WorkerConnection, ...]] = dict.fromkeys(

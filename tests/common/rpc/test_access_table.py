@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 import slipstream.v1
 from libs.common.rpc.access_table import METHOD_CLASSES, RPC_CLASSES, markdown_tables
+from slipstream.keda import externalscaler_pb2
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 
@@ -19,6 +20,7 @@ def contract() -> dict[str, list[str]]:
     """The methods of every service that a process registers, by the descriptors."""
     names = [module.name for module in pkgutil.iter_modules(slipstream.v1.__path__)]
     modules = [importlib.import_module(f"slipstream.v1.{name}") for name in names if name.endswith("_pb2")]
+    modules.append(externalscaler_pb2)
     services = [
         service
         for module in (*modules, health_pb2, reflection_pb2)

@@ -1,0 +1,71 @@
+"""AutoscaleService: the recommendations with their reasons, and what a scale-down would lose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import grpc
+
+from libs.common.cluster.worker_record import Role
+from services.router.autoscale.decision import prefill_per_decode, recommend_all
+from services.router.autoscale.removal import WorkerHoldings, removal_order
+from services.router.autoscale.signals import FleetSignals
+from services.router.autoscale.types import AutoscalePolicy, Recommendation
+from slipstream.enum_names import role_value
+from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
+
+SERVICE_NAME = "slipstream.v1.AutoscaleService"
+
+
+class AutoscaleService(autoscale_pb2_grpc.AutoscaleServiceServicer):
+    """The servicer."""
+
+    def __init__(self, signals: FleetSignals, policy: AutoscalePolicy) -> None:
+        self._signals = signals
+        self._policy = policy
+
+    async def GetRecommendations(
+        self,
+        request: autoscale_pb2.GetRecommendationsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> autoscale_pb2.GetRecommendationsResponse:
+        found = recommend_all(self._signals.loads(), self._policy)
+        ranks: Counter[Role] = Counter()
+        losses = []
+        for holdings in removal_order(await self._signals.holdings()):
+            ranks[holdings.role] += 1
+            losses.append(_loss(holdings, rank=ranks[holdings.role]))
+        return autoscale_pb2.GetRecommendationsResponse(
+            tiers=[_tier(each) for each in found],
+            prefill_per_decode=prefill_per_decode(found),
+            losses=losses,
+        )
+
+
+def _tier(found: Recommendation) -> autoscale_pb2.TierRecommendation:
+    return autoscale_pb2.TierRecommendation(
+        role=role_value(found.role),
+        replicas=found.replicas,
+        wanted_replicas=found.wanted,
+        min_replicas=found.limits.least,
+        max_replicas=found.limits.most,
+        signal=found.signal.name,
+        value=found.signal.value,
+        target=found.signal.target,
+        reason=found.reason,
+        active=found.active,
+    )
+
+
+def _loss(holdings: WorkerHoldings, *, rank: int) -> autoscale_pb2.RemovalLoss:
+    return autoscale_pb2.RemovalLoss(
+        role=role_value(holdings.role),
+        instance=holdings.instance,
+        endpoint=holdings.endpoint,
+        lost_tokens=holdings.lost_tokens,
+        sessions=holdings.sessions,
+        requests=holdings.requests,
+        unique_blocks=holdings.unique_blocks,
+        deletion_cost=rank,
+    )
