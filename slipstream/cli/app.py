@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from slipstream import __version__
+from slipstream.cli.autoscale import autoscale
 from slipstream.cli.keys import keys_app
 from slipstream.cli.kv import kv_app
 from slipstream.cli.options import (
@@ -145,7 +146,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     built.callback()(_root)
-    own: dict[str, Callable[..., Any]] = {"chat": chat, "status": status}
+    own: dict[str, Callable[..., Any]] = {"autoscale": autoscale, "chat": chat, "status": status}
     installed = {point.name: point.load() for point in entry_points(group=COMMAND_GROUP)}
     for name, command in {**own, **installed}.items():
         built.command(name)(command)

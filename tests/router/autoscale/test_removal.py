@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +27,7 @@ holdings = st.builds(
 def test_the_order_puts_the_least_loss_of_each_tier_first(workers: list[WorkerHoldings]) -> None:
     order = removal_order(reversed(workers))
     assert sorted(map(id, order)) == sorted(map(id, workers))
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in itertools.pairwise(order):
         assert before.role <= after.role
         assert before.role != after.role or before.lost_tokens <= after.lost_tokens
 

@@ -21,13 +21,13 @@ def test_flags_become_a_policy() -> None:
     "text", ["prefil=1:2", "prefill", "prefill=2", "prefill=3:2", "prefill=0:0", "prefill=-1:2", "decode=1:x"]
 )
 def test_limits_that_cannot_be_met_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="tier|TIER|LEAST"):
+    with pytest.raises(ValueError, match=r"tier|TIER|LEAST"):
         parse_limits(text)
 
 
 @pytest.mark.parametrize("text", ["queued=1", "queued_s", "queued_s=0", "queued_s=nan", "queued_s=inf"])
 def test_aims_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="aim|NAME|above 0"):
+    with pytest.raises(ValueError, match=r"aim|NAME|above 0"):
         parse_aims(text)
 
 

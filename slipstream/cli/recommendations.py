@@ -1,0 +1,122 @@
+"""A router's recommendations as tables and JSON, and draining the worker that is missed least."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import typer
+from google.protobuf.json_format import MessageToDict
+
+from slipstream.cli.tables import figures_table, print_table
+from slipstream.cluster_record import read_record
+from slipstream.enum_names import role_name
+from slipstream.errors import FailedPrecondition, NotFound
+from slipstream.rpc.dial import Dial
+from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+_ASK_TIMEOUT_S = 10.0
+_DRAIN_TIMEOUT_S = 300.0
+
+_Answer = TypeVar("_Answer")
+
+
+def as_dict(answer: autoscale_pb2.GetRecommendationsResponse) -> dict[str, Any]:
+    """The answer as JSON has it."""
+    said = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    for row, message in zip(said["tiers"], answer.tiers, strict=True):
+        row["role"] = role_name(message.role)
+    for row, loss in zip(said["losses"], answer.losses, strict=True):
+        row.update(role=role_name(loss.role), lost_tokens=loss.lost_tokens, unique_blocks=loss.unique_blocks)
+    return said
+
+
+def least_loss(
+    answer: autoscale_pb2.GetRecommendationsResponse, tier: str
+) -> tuple[autoscale_pb2.RemovalLoss, int]:
+    """(the worker of the tier to drain, how many remain). Raises NotFound, or FailedPrecondition at the
+    tier's least number."""
+    losses = [loss for loss in answer.losses if role_name(loss.role) == tier]
+    if not losses:
+        raise NotFound(f"no {tier} worker is there to drain")
+    least = next((row.min_replicas for row in answer.tiers if role_name(row.role) == tier), 0)
+    if len(losses) <= least:
+        raise FailedPrecondition(f"{len(losses)} {tier} is there, and at least {least} must remain")
+    return losses[0], len(losses) - 1
+
+
+def admin_port(run_dir: Path) -> str:
+    """That of a router of the local cluster. Raises NotFound."""
+    record = read_record(run_dir, instead="--endpoint HOST:PORT")
+    admins = [process.admin for process in record.processes if process.admin]
+    if not admins:
+        raise NotFound(f"no router runs in {run_dir}")
+    return admins[0]
+
+
+async def _recommendations(admin: str, dial: Dial) -> autoscale_pb2.GetRecommendationsResponse:
+    def ask(channel: grpc.aio.Channel) -> Awaitable[autoscale_pb2.GetRecommendationsResponse]:
+        stub: autoscale_pb2_grpc.AutoscaleServiceAsyncStub = autoscale_pb2_grpc.AutoscaleServiceStub(channel)
+        return stub.GetRecommendations(autoscale_pb2.GetRecommendationsRequest(), timeout=_ASK_TIMEOUT_S)
+
+    return await _call(admin, dial, ask)
+
+
+async def _drain(endpoint: str, dial: Dial) -> worker_pb2.DrainResponse:
+    def drain(channel: grpc.aio.Channel) -> Awaitable[worker_pb2.DrainResponse]:
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return stub.Drain(worker_pb2.DrainRequest(), timeout=_DRAIN_TIMEOUT_S)
+
+    return await _call(endpoint, dial, drain)
+
+
+async def _call(endpoint: str, dial: Dial, ask: Callable[[grpc.aio.Channel], Awaitable[_Answer]]) -> _Answer:
+    async with dial(endpoint) as channel:
+        try:
+            return await ask(channel)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+
+def show_recommendations(admin: str, *, dial: Dial, explain: bool, as_json: bool) -> None:
+    """Print what the router at `admin` recommends."""
+    answer = asyncio.run(_recommendations(admin, dial))
+    if as_json:
+        print(json.dumps(as_dict(answer), indent=2))
+    else:
+        _print(answer, explain=explain)
+
+
+def drain_least(admin: str, tier: str, *, dial: Dial, confirmed: bool) -> None:
+    """Drain the worker of the tier whose loss costs least, after a question unless `confirmed`."""
+    loss, remaining = least_loss(asyncio.run(_recommendations(admin, dial)), tier)
+    print(
+        f"{loss.instance} at {loss.endpoint}: {loss.requests} requests, {loss.sessions} sessions, "
+        f"{loss.unique_blocks} blocks cached nowhere else; {loss.lost_tokens} tokens would be computed again"
+    )
+    if not confirmed and not typer.confirm(f"Drain {loss.instance}? {remaining} of its tier remain."):
+        return
+    held = sum(value for _, value in asyncio.run(_drain(loss.endpoint, dial)).ledger.ListFields())
+    print(f"{loss.instance} is drained" + ("" if not held else f" and still holds {held}: it goes on"))
+
+
+def _print(answer: autoscale_pb2.GetRecommendationsResponse, *, explain: bool) -> None:
+    names, figures = ["tier"], ["replicas", "wanted"]
+    if explain:
+        figures += ["value", "target"]
+    table = figures_table(names, figures)
+    if explain:
+        table.add_column("reason", no_wrap=True, vertical="bottom")
+    for row in answer.tiers:
+        cells = [role_name(row.role), str(row.replicas), str(row.wanted_replicas)]
+        if explain:
+            cells += [f"{row.value:.3g}", f"{row.target:.3g}", f"{row.signal}: {row.reason}"]
+        table.add_row(*cells)
+    print_table(table)
+    if explain and answer.prefill_per_decode:
+        print(f"the traffic wants {answer.prefill_per_decode:.2g} prefill workers for each decode worker")
