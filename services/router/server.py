@@ -226,7 +226,7 @@ class RouterServer:
 
     def _add_autoscale(self, sessions: Sessions) -> None:
         options = self._options
-        signals = FleetSignals(
+        signals = self._signals = FleetSignals(
             self.fleet,
             self.peers,
             own=options.instance,

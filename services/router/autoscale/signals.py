@@ -56,8 +56,8 @@ class FleetSignals:
             for link in self._fleet.links_of(role):
                 if link.draining:
                     continue
-                name = (role, link.worker.instance)
-                found.append(self._holdings_of(link, sessions=counts[name], session_blocks=blocks[name]))
+                at = (role, link.worker.instance)
+                found.append(self._holdings_of(link, sessions=counts[at], session_blocks=blocks[at]))
                 await asyncio.sleep(0)  # to count unique blocks takes some milliseconds
         admins = {self._own: self._own_admin, **self._peers.endpoints()}
         reports = {self._own: self._load(), **self._peers.reports()}

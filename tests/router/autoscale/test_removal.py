@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ def test_the_order_puts_the_least_loss_of_each_tier_first(workers: list[WorkerHo
         assert before.role != after.role or before.lost_tokens <= after.lost_tokens
 
 
-def one(instance: str, **fields: int) -> WorkerHoldings:
+def one(instance: str, **fields: Any) -> WorkerHoldings:
     return WorkerHoldings(Role.PREFILL, instance, **fields)
 
 
