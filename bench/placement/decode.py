@@ -33,6 +33,7 @@ class DecodeNode:
         self.assigned_tokens = 0  # prompts and room for answers, from the time of routing on
         self.assigned = 0
         self.context = 0.0  # of the batch
+        self.idle_ms = 0.0  # when the last sequence so far ended
         self._ends: list[tuple[float, int, Run]] = []  # by the step count at which a sequence is done
         self._steps = 0.0
         self._at_ms = 0.0
@@ -96,6 +97,7 @@ class DecodeNode:
             self.context -= run.request.prompt_tokens + run.request.output_tokens - 1
             self.release(run)
             run.done_ms = self._sim.now_ms
+        self.idle_ms = self._sim.now_ms
         if not self._ends:
             self.context = 0.0
         self._admit()

@@ -192,6 +192,7 @@ async def test_hanging_drafter_costs_its_patience_once() -> None:
         assert stats.draft_waits_missed >= 90
         missed = node.core.counters.snapshot()["slipstream_draft_waits_missed_total"]
         assert missed >= stats.draft_waits_missed
+        assert speculation.drafts_due >= speculation.drafts_missed >= stats.draft_waits_missed
         # It hangs still; the sequence is done nevertheless.
         assert not head.release.is_set()
         head.release.set()

@@ -84,7 +84,7 @@ def _prefill(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     reports, routers = _reports(fleet, Role.PREFILL), _reports(fleet, Role.ROUTER)
     rates = [report.prefill_tokens_per_s for report in reports if report.prefill_tokens_per_s > 0]
     tokens_per_s = _mean(rates) or ASSUMED_PREFILL_TOKENS_PER_S
-    tokens = sum(report.prefill_tokens_in_flight for report in reports) / len(reports)
+    tokens = sum(map(_queued_tokens, reports)) / len(reports)
     tokens += sum(report.prefill_tokens_in_flight for report in routers) / _replicas(fleet, Role.PREFILL)
     return [
         Signal("queued_s", tokens / tokens_per_s, aims.queued_s, " s", "of prompts queued a worker"),
@@ -148,6 +148,12 @@ _SIGNALS: dict[Role, Callable[[Sequence[WorkerLoad], Aims], list[Signal]]] = {
     Role.KVSTORE: _kvstore,
     Role.DRAFTER: _drafter,
 }
+
+
+def _queued_tokens(report: worker_pb2.LoadReport) -> float:
+    """Those that wait behind another prompt: one prompt alone is not computed sooner by more workers."""
+    requests = report.requests_running + report.requests_waiting
+    return report.prefill_tokens_in_flight * max(requests - 1, 0) / max(requests, 1)
 
 
 def _busy(reports: Reports, aims: Aims) -> Signal:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.cluster.worker_record import Role
@@ -27,6 +27,7 @@ def wanted(fleet: list[WorkerLoad], role: Role) -> int:
 # ---- of any fleet
 
 
+@settings(max_examples=50)
 @given(fleets(), st.data())
 def test_more_load_never_recommends_fewer(fleet: list[WorkerLoad], data: st.DataObject) -> None:
     loaded = data.draw(more_load(fleet))
@@ -78,7 +79,14 @@ def test_an_idle_fleet_wants_the_least(role: Role) -> None:
 OVERLOADS: dict[str, tuple[Role, list[WorkerLoad]]] = {
     "queued_s": (
         Role.PREFILL,
-        [worker(Role.PREFILL, prefill_tokens_in_flight=30_000, prefill_tokens_per_s=1e4)],
+        [
+            worker(
+                Role.PREFILL,
+                requests_running=2,
+                prefill_tokens_in_flight=60_000,
+                prefill_tokens_per_s=1e4,
+            )
+        ],
     ),
     "kv_share": (Role.DECODE, [worker(Role.DECODE, requests_running=2, blocks_held=100)]),
     "batch_share": (Role.DECODE, [worker(Role.DECODE, requests_running=64, requests_waiting=1)]),
@@ -115,7 +123,9 @@ def test_a_busy_tier_grows_before_anything_waits(role: Role) -> None:
 
 
 def test_prompts_that_wait_at_routers_count_as_queued() -> None:
-    fleet = tier(Role.PREFILL, 2, prefill_tokens_per_s=1e4, prefill_tokens_in_flight=10_000)
+    fleet = tier(
+        Role.PREFILL, 2, prefill_tokens_per_s=1e4, prefill_tokens_in_flight=20_000, requests_running=2
+    )
     assert wanted(fleet, Role.PREFILL) == 1
     waiting = [*fleet, *tier(Role.ROUTER, 2, prefill_tokens_in_flight=40_000)]
     found = recommend(waiting, Role.PREFILL, POLICY)
@@ -124,6 +134,8 @@ def test_prompts_that_wait_at_routers_count_as_queued() -> None:
 
 
 def test_what_more_processes_would_not_mend_asks_for_none() -> None:
+    prompt = worker(Role.PREFILL, requests_running=1, prefill_tokens_in_flight=10**6)
+    assert wanted([prompt], Role.PREFILL) == 1
     alone = [worker(Role.DECODE, requests_running=1, decode_step_ms=500.0)]
     assert wanted(alone, Role.DECODE) == 1
     late = tier(Role.DECODE, 1, drafts_due_per_s=100, drafts_missed_per_s=90)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from bench.autoscale.hpa import PERIOD_S, HpaController
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.placements import InMemoryPlacements
 from libs.common.cluster.worker_record import Role
@@ -25,7 +26,6 @@ from slipstream.rpc.dial import dial
 from slipstream.v1 import worker_pb2
 from tests.router.conftest import HELLO, WAIT_S, eventually
 from tests.router.support.fake_workers import FakeWorker
-from tests.support.hpa import PERIOD_S, HpaController
 
 TOKENS_PER_S = 10_000.0
 POLICY = AutoscalePolicy(limits={role: TierLimits(0, 8) for role in Role})
@@ -109,7 +109,9 @@ async def test_hpa_follows_a_load_that_rises_and_falls(card: ModelCard) -> None:
             done_s = min(offered_s, n * PERIOD_S)
             backlog_s = offered_s - done_s
             tokens = int(backlog_s * TOKENS_PER_S / n)
-            tier.report(prefill_tokens_in_flight=tokens, busy_share=done_s / (n * PERIOD_S))
+            tier.report(
+                requests_running=8, prefill_tokens_in_flight=tokens, busy_share=done_s / (n * PERIOD_S)
+            )
             await tier.wait_seen(router)
             wanted = hpa.step(period * PERIOD_S, replicas=n, total=await total(scaler))
             sizes.append(wanted)
@@ -130,7 +132,7 @@ async def test_every_router_gives_the_same_answer(card: ModelCard) -> None:
         running_router(card, discovery, "router-0") as first,
         running_router(card, discovery, "router-1") as second,
     ):
-        tier.report(prefill_tokens_in_flight=10_000)
+        tier.report(requests_running=2, prefill_tokens_in_flight=20_000)
         for router in (first, second):
             await tier.wait_seen(router)
         # What waits at one router only.
@@ -219,7 +221,7 @@ async def test_a_metric_of_another_tier_is_refused(card: ModelCard) -> None:
 @pytest.mark.parametrize("is_public", [False, True])
 async def test_the_flag_opens_exactly_the_scalers_methods(card: ModelCard, is_public: bool) -> None:
     secret = ClusterSecret(b"s" * 32)
-    options = {"secret": secret, "scaler_is_public": is_public}
+    options: dict[str, Any] = {"secret": secret, "scaler_is_public": is_public}
     async with running_router(card, InMemoryDiscovery(), **options) as router:
         statuses: dict[str, grpc.StatusCode] = {}
         async with dial(router.admin.endpoint) as channel:
@@ -230,7 +232,8 @@ async def test_the_flag_opens_exactly_the_scalers_methods(card: ModelCard, is_pu
                 "slipstream.v1.WorkerService/GetStatus",
                 "slipstream.v1.WorkerService/Drain",
             ):
-                call = channel.unary_unary(f"/{method}")(of("router").SerializeToString(), timeout=WAIT_S)
+                begin: Any = channel.unary_unary(f"/{method}")
+                call = begin(of("router").SerializeToString(), timeout=WAIT_S)
                 statuses[method.rpartition("/")[2]] = await call.code()
     opened = {"IsActive", "GetMetricSpec"} if is_public else set()
     assert statuses == {

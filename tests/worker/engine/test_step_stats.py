@@ -18,6 +18,7 @@ def test_prefill_and_decode_are_counted_separately() -> None:
     stats.record([StepOutput("p", (5,), 200)], 18.0)
     stats.record([StepOutput("p", (6, 7), 202, proposed_drafts=3, accepted_drafts=1)], 10.0)
     values = counters.snapshot()
+    assert stats.busy_ms == 78.0
     assert values["slipstream_prefill_tokens_total"] == 136
     assert values["slipstream_decode_steps_total"] == 2
     assert values["slipstream_draft_tokens_proposed_total"] == 3

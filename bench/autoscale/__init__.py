@@ -1,0 +1,1 @@
+"""The size of each tier over a day of traffic, at a virtual clock."""

@@ -1,0 +1,125 @@
+"""`slipstream autoscale` before a router's answer and a worker that can be drained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli.app import app
+from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
+from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
+
+PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+
+
+class AdminPort(autoscale_pb2_grpc.AutoscaleServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
+    """A router and the workers that it names, on one port in a thread."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self.drains = 0
+        self.started = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self.stop = asyncio.Event()
+
+    def run(self) -> None:
+        self.loop.run_until_complete(self._serve())
+
+    async def _serve(self) -> None:
+        server = grpc.aio.server()
+        autoscale_pb2_grpc.add_AutoscaleServiceServicer_to_server(self, server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        self.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self.started.set()
+        await self.stop.wait()
+        await server.stop(None)
+
+    async def GetRecommendations(self, request: Any, context: Any) -> Any:
+        tier = autoscale_pb2.TierRecommendation(
+            role=PREFILL, replicas=2, wanted_replicas=3, min_replicas=1, max_replicas=8,
+            signal="queued_s", value=2.5, target=2.0, reason="2.5 s of prompts queued a worker, aim 2 s",
+        )  # fmt: skip
+        losses = [
+            autoscale_pb2.RemovalLoss(
+                role=role, instance=name, endpoint=self.endpoint, lost_tokens=tokens, deletion_cost=rank
+            )
+            for role, name, tokens, rank in (
+                (PREFILL, "prefill-1", 64, 1),
+                (PREFILL, "prefill-0", 640, 2),
+                (DECODE, "decode-0", 0, 1),
+            )
+        ]
+        last = autoscale_pb2.TierRecommendation(role=DECODE, replicas=1, wanted_replicas=1, min_replicas=1)
+        return autoscale_pb2.GetRecommendationsResponse(
+            tiers=[tier, last], losses=losses, prefill_per_decode=1.5
+        )
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        self.drains += 1
+        return worker_pb2.DrainResponse(ledger=worker_pb2.Ledger())
+
+
+@pytest.fixture
+def admin() -> Iterator[AdminPort]:
+    port = AdminPort()  # type: ignore[abstract]
+    thread = threading.Thread(target=port.run)
+    thread.start()
+    assert port.started.wait(60)
+    yield port
+    port.loop.call_soon_threadsafe(port.stop.set)
+    thread.join(60)
+
+
+def invoke(admin: AdminPort, *arguments: str, answer: str = "") -> Any:
+    return CliRunner().invoke(app, ["autoscale", "--endpoint", admin.endpoint, *arguments], input=answer)
+
+
+def test_the_table_has_each_tier_and_explains_it(admin: AdminPort) -> None:
+    plain = invoke(admin).output
+    assert "prefill" in plain
+    assert "queued" not in plain
+    lines = invoke(admin, "--explain").output.splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("prefill")]
+    assert row[:6] == ["prefill", "2", "3", "2.5", "2", "queued_s:"]
+    assert "1.5 prefill workers for each decode worker" in lines[-1]
+
+
+def test_json_has_the_figures_and_the_losses(admin: AdminPort) -> None:
+    said = json.loads(invoke(admin, "--json").output)
+    assert [(tier["role"], tier["wanted_replicas"]) for tier in said["tiers"]] == [
+        ("prefill", 3),
+        ("decode", 1),
+    ]
+    assert [(loss["instance"], loss["lost_tokens"], loss["deletion_cost"]) for loss in said["losses"]] == [
+        ("prefill-1", 64, 1),
+        ("prefill-0", 640, 2),
+        ("decode-0", 0, 1),
+    ]
+    assert said["prefill_per_decode"] == 1.5
+
+
+def test_drain_one_drains_the_least_loss_and_asks_before(admin: AdminPort) -> None:
+    refused = invoke(admin, "--drain-one", "prefill", answer="n\n")
+    assert "prefill-1" in refused.output
+    assert admin.drains == 0
+    drained = invoke(admin, "--drain-one", "prefill", "--yes")
+    assert "prefill-1 is drained" in drained.output
+    assert admin.drains == 1
+
+
+@pytest.mark.parametrize(
+    ("tier", "error"),
+    [("decode", FailedPrecondition), ("drafter", NotFound), ("prefil", InvalidArgument)],
+)
+def test_drain_one_leaves_the_least_number(admin: AdminPort, tier: str, error: type[Exception]) -> None:
+    answer = invoke(admin, "--drain-one", tier, "--yes")
+    assert isinstance(answer.exception, error)
+    assert admin.drains == 0

@@ -1,0 +1,52 @@
+"""AutoscaleService of a running router: reasons, and what the removal of each worker would lose."""
+
+from __future__ import annotations
+
+from libs.common.cluster.discovery import InMemoryDiscovery
+from libs.common.cluster.placement_record import Placement, SessionId
+from libs.common.cluster.worker_record import Role
+from services.router.request.model_card import ModelCard
+from slipstream.enum_names import role_name
+from slipstream.rpc.dial import dial
+from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
+from tests.router.autoscale.test_scaler import ReportedTier, running_router
+from tests.router.conftest import WAIT_S
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+async def test_the_answer_explains_each_tier_and_ranks_the_workers(card: ModelCard) -> None:
+    discovery = InMemoryDiscovery()
+    tier = ReportedTier(discovery)
+    await tier.resize(3)
+    async with running_router(card, discovery) as router:
+        tier.report(busy_share=0.9)
+        await tier.wait_seen(router)
+        keys = [link.key for link in router.fleet.links_of(Role.PREFILL)]
+        # prefill-0 has unique KV, prefill-1 a session, prefill-2 only what prefill-0 has too.
+        router.fleet.index.view(keys[0]).stored(1, [key(number) for number in range(10)])
+        router.fleet.index.view(keys[2]).stored(1, [key(number) for number in range(4)])
+        router.runs.context.sessions._placements.put(
+            SessionId("anna", "s1"), Placement(prefill="prefill-1", block_count=32, tail_hash=key(0))
+        )
+        async with dial(router.admin.endpoint) as channel:
+            stub: autoscale_pb2_grpc.AutoscaleServiceAsyncStub = autoscale_pb2_grpc.AutoscaleServiceStub(
+                channel
+            )
+            answer = await stub.GetRecommendations(autoscale_pb2.GetRecommendationsRequest(), timeout=WAIT_S)
+    tiers = {role_name(row.role): row for row in answer.tiers}
+    assert (tiers["prefill"].replicas, tiers["prefill"].wanted_replicas) == (3, 4)
+    assert tiers["prefill"].signal == "busy_share"
+    assert "aim 0.75" in tiers["prefill"].reason
+    assert tiers["router"].replicas == 1
+    prefills = [row for row in answer.losses if role_name(row.role) == "prefill"]
+    assert [(row.instance, row.unique_blocks, row.sessions, row.deletion_cost) for row in prefills] == [
+        ("prefill-2", 0, 0, 1),
+        ("prefill-1", 0, 1, 2),
+        ("prefill-0", 6, 0, 3),
+    ]
+    assert prefills[0].endpoint == tier.workers[2].host.endpoint
+    for worker in tier.workers:
+        await worker.stop()
