@@ -29,7 +29,8 @@ from bench.placement.trace import AgentShape, TraceRequest, agent_sessions, read
 from libs.common.cluster.worker_record import Role
 
 REQUESTS = 40_000
-_AGENTS = AgentShape(sessions_per_s=0.25, duration_ms=3_600_000.0)
+# Tools that return files, and answers that reason.
+_AGENTS = AgentShape(duration_ms=3_600_000.0, turn_blocks=(0, 40), output_tokens=(400, 4000))
 
 
 def simulate(trace: Sequence[TraceRequest], rule: Rule, n_requests: int, sizes: dict[Role, int]) -> Any:

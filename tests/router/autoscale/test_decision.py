@@ -13,7 +13,7 @@ from libs.common.cluster.worker_record import Role
 from services.router.autoscale.decision import is_active, prefill_per_decode, recommend, recommend_all
 from services.router.autoscale.types import Aims, AutoscalePolicy, TierLimits, WorkerLoad
 from slipstream.v1 import worker_pb2
-from tests.router.autoscale.loads import fleets, more_load, tier, worker
+from tests.router.autoscale.loads import FLEETS, SEEDS, more_load, tier, worker
 
 MIB = 1 << 20
 POLICY = AutoscalePolicy(limits={role: TierLimits(1, 10_000) for role in Role})
@@ -27,15 +27,15 @@ def wanted(fleet: list[WorkerLoad], role: Role) -> int:
 # ---- of any fleet
 
 
-@settings(max_examples=50)
-@given(fleets(), st.data())
-def test_more_load_never_recommends_fewer(fleet: list[WorkerLoad], data: st.DataObject) -> None:
-    loaded = data.draw(more_load(fleet))
+@settings(max_examples=200)
+@given(FLEETS, SEEDS)
+def test_more_load_never_recommends_fewer(fleet: list[WorkerLoad], seed: int) -> None:
+    loaded = more_load(fleet, seed)
     for role in Role:
         assert wanted(loaded, role) >= wanted(fleet, role), role
 
 
-@given(fleets(), st.integers(0, 5), st.integers(5, 9))
+@given(FLEETS, st.integers(0, 5), st.integers(5, 9))
 def test_recommendations_satisfy_hpas_formula_within_the_limits(
     fleet: list[WorkerLoad], least: int, most: int
 ) -> None:
@@ -45,19 +45,19 @@ def test_recommendations_satisfy_hpas_formula_within_the_limits(
         assert found.wanted == min(max(by_formula, least, int(found.active)), most)
 
 
-@given(fleets())
+@given(FLEETS)
 def test_kvstores_are_never_fewer(fleet: list[WorkerLoad]) -> None:
     found = recommend(fleet, Role.KVSTORE, POLICY)
     assert found.wanted >= found.replicas
 
 
-@given(fleets(), st.sampled_from(list(Role)))
+@given(FLEETS, st.sampled_from(list(Role)))
 def test_draining_workers_count_for_nothing(fleet: list[WorkerLoad], role: Role) -> None:
     there = [each for each in fleet if each.report is None or not each.report.draining]
     assert recommend(fleet, role, POLICY) == recommend(there, role, POLICY)
 
 
-@given(fleets(), st.randoms())
+@given(FLEETS, st.randoms())
 def test_the_order_of_the_reports_does_not_matter(fleet: list[WorkerLoad], random: Any) -> None:
     other = list(fleet)
     random.shuffle(other)
