@@ -30,7 +30,7 @@ from libs.common.cluster.worker_record import Role
 
 REQUESTS = 40_000
 # Tools that return files, and answers that reason.
-_AGENTS = AgentShape(duration_ms=3_600_000.0, turn_blocks=(0, 40), output_tokens=(400, 4000))
+_AGENTS = AgentShape(duration_ms=3_600_000.0, turns=(3, 10), turn_blocks=(0, 24), output_tokens=(400, 2000))
 
 
 def simulate(trace: Sequence[TraceRequest], rule: Rule, n_requests: int, sizes: dict[Role, int]) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.metric_table import METRIC_NAMES, METRICS
 from libs.common.transport.open import open_transport
-from services.kvstore.core.metrics import tier_metrics
+from services.kvstore.core.metrics import evicted_and_wanted, tier_metrics
 from services.kvstore.core.node import Node
 from services.kvstore.core.puts import Puts
 from services.kvstore.disk.set import DiskSet
@@ -89,3 +90,18 @@ async def test_a_node_with_all_tiers_reports_every_gauge_and_kv_stat_shows_it() 
     finally:
         await node.close()
         await transport.close()
+
+
+def test_blocks_evicted_and_wanted_are_those_of_the_last_tier() -> None:
+    dram = SimpleNamespace(table=SimpleNamespace(rewanted=(7, 0.0), n_blocks=4, n_bytes=400))
+    disk = SimpleNamespace(
+        metrics=lambda: {
+            "slipstream_kvstore_blocks_nvme": 2,
+            "slipstream_kvstore_bytes_nvme": 60,
+            "slipstream_kvstore_evicted_wanted_nvme_total": 3,
+        }
+    )
+    memory_only: Any = SimpleNamespace(dram=dram, disk=None, pool=None)
+    with_disk: Any = SimpleNamespace(dram=dram, disk=disk, pool=None)
+    assert evicted_and_wanted(memory_only) == (7, 100.0)
+    assert evicted_and_wanted(with_disk) == (3, 30.0)
