@@ -36,7 +36,6 @@ GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
 # A worker's streams of load reports: one for each router and operator.
 LOAD_WATCHERS = 256
 # Streams of KEDA's scaler at one router: one for each tier and replica of KEDA's operator is usual.
-SCALER_STREAMS = 64
 
 # Admission, by class: interactive, default, bulk. The queue is limited in number and in time.
 MAX_RUNNING_REQUESTS = 256
@@ -145,7 +144,6 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "closed",
     ),
     ("Streams of load reports of one process", f"{LOAD_WATCHERS}", "RESOURCE_EXHAUSTED"),
-    ("Streams of KEDA's scaler of one router", f"{SCALER_STREAMS}", "RESOURCE_EXHAUSTED"),
     (
         "Messages that arrive at a router together: of all tenants / of one",
         f"{MAX_RECEIVED_TOGETHER} / {MAX_TENANT_RECEIVED_TOGETHER}",

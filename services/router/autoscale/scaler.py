@@ -13,8 +13,6 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.worker_record import Role
-from libs.common.rpc.call_room import CallRoom
-from libs.common.service_bounds import SCALER_STREAMS
 from services.router.autoscale.decision import is_active, recommend
 from services.router.autoscale.signals import FleetSignals
 from services.router.autoscale.types import AutoscalePolicy
@@ -44,7 +42,6 @@ class KedaScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
     def __init__(self, signals: FleetSignals, policy: AutoscalePolicy) -> None:
         self._signals = signals
         self._policy = policy
-        self._streams = CallRoom(SCALER_STREAMS)
 
     async def IsActive(self, request: keda.ScaledObjectRef, context: _Context) -> keda.IsActiveResponse:
         return keda.IsActiveResponse(result=is_active(self._signals.loads(), _tier_of(request)))
@@ -54,13 +51,12 @@ class KedaScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
     ) -> AsyncIterator[keda.IsActiveResponse]:
         role = _tier_of(request)
         before: bool | None = None
-        with self._streams:
-            while True:
-                active = is_active(self._signals.loads(), role)
-                if active is not before:
-                    before = active
-                    yield keda.IsActiveResponse(result=active)
-                await asyncio.sleep(_CHECK_S)
+        while True:
+            active = is_active(self._signals.loads(), role)
+            if active is not before:
+                before = active
+                yield keda.IsActiveResponse(result=active)
+            await asyncio.sleep(_CHECK_S)
 
     async def GetMetricSpec(
         self, request: keda.ScaledObjectRef, context: _Context
