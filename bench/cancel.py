@@ -177,7 +177,7 @@ class Cancels:
     async def _queued(self, way: str, times: Times) -> None:
         def waiting(each: Mapping[str, Status]) -> bool:
             """The request waits at a worker for pages, or at the router for capacity."""
-            in_router = each["router-0"].counters.get("slipstream_admission_waiting", 0)
+            in_router = each["router-0"].counters.get("slipstream_requests_waiting", 0)
             return bool(in_router or any(status.load.requests_waiting for status in each.values()))
 
         async with self._running(self._words()) as first:

@@ -131,7 +131,9 @@ class Healing:
     async def _carried(self, link: str) -> int:
         """Bytes carried so far by a KV link, or blocks stored by workers; 0 for other links."""
         if link == KVSTORE_WRITES:
-            return int((await self._mesh.status("kvstore-0")).counters["slipstream_kvstore_commits_total"])
+            return int(
+                (await self._mesh.status("kvstore-0")).counters["slipstream_kvstore_commit_seconds_count"]
+            )
         return self._mesh.kv_links[link].carried_bytes if link in self._mesh.kv_links else 0
 
     async def _one(self, link: str) -> tuple[FaultRun, list[str]]:

@@ -207,11 +207,12 @@ def refusal_quantiles(before: str, after: str) -> dict[str, float]:
 
 
 def _buckets(text: str) -> list[tuple[float, float]]:
-    rows = [line for line in text.splitlines() if line.startswith("slipstream_refusal_ms_bucket")]
+    rows = [line for line in text.splitlines() if line.startswith("slipstream_refusal_seconds_bucket")]
     found: Counter[float] = Counter()
     for row in rows:
         labels, _, count = row.rpartition(" ")
-        found[float(labels.split(',le="')[1].split('"')[0])] += float(count)  # type: ignore[assignment]
+        end_ms = round(float(labels.split('le="')[1].split('"')[0]) * 1e3, 6)
+        found[end_ms] += float(count)  # type: ignore[assignment]
     return sorted(found.items())
 
 

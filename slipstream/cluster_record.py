@@ -35,7 +35,7 @@ class ProcessRecord:
     exit_code: int | None = None
     has_worker_service: bool = True  # etcd and the masters of the pool have none
     admin: str | None = None  # of a router: where its WorkerService is
-    admin_http: str | None = None  # of a router: metrics and health
+    admin_http: str | None = None  # metrics and health
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def instances(config: ClusterConfig) -> Iterator[tuple[Role, str]]:
 
 def ports_needed(config: ClusterConfig) -> int:
     """How many free ports `plan_services` takes at most."""
-    return sum(config.counts().values()) + 3 * config.routers
+    return 2 * sum(config.counts().values()) + 2 * config.routers
 
 
 def plan_services(
@@ -123,14 +123,15 @@ def plan_services(
     for role, instance in instances(config):
         first_router = instance == f"{Role.ROUTER}-0"
         listen = config.grpc if first_router and config.grpc else f"127.0.0.1:{next(free)}"
-        http = admin = admin_http = None
+        http = admin = None
+        admin_http = f"127.0.0.1:{next(free)}"
         if role is Role.ROUTER:
             http = config.http if first_router and config.http else f"127.0.0.1:{next(free)}"
-            admin, admin_http = f"127.0.0.1:{next(free)}", f"127.0.0.1:{next(free)}"
+            admin = f"127.0.0.1:{next(free)}"
         command = [sys.executable, "-m", config.modules[role], "--instance", instance, "--listen", listen]
-        command += ["--etcd", etcd]
-        if admin is not None and admin_http is not None:
-            command += ["--admin", admin, "--admin-http", admin_http]
+        command += ["--etcd", etcd, "--admin-http", admin_http]
+        if admin is not None:
+            command += ["--admin", admin]
         command += _arguments(config, role, instance, http)
         plans.append(
             ProcessPlan(

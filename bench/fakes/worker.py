@@ -328,7 +328,7 @@ class PacedApp(WorkerApp):
     def ledger(self) -> worker_pb2.Ledger:
         return worker_pb2.Ledger(sequences=self._held)
 
-    def counters(self) -> Mapping[str, float]:
+    def measure(self) -> Mapping[str, float]:
         return {}
 
     def undrain(self) -> None:

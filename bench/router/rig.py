@@ -56,9 +56,11 @@ class RouterUnderTest:
             session.get(f"http://{self._admin_http}/metrics") as answer,
         ):
             text = await answer.text()
-        names = {"mean": "slipstream_event_loop_delay_ms", "max": "slipstream_event_loop_delay_max_ms"}
-        found = {what: re.search(rf"^{name}{{.*}} (.*)$", text, re.MULTILINE) for what, name in names.items()}
-        return {what: float(match[1]) for what, match in found.items() if match}
+        names = {"mean": "event_loop_delay_seconds", "max": "event_loop_delay_max_seconds"}
+        found = {
+            what: re.search(rf"^slipstream_{name} (.*)$", text, re.MULTILINE) for what, name in names.items()
+        }
+        return {what: float(match[1]) * 1e3 for what, match in found.items() if match}
 
 
 def cpu_seconds(pid: int) -> float:

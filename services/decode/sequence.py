@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -110,7 +111,9 @@ class DecodeSequence(SequenceTask):
     async def _live(self) -> None:
         try:
             async with until(self.plan.deadline_s):
+                arrived_s = time.perf_counter()
                 reservation = await self._core.pages.reserve(self.plan.spec)
+                self._core.counters.observe("slipstream_pages_wait_seconds", time.perf_counter() - arrived_s)
                 self._pages = reservation.pages
                 if self.plan.ticket is None:
                     await self._start_from_prompt(reservation)
@@ -171,6 +174,11 @@ class DecodeSequence(SequenceTask):
         await core.peers.addresses.check_session(ticket.transport_session)
         pull = self._open_pull(ticket, first_block=reservation.cached_tokens // core.info.block_tokens)
         complete = await pull.run()
+        core.counters.observe(
+            "slipstream_handoff_transfer_seconds",
+            self._pulled.elapsed_ms / 1e3,
+            trace_id=tracing.trace_id(),
+        )
         if complete.finish_reason:
             self._send_end(complete.finish_reason)
             return False

@@ -43,7 +43,9 @@ class DrafterApp(WorkerApp):
         head = await self._batcher.start()
         self.record_fingerprint = head_fingerprint(head.digest)
         self.capacity = {"feature_width": head.feature_width}
-        self._service = DrafterService(self._batcher, feature_width=head.feature_width)
+        self._service = DrafterService(
+            self._batcher, feature_width=head.feature_width, counters=self.counters
+        )
 
     def _broke(self) -> None:
         """Stop this process; the supervisor starts another one."""
@@ -62,9 +64,10 @@ class DrafterApp(WorkerApp):
         assert self._service is not None
         return self._service.ledger()
 
-    def counters(self) -> Mapping[str, float]:
-        assert self._service is not None
-        return self._service.counters.snapshot()
+    def measure(self) -> Mapping[str, float]:
+        if self._service is None:
+            return {}
+        return {"slipstream_requests_running": self._batcher.sequences}
 
     async def drain(self) -> None:
         if self._service is not None:

@@ -37,8 +37,9 @@ class DraftStream(ServerStream[None, Sequence[Proposal]]):
     `number` keeps its sequences apart from those of other streams, whatever their ids are.
     """
 
-    def __init__(self, number: int, batcher: Batcher, *, feature_width: int) -> None:
+    def __init__(self, number: int, batcher: Batcher, counters: Counters, *, feature_width: int) -> None:
         super().__init__()
+        self._counters = counters
         self.seq_ids: set[str] = set()
         self._prefix = f"{number}/"
         self._batcher = batcher
@@ -69,6 +70,9 @@ class DraftStream(ServerStream[None, Sequence[Proposal]]):
                     base_tokens=proposal.base_tokens,
                     tokens=pack_tokens(proposal.tokens),
                 )
+        n_tokens = sum(len(proposal.tokens) for proposals in answers for proposal in proposals)
+        self._counters.add("slipstream_drafts_total", len(response.proposals))
+        self._counters.add("slipstream_draft_tokens_total", n_tokens)
         return response
 
     def end(self) -> None:
@@ -108,15 +112,15 @@ class DraftStream(ServerStream[None, Sequence[Proposal]]):
 class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     """One stream for each decode worker, all of them on one batcher."""
 
-    def __init__(self, batcher: Batcher, *, feature_width: int) -> None:
+    def __init__(self, batcher: Batcher, *, feature_width: int, counters: Counters | None = None) -> None:
         self._batcher = batcher
+        counters = counters or Counters()
         self._busy = RecentRate()
         numbers = itertools.count()
         self._decode_streams = MultiplexedServer(
-            lambda: DraftStream(next(numbers), batcher, feature_width=feature_width)
+            lambda: DraftStream(next(numbers), batcher, counters, feature_width=feature_width)
         )
         self._draining = False
-        self.counters = Counters()
 
     async def drain(self) -> None:
         """Refuse new streams and end those that run: decode workers go on without drafts."""

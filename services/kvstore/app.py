@@ -1,6 +1,7 @@
 """One kvstore process from start to end.
 
-Start: bind the port, register the arena, scan the disks, join discovery, report ready.
+Start: bind the ports, serve health and metrics over HTTP, register the arena, scan the disks, join
+discovery, report ready.
 End: leave discovery, refuse new pins and reservations, give open ones `drain_s`, write the queue to
 disk, close the transport.
 """
@@ -10,20 +11,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from libs.common.cluster.address_book import AddressBook, open_address_book, session_digest
 from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.http.admin_port import open_admin_port
+from libs.common.http.admin_server import serve_admin
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
-from libs.common.rpc.endpoints import host_of
+from libs.common.rpc.endpoints import endpoint_beside, host_of
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
+from libs.common.runtime.readiness import ProcessHealth
+from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import log_loop_errors
+from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from services.kvstore.core.events import publish_changes
+from services.kvstore.core.metrics import occupancy
 from services.kvstore.core.node import Node, now_ms
 from services.kvstore.disk.config import check_disks
 from services.kvstore.disk.opening import run_in_daemon_thread, wait_with_progress
@@ -55,19 +63,31 @@ async def serve(options: Options) -> None:
         access=options.access,
         names=options.server_names,
     )
+    port = open_admin_port(
+        options.admin_http, secret=options.secret, advertised=host.endpoint, names=options.server_names
+    )
+    health, counters = ProcessHealth(), Counters()
+    servicers: _Servicers | None = None
+
+    def measure(_: Counters) -> dict[str, float]:
+        return {**host.figures(), **(servicers.measure() if servicers else {})}
+
+    metrics = ProcessMetrics(Role.KVSTORE, counters, measure)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
+        await stack.enter_async_context(serve_admin(port, metrics=metrics, read_health=health.read))
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
         transport = open_transport(options.transport, host_of(host.endpoint), bind=options.kv_bind)
         stack.push_async_callback(transport.close)
         discovery = await open_discovery(options.etcd, stack, ttl_s=options.etcd_lease_s)
         addresses = await open_address_book(discovery, stack)
-        node = await _open_node(options, transport, term=lambda: discovery.term)
+        node = await _open_node(options, transport, counters, term=lambda: discovery.term)
         stack.push_async_callback(node.close)
         identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
         record = _record(options, host.endpoint, identity, node, session_digest(transport.session_id))
-        member = FleetMember(host, discovery, record)
-        servicers = _Servicers(node, transport, identity, member, addresses, host)
+        record = replace(record, admin_http=endpoint_beside(port.endpoint, host.endpoint))
+        member = FleetMember(host, discovery, record, health)
+        servicers = _Servicers(node, transport, identity, member, addresses, metrics)
         servicers.add_to(host)
         node.start(servicers.worker)
         heap.freeze_heap()
@@ -90,13 +110,15 @@ class _Servicers:
         identity: WorkerIdentity,
         member: FleetMember,
         addresses: AddressBook,
-        host: ServiceHost,
+        metrics: ProcessMetrics,
     ) -> None:
+        self._node = node
+        self._counters = metrics.counters
         self.worker = WorkerService(
             identity,
             load=node.load,
             ledger=node.ledger,
-            counters=lambda: {**node.totals(), **self.kvstore.metrics(), **host.figures()},
+            counters=metrics.snapshot,
             on_drain=member.leave,
             on_undrain=member.join,
         )
@@ -107,9 +129,15 @@ class _Servicers:
             check_accepting=self.worker.refuse_when_draining,
             changed=self.worker.load_changed,
             addresses=addresses,
+            counters=metrics.counters,
         )
         self.events = KvEventServicer(BlockEventLog(identity.incarnation))
         publish_changes(node.store, self.events)
+
+    def measure(self) -> dict[str, float]:
+        """Gauges by metric name; sets those with labels."""
+        self._counters.replace("slipstream_kv_occupancy_ratio", occupancy(self._node.store))
+        return {**self._node.measure(), **self.kvstore.measure()}
 
     def add_to(self, host: ServiceHost) -> None:
         """Register the servicers, so that the host answers their calls."""
@@ -140,7 +168,9 @@ async def _check_disks(options: Options) -> None:
         log.warning("%s", warning)
 
 
-async def _open_node(options: Options, transport: KvTransport, *, term: Callable[[], int | None]) -> Node:
+async def _open_node(
+    options: Options, transport: KvTransport, counters: Counters, *, term: Callable[[], int | None]
+) -> Node:
     dram = DramTier(options.dram_bytes, tenant_share=options.tenant_share, checksum=options.checksum)
     if (used := dram.memory.n_bytes) != options.dram_bytes:
         slab_bytes = dram.table.slab_bytes
@@ -170,4 +200,5 @@ async def _open_node(options: Options, transport: KvTransport, *, term: Callable
         scrub_bytes_per_s=options.scrub_bytes_per_s,
         admission=DiskAdmission(budget),
         pool=PoolTier(dram, options.pool) if options.pool is not None else None,
+        counters=counters,
     )

@@ -57,13 +57,14 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         check_accepting: Callable[[], None],
         changed: Callable[[], None],
         addresses: AddressBook | None = None,
+        counters: Counters | None = None,
     ) -> None:
         """`addresses`: from which transport sessions it pulls."""
         self._store = store
         self._puts = puts
         self._transport = transport
         self._operations = Operations(store)
-        self._counters = Counters()
+        self._counters = counters or Counters()
         self._names = PinNames()
         self.pin_streams = PinServer(self, self._end_pin)
         self._check_accepting = check_accepting
@@ -114,7 +115,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             self._changed()
         if pin.lease is None or not wanted:
             return kvstore_pb2.PinResponse()
-        self._count_pin(pin.blocks, elapsed_ms=(time.perf_counter() - started) * 1e3)
+        self._count_pin(pin.blocks, elapsed_s=time.perf_counter() - started)
         self._release_if_cancelled(pin.lease.lease_id)
         return kvstore_pb2.PinResponse(
             lease_id=pin.lease.lease_id,
@@ -185,8 +186,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
                 request.reservation_id, request.transport_session, sources, timeout_s=timeout_s
             )
         finally:
-            self._counters.add("slipstream_kvstore_commits_total")
-            self._counters.add("slipstream_kvstore_commit_ms_total", (time.perf_counter() - started) * 1e3)
+            self._counters.observe("slipstream_kvstore_commit_seconds", time.perf_counter() - started)
             self._changed()
         tracing.annotate(blocks=len(committed), refused_blocks=len(refused))
         # Computed here: the call's deadline uses the wall clock, which may have jumped meanwhile.
@@ -230,25 +230,21 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             dropped=dropped.copies, blocks=dropped.blocks, pool_kept=dropped.pool_kept
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Counters of the calls, by metric name."""
-        return {
-            **self._counters.snapshot(),
-            "slipstream_kvstore_corrupt_blocks_dram_total": self._operations.corrupt_blocks_dram,
-        }
+    def measure(self) -> dict[str, float]:
+        """What verifications found, by metric name."""
+        return {"slipstream_kvstore_corrupt_blocks_dram_total": self._operations.corrupt_blocks_dram}
 
     def _end_pin(self, name_or_lease: str) -> None:
         self._store.release_pin(self._names.end(name_or_lease))
         self._changed()
 
-    def _count_pin(self, blocks: Sequence[PinnedBlock], *, elapsed_ms: float) -> None:
+    def _count_pin(self, blocks: Sequence[PinnedBlock], *, elapsed_s: float) -> None:
         slowest = "dram"
         for tier, name in _TIER_NAMES.items():
             n_bytes = sum(pinned.block.n_bytes for pinned in blocks if pinned.tier == tier)
             self._counters.add(f"slipstream_kvstore_hit_bytes_{name}_total", n_bytes)
             slowest = name if n_bytes else slowest
-        self._counters.add(f"slipstream_kvstore_pins_{slowest}_total")
-        self._counters.add(f"slipstream_kvstore_pin_ms_{slowest}_total", elapsed_ms)
+        self._counters.observe("slipstream_kvstore_pin_seconds", elapsed_s, (slowest,))
 
     def _release_if_cancelled(self, lease_id: str) -> None:
         """Release the pin if its call is cancelled while the answer is sent: the caller has no lease id."""

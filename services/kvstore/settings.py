@@ -16,6 +16,7 @@ from libs.common.runtime.settings import parse_endpoints, setting
 from libs.common.transport.open import TransportChoice
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 from slipstream.errors import InvalidArgument
+from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
 
 MIN_DRAM_BYTES = 1 << 20
@@ -41,6 +42,8 @@ class Options:
     tls: TlsFiles | None = None
     access: AccessControl | None = None  # None: everyone may call
     server_names: Sequence[str] = ()
+    secret: ClusterSecret | None = None
+    admin_http: str = "127.0.0.1:0"
     region: str = ""
     advertise: str = ""  # what others dial; "" = what `listen` came to
     kv_bind: str = ""  # HOST:PORT of the KV transport; "" = any free port of the address that others dial
@@ -116,6 +119,8 @@ def options_of(parsed: NodeSettings) -> Options:
         checksum=KvChecksum.of_cluster(parsed.cluster_secret()),
         access=access_of(parsed),
         server_names=parse_endpoints(parsed.server_names),
+        secret=parsed.cluster_secret(),
+        admin_http=parsed.admin_http,
     )
 
 

@@ -112,6 +112,7 @@ class PrefillJob(SequenceTask):
         reservation = await self._reserve()
         self._pages = reservation.pages
         started = time.perf_counter()
+        core.counters.observe("slipstream_pages_wait_seconds", started - self._arrived)
         n_blocks = -(-spec.context_tokens // core.info.block_tokens)
         self._note_cached(
             [common_pb2.CACHE_TIER_WORKER] * (reservation.cached_tokens // core.info.block_tokens)
@@ -128,6 +129,8 @@ class PrefillJob(SequenceTask):
         last = await self._follow()
         # The client's first token does not wait for the export of the last blocks.
         self._send_first_token(last, queue_ms=(started - self._arrived) * 1e3, started=started)
+        trace_id = tracing.trace_id()
+        core.counters.observe("slipstream_prefill_seconds", time.perf_counter() - started, trace_id=trace_id)
         self._advance(n_blocks)
         if last.finish is None and self._exporting is not None:
             await self._exporting

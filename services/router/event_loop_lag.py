@@ -67,9 +67,8 @@ class EventLoopLag:
     def gauges(self) -> dict[str, float]:
         """For the table of metrics."""
         return {
-            "slipstream_event_loop_delay_ms": round(self.window.mean_ms, 3),
-            "slipstream_event_loop_delay_max_ms": round(self.window.max_ms, 3),
-            "slipstream_event_loop_tasks": len(asyncio.all_tasks()),
+            "slipstream_event_loop_delay_seconds": round(self.window.mean_ms / 1e3, 6),
+            "slipstream_event_loop_delay_max_seconds": round(self.window.max_ms / 1e3, 6),
         }
 
     def _fire(self) -> None:

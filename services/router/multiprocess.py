@@ -16,8 +16,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from libs.common.http.listening import listen_tcp
 from libs.common.runtime.signals import stop_on_signals
-from services.router.ports import listen_tcp
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ async def run_processes(
 ) -> int:
     """Run `count` routers with these arguments until SIGTERM or SIGINT; one that ends is started again.
 
-    The addresses are host:port; port 0 = any free one, the same for all. Returns the exit status.
+    The addresses are host:port; port 0 = any free one. All processes share them but `admin_http`, which is
+    the first one's: metrics are a process's own, and the others take any free port. Returns the exit status.
     """
     addresses = {"--listen": listen, "--http": http, "--admin": admin, "--admin-http": admin_http}
     # Bound, never listened on: they keep the ports for the children, also while one restarts.
@@ -65,8 +66,10 @@ async def run_processes(
     try:
         async with asyncio.TaskGroup() as group:
             for name in names:
-                command = [*common, "--instance", name]
-                group.create_task(_keep(command, stopping, children, grace_s=grace_s))
+                own = ["--instance", name]
+                if name != instance:
+                    own += ["--admin-http", f"{admin_http.rpartition(':')[0]}:0"]
+                group.create_task(_keep([*common, *own], stopping, children, grace_s=grace_s))
     finally:
         for holder in holders.values():
             holder.close()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from libs.common import service_bounds
@@ -15,20 +15,21 @@ from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.http.guard import HttpGuard
+from libs.common.http.listening import endpoint_of
 from libs.common.rpc.access import Metadata, current_caller
 from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import Context
 from libs.common.rpc.single_request import read_request
-from libs.common.runtime import heap
 from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
-from services.router.api.admin_server import AdminServer
+from services.router.api.admin_server import make_admin_server
 from services.router.api.api_keys import ApiKeys
 from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
-from services.router.api.http.guard import HttpGuard
 from services.router.api.http_server import HttpServer
-from services.router.api.metrics import Metrics
+from services.router.api.metrics import begin_series, measure_fleet
 from services.router.api.readiness import readiness_of
 from services.router.autoscale import scaler as autoscale_scaler
 from services.router.autoscale import service as autoscale_service
@@ -40,7 +41,7 @@ from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.sessions import Sessions
-from services.router.ports import endpoint_of, open_ports
+from services.router.ports import open_ports
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt_salts import PromptSalts
 from services.router.request.token_cache import TokenCache
@@ -142,7 +143,8 @@ class RouterServer:
             silence_s=options.silence_s,
         )
         sessions = Sessions(placements)
-        memory = TokenCache()
+        self._placements = placements
+        self._memory = TokenCache()
         self.runs = RequestManager(
             RouterContext(
                 fleet=self.fleet,
@@ -154,17 +156,21 @@ class RouterServer:
                 wall_clock_s=time.time,
                 failover=FailoverState(clock=clock, exit_reports=deaths),
                 recovery_wait_s=options.recovery_wait_s,
-                token_cache=memory,
+                token_cache=self._memory,
                 salts=options.salts,
             ),
             max_requests=options.max_requests,
             allow_pinning=options.allow_pinning,
         )
+        self.metrics = ProcessMetrics(Role.ROUTER, self.counters, self._measure)
+        self.metrics.model = card.name
+        begin_series(self.counters)
+        access_log = replace(options.access_log, counters=self.counters)
         self._worker_service = WorkerService(
             self._identity,
             load=self._load,
             ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
-            counters=self.counters.snapshot,
+            counters=self.metrics.snapshot,
             on_drain=self._drain,
             on_undrain=self._undrain,
         )
@@ -174,7 +180,7 @@ class RouterServer:
             sessions=sessions,
             card=card,
             tenants=options.tenants,
-            access_log=options.access_log,
+            access_log=access_log,
             write_stall_s=options.write_stall_s,
         )
         self._grpc.add_to(self.host.server)
@@ -188,33 +194,21 @@ class RouterServer:
             guard=HttpGuard.of(
                 options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
             ),
-            access_log=options.access_log,
+            access_log=access_log,
             received=self._received,
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
-        metrics = Metrics(
-            self.counters,
-            self.fleet,
-            instance=options.instance,
-            clock=clock,
-            gauges=lambda: {
-                **self.loop_delay.gauges(),
-                **self.runs.gate.gauges(),
-                **self.fleet.index.gauges(),
-                **memory.gauges(),
-                **placements.figures(),
-                **heap.figures(),
-                "slipstream_grpc_malformed_total": float(
-                    self.host.malformed.count + self.admin.malformed.count
-                ),
-            },
-        )
         http_tls = options.tls if options.http_tls else None
-        guard = HttpGuard.of(options.admin_http, allowed_hosts=options.allowed_hosts, cors_origins=())
-        self._admin_listener = AdminServer(
-            self.runs, fleet=self.fleet, metrics=metrics, access=self.ports.admin_http_access, guard=guard
-        ).listener(self.ports.admin_http, tls=http_tls, keepalive_s=options.idle_connection_s)
+        self._admin_http = make_admin_server(
+            self.ports.admin_http,
+            self.runs,
+            fleet=self.fleet,
+            metrics=self.metrics,
+            allowed_hosts=options.allowed_hosts,
+            tls=http_tls,
+            keepalive_s=options.idle_connection_s,
+        )
         # What bounds idle connections bounds a request header that never ends, too.
         self._http_listener = self._http.listener(
             self.ports.http,
@@ -249,7 +243,7 @@ class RouterServer:
     @property
     def admin_http_endpoint(self) -> str:
         """The same of the HTTP server of metrics and health."""
-        return endpoint_of(self.ports.admin_http)
+        return self.ports.admin_http.endpoint
 
     async def start(self) -> None:
         """Serve; ready as soon as requests can run."""
@@ -267,7 +261,7 @@ class RouterServer:
             [WORKER_SERVICE_NAME, autoscale_service.SERVICE_NAME, autoscale_scaler.SERVICE_NAME]
         )
         await self._http_listener.start()
-        await self._admin_listener.start()
+        await self._admin_http.start()
         self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
         self._discovery.announce(self._record)
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
@@ -284,7 +278,7 @@ class RouterServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http_listener.stop()
-        await self._admin_listener.stop()
+        await self._admin_http.stop()
         self.loop_delay.close()
         await asyncio.gather(self.host.stop(grace_s=1.0), self.admin.stop(grace_s=1.0))
         await self.peers.close()
@@ -343,6 +337,17 @@ class RouterServer:
         serves = readiness_of(self.runs, self.fleet).serves
         await self.host.set_ready(serves)
         await self.admin.set_ready(serves)
+
+    def _measure(self, counters: Counters) -> Mapping[str, float]:
+        measure_fleet(counters, self.fleet)
+        return {
+            **self.loop_delay.gauges(),
+            **self.runs.gate.gauges(),
+            **self.fleet.index.gauges(),
+            **self._memory.gauges(),
+            **self._placements.figures(),
+            "slipstream_grpc_malformed_total": self.host.malformed.count + self.admin.malformed.count,
+        }
 
     def _load(self) -> worker_pb2.LoadReport:
         admission = self.runs.gate.controller

@@ -82,11 +82,6 @@ class RouterSettings(ServiceSettings):
         default="127.0.0.1:0",
         check=check_address,
     )
-    admin_http: str = setting(
-        "address of the HTTP server of metrics and health; port 0 = any free one",
-        default="127.0.0.1:0",
-        check=check_address,
-    )
     tls_client_ca: Path | None = setting(
         "PEM of the CA of clients, whose certificates open the public gRPC port and nothing else",
         default=None,

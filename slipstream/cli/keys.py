@@ -1,4 +1,4 @@
-"""`slipstream keys`: make, list and revoke the API keys of a router's file."""
+"""`slipstream keys`: make, list and revoke the API keys of a router's file; print the scrape token."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ def new(
         raise InvalidArgument("--expires", "must be in the future")
     key = add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s)
     print(key)
+
+
+@keys_app.command("scrape-token")
+def show_scrape_token(
+    secret_file: Annotated[
+        Path,
+        typer.Option(
+            "--cluster-secret-file",
+            envvar="SLIPSTREAM_CLUSTER_SECRET_FILE",
+            help="File with the cluster's secret.",
+        ),
+    ],
+) -> None:
+    """Print the token with which Prometheus reads the metrics of every process, and nothing else."""
+    from slipstream.rpc.cluster_secret import ClusterSecret
+    from slipstream.rpc.scrape_token import scrape_token
+
+    try:
+        print(scrape_token(ClusterSecret.from_file(secret_file)))
+    except ValueError as error:
+        raise FailedPrecondition(str(error)) from None
 
 
 @keys_app.command("list")

@@ -148,8 +148,10 @@ def _node(answer: NodeReply[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
         return float(counters.get(f"slipstream_kvstore_{name}", 0.0))
 
     def tier(name: str) -> dict[str, float]:
-        pins = figure(f"pins_{name}_total")
+        pins = figure(f'pin_seconds_count{{tier="{name}"}}')
+        pins_s = figure(f'pin_seconds_sum{{tier="{name}"}}')
         rewanted = figure(f"{_REWANTED[name]}_total")
+        gaps_s = figure(f"{_REWANTED[name]}_gap_seconds_total")
         quarantined = _quarantined(counters) if name == "dram" else figure(f"quarantined_bytes_{name}")
         return {
             "blocks": figure(f"blocks_{name}"),
@@ -157,9 +159,9 @@ def _node(answer: NodeReply[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
             "hits": figure(f"hits_{name}_total"),
             "hit_bytes": figure(f"hit_bytes_{name}_total"),
             "pins": pins,
-            "mean_pin_ms": figure(f"pin_ms_{name}_total") / pins if pins else 0.0,
+            "mean_pin_ms": pins_s * 1e3 / pins if pins else 0.0,
             "rewanted_blocks": rewanted,
-            "mean_rewanted_gap_ms": figure(f"{_REWANTED[name]}_gap_ms_total") / rewanted if rewanted else 0.0,
+            "mean_rewanted_gap_ms": gaps_s * 1e3 / rewanted if rewanted else 0.0,
             "corrupt_blocks": figure(f"{_CORRUPT[name]}_total"),
             "quarantined_bytes": quarantined,
             "unreachable_blocks": figure(f"unreachable_blocks_{name}"),

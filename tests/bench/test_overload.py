@@ -6,23 +6,23 @@ import pytest
 
 from bench.overload_load import check_http_refusal, refusal_quantiles
 from libs.common.telemetry.counters import Counters
-from libs.common.telemetry.exposition import render_prometheus
+from libs.common.telemetry.exposition import render_metrics
 
 
 def metrics(counters: Counters) -> str:
-    return render_prometheus([({"role": "router", "instance": "router-0"}, counters.snapshot())])
+    return render_metrics(counters)[0].decode()
 
 
 def test_quantiles_are_of_what_came_between_two_readings() -> None:
     counters = Counters()
     for _ in range(100):
-        counters.observe("slipstream_refusal_ms", 900.0)
+        counters.observe("slipstream_refusal_seconds", 0.9)
     before = metrics(counters)
     assert refusal_quantiles(before, before) == {"count": 0}
     for _ in range(98):
-        counters.observe("slipstream_refusal_ms", 0.6)
+        counters.observe("slipstream_refusal_seconds", 0.0006)
     for _ in range(2):
-        counters.observe("slipstream_refusal_ms", 8.0)
+        counters.observe("slipstream_refusal_seconds", 0.008)
     found = refusal_quantiles(before, metrics(counters))
     assert found["count"] == 100
     assert 0.5 < found["p50"] <= 0.7

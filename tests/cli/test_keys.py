@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from slipstream.api_key_file import KeyScope, key_hash, read_keys
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument, NotFound
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.scrape_token import scrape_token
 
 
 def run(*arguments: str, file: Path) -> str:
@@ -34,6 +36,13 @@ def test_the_life_of_a_key(tmp_path: Path) -> None:
     assert key not in table and laptop.sha256.hex() not in table
     assert run("revoke", "laptop", file=file) == "revoked laptop\n"
     assert [record.name for record in read_keys(file)] == ["root"]
+
+
+def test_the_scrape_token_is_that_of_the_cluster_secret(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.secret"
+    secret = ClusterSecret.keep_in(file)
+    shown = CliRunner().invoke(app, ["keys", "scrape-token", "--cluster-secret-file", str(file)])
+    assert (shown.exit_code, shown.stdout) == (0, scrape_token(secret) + "\n")
 
 
 def test_refusals_name_the_flag(tmp_path: Path) -> None:

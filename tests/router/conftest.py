@@ -18,13 +18,11 @@ from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePo
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.server import RouterOptions, RouterServer
-from services.router.workers.connection import WorkerConnection
 from slipstream.async_client import AsyncClient
 from slipstream.requests import chat_request
 from slipstream.v1 import router_pb2
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel, hashed_answer
-from tests.support.defaults import set_default
 
 MAX_CONTEXT_TOKENS = 2048
 WAIT_S = 100.0
@@ -49,7 +47,6 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
         "execution.attempt._LAST_DELTA_TIMEOUT_S",
     ):
         monkeypatch.setattr(f"services.router.{name}", WAIT_S)
-    set_default(monkeypatch, WorkerConnection.status, "timeout_s", WAIT_S)
 
 
 def lose_patience(router: RouterServer, *, limit_s: float = 0.5) -> None:

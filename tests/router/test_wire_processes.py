@@ -21,19 +21,23 @@ def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def _instances(http: str) -> set[str]:
-    """Return the names of the answering processes, over several connections."""
-    seen: set[str] = set()
-    for _ in range(40):
-        try:
-            async with aiohttp.ClientSession() as session, session.get(f"http://{http}/metrics") as answer:
-                text = await answer.text()
-        except aiohttp.ClientError:
-            continue
-        seen |= {part.split('"')[0] for part in text.split('instance="')[1:]}
-        if len(seen) == 2:
-            break
-    return seen
+async def _started_s(admin_http: str) -> str:
+    """Return when the process at this admin port started, by its own metrics."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://{admin_http}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    (line,) = [line for line in lines if line.startswith("process_start_time_seconds ")]
+    return line
+
+
+def _last_word(line: bytes) -> str:
+    return line.decode().split()[-1]
+
+
+async def _connects(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    return True
 
 
 async def test_two_processes_share_the_ports_and_a_killed_one_is_restarted(model_dir: Path) -> None:
@@ -45,21 +49,26 @@ async def test_two_processes_share_the_ports_and_a_killed_one_is_restarted(model
     )
     try:
         assert process.stderr is not None
-        https: list[str] = []
         async with asyncio.timeout(200):
-            while len(https) < 2:
+            publics: set[str] = set()
+            admins: list[str] = []
+            while len(admins) < 2:
                 line = await process.stderr.readline()
                 assert line, "the router ended"
+                if b"gRPC on " in line:
+                    publics.add(line.decode().partition("gRPC on ")[2])
                 if b"HTTP at " in line:
-                    https.append(line.decode().rsplit(" ", 1)[1].strip())
-            assert https[0] == https[1]
-            assert await _instances(https[0]) == {"router-0", "router-0.1"}
+                    admins.append(_last_word(line))
+            assert len(publics) == 1
+            assert await _connects(publics.pop().split()[-1])
+            # Each process has its own metrics, and so its own port for them.
+            assert len({await _started_s(admin) for admin in admins}) == 2
             victim = _children(process.pid)[0]
             os.kill(victim, signal.SIGKILL)
             while b"HTTP at " not in (line := await process.stderr.readline()):
                 assert line, "the router ended"
             assert len(_children(process.pid)) == 2
-            assert await _instances(https[0]) == {"router-0", "router-0.1"}
+            assert await _started_s(_last_word(line))
             children = _children(process.pid)
             process.send_signal(signal.SIGTERM)
             await process.communicate()

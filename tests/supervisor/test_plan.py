@@ -41,13 +41,17 @@ def test_default_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         "router-0",
     ]
     addresses = [p.endpoint for p in plans.values()] + [p.http for p in plans.values() if p.http]
-    assert len(set(addresses)) == 8
+    addresses += [p.admin_http for p in plans.values() if p.admin_http] + [
+        p.admin for p in plans.values() if p.admin
+    ]
+    assert len(set(addresses)) == len(addresses) == 8 + 7 + 1
     assert {p.env["OMP_NUM_THREADS"] for p in plans.values()} == {"4"}
     assert {instance for instance, p in plans.items() if p.wave == 1} == {"router-0"}
     for instance, process in plans.items():
         assert process.command[1:3] == ("-m", f"services.{process.role}")
         assert flag(process, "--instance") == instance
         assert flag(process, "--listen") == process.endpoint
+        assert flag(process, "--admin-http") == process.admin_http
         assert flag(process, "--http") == process.http
         assert (flag(process, "--model") is None) == (process.role == Role.KVSTORE)
     assert flag(plans["kvstore-0"], "--data-dir") == "/run/data/kvstore-0"

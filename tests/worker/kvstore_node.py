@@ -27,7 +27,7 @@ class KvstoreNode:
 
     @property
     def blocks(self) -> int:
-        return int(self.node.totals()["slipstream_kvstore_blocks_dram"])
+        return int(self.node.measure()["slipstream_kvstore_blocks_dram"])
 
     async def wait_idle(self) -> None:
         await eventually(lambda: held(self.node.ledger()) == 0, f"an empty ledger, {self.node.ledger()!r}")

@@ -9,6 +9,7 @@ from libs.common.cluster.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery,
 from libs.common.cluster.worker_record import Worker
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.serve import ServiceHost
+from libs.common.runtime.readiness import DRAINING, READY, ProcessHealth
 from slipstream.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,14 @@ async def open_discovery(
 class FleetMember:
     """One process with its server and its record."""
 
-    def __init__(self, host: ServiceHost, discovery: Discovery, record: Worker) -> None:
+    def __init__(
+        self, host: ServiceHost, discovery: Discovery, record: Worker, health: ProcessHealth
+    ) -> None:
+        """`health`: what the health pages show; it follows the membership."""
         self._host = host
         self._discovery = discovery
         self._record = record
+        self._health = health
 
     async def join(self) -> None:
         """Announce the process, then set it ready. While etcd is unavailable it serves unannounced."""
@@ -48,9 +53,11 @@ class FleetMember:
         except DeadlineExceeded:
             log.warning("etcd is unavailable; %s will be announced when it is back", self._record.instance)
         await self._host.set_ready(True)
+        self._health.state = READY
         log.info("%s is ready at %s", self._record.instance, self._host.endpoint)
 
     async def leave(self) -> None:
         """Set the process not ready and withdraw it, so that others stop using it at once."""
+        self._health.state = DRAINING
         await self._host.set_ready(False)
         await self._discovery.withdraw(self._record)

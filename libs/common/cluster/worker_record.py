@@ -36,8 +36,8 @@ class Worker:
     `incarnation` identifies one run of the process (see worker_service.py). `fingerprint` is the digest of
     the model's fingerprint, b"" without a model. `capacity` has its unit in the name, e.g. {"kv_blocks":
     512}. KV is not transferred between `region`s. `session_digest` names the transport session
-    (address_book.py). `admin` and `admin_http` are a router's admin ports; WorkerService of others is at
-    `endpoint`.
+    (address_book.py). `admin_http` is the port of metrics and health, `admin` a router's gRPC port of
+    operators; WorkerService of others is at `endpoint`.
     """
 
     role: Role

@@ -22,7 +22,6 @@ from typing import Any
 import grpc
 
 from libs.common.rpc.access import current_caller
-from libs.common.runtime import heap
 from libs.common.service_bounds import LOAD_WATCHERS
 from slipstream.enum_names import role_value, transport_value
 from slipstream.errors import Draining, FailedPrecondition, Overloaded
@@ -162,11 +161,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             uptime_ms=int((time.monotonic() - self._started_at) * 1000),
             rss_bytes=resident_bytes(),
             draining=self.draining,
-            counters={
-                **self._counters(),
-                **heap.figures(),
-                "slipstream_event_loop_tasks": len(asyncio.all_tasks()),
-            },
+            counters=self._counters(),
         )
 
     async def WatchLoad(

@@ -157,13 +157,13 @@ def access_of(settings: ServiceSettings) -> AccessControl:
     return AccessControl(secret=settings.cluster_secret(), has_peer_certificates=settings.tls() is not None)
 
 
-def check_address(listen: str, *, is_open: bool, flag: str = "--listen") -> None:
+def check_address(listen: str, *, is_open: bool, flag: str = "--listen", needed: str = _FLAGS) -> None:
     """Warn of an open port on a loopback address. Raises InvalidArgument for one elsewhere."""
     if not is_open:
         return
     if not is_loopback(listen.rpartition(":")[0].strip("[]")):
         raise errors.InvalidArgument(
-            flag, f"{listen} is not a loopback address, and anyone could call: it needs {_FLAGS}"
+            flag, f"{listen} is not a loopback address, and anyone could call: it needs {needed}"
         )
     _warn_open()
 

@@ -61,7 +61,7 @@ RPC_CLASSES: Mapping[str, Mapping[str, CallerClass]] = {
     REFLECTION_SERVICE: {"ServerReflectionInfo": OPERATOR},
 }
 
-# By method and path, of the router's public HTTP port and of its admin port.
+# By method and path, of the router's public HTTP port.
 HTTP_CLASSES: Mapping[str, CallerClass] = {
     "POST /v1/chat/completions": TENANT,
     "POST /v1/completions": TENANT,
@@ -70,12 +70,17 @@ HTTP_CLASSES: Mapping[str, CallerClass] = {
     "GET /healthz/live": PUBLIC,
     "GET /healthz/ready": PUBLIC,
 }
-HTTP_ADMIN_CLASSES: Mapping[str, CallerClass] = {
-    "GET /healthz": OPERATOR,
+SCRAPE_ROUTE = "GET /metrics"
+# Of the admin port of every service, and what a router's has beside.
+HTTP_SERVICE_CLASSES: Mapping[str, CallerClass] = {
     "GET /healthz/live": PUBLIC,
     "GET /healthz/ready": PUBLIC,
-    "GET /metrics": OPERATOR,
+    SCRAPE_ROUTE: OPERATOR,  # or the scrape token
 }
+HTTP_ROUTER_CLASSES: Mapping[str, CallerClass] = {
+    "GET /healthz": OPERATOR,
+}
+HTTP_ADMIN_CLASSES: Mapping[str, CallerClass] = {**HTTP_SERVICE_CLASSES, **HTTP_ROUTER_CLASSES}
 
 # As gRPC names methods: "/service/method".
 METHOD_CLASSES: Mapping[str, CallerClass] = {
@@ -95,6 +100,11 @@ def markdown_tables() -> str:
         ]
         lines.append(f"| `{service.rpartition('.')[2]}` | " + " | ".join(cells) + " |")
     lines += ["", "| HTTP | route | class |", "| --- | --- | --- |"]
-    for port, routes in (("public", HTTP_CLASSES), ("admin", HTTP_ADMIN_CLASSES)):
+    ports = {
+        "router, public": HTTP_CLASSES,
+        "every service, admin": HTTP_SERVICE_CLASSES,
+        "router, admin": HTTP_ROUTER_CLASSES,
+    }
+    for port, routes in ports.items():
         lines += [f"| {port} | `{route}` | {kind} |" for route, kind in routes.items()]
     return "\n".join(lines) + "\n"

@@ -29,6 +29,6 @@ def freeze_heap() -> None:
 def figures() -> dict[str, float]:
     """The heap's metrics by name (libs/common/telemetry/metric_table.py)."""
     return {
-        "slipstream_heap_frozen_objects": float(_frozen_objects),
-        "slipstream_full_collections_total": float(gc.get_stats()[2]["collections"]),
+        "slipstream_heap_frozen_objects": _frozen_objects,
+        "slipstream_full_collections_total": gc.get_stats()[2]["collections"],
     }

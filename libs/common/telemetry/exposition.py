@@ -1,53 +1,114 @@
-"""Metrics as text in Prometheus' format."""
+"""Metrics as text, in Prometheus' format or OpenMetrics, whichever the reader asks for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
+from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric as MetricFamily
-from prometheus_client.exposition import generate_latest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from libs.common.telemetry.metric_table import METRICS, Metric
+from libs.common.telemetry.aliases import ALIASES, MODEL_LABEL
+from libs.common.telemetry.counters import Counters, Histogram, Labels
+from libs.common.telemetry.metric import Metric
+from libs.common.telemetry.metric_table import METRICS, metrics_of
 
-Sample = tuple[Mapping[str, str], Mapping[str, float]]  # labels of one process, its values by metric name
+# CPU, memory, descriptors and start time of this process, by the names of Prometheus' client libraries.
+_PROCESS = ProcessCollector(registry=None)
 
 
-def render_prometheus(samples: Sequence[Sample]) -> str:
-    """The values of several processes in Prometheus' text format."""
-    return generate_latest(_Exposition(samples)).decode()
+def render_metrics(
+    counters: Counters, *, service: str = "", model: str = "", accept: str = ""
+) -> tuple[bytes, str]:
+    """The text for a reader whose Accept header is `accept`, and its content type.
+
+    Counters and histograms of `service` that have no value yet are 0. With a `model` the text has vLLM's
+    names too. OpenMetrics has the exemplars.
+    """
+    encode, content_type = choose_encoder(accept)
+    return encode(_Exposition(counters, service, model)), content_type
 
 
 class _Exposition(Collector):
-    """Gives prometheus_client the table's metrics with the values of `samples`."""
+    """Gives prometheus_client the table's metrics with the values of `counters`."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
+    def __init__(self, counters: Counters, service: str, model: str) -> None:
+        self._counters = counters
+        self._service = service
+        self._model = model
 
     def collect(self) -> Iterator[MetricFamily]:
-        """The metrics that have a value, in the order of the table."""
-        for metric in METRICS:
-            # prometheus_client adds the suffix of a counter itself.
-            family = MetricFamily(metric.name.removesuffix("_total"), metric.help, metric.kind)
-            for labels, values in self._samples:
-                if metric.buckets:
-                    _add_histogram(family, metric, labels, values)
-                elif metric.name in values:
-                    family.add_sample(metric.name, dict(labels), values[metric.name])
-            if family.samples:
-                yield family
+        """The metrics that have a value, in the order of the table; then their aliases, then the process."""
+        families = {metric.name: _family(metric) for metric in METRICS.values()}
+        known = self._counters.names()
+        for metric in metrics_of(self._service):
+            if metric.kind != "gauge" and not metric.labels and metric.name not in known:
+                _start_at_zero(families[metric.name], metric)
+        for name, labels, value in self._counters.values():
+            families[name].add_sample(name, _named(METRICS[name], labels), value)
+        for name, labels, histogram in self._counters.histograms():
+            _add_histogram(families[name], name, _named(METRICS[name], labels), histogram)
+        found = [family for family in families.values() if family.samples]
+        yield from found
+        if self._model:
+            yield from _aliases({family.name: family for family in found}, self._model)
+        if self._service:
+            yield from _PROCESS.collect()
 
 
-def _add_histogram(
-    family: MetricFamily, metric: Metric, labels: Mapping[str, str], values: Mapping[str, float]
-) -> None:
-    if f"{metric.name}|sum" not in values:
-        return
-    count = 0.0
-    for end in (*metric.buckets, math.inf):
-        count += values.get(f"{metric.name}|{end:g}", 0.0)
-        family.add_sample(f"{metric.name}_bucket", {**labels, "le": floatToGoString(end)}, count)  # type: ignore[no-untyped-call]
-    family.add_sample(f"{metric.name}_count", dict(labels), count)
-    family.add_sample(f"{metric.name}_sum", dict(labels), values[f"{metric.name}|sum"])
+def _family(metric: Metric) -> MetricFamily:
+    # prometheus_client adds the suffix of a counter itself.
+    return MetricFamily(metric.name.removesuffix("_total"), metric.help, metric.kind)
+
+
+def _start_at_zero(family: MetricFamily, metric: Metric) -> None:
+    if metric.buckets:
+        _add_histogram(family, metric.name, {}, Histogram.of(metric.buckets))
+    else:
+        family.add_sample(metric.name, {}, 0)
+
+
+def _add_histogram(family: MetricFamily, name: str, labels: Mapping[str, str], histogram: Histogram) -> None:
+    count = 0
+    for bucket, end in enumerate((*histogram.ends, math.inf)):
+        count += histogram.counts[bucket]
+        trace_id, value = histogram.exemplars.get(bucket, ("", 0.0))
+        family.add_sample(
+            f"{name}_bucket",
+            {**labels, "le": floatToGoString(end)},  # type: ignore[no-untyped-call]
+            count,
+            exemplar=Exemplar({"trace_id": trace_id}, value) if trace_id else None,
+        )
+    family.add_sample(f"{name}_count", dict(labels), count)
+    family.add_sample(f"{name}_sum", dict(labels), histogram.sum)
+
+
+def _named(metric: Metric, labels: Labels) -> dict[str, str]:
+    return dict(zip(metric.labels, labels, strict=True))
+
+
+def _aliases(families: Mapping[str, MetricFamily], model: str) -> Iterable[MetricFamily]:
+    """The families under vLLM's names, with the model's name as a label."""
+    for alias in ALIASES:
+        source = families.get(alias.source.removesuffix("_total"))
+        if source is None:
+            continue
+        family = MetricFamily(
+            alias.name.removesuffix("_total"), f"As {alias.source}. {source.documentation}", source.type
+        )
+        for sample in source.samples:
+            if alias.only is not None and sample.labels.get(alias.only[0]) != alias.only[1]:
+                continue
+            labels = {
+                alias.labels.get(name, name): value
+                for name, value in sample.labels.items()
+                if alias.only is None or name != alias.only[0]
+            }
+            name = family.name + sample.name.removeprefix(source.name)
+            family.add_sample(name, {**labels, MODEL_LABEL: model}, sample.value)
+        if family.samples:
+            yield family

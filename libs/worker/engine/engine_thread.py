@@ -41,10 +41,11 @@ MAX_FAILED_STEPS_IN_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The outputs of one step and its duration, without the wait for drafts."""
+    """The outputs of one step and its duration, without the wait for drafts; None without a drafter."""
 
     outputs: Sequence[StepOutput]
     step_ms: float
+    draft_wait_ms: float | None = None
 
 
 class Drafter(Protocol):
@@ -212,7 +213,9 @@ class EngineThread:
                 while not self._commands and not self._stopping:
                     self._wake.wait()
                 return not self._stopping
+        began = time.perf_counter()
         drafts = self._drafter.drafts() if self._drafter is not None else _NO_DRAFTS
+        waited_ms = (time.perf_counter() - began) * 1e3 if self._drafter is not None else None
         # Commands that arrived while the thread waited for drafts, mainly aborts, take effect in this step.
         self._run_commands(engine)
         started = time.perf_counter()
@@ -228,7 +231,7 @@ class EngineThread:
             return not self._stopping
         self._failed_steps = 0
         self._publish(engine)
-        step = Step(outputs, (time.perf_counter() - started) * 1e3)
+        step = Step(outputs, (time.perf_counter() - started) * 1e3, waited_ms)
         if self._drafter is not None:
             self._drafter.stepped(outputs)
         self._post(self._loop, self._listener.on_step, step)

@@ -39,7 +39,9 @@ class StepStats:
         """Remove a released sequence. Idempotent."""
         self._progress.pop(seq_id, None)
 
-    def record(self, outputs: Sequence[StepOutput], step_ms: float) -> None:
+    def record(
+        self, outputs: Sequence[StepOutput], step_ms: float, *, draft_wait_ms: float | None = None
+    ) -> None:
         """Add the outputs of one step to the means and counters."""
         self.busy_ms += step_ms
         prefilled = shared = decoded = proposed = accepted = 0
@@ -57,6 +59,7 @@ class StepStats:
             progress.computed_tokens = output.computed_tokens
             proposed += output.proposed_drafts
             accepted += output.accepted_drafts
+        self._counters.observe("slipstream_engine_step_seconds", step_ms / 1e3)
         if prefilled:
             self._counters.add("slipstream_prefill_tokens_total", prefilled)
             rate = prefilled / max(step_ms, 1e-3) * 1e3
@@ -64,7 +67,9 @@ class StepStats:
         if shared:
             self._counters.add("slipstream_prefill_tokens_shared_total", shared)
         if decoded:
-            self._counters.add("slipstream_decode_steps_total")
+            self._counters.observe("slipstream_decode_step_seconds", step_ms / 1e3)
+            if draft_wait_ms is not None:
+                self._counters.observe("slipstream_draft_wait_seconds", draft_wait_ms / 1e3)
             self.decode_step_ms = _mean(self.decode_step_ms, step_ms)
         if proposed:
             self._counters.add("slipstream_draft_tokens_proposed_total", proposed)

@@ -9,18 +9,20 @@ import grpc
 
 from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.fingerprint import Fingerprint
+from libs.common.telemetry.counters import Counters
 from libs.worker.process.settings import WorkerSettings
 from slipstream.v1 import worker_pb2
 
 
 class WorkerApp(ABC):
-    """Methods are called in this order. The attributes are valid after `open`."""
+    """Methods are called in this order. The attributes but `counters` are valid after `open`."""
 
     service_name = ""
 
     def __init__(self, options: WorkerSettings) -> None:
         self.options = options
         self.broken = False  # it cannot serve any more: the process must be replaced
+        self.counters = Counters()
         self.transport_kind = "none"
         self.fingerprint: Fingerprint | None = None  # None without KV
         self.record_fingerprint = b""  # for discovery
@@ -44,8 +46,8 @@ class WorkerApp(ABC):
         """What the worker holds for requests."""
 
     @abstractmethod
-    def counters(self) -> Mapping[str, float]:
-        """Figures by metric name."""
+    def measure(self) -> Mapping[str, float]:
+        """Gauges by metric name, also before `open` is done; those with labels it sets in `counters`."""
 
     @abstractmethod
     async def drain(self) -> None:

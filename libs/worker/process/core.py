@@ -45,6 +45,8 @@ from slipstream.v1 import common_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
+_TIER = "worker"  # the tier of these pages, among the tiers of KV
+
 
 class OutputHandler(Protocol):
     """The owner of a running sequence; called on the event loop, must not block."""
@@ -73,6 +75,7 @@ class WorkerCore:
         on_broken: Callable[[], None] = lambda: None,
         restore_floor_ms: float = FLOOR_MS,
         checksum: KvChecksum = UNKEYED,
+        counters: Counters | None = None,
         kv_registration: str = STAGED,
         kv_staging_bytes: int | None = None,
     ) -> None:
@@ -84,7 +87,7 @@ class WorkerCore:
         self._kv_staging_bytes = kv_staging_bytes
         self.instance = instance
         self.transport = transport
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.stats = StepStats(self.counters)
         self._busy = RecentRate()
         self.peers = Peers(dial=dial, addresses=addresses)
@@ -192,18 +195,30 @@ class WorkerCore:
             blocks_leaked=0 if owned else held.pages_held,
         )
 
-    def figures(self) -> dict[str, float]:
-        """Totals and gauges by metric name, what is quarantined included."""
-        late_pages = self.puller.quarantined_pages if self._is_open else 0
-        self.counters.set("slipstream_kv_quarantined_bytes", self.transport.quarantined_bytes)
-        self.counters.set("slipstream_kv_quarantined_pages", late_pages)
-        self.counters.set("slipstream_steps_aborted_total", self.thread.ledger.steps_aborted)
-        if self._is_open:
-            self.counters.set("slipstream_kv_staged_bytes", self.exporter.staged_bytes)
-            self.counters.set("slipstream_prompts_by_reference_total", self.prompts.hits)
-            self.counters.set("slipstream_prompt_prefixes_unknown_total", self.prompts.misses)
-            self.counters.set("slipstream_prompt_memory_bytes", self.prompts.n_bytes)
-        return self.counters.snapshot()
+    def measure(self) -> dict[str, float]:
+        """Gauges by metric name, few before `open` is done. Those with labels are set in `counters`."""
+        if not self._is_open:
+            return {
+                "slipstream_kv_quarantined_bytes": self.transport.quarantined_bytes,
+                "slipstream_kv_quarantined_pages": 0,
+            }
+        held, info = self.thread.ledger, self.info
+        pages = {"free": held.pages_free, "cached": held.pages_cached, "held": held.pages_held}
+        self.counters.replace("slipstream_kv_blocks", {(state,): n for state, n in pages.items()})
+        self.counters.set("slipstream_kv_occupancy_ratio", held.pages_held / info.n_pages, (_TIER,))
+        self.counters.set("slipstream_kv_cache_info", 1, (str(info.block_tokens), str(info.n_pages)))
+        return {
+            "slipstream_requests_running": self.pages.running,
+            "slipstream_requests_waiting": self.pages.waiting,
+            "slipstream_kv_blocks_leaked": self.ledger().blocks_leaked,
+            "slipstream_kv_quarantined_bytes": self.transport.quarantined_bytes,
+            "slipstream_kv_quarantined_pages": self.puller.quarantined_pages,
+            "slipstream_steps_aborted_total": held.steps_aborted,
+            "slipstream_kv_staged_bytes": self.exporter.staged_bytes,
+            "slipstream_prompts_by_reference_total": self.prompts.hits,
+            "slipstream_prompt_prefixes_unknown_total": self.prompts.misses,
+            "slipstream_prompt_memory_bytes": self.prompts.n_bytes,
+        }
 
     def load(self) -> worker_pb2.LoadReport:
         """Load as the router sees it."""
@@ -224,7 +239,7 @@ class WorkerCore:
     # ---- EngineListener
 
     def on_step(self, step: Step) -> None:
-        self.stats.record(step.outputs, step.step_ms)
+        self.stats.record(step.outputs, step.step_ms, draft_wait_ms=step.draft_wait_ms)
         for output in step.outputs:
             handler = self._handlers.get(output.seq_id)
             if handler is not None:

@@ -78,6 +78,7 @@ class EngineApp(WorkerApp):
             on_broken=broke,
             restore_floor_ms=options.restore_floor_ms,
             checksum=KvChecksum.of_cluster(options.cluster_secret()),
+            counters=self.counters,
             kv_registration=options.kv_registration,
             kv_staging_bytes=options.kv_staging_bytes,
         )
@@ -116,10 +117,8 @@ class EngineApp(WorkerApp):
         assert self.service is not None
         return self.service.ledger()
 
-    def counters(self) -> Mapping[str, float]:
-        assert self.core is not None
-        self.core.counters.set("slipstream_kv_blocks_leaked", self.core.ledger().blocks_leaked)
-        return self.core.figures()
+    def measure(self) -> Mapping[str, float]:
+        return self.core.measure() if self.core is not None else {}
 
     async def drain(self) -> None:
         if self.service is not None:

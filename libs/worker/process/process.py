@@ -1,6 +1,6 @@
 """One worker process from its start to its end, the same for prefill, decode and drafter.
 
-Start: bind, alive, load, register memory, warm up, announce on a lease, ready.
+Start: bind, alive, health and metrics over HTTP, load, register memory, warm up, announce on a lease, ready.
 End (SIGTERM, SIGINT): out of discovery, not ready, new work refused, what runs gets `drain_s`, exit 0.
 """
 
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 
@@ -17,12 +18,17 @@ from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.etcd.access import EtcdAccess
+from libs.common.http.admin_port import open_admin_port
+from libs.common.http.admin_server import serve_admin
 from libs.common.rpc.access import access_of
+from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
+from libs.common.runtime.readiness import ProcessHealth
 from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.logs import configure_logging, log_loop_errors
+from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.settings import WorkerSettings
@@ -66,23 +72,31 @@ async def serve_worker(
 ) -> int:
     """Serve until a signal stops it. 0 after an orderly end, 1 when the worker broke."""
     log_loop_errors()
+    names = parse_endpoints(options.server_names)
     host = ServiceHost(
         options.listen,
         advertise=options.advertise,
         tls=options.tls(),
         access=access_of(options),
-        names=parse_endpoints(options.server_names),
+        names=names,
         make_server=make_server,
     )
+    port = open_admin_port(
+        options.admin_http, secret=options.cluster_secret(), advertised=host.endpoint, names=names
+    )
+    health = ProcessHealth()
+    metrics = _metrics(role, options, app, host)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
+        await stack.enter_async_context(serve_admin(port, metrics=metrics, read_health=health.read))
         discovery = await open_discovery(EtcdAccess.of(options), stack)
         stack.push_async_callback(app.close)
         await app.open(host.endpoint, discovery, host.request_stop)
         identity = _identity(role, options.instance, app)
         record = _record(role, options, app, endpoint=host.endpoint, incarnation=identity.incarnation)
-        member = FleetMember(host, discovery, record)
+        record = replace(record, admin_http=endpoint_beside(port.endpoint, host.endpoint))
+        member = FleetMember(host, discovery, record, health)
 
         async def leave() -> None:
             await app.drain()
@@ -96,7 +110,7 @@ async def serve_worker(
             identity,
             load=app.load,
             ledger=app.ledger,
-            counters=lambda: {**app.counters(), **host.figures()},
+            counters=metrics.snapshot,
             on_drain=leave,
             on_undrain=rejoin,
         )
@@ -110,6 +124,14 @@ async def serve_worker(
         if not app.broken:
             await worker.wait_idle(timeout_s=options.drain_s)
     return 1 if app.broken else 0
+
+
+def _metrics(role: Role, options: WorkerSettings, app: WorkerApp, host: ServiceHost) -> ProcessMetrics:
+    """An engine's metrics carry vLLM's names too, with the name of the model's directory."""
+    metrics = ProcessMetrics(role, app.counters, lambda counters: {**app.measure(), **host.figures()})
+    if role is not Role.DRAFTER and options.model is not None:
+        metrics.model = options.model.resolve().name
+    return metrics
 
 
 def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:

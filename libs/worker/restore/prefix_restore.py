@@ -124,9 +124,10 @@ class PrefixRestorer:
                 budget=budget,
             )
             found = Restored([*found.tiers, *got.tiers], got.late_pages, got.late)
-        self._counters.add("slipstream_kv_restore_ms_total", budget.spent_ms)
-        self._counters.add("slipstream_kv_restore_lost_ms_total", max(0.0, budget.cost_ms))
-        self._counters.add("slipstream_kv_restore_bound_ms_total", budget.bound_ms if asked else 0.0)
+        if asked:
+            self._counters.observe("slipstream_kv_restore_seconds", budget.spent_ms / 1e3)
+            self._counters.add("slipstream_kv_restore_lost_seconds_total", max(0.0, budget.cost_ms) / 1e3)
+            self._counters.add("slipstream_kv_restore_bound_seconds_total", budget.bound_ms / 1e3)
         return found
 
     async def restore(

@@ -15,7 +15,7 @@ def tier_metrics(store: BlockStore) -> dict[str, float]:
         "slipstream_kvstore_bytes_dram": table.n_bytes,
         "slipstream_kvstore_evictions_total": table.evictions + on_disk,
         "slipstream_kvstore_evicted_wanted_total": rewanted_blocks,
-        "slipstream_kvstore_evicted_wanted_gap_ms_total": rewanted_gap_ms,
+        "slipstream_kvstore_evicted_wanted_gap_seconds_total": rewanted_gap_ms / 1e3,
         "slipstream_kvstore_policy_changes_total": table.policy_changes,
         "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
         "slipstream_kvstore_unreachable_blocks_dram": store.memory_sweep.blocks,
@@ -43,6 +43,16 @@ def evicted_and_wanted(store: BlockStore) -> tuple[float, float]:
     n_blocks = figures[f"slipstream_kvstore_blocks_{tier}"]
     mean_bytes = figures[f"slipstream_kvstore_bytes_{tier}"] / max(n_blocks, 1)
     return figures[f"slipstream_kvstore_evicted_wanted_{tier}_total"], mean_bytes
+
+
+def occupancy(store: BlockStore) -> dict[tuple[str, ...], float]:
+    """The share of each tier's bytes that blocks fill. The pool's is not known: nodes share it."""
+    used: dict[tuple[str, ...], float] = {}
+    used["dram",] = store.dram.table.n_bytes / store.dram.memory.n_bytes
+    if store.disk is not None:
+        n_bytes = store.disk.sum(lambda tier: tier.table.n_slabs * tier.table.slab_bytes)
+        used["nvme",] = store.disk.sum(lambda tier: tier.table.n_bytes) / max(n_bytes, 1)
+    return used
 
 
 def _disk_metrics(store: BlockStore) -> dict[str, float]:

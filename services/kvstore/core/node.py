@@ -37,12 +37,13 @@ class Node:
         scrub_bytes_per_s: int = 0,
         admission: DiskAdmission | None = None,
         pool: PoolTier | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._transport = transport
-        self._counters = Counters()
+        counters = counters or Counters()
         self._lacked = RecentRate()  # blocks evicted and then wanted
-        self.store = BlockStore(dram, disks, self._counters, now_ms=now_ms, admission=admission, pool=pool)
-        self.puts = Puts(self.store, transport, self._counters, now_ms=now_ms, term=term)
+        self.store = BlockStore(dram, disks, counters, now_ms=now_ms, admission=admission, pool=pool)
+        self.puts = Puts(self.store, transport, counters, now_ms=now_ms, term=term)
         self._scrubbers = [
             Scrubber(tier, bytes_per_s=scrub_bytes_per_s)
             for tier in (disks.tiers if disks is not None else ())
@@ -79,15 +80,13 @@ class Node:
             evicted_wanted_bytes_per_s=lacked_per_s * block_bytes,
         )
 
-    def totals(self) -> dict[str, float]:
-        """Counters and gauges by metric name."""
-        gauges = {
+    def measure(self) -> dict[str, float]:
+        """What the tiers hold and count, by metric name."""
+        return {
             **tier_metrics(self.store),
+            "slipstream_requests_running": self.store.pins + self.puts.reservations,
             "slipstream_kv_quarantined_bytes": self._transport.quarantined_bytes,
         }
-        for name, value in gauges.items():
-            self._counters.set(name, value)
-        return self._counters.snapshot()
 
     async def close(self) -> None:
         """Write what the disk queue holds and end the background work."""

@@ -201,7 +201,7 @@ class PoolTier:
             "slipstream_kvstore_unreachable_blocks_pool": self.watch.unreachable.blocks,
             "slipstream_kvstore_unreachable_dropped_pool_total": self.watch.unreachable.dropped_blocks,
             "slipstream_kvstore_evicted_wanted_pool_total": stats.wanted_blocks,
-            "slipstream_kvstore_evicted_wanted_pool_gap_ms_total": stats.wanted_gap_ms,
+            "slipstream_kvstore_evicted_wanted_pool_gap_seconds_total": stats.wanted_gap_ms / 1e3,
             "slipstream_kvstore_quarantined_bytes_pool": self.client.quarantined_bytes,
             "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
             "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,

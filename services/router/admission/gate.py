@@ -178,8 +178,8 @@ class AdmissionGate:
     def gauges(self) -> dict[str, float]:
         """The metrics of admission."""
         return {
-            "slipstream_admission_running": float(self.controller.running),
-            "slipstream_admission_waiting": float(self.controller.waiting),
+            "slipstream_requests_running": self.controller.running,
+            "slipstream_requests_waiting": self.controller.waiting,
         }
 
     def close(self) -> None:

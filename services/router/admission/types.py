@@ -10,8 +10,7 @@ import msgspec
 
 from libs.common import service_bounds
 
-# The refusal of the HTTP and gRPC servers. The code is 3040 of the Workers AI error table.
-BUSY_CODE = "3040"
+# The refusal of the HTTP and gRPC servers.
 BUSY_MESSAGE = "Capacity temporarily exceeded, please try again."
 
 

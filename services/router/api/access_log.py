@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import LineFormat, LoggedRequest, log_request
 from services.router.execution.event_queue import ResponseQueue
 from slipstream import errors
@@ -61,19 +62,23 @@ class AccessRecord:
 
 @dataclass(frozen=True, slots=True)
 class AccessLog:
-    """Writes the lines. `write` None writes none. `clock` returns seconds of a monotonic clock."""
+    """Writes the lines, and counts the calls. `write` None writes none. `clock` is a monotonic clock."""
 
     write: Callable[[str], None] | None = None
     lines: LineFormat = _NO_LINES
     clock: Callable[[], float] = time.monotonic
     wall_clock_s: Callable[[], float] = time.time
+    counters: Counters | None = None
 
     def call(self, api: str, call: str) -> LoggedCall:
         """A context that writes the line of one call at its end. It yields the call's record."""
         return LoggedCall(self, AccessRecord(api, call))
 
     def end(self, record: AccessRecord, *, duration_s: float) -> None:
-        """Write the line of a call."""
+        """Count a call, and write its line."""
+        if self.counters is not None:
+            labels = (record.api, record.call, record.status or errors.Internal.code)
+            self.counters.add("slipstream_api_requests_total", labels=labels)
         if self.write is None or not record.is_logged:
             return
         line = self.lines.line(

@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
+from libs.common.http.http_errors import error_object
 from libs.common.telemetry import tracing
-from services.router.api.http_errors import error_object
 from services.router.api.openai.response import ResponseWriter, sse
 from slipstream import errors
 from slipstream.v1 import router_pb2

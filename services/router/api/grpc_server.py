@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from libs.common import service_bounds
+from libs.common.http.http_errors import new_request_id
 from libs.common.rpc.access import Metadata, current_caller
 from libs.common.rpc.access_table import METHOD_CLASSES
 from libs.common.rpc.serve import metadata_of
@@ -19,7 +20,6 @@ from libs.common.telemetry import tracing
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import DEFAULT_TENANT, ApiKeys
 from services.router.api.grpc_request import parse_request
-from services.router.api.http_errors import new_request_id
 from services.router.api.write_watch import WriteWatch
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
@@ -132,8 +132,8 @@ class GrpcServer:
             try:
                 await refused
             finally:  # it is written
-                ms = (self._clock() - arrived_s) * 1e3
-                self._runs.context.counters.observe("slipstream_refusal_ms", ms)
+                elapsed_s = self._clock() - arrived_s
+                self._runs.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
         try:
             await self._answer(run, context)
         finally:

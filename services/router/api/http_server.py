@@ -12,16 +12,17 @@ from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler
 
 from libs.common import service_bounds
+from libs.common.http.admin_server import health_page
+from libs.common.http.connection import HttpConnection, HttpListener, MalformedMessages
+from libs.common.http.guard import HttpGuard
+from libs.common.http.http_errors import client_error, error_response
 from libs.common.telemetry import tracing
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.api.event_stream import Event, EventStream
-from services.router.api.http.connection import HttpConnection, HttpListener, MalformedMessages
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.frame import RECORD, RequestFrame
-from services.router.api.http.guard import HttpGuard
-from services.router.api.http_errors import UNAVAILABLE_RETRY_S, client_error, error_response
 from services.router.api.openai.request import Parser, ResponseOptions, parse_chat, parse_completion
 from services.router.api.openai.response import ResponseWriter
 from services.router.api.readiness import readiness_of
@@ -119,9 +120,7 @@ class HttpServer:
                 refusal = error_response(error)
                 await refusal.prepare(request)
                 await refusal.write_eof()
-                self._runs.context.counters.observe(
-                    "slipstream_refusal_ms", (self._clock() - arrived_s) * 1e3
-                )
+                self._runs.context.counters.observe("slipstream_refusal_seconds", self._clock() - arrived_s)
                 return refusal
             record.answer = run.sink
             try:
@@ -247,11 +246,7 @@ class HttpServer:
         return web.json_response({"status": "alive"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        readiness = readiness_of(self._runs, self._fleet)
-        page = {"status": readiness.value, "message": readiness.words}
-        if readiness.serves:
-            return web.json_response(page)
-        return web.json_response(page, status=503, headers={"Retry-After": str(UNAVAILABLE_RETRY_S)})
+        return health_page(readiness_of(self._runs, self._fleet))
 
 
 def _get(path: str, handler: Handler) -> web.RouteDef:

@@ -1,61 +1,33 @@
-"""The metrics of the cluster in one text: those of this router and of every worker that it sees."""
+"""What a router measures of its fleet when its metrics are read: from load reports, never by a call."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
-
-from libs.common.telemetry.counters import Counters, metric_of
-from libs.common.telemetry.exposition import Sample, render_prometheus
-from libs.common.telemetry.metric_table import METRIC_NAMES
-from services.router.workers.connection import WorkerConnection
+from libs.common.cluster.worker_record import Role
+from libs.common.telemetry.counters import Counters
 from services.router.workers.fleet import RouterFleet
 
-MAX_AGE_S = 2.0
+_WORKERS = (Role.PREFILL, Role.DECODE, Role.KVSTORE, Role.DRAFTER)
+# Finish reasons that a client sees. Their series exist from the start, so that a first increase is seen.
+_FINISHES = ("stop", "length", "tool_calls")
 
 
-class Metrics:
-    """Asks the workers at most every MAX_AGE_S seconds, however often a client reads the text."""
-
-    def __init__(
-        self,
-        counters: Counters,
-        fleet: RouterFleet,
-        *,
-        instance: str,
-        clock: Callable[[], float],
-        gauges: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        """`gauges` returns what this router measures of itself when the text is rendered."""
-        self._counters = counters
-        self._fleet = fleet
-        self._instance = instance
-        self._clock = clock
-        self._gauges = gauges
-        self._asking = asyncio.Lock()
-        self._asked_s = float("-inf")
-        self._workers: list[Sample] = []
-
-    async def render(self) -> str:
-        """The metrics in Prometheus' text format."""
-        async with self._asking:
-            if self._clock() - self._asked_s > MAX_AGE_S:
-                links = [link for link in self._fleet.links() if link.ready]
-                found = await asyncio.gather(*map(_ask, links))
-                self._workers = [sample for sample in found if sample is not None]
-                self._asked_s = self._clock()
-        own: dict[str, float] = {
-            **self._counters.snapshot(),
-            **self._gauges(),
-            "slipstream_workers": float(sum(link.ready for link in self._fleet.links())),
-        }
-        return render_prometheus([({"role": "router", "instance": self._instance}, own), *self._workers])
+def begin_series(counters: Counters) -> None:
+    """Begin the series of the usual finish reasons at 0."""
+    for reason in _FINISHES:
+        counters.add("slipstream_requests_finished_total", 0, (reason,))
 
 
-async def _ask(link: WorkerConnection) -> Sample | None:
-    status = await link.status()
-    if status is None:
-        return None
-    values = {name: value for name, value in status.counters.items() if metric_of(name) in METRIC_NAMES}
-    values["slipstream_kv_blocks_leaked"] = float(status.ledger.blocks_leaked)
-    return {"role": link.worker.role.value, "instance": link.worker.instance}, values
+def measure_fleet(counters: Counters, fleet: RouterFleet) -> None:
+    """Set the gauges of the fleet that this router sees."""
+    for role in _WORKERS:
+        n_ready = sum(link.ready for link in fleet.links_of(role))
+        counters.set("slipstream_workers", n_ready, (role.value,))
+    held = blocks = block_tokens = 0
+    for link in fleet.links_of(Role.DECODE):
+        report = link.report
+        if link.ready and report is not None:
+            held += report.blocks_held
+            blocks += report.blocks_held + report.blocks_free + report.blocks_cached
+            block_tokens = link.worker.capacity.get("block_tokens", block_tokens)
+    counters.set("slipstream_decode_kv_occupancy_ratio", held / blocks if blocks else 0.0)
+    counters.replace("slipstream_kv_cache_info", {(str(block_tokens), str(blocks)): 1} if blocks else {})

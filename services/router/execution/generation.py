@@ -80,6 +80,8 @@ class GenerationTask:
     _decision: PlacementDecision | None = None  # of the last attempt
     _state: RequestState | None = None  # while attempts run
     _is_closed: bool = False
+    _admitted_s: float = 0.0
+    _trace_id: str = ""
     _prompt: Prompt = field(init=False)
     _chain: HashChain = field(init=False)  # of the prompt, then of the whole context
 
@@ -107,6 +109,10 @@ class GenerationTask:
     async def run(self) -> None:
         """Run the request until `finished` is written. Raises a SlipstreamError when the request fails."""
         context = self.context
+        self._admitted_s = context.clock()
+        self._trace_id = tracing.trace_id()
+        queued_s = self._admitted_s - self.began_s
+        context.counters.observe("slipstream_request_queue_seconds", queued_s, trace_id=self._trace_id)
         await context.start_pacer.acquire()
         self._prompt = await encode_prompt(
             context, self.request, tenant=self.caller.tenant, request_id=self.request_id
@@ -161,7 +167,13 @@ class GenerationTask:
             hashes=hashes,
             session=session,
             output=self._make_output(),
-            stats=StatsRecorder(context.clock, began_s=self.began_s),
+            stats=StatsRecorder(
+                context.clock,
+                began_s=self.began_s,
+                admitted_s=self._admitted_s,
+                counters=context.counters,
+                trace_id=self._trace_id,
+            ),
             sink=self.sink,
             ticket=self.ticket,
             spawn=self.spawn,
@@ -233,7 +245,8 @@ class GenerationTask:
             completion_tokens=completion_tokens,
             reasoning_tokens=output.reasoning_tokens,
         )
-        self._count(stats, usage)
+        stats.finish(usage)
+        self.context.counters.add("slipstream_requests_finished_total", labels=(finish_name(finish),))
         if tracing.enabled():
             tracing.annotate(
                 prompt_tokens=usage.prompt_tokens,
@@ -251,10 +264,3 @@ class GenerationTask:
         if self.sink.wants_stats:
             finished.stats.CopyFrom(stats.message(completion_tokens))
         return event
-
-    def _count(self, stats: StatsRecorder, usage: router_pb2.Usage) -> None:
-        counters = self.context.counters
-        counters.add("slipstream_prompt_tokens_total", usage.prompt_tokens)
-        counters.add("slipstream_cached_tokens_total", usage.cached_tokens)
-        counters.add("slipstream_completion_tokens_total", usage.completion_tokens)
-        counters.add("slipstream_ttft_ms_total", stats.ttft_ms)

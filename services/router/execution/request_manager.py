@@ -323,9 +323,9 @@ class RequestManager:
 
     def _count(self, error: errors.SlipstreamError | None) -> None:
         counters = self.context.counters
-        if error is None:
-            counters.add("slipstream_requests_finished_total")
-        elif isinstance(error, (errors.Aborted, errors.Draining)):  # another router counts a resumed request
+        if error is None:  # the generation has counted it
+            return
+        if isinstance(error, (errors.Aborted, errors.Draining)):  # another router counts a resumed request
             counters.add("slipstream_requests_aborted_total")
         elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
             counters.add("slipstream_requests_refused_total")

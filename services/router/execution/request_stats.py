@@ -1,9 +1,10 @@
-"""Collects the statistics of one request: workers, times, cached tokens, drafts. Pure."""
+"""Collects the statistics of one request: workers, times, cached tokens, drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
 from services.router.placement.types import PlacementDecision
 from slipstream.enum_names import transport_value
@@ -16,7 +17,16 @@ class StatsRecorder:
     Times count from `began_s`, the request's arrival, so they include the wait for admission.
     """
 
-    def __init__(self, clock: Callable[[], float], *, began_s: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        began_s: float,
+        admitted_s: float | None = None,
+        counters: Counters | None = None,
+        trace_id: str = "",
+    ) -> None:
+        """`counters` get the times of tokens; `trace_id` names the request's trace there."""
         self.attempts = 0
         self.prefill = ""
         self.decode = ""
@@ -24,6 +34,9 @@ class StatsRecorder:
         self.ttft_ms = 0.0
         self._clock = clock
         self._began_s = began_s
+        self._admitted_s = began_s if admitted_s is None else admitted_s
+        self._counters = counters or Counters()
+        self._trace_id = trace_id
         self._first_token_s: float | None = None
         self._first_attempt = 0
         self._last_token_s = 0.0
@@ -46,8 +59,14 @@ class StatsRecorder:
                 self._first_token_s = now_s
                 self._first_attempt = self.attempts
                 self.ttft_ms = (now_s - self._began_s) * 1e3
+                self._observe("slipstream_time_to_first_token_seconds", now_s - self._began_s)
+                self._observe("slipstream_request_prefill_seconds", now_s - self._admitted_s)
                 # Only the first attempt counts: later ones find the KV that it computed.
                 self._cached = list(batch.cached or ())
+            else:
+                n_tokens = len(batch.tokens)
+                gap_s = (now_s - self._last_token_s) / n_tokens
+                self._counters.observe("slipstream_inter_token_latency_seconds", gap_s, count=n_tokens)
             self._last_token_s = now_s
         if batch.stats is not None:
             self.add_stats(batch.stats)
@@ -59,6 +78,17 @@ class StatsRecorder:
         self._stats = stats if self._stats is None else _total(self._stats, stats)
         if stats.cached and self.attempts == self._first_attempt:
             self._cached = list(stats.cached)
+
+    def finish(self, usage: router_pb2.Usage) -> None:
+        """Count the tokens and times of a request that ends with this usage."""
+        counters = self._counters
+        counters.add("slipstream_prompt_tokens_total", usage.prompt_tokens)
+        counters.add("slipstream_cached_tokens_total", usage.cached_tokens)
+        counters.add("slipstream_completion_tokens_total", usage.completion_tokens)
+        counters.observe("slipstream_request_prompt_tokens", usage.prompt_tokens)
+        counters.observe("slipstream_request_completion_tokens", usage.completion_tokens)
+        self._observe("slipstream_request_duration_seconds", self._clock() - self._began_s)
+        self._observe("slipstream_request_decode_seconds", self._decode_s)
 
     def usage(self, *, prompt_tokens: int, completion_tokens: int, reasoning_tokens: int) -> router_pb2.Usage:
         """The token counts for the client. Cached tokens never exceed the prompt."""
@@ -72,16 +102,13 @@ class StatsRecorder:
 
     def message(self, completion_tokens: int) -> router_pb2.RequestStats:
         """The statistics for the client."""
-        decode_ms = 0.0
-        if self._first_token_s is not None:
-            decode_ms = (self._last_token_s - self._first_token_s) * 1e3
         stats = self._stats if self._stats is not None else decode_pb2.SequenceStats()
         return router_pb2.RequestStats(
             prefill_worker=self.prefill,
             decode_worker=self.decode,
             kvstore=self.kvstore,
             ttft_ms=self.ttft_ms,
-            decode_ms=decode_ms,
+            decode_ms=self._decode_s * 1e3,
             kv_bytes_pulled=stats.kv_bytes_pulled,
             transport=transport_value(self._transport),
             decode_steps=stats.decode_steps,
@@ -92,6 +119,14 @@ class StatsRecorder:
             attempts=self.attempts,
             reason=self._reason,
         )
+
+    @property
+    def _decode_s(self) -> float:
+        """From the first token to the last."""
+        return 0.0 if self._first_token_s is None else self._last_token_s - self._first_token_s
+
+    def _observe(self, name: str, elapsed_s: float) -> None:
+        self._counters.observe(name, elapsed_s, trace_id=self._trace_id)
 
 
 def _total(one: decode_pb2.SequenceStats, other: decode_pb2.SequenceStats) -> decode_pb2.SequenceStats:

@@ -147,13 +147,6 @@ class WorkerConnection:
         """Begin a prompt there; `prompt` is written into `start`."""
         return self.prefills.start(start, prompt, listener)
 
-    async def status(self, *, timeout_s: float = 1.0) -> worker_pb2.GetStatusResponse | None:
-        """The worker's current status; None when it does not answer."""
-        try:
-            return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return None
-
     def check_heartbeat(self) -> bool:
         """Whether the worker fell silent while something runs there. All listeners are notified of silence,
         and of draining. A silent worker gets no requests until it reports again."""

@@ -72,7 +72,7 @@ def in_use(site: LocalCluster, worker: str) -> bool:
 
 def restores(site: LocalCluster) -> float:
     """The sum of prefill-1's wait budgets for sources in ms, which rises with each source that it asks."""
-    return site.status("prefill-1").counters.get("slipstream_kv_restore_bound_ms_total", 0.0)
+    return site.status("prefill-1").counters.get("slipstream_kv_restore_bound_seconds_total", 0.0)
 
 
 def read_from_a_stopped_peer(site: LocalCluster, number: int, *, prompts: int) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
+from libs.common.telemetry.metric_table import SERVICES, metrics_of
 from slipstream.replies import Reply
 from tests.support.clusters.local_cluster import LocalCluster, until
 
@@ -154,7 +156,29 @@ def test_health_models_and_metrics_answer(cluster: LocalCluster) -> None:
 
     get("/healthz")
     assert json.loads(get("/v1/models"))["data"][0]["id"] == "slipstream-mini"
-    assert "slipstream_requests_total{" in get("/metrics")
+    assert "slipstream_requests_total " in get("/metrics")
+
+
+def test_every_process_has_its_own_metrics_and_health(cluster: LocalCluster) -> None:
+    cluster.client.chat([{"role": "user", "content": "Hello!"}], **GREEDY)
+    processes = [one for one in cluster.supervisor.record().processes if one.role in SERVICES]
+    assert {process.role for process in processes} == set(SERVICES)
+    steps = 0.0
+    for process in processes:
+        host = f"http://{process.admin_http}"
+        with urllib.request.urlopen(f"{host}/healthz/ready", timeout=60) as answer:
+            assert json.loads(answer.read())["status"] == "ready", process.instance
+        with urllib.request.urlopen(f"{host}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        own = {metric.name.removesuffix("_total") for metric in metrics_of(process.role)}
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        others = {name for name in families if not name.startswith(("process_", "vllm:"))} - own
+        assert not others, process.instance
+        assert ("vllm:num_requests_running" in families) == (process.role in ("router", "prefill", "decode"))
+        if process.role == "decode":
+            samples = families["slipstream_decode_step_seconds"].samples
+            steps += sum(sample.value for sample in samples if sample.name.endswith("_count"))
+    assert steps > 0
 
 
 @pytest.mark.parametrize("api", ["grpc", "http"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from libs.common.telemetry.counters import Counters
-from libs.common.telemetry.metric_table import METRIC_NAMES, METRICS
+from libs.common.telemetry.metric_table import METRICS
 from libs.common.transport.open import open_transport
 from services.kvstore.core.metrics import evicted_and_wanted, tier_metrics
 from services.kvstore.core.node import Node
@@ -26,7 +26,7 @@ from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.pool.memory_pool import MemoryPool
 
 PAGE = Path(__file__).parents[3] / "docs" / "kvstore-metrics.md"
-KINDS = {metric.name: metric.kind for metric in METRICS}
+KINDS = {metric.name: metric.kind for metric in METRICS.values()}
 
 
 def named() -> dict[str, list[str]]:
@@ -45,10 +45,10 @@ def named() -> dict[str, list[str]]:
 
 def test_the_metrics_page_names_each_metric_of_the_table_once() -> None:
     names = [name for row in named().values() for name in row]
-    assert len(named()) == 12 and len(set(names)) == len(names) == 12 * len(TIERS)
-    assert METRIC_NAMES.issuperset(names)
+    assert len(named()) == 10 and len(set(names)) == len(names) == 10 * len(TIERS)
+    assert METRICS.keys() >= set(names)
     of_a_tier = re.compile(r"slipstream_kvstore_\w+_(dram|nvme|pool)(_|$)")
-    left = {name for name in METRIC_NAMES if of_a_tier.match(name)}.difference(names)
+    left = {name for name in METRICS if of_a_tier.match(name)}.difference(names)
     assert left == {"slipstream_kvstore_index_bytes_nvme", "slipstream_kvstore_inventory_blocks_pool"}
 
 
@@ -61,23 +61,28 @@ async def test_a_node_with_all_tiers_reports_every_gauge_and_kv_stat_shows_it() 
     transport = open_transport("socket")
     node = Node(dram, disks, transport, pool=PoolTier(dram, options, client))
     try:
-        reported = node.totals()
-        assert METRIC_NAMES.issuperset(reported) and reported.items() >= tier_metrics(node.store).items()
+        reported = node.measure()
+        assert METRICS.keys() >= reported.keys() and reported.items() >= tier_metrics(node.store).items()
         gauges = {name for row in named().values() for name in row if KINDS[name] == "gauge"}
         assert gauges <= set(reported)
         # Call counters exist only after a call; here each gets a distinct value.
         values = {name: float(at) for at, name in enumerate((n for row in named().values() for n in row), 2)}
+        pins = {"_count": 50.0, "_sum": 1.0}
+        values |= {
+            f'slipstream_kvstore_pin_seconds{part}{{tier="{tier}"}}': value
+            for part, value in pins.items()
+            for tier in TIERS.values()
+        }
         report = _node(NodeReply("kv", worker_pb2.GetStatusResponse(counters=values), ""))
         for at, tier in enumerate(TIERS.values()):
             shown = set(report["tiers"][tier].values())
             for what, names in named().items():
                 if "time" not in what:  # `kv stat` shows the mean of times
                     assert values[names[at]] in shown, (what, tier)
-            assert report["tiers"][tier]["mean_pin_ms"] == (
-                values[named()["time of pins, ms"][at]] / values[named()["pins"][at]]
-            )
+            assert (report["tiers"][tier]["pins"], report["tiers"][tier]["mean_pin_ms"]) == (50.0, 20.0)
+            gaps_s = values[named()["time between the two, seconds"][at]]
             assert report["tiers"][tier]["mean_rewanted_gap_ms"] == (
-                values[named()["time between the two, ms"][at]] / values[named()["evicted, then wanted"][at]]
+                gaps_s * 1e3 / values[named()["evicted, then wanted"][at]]
             )
         servicer = KvstoreServicer(
             node.store,
@@ -86,7 +91,7 @@ async def test_a_node_with_all_tiers_reports_every_gauge_and_kv_stat_shows_it() 
             check_accepting=lambda: None,
             changed=lambda: None,
         )
-        assert "slipstream_kvstore_corrupt_blocks_dram_total" in servicer.metrics()
+        assert "slipstream_kvstore_corrupt_blocks_dram_total" in servicer.measure()
     finally:
         await node.close()
         await transport.close()

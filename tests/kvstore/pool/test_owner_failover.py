@@ -204,4 +204,4 @@ async def test_requests_for_blocks_that_the_pool_evicted_are_counted(members: li
     one.pool.record_request(lost)
     figures = one.pool.metrics()
     assert figures["slipstream_kvstore_evicted_wanted_pool_total"] == len(lost)
-    assert figures["slipstream_kvstore_evicted_wanted_pool_gap_ms_total"] > 0
+    assert figures["slipstream_kvstore_evicted_wanted_pool_gap_seconds_total"] > 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
 from services.router.execution.request_stats import StatsRecorder
-from slipstream.v1 import common_pb2, decode_pb2
+from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
 
 class Clock:
@@ -50,6 +51,28 @@ def test_times_run_from_arrival_to_the_first_and_last_token() -> None:
     trace = recorder.message(2)
     assert (trace.ttft_ms, trace.decode_ms) == (1000.0, 2000.0)
     assert (trace.decode_steps, trace.acceptance_length) == (0, 0.0)
+
+
+def test_each_token_is_counted_with_its_share_of_the_time_since_the_last_frame() -> None:
+    clock, counters = Clock(), Counters()
+    recorder = StatsRecorder(clock, began_s=9.0, admitted_s=9.5, counters=counters)
+    recorder.observe(TokenBatch([1]))
+    clock.now_s = 10.5
+    recorder.observe(TokenBatch([2, 3, 4, 5]))
+    recorder.finish(router_pb2.Usage(prompt_tokens=64, cached_tokens=60, completion_tokens=5))
+    values = counters.snapshot()
+    of = {
+        "time_to_first_token": (1, 1.0),
+        "request_prefill": (1, 0.5),
+        "inter_token_latency": (4, 0.5),
+        "request_decode": (1, 0.5),
+        "request_duration": (1, 1.5),
+    }
+    for name, (count, total_s) in of.items():
+        assert values[f"slipstream_{name}_seconds_count"] == count, name
+        assert values[f"slipstream_{name}_seconds_sum"] == total_s, name
+    tokens = ("prompt_tokens_total", "cached_tokens_total", "completion_tokens_total")
+    assert [values[f"slipstream_{name}"] for name in tokens] == [64, 60, 5]
 
 
 def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attempt() -> None:

@@ -81,7 +81,6 @@ class FakeWorker:
             identity,
             load=lambda: worker_pb2.LoadReport(requests_running=len(self.held)),
             ledger=lambda: worker_pb2.Ledger(sequences=len(self.held)),
-            counters=lambda: {"slipstream_decode_steps_total": 7.0},
         )
         self.service.load_gate = asyncio.Event()
         self.service.load_gate.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from libs.common.telemetry.counters import Counters
 from libs.engine.step.types import StepOutput
 from libs.worker.engine.step_stats import StepStats
@@ -20,9 +22,24 @@ def test_prefill_and_decode_are_counted_separately() -> None:
     values = counters.snapshot()
     assert stats.busy_ms == 78.0
     assert values["slipstream_prefill_tokens_total"] == 136
-    assert values["slipstream_decode_steps_total"] == 2
+    assert values["slipstream_engine_step_seconds_count"] == 3
+    assert values["slipstream_decode_step_seconds_count"] == 2
+    assert values["slipstream_decode_step_seconds_sum"] == pytest.approx(0.06)
+    assert "slipstream_draft_wait_seconds_count" not in values  # there is no drafter
     assert values["slipstream_draft_tokens_proposed_total"] == 3
     assert values["slipstream_draft_tokens_accepted_total"] == 1
     stats.close("p")
     stats.record([StepOutput("p", (8,), 203)], 10.0)
-    assert counters.snapshot() == values
+    assert counters.snapshot()["slipstream_decode_step_seconds_count"] == 2
+
+
+def test_the_wait_for_drafts_counts_for_steps_that_decode() -> None:
+    counters = Counters()
+    stats = StepStats(counters)
+    stats.open("p", computed_tokens=0, prefilling=True)
+    stats.open("d", computed_tokens=10, prefilling=False)
+    stats.record([StepOutput("p", (), 64)], 5.0, draft_wait_ms=3.0)
+    stats.record([StepOutput("d", (1,), 11)], 5.0, draft_wait_ms=4.0)
+    values = counters.snapshot()
+    assert values["slipstream_draft_wait_seconds_count"] == 1
+    assert values["slipstream_draft_wait_seconds_sum"] == 0.004

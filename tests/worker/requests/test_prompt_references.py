@@ -84,7 +84,7 @@ async def test_a_prompt_by_reference_gives_the_tokens_of_the_whole_prompt(pair: 
     got, expected = await pair.run("named", MORE, by_reference=True)
     assert got == expected
     for node in (pair.prefill, pair.decode):
-        figures = node.core.figures()
+        figures = node.core.measure()
         assert figures["slipstream_prompts_by_reference_total"] == 1
         assert figures["slipstream_prompt_prefixes_unknown_total"] == 0
         assert figures["slipstream_prompt_memory_bytes"] > 4 * len(TOKENS)

@@ -114,16 +114,16 @@ async def test_quarantined_pages_are_not_reused() -> None:
 async def test_a_worker_reports_its_quarantined_pages_and_bytes() -> None:
     transport = LateTransport()
     core = WorkerCore(lambda: build_fake_engine(n_pages=8, block_tokens=4), transport, instance="decode-0")
-    assert core.figures()["slipstream_kv_quarantined_pages"] == 0  # the figures of a core that is not open
+    assert core.measure()["slipstream_kv_quarantined_pages"] == 0  # the figures of a core that is not open
     await core.open(lambda info: worker_fingerprint(info, None), max_waiting=1, max_running=1)
     pages = (await core.thread.call(lambda engine: engine.reserve(spec("a")))).pages
     late = core.memory.address_of(pages[0]), core.memory.address_of(pages[1]) + core.memory.page_bytes
     transport.late = late
     await core.puller.pin_late_pages(pages)
-    figures = core.figures()
+    figures = core.measure()
     assert figures["slipstream_kv_quarantined_bytes"] == late[1] - late[0] == 2 * core.memory.page_bytes
     assert figures["slipstream_kv_quarantined_pages"] == 2
     transport.late = None
-    await eventually(lambda: core.figures()["slipstream_kv_quarantined_pages"] == 0)
-    assert core.figures()["slipstream_kv_quarantined_bytes"] == 0
+    await eventually(lambda: core.measure()["slipstream_kv_quarantined_pages"] == 0)
+    assert core.measure()["slipstream_kv_quarantined_bytes"] == 0
     await core.close()

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from libs.common.http.connection import SERVER_NAME
+from libs.common.http.guard import HttpGuard, check_body
+from libs.common.http.http_errors import HttpRefusal, failure_response, new_request_id
 from services.router.api.access_log import AccessLog, AccessRecord
-from services.router.api.http.connection import SERVER_NAME
-from services.router.api.http.guard import HttpGuard, check_body
-from services.router.api.http_errors import HttpRefusal, failure_response, new_request_id
 from services.router.request.validation import is_request_id
 from slipstream import errors
 from slipstream.bound import shown
@@ -19,8 +19,8 @@ from slipstream.bound import shown
 # The request's line in the access log. Handlers fill it.
 RECORD = web.RequestKey("record", AccessRecord)
 _CLIENT_GONE = str(errors.Aborted.http_status)  # for the log alone
-# Successful probes and scrapes come every few seconds, and are left out of the access log.
-_UNLOGGED = ("/healthz", "/healthz/ready", "/healthz/live", "/metrics")
+# Successful probes come every few seconds, and are left out of the access log.
+_UNLOGGED = ("/healthz/ready", "/healthz/live")
 
 
 class RequestFrame:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
+from aiohttp import web
 
+from libs.common.http.admin_port import AdminPort
+from libs.common.http.listening import listen_tcp
 from libs.common.rpc.access import AccessControl
 from libs.common.rpc.access_table import HTTP_ADMIN_CLASSES, HTTP_CLASSES
-from services.router.api.admin_server import AdminServer
-from services.router.api.http.connection import HttpListener
-from services.router.api.http.guard import HttpGuard
-from services.router.api.metrics import Metrics
-from services.router.ports import endpoint_of, listen_tcp
+from services.router.api.admin_server import make_admin_server
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.peer_token import TokenMinter
+from slipstream.rpc.scrape_token import scrape_token
 from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.api_keys import tenant_keys
@@ -38,18 +38,18 @@ def headers_of(kind: CallerClass) -> dict[str, str]:
     }[kind]
 
 
-def routes_of(listener: HttpListener) -> set[str]:
+def routes_of(application: web.Application) -> set[str]:
     """Method and path of each route; HEAD belongs to GET."""
     return {
         f"{route.method} {route.resource.canonical}"
-        for route in listener._runner.app.router.routes()
+        for route in application.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
 
 
 async def test_every_route_has_a_class(router: RouterServer) -> None:
-    assert routes_of(router._http_listener) == set(HTTP_CLASSES)
-    assert routes_of(router._admin_listener) == set(HTTP_ADMIN_CLASSES)
+    assert routes_of(router._http_listener._runner.app) == set(HTTP_CLASSES)
+    assert routes_of(router._admin_http.application) == set(HTTP_ADMIN_CLASSES)
 
 
 async def test_the_public_port_asks_tenants_for_a_key(cluster: FakeCluster, card: ModelCard) -> None:
@@ -69,17 +69,16 @@ async def test_the_public_port_asks_tenants_for_a_key(cluster: FakeCluster, card
 async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
     router: RouterServer, kind: CallerClass
 ) -> None:
-    metrics = Metrics(router.counters, router.fleet, instance="router-0", clock=lambda: 0.0)
     access = AccessControl(secret=SECRET, keys=KEYS)
     access.answer_to("0.0.0.0:9090", [NAME])
-    listening = listen_tcp("127.0.0.1:0")
-    guard = HttpGuard.of("127.0.0.1:0", allowed_hosts=(), cors_origins=())
-    server = AdminServer(router.runs, fleet=router.fleet, metrics=metrics, access=access, guard=guard)
-    listener = server.listener(listening)
-    await listener.start()
+    port = AdminPort(listen_tcp("127.0.0.1:0"), access, scrape_token(SECRET))
+    server = make_admin_server(
+        port, router.runs, fleet=router.fleet, metrics=router.metrics, keepalive_s=30.0
+    )
+    await server.start()
     refused = 401 if kind is CallerClass.PUBLIC else 403
     try:
-        async with aiohttp.ClientSession(f"http://{endpoint_of(listening)}") as http:
+        async with aiohttp.ClientSession(f"http://{port.endpoint}") as http:
             for route, needed in HTTP_ADMIN_CLASSES.items():
                 path = route.removeprefix("GET ")
                 async with http.get(path, headers=headers_of(kind)) as answer:
@@ -89,4 +88,4 @@ async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
             async with http.get("/nothing", headers=headers_of(kind)) as answer:
                 assert answer.status == 404
     finally:
-        await listener.stop()
+        await server.stop()

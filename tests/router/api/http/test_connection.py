@@ -16,8 +16,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from libs.common.http.connection import MalformedMessages
 from libs.common.telemetry.counters import Counters
-from services.router.api.http.connection import MalformedMessages
 from services.router.request.model_card import ModelCard
 from slipstream.rpc.tls import TlsFiles
 from tests.router.conftest import open_router
@@ -131,7 +131,7 @@ async def test_a_flood_of_malformed_messages_is_counted_and_hardly_logged(model_
             await asyncio.gather(*[router.send(attack) for _ in range(20)])
         url = f"http://127.0.0.1:{router.admin_port}/metrics"
         async with aiohttp.ClientSession() as http, http.get(url) as answer:
-            assert re.search(r"^slipstream_http_malformed_total\{.*\} 400\.0$", await answer.text(), re.M)
+            assert re.search(r"^slipstream_http_malformed_total 400\.0$", await answer.text(), re.M)
     lines = [line for line in router.written.split(b"\n") if b"malformed HTTP" in line]
     assert 1 <= len(lines) <= time.monotonic() - began_s + 1
     assert max(map(len, lines)) < 200

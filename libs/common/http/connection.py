@@ -24,10 +24,10 @@ from aiohttp.http_exceptions import (
 )
 from aiohttp.web_protocol import RequestPayloadError
 
+from libs.common.http.connection_shares import ConnectionShare, ConnectionShares
+from libs.common.http.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
 from libs.common.service_bounds import GRPC_HANDSHAKE_S, HTTP_CONNECTIONS
 from libs.common.telemetry.counters import Counters
-from services.router.api.http.connection_shares import ConnectionShare, ConnectionShares
-from services.router.api.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
 from slipstream import errors
 from slipstream.rpc.tls import FilesVersion, TlsFiles
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from libs.common.http.connection import HttpListener, MalformedMessages
+from libs.common.http.listening import endpoint_of, listen_tcp
 from libs.common.telemetry.counters import Counters
-from services.router.api.http.connection import HttpListener, MalformedMessages
-from services.router.ports import endpoint_of, listen_tcp
 from slipstream.rpc.tls import TlsFiles
 from tests.support.tls.authority import Authority, install
 

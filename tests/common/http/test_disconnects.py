@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from libs.common.http.connection import HttpConnection, MalformedMessages
+from libs.common.http.connection_shares import ConnectionShares
 from libs.common.telemetry.counters import Counters
-from services.router.api.http.connection import HttpConnection, MalformedMessages
-from services.router.api.http.connection_shares import ConnectionShares
 
 
 async def refuse(_request: web.BaseRequest) -> web.StreamResponse:

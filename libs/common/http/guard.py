@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from services.router.api.http_errors import HttpRefusal
+from libs.common.http.http_errors import HttpRefusal
 
 ANY = "*"
 # Encodings of a request body that are decoded.
@@ -53,14 +53,14 @@ class HttpGuard:
         if self.hosts is not None and not (_is_safe_name(host) or host in self.hosts):
             raise HttpRefusal(
                 403,
-                "the Host header names a host that this router does not serve; --allowed-hosts lists others",
+                "the Host header names a host that is not served here; a router's --allowed-hosts lists some",
                 code="host_not_allowed",
             )
         origin = headers.get("Origin")
         if origin is not None and not self.allows_origin(origin):
             raise HttpRefusal(
                 403,
-                "pages of this origin may not call this router; --cors-origins lists those that may",
+                "pages of this origin may not call; a router's --cors-origins lists those that may",
                 code="origin_not_allowed",
             )
         if headers.get("Expect", "100-continue").lower() != "100-continue":

@@ -7,7 +7,7 @@ import contextlib
 import aiohttp
 import pytest
 
-from services.router.api.http.connection_shares import ConnectionShare, ConnectionShares
+from libs.common.http.connection_shares import ConnectionShare, ConnectionShares
 from services.router.request.model_card import ModelCard
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

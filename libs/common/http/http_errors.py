@@ -10,13 +10,14 @@ from typing import Any
 
 from aiohttp import web
 
-from services.router.admission.types import BUSY_CODE
 from slipstream import errors
 
 log = logging.getLogger(__name__)
 
 # A worker or another router may be ready by then.
 UNAVAILABLE_RETRY_S = 1
+# The code of a refusal for lack of capacity: 3040 of the Workers AI error table.
+BUSY_CODE = "3040"
 
 
 class HttpRefusal(Exception):

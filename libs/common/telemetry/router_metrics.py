@@ -1,0 +1,74 @@
+"""The rows of the metric table that a router exports."""
+
+from __future__ import annotations
+
+from libs.common.telemetry.metric import (
+    N_TOKENS,
+    REFUSAL_S,
+    REQUEST_S,
+    STEP_S,
+    WAIT_S,
+    Metric,
+    counter,
+    gauge,
+    histogram,
+)
+
+REQUEST_METRICS: tuple[Metric, ...] = (
+    counter(
+        "api_requests_total",
+        "Calls of clients by API, endpoint and status; refused ones too.",
+        *("api", "endpoint", "status"),
+    ),
+    counter("requests_finished_total", "Requests that ended with a finish reason.", "finish_reason"),
+    counter("requests_failed_total", "Requests that ended with a server error."),
+    counter("requests_refused_total", "Requests refused as invalid or over capacity."),
+    counter("requests_aborted_total", "Requests that their client ended."),
+    counter("requests_suspended_total", "Times a request waited for a client to read."),
+    histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", WAIT_S),
+    histogram(
+        "inter_token_latency_seconds",
+        "Time between tokens; the tokens of one frame share the time since the last frame.",
+        STEP_S,
+    ),
+    histogram("request_duration_seconds", "From a request's arrival to its last token.", REQUEST_S),
+    histogram("request_queue_seconds", "From a request's arrival to its admission.", WAIT_S),
+    histogram("request_prefill_seconds", "From a request's admission to its first token.", WAIT_S),
+    histogram("request_decode_seconds", "From a request's first token to its last.", REQUEST_S),
+    histogram("request_prompt_tokens", "Prompt tokens of a finished request.", N_TOKENS),
+    histogram("request_completion_tokens", "Tokens generated for a finished request.", N_TOKENS),
+    counter("prompt_tokens_total", "Prompt tokens of finished requests, cached ones included."),
+    counter("cached_tokens_total", "Prompt tokens whose KV was found in a cache."),
+    counter("completion_tokens_total", "Tokens generated for finished requests."),
+    histogram("refusal_seconds", "From a complete request to its refusal for load.", REFUSAL_S),
+    counter("attempts_total", "Attempts made for requests, retries included."),
+    counter("hedges_total", "Attempts made because a prefill was slow."),
+    counter("quarantined_total", "Requests refused because they crashed workers."),
+    counter("drain_failovers_total", "Streams moved off a draining decode worker."),
+    counter("prompt_tokens_encoded_total", "Prompt tokens that the tokenizer encoded."),
+    counter("prompt_tokens_hashed_total", "Prompt tokens hashed for block hashes."),
+)
+ADMISSION_METRICS: tuple[Metric, ...] = (
+    counter("admission_rejected_total", "Requests refused for lack of capacity."),
+    counter("admission_expired_total", "Requests that waited too long for capacity."),
+    counter("admission_preempted_total", "Requests returned to the queue for a higher class."),
+)
+ROUTER_METRICS: tuple[Metric, ...] = (
+    gauge("workers", "Workers that are ready at this router.", "worker_role"),
+    gauge(
+        "decode_kv_occupancy_ratio",
+        "Share of the ready decode workers' KV blocks that requests hold, by their load reports.",
+    ),
+    gauge("prefix_index_bytes", "Memory of the prefix index."),
+    gauge("prefix_index_blocks", "Different blocks in the prefix index."),
+    counter("prefix_index_evicted_blocks_total", "Blocks evicted from the prefix index for room."),
+    gauge("token_cache_bytes", "Memory of the token cache of conversations."),
+    counter("session_writes_total", "Placements of sessions written to etcd."),
+    counter("session_conflicts_total", "Placements dropped: another router wrote first."),
+    counter(
+        "session_writes_dropped_total",
+        "Placements dropped: too many waited for etcd, or the tenant has too many sessions.",
+    ),
+    gauge("event_loop_delay_seconds", "Delay of event-loop timers, recent mean."),
+    gauge("event_loop_delay_max_seconds", "Delay of event-loop timers, recent maximum."),
+)
