@@ -27,6 +27,7 @@ from libs.common.runtime import heap
 from libs.common.runtime.readiness import ProcessHealth
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import log_loop_errors
+from libs.common.telemetry.metrics_export import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
@@ -76,6 +77,7 @@ async def serve(options: Options) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
         await stack.enter_async_context(serve_admin(port, metrics=metrics, read_health=health.read))
+        await stack.enter_async_context(export_metrics(metrics, instance=options.instance))
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
         transport = open_transport(options.transport, host_of(host.endpoint), bind=options.kv_bind)
         stack.push_async_callback(transport.close)

@@ -11,7 +11,8 @@ particular request, has no span. Without an exporter each function here costs on
 `enabled` only before they compute what only a span needs.
 
 Spans are exported by a thread of their own from a queue that is bounded and drops what does not fit; a
-collector that is away costs no request anything. Attributes are named `slipstream.NAME`.
+collector that is away costs no request anything. Attributes are named `slipstream.NAME`, but for those of
+OpenTelemetry's conventions (`describe`).
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from libs.common.telemetry.otlp import exports_traces, resource_of, span_exporter
 from slipstream.errors import Aborted, SlipstreamError
-from slipstream.rpc.dial import NO_RETRIES
 
 # The last spans have this long to leave when the process ends, whether or not anybody takes them.
 EXIT_S = 1.0
@@ -51,15 +51,11 @@ _tracer: trace.Tracer | None = None
 
 
 def configure_tracing(role: str, instance: str) -> None:
-    """Export spans by OTLP when OTEL_EXPORTER_OTLP_ENDPOINT is set; otherwise trace nothing."""
-    if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+    """Export spans by OTLP where the environment says so (otlp.py); otherwise trace nothing."""
+    if not exports_traces(os.environ):
         return
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-    named = {"service.name": f"slipstream-{role}", "service.instance.id": instance}
-    provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(channel_options=(NO_RETRIES,))  # type: ignore[arg-type]  # takes any value
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    provider = TracerProvider(resource=resource_of(role, instance), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(span_exporter(os.environ)))
     _end_with_process(provider)
     trace_to(provider)
 
@@ -152,6 +148,15 @@ def annotate(opened: Span | None = None, /, **attributes: Attribute) -> None:
     opened = opened if opened is not None else trace.get_current_span()
     if opened.is_recording():
         opened.set_attributes(_named(attributes))
+
+
+def describe(attributes: Mapping[str, Attribute | Sequence[str]], opened: Span | None = None) -> None:
+    """Attributes under the names of OpenTelemetry's conventions, as they stand; else as `annotate`."""
+    if _tracer is None:
+        return
+    opened = opened if opened is not None else trace.get_current_span()
+    if opened.is_recording():
+        opened.set_attributes(dict(attributes))
 
 
 def failed(error: BaseException, opened: Span | None = None) -> None:

@@ -28,6 +28,7 @@ from libs.common.runtime.extras import missing_package
 from libs.common.runtime.readiness import ProcessHealth
 from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.logs import configure_logging, log_loop_errors
+from libs.common.telemetry.metrics_export import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp
@@ -90,6 +91,7 @@ async def serve_worker(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
         await stack.enter_async_context(serve_admin(port, metrics=metrics, read_health=health.read))
+        await stack.enter_async_context(export_metrics(metrics, instance=options.instance))
         discovery = await open_discovery(EtcdAccess.of(options), stack)
         stack.push_async_callback(app.close)
         await app.open(host.endpoint, discovery, host.request_stop)

@@ -23,6 +23,7 @@ from services.router.api.api_keys import ApiKeys
 from services.router.api.event_stream import Event, EventStream
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.frame import RECORD, RequestFrame
+from services.router.api.http.span_attributes import http_attributes, note_status
 from services.router.api.openai.request import Parser, ResponseOptions, parse_chat, parse_completion
 from services.router.api.openai.response import ResponseWriter
 from services.router.api.readiness import readiness_of
@@ -93,49 +94,57 @@ class HttpServer:
     # ---- generation
 
     def _generation(self, path: str, parse: Parser, *, chat: bool) -> web.RouteDef:
-        handler = partial(self._generate, span=f"POST {path}", parse=parse, chat=chat)
+        handler = partial(self._generate, path=path, parse=parse, chat=chat)
         return web.post(path, handler, expect_handler=_on_expect)
 
     async def _generate(
-        self, request: web.Request, *, span: str, parse: Parser, chat: bool
+        self, request: web.Request, *, path: str, parse: Parser, chat: bool
     ) -> web.StreamResponse:
-        with tracing.server_span(span, request.headers, begins=True):
-            record = request[RECORD]
-            record.trace_id = tracing.trace_id()
-            caller = self._caller(request)
-            data = await self._read_body(request, caller.tenant)
-            arrived_s = self._clock()
-            encoding = request.headers.get("Content-Encoding", "").lower()
-            n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-            try:
-                generation, envelope = await self._read(
-                    caller, lambda: parse(decompress(data, encoding), record.request_id), n_bytes=n_bytes
-                )
-                if is_request_id(generation.request_id):  # the one in the body goes before the header
-                    record.request_id = generation.request_id
-                run = await self._runs.begin(generation, caller, n_bytes=n_bytes)
-            except errors.Overloaded as error:
-                tracing.failed(error)
-                record.fail(error)
-                refusal = error_response(error)
-                await refusal.prepare(request)
-                await refusal.write_eof()
-                self._runs.context.counters.observe("slipstream_refusal_seconds", self._clock() - arrived_s)
-                return refusal
-            record.answer = run.sink
-            try:
-                with_stats = run.sink.wants_stats = request.headers.get(STATS_HEADER) == "1"
-                # An answer in one piece is not needed before its first token, nor known before where it runs.
-                run.sink.holds_start = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
-                opening, *events = await run.sink.next_events()
-                answer = ResponseWriter(
-                    opening.started, chat=chat, include_usage=envelope.include_usage, with_stats=with_stats
-                )
-                if envelope.stream:
-                    return await self._stream(request, run, answer, events)
-                return await self._whole(request, run, answer, events)
-            finally:
-                run.end()
+        with (
+            tracing.server_span(f"POST {path}", request.headers, begins=True),
+            http_attributes(request, path),
+        ):
+            response = await self._run(request, parse=parse, chat=chat)
+            note_status(response.status)
+            return response
+
+    async def _run(self, request: web.Request, *, parse: Parser, chat: bool) -> web.StreamResponse:
+        record = request[RECORD]
+        record.trace_id = tracing.trace_id()
+        caller = self._caller(request)
+        data = await self._read_body(request, caller.tenant)
+        arrived_s = self._clock()
+        encoding = request.headers.get("Content-Encoding", "").lower()
+        n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
+        try:
+            generation, envelope = await self._read(
+                caller, lambda: parse(decompress(data, encoding), record.request_id), n_bytes=n_bytes
+            )
+            if is_request_id(generation.request_id):  # the one in the body goes before the header
+                record.request_id = generation.request_id
+            run = await self._runs.begin(generation, caller, n_bytes=n_bytes)
+        except errors.Overloaded as error:
+            tracing.failed(error)
+            record.fail(error)
+            refusal = error_response(error)
+            await refusal.prepare(request)
+            await refusal.write_eof()
+            self._runs.context.counters.observe("slipstream_refusal_seconds", self._clock() - arrived_s)
+            return refusal
+        record.answer = run.sink
+        try:
+            with_stats = run.sink.wants_stats = request.headers.get(STATS_HEADER) == "1"
+            # An answer in one piece is not needed before its first token, nor known before where it runs.
+            run.sink.holds_start = not envelope.stream or request.headers.get(DEBUG_HEADER) == "1"
+            opening, *events = await run.sink.next_events()
+            answer = ResponseWriter(
+                opening.started, chat=chat, include_usage=envelope.include_usage, with_stats=with_stats
+            )
+            if envelope.stream:
+                return await self._stream(request, run, answer, events)
+            return await self._whole(request, run, answer, events)
+        finally:
+            run.end()
 
     async def _read(
         self, caller: Caller, parse: Callable[[], tuple[GenerationRequest, ResponseOptions]], *, n_bytes: int

@@ -214,6 +214,22 @@ class GenerationTask:
         started.prompt_tokens = len(self._prompt.token_ids)
         return event
 
+    def _describe_answer(self, usage: router_pb2.Usage, finish: str) -> None:
+        """Describe the request's span by OpenTelemetry's conventions for generative AI."""
+        is_chat = isinstance(self.request.input, ChatInput)
+        tracing.describe(
+            {
+                "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+                "gen_ai.provider.name": "slipstream",
+                "gen_ai.request.model": self.request.model or self.context.card.name,
+                "gen_ai.response.model": self.context.card.name,
+                "gen_ai.response.id": self.request_id,
+                "gen_ai.response.finish_reasons": [finish],
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+            }
+        )
+
     # ---- after the last attempt
 
     def _record_session(self, state: RequestState, end: AttemptEnd) -> None:
@@ -256,6 +272,7 @@ class GenerationTask:
                 attempts=stats.attempts,
                 finish=finish_name(finish),
             )
+            self._describe_answer(usage, finish_name(finish))
         event = router_pb2.GenerateEvent()
         finished = event.finished
         finished.finish_reason = finish

@@ -1,0 +1,166 @@
+"""Sends a process's metrics by OTLP at an interval: the values of its counters, not a second count."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    DataT,
+    Gauge,
+    HistogramDataPoint,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.metrics.export import Histogram as HistogramData
+from opentelemetry.sdk.metrics.export import Metric as ExportedMetric
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from libs.common.telemetry.counters import Counters, Histogram, Labels
+from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.otlp import exports_metrics, metric_exporter, resource_of
+from libs.common.telemetry.process_metrics import ProcessMetrics
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_MS = 60_000.0
+_LAST_EXPORT_S = 1.0
+_SCOPE = InstrumentationScope("slipstream")
+_UNKNOWN: Any = None  # the encoder leaves it out
+_CUMULATIVE = AggregationTemporality.CUMULATIVE
+# Names of OpenTelemetry's conventions for generative AI, beside ours.
+GEN_AI_NAMES = {
+    "slipstream_request_duration_seconds": "gen_ai.server.request.duration",
+    "slipstream_time_to_first_token_seconds": "gen_ai.server.time_to_first_token",
+    "slipstream_inter_token_latency_seconds": "gen_ai.server.time_per_output_token",
+}
+PROVIDER = "slipstream"
+
+
+@contextlib.asynccontextmanager
+async def export_metrics(metrics: ProcessMetrics, *, instance: str) -> AsyncIterator[None]:
+    """Export meanwhile, and once more at the end, where the environment says so."""
+    if not exports_metrics(os.environ):
+        yield
+        return
+    export = MetricsExport(metrics, metric_exporter(os.environ), resource_of(metrics.service, instance))
+    interval_ms = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", _INTERVAL_MS))
+    task = asyncio.create_task(export.run(interval_s=interval_ms / 1e3), name="metrics-export")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_EXPORT_S):
+                await export.send()
+
+
+class MetricsExport:
+    """One exporter. A collector that is away costs the process a line in the log."""
+
+    def __init__(
+        self,
+        metrics: ProcessMetrics,
+        exporter: MetricExporter,
+        resource: Resource,
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._metrics = metrics
+        self._exporter = exporter
+        self._resource = resource
+        self._clock_ns = clock_ns
+        self._began_ns = clock_ns()
+
+    async def run(self, *, interval_s: float) -> None:
+        """Send at the interval until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.send()
+
+    async def send(self) -> None:
+        """Measure and send once; the call to the collector runs on a thread."""
+        self._metrics.measure()
+        data = metrics_data(
+            self._metrics.counters,
+            self._resource,
+            model=self._metrics.model,
+            began_ns=self._began_ns,
+            now_ns=self._clock_ns(),
+        )
+        result = await asyncio.to_thread(self._exporter.export, data)
+        if result is not MetricExportResult.SUCCESS:
+            log.warning("the metrics were not exported")
+
+
+def metrics_data(
+    counters: Counters, resource: Resource, *, model: str, began_ns: int, now_ns: int
+) -> MetricsData:
+    """The values as OpenTelemetry's data: cumulative sums, gauges and histograms. Pure."""
+    points = _Points(began_ns, now_ns)
+    numbers: dict[str, list[NumberDataPoint]] = {}
+    for name, labels, value in counters.values():
+        numbers.setdefault(name, []).append(points.number(_attributes(name, labels), value))
+    histograms: dict[str, list[HistogramDataPoint]] = {}
+    for name, labels, histogram in counters.histograms():
+        histograms.setdefault(name, []).append(points.histogram(_attributes(name, labels), histogram))
+        if name in GEN_AI_NAMES:
+            named = {"gen_ai.provider.name": PROVIDER, "gen_ai.request.model": model}
+            histograms[GEN_AI_NAMES[name]] = [points.histogram(named, histogram)]
+    exported = [_exported(name, _number_data(name, found)) for name, found in numbers.items()]
+    exported += [_exported(name, HistogramData(found, _CUMULATIVE)) for name, found in histograms.items()]
+    scope = ScopeMetrics(_SCOPE, exported, "")
+    return MetricsData([ResourceMetrics(resource, [scope], "")])
+
+
+class _Points:
+    """Makes data points of one moment."""
+
+    def __init__(self, began_ns: int, now_ns: int) -> None:
+        self._began_ns = began_ns
+        self._now_ns = now_ns
+
+    def number(self, attributes: Mapping[str, str], value: float) -> NumberDataPoint:
+        return NumberDataPoint(dict(attributes), self._began_ns, self._now_ns, value)
+
+    def histogram(self, attributes: Mapping[str, str], histogram: Histogram) -> HistogramDataPoint:
+        return HistogramDataPoint(
+            attributes=dict(attributes),
+            start_time_unix_nano=self._began_ns,
+            time_unix_nano=self._now_ns,
+            count=histogram.count,
+            sum=histogram.sum,
+            bucket_counts=list(histogram.counts),
+            explicit_bounds=histogram.ends,
+            min=_UNKNOWN,
+            max=_UNKNOWN,
+        )
+
+
+def _number_data(name: str, points: list[NumberDataPoint]) -> DataT:
+    if METRICS[name].kind == "counter":
+        return Sum(points, _CUMULATIVE, is_monotonic=True)
+    return Gauge(points)
+
+
+def _exported(name: str, data: DataT) -> ExportedMetric:
+    source = next((ours for ours, theirs in GEN_AI_NAMES.items() if theirs == name), name)
+    unit = "s" if "_seconds" in source else "By" if "_bytes" in source else "1"
+    return ExportedMetric(name, METRICS[source].help, unit, data)
+
+
+def _attributes(name: str, labels: Labels) -> dict[str, str]:
+    return dict(zip(METRICS[name].labels, labels, strict=True))
