@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak smoke test-gpu test-k8s check fix protos up chat status down bench train install native wheels lock clean
+.PHONY: help demo test soak smoke test-gpu test-k8s check fix protos up chat status down bench train install native wheels lock images clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 14
@@ -78,7 +78,11 @@ native: ## compile the C libraries whose sources changed
 
 wheels: $(VENV)/.dev ## build the wheels of the SDK and of the server into dist/
 	@rm -rf build server/build dist # else files that no longer exist would get in
-	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w dist . ./server
+	@SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct 2>/dev/null || date +%s)} \
+	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w dist . ./server
+
+images: $(VENV)/.dev ## build the images with buildah, podman or docker; ARGS="router decode": these tiers only
+	@PYTHON=$(BIN)/python sh scripts/images.sh $(ARGS)
 
 lock: $(VENV)/.dev ## write constraints.txt from what is installed
 	@$(BIN)/pip freeze --exclude-editable | grep -v '^slipstream' | sed 's/^torch==.*/torch==2.13.0/' > constraints.txt

@@ -1,0 +1,10 @@
+#!/bin/sh
+# Installs the wheels of /wheels/project into /project/opt/slipstream, to be copied over an environment.
+set -eu
+python3 -m venv --without-pip /opt/slipstream
+python3 /wheels/pip/pip-*.whl/pip --python /opt/slipstream/bin/python --disable-pip-version-check install -q --no-cache-dir \
+  --no-compile --no-index --no-deps --root /project /wheels/project/*.whl
+packages=/project$(/opt/slipstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /project "$packages"
+# Wheels that were built on a newer system need a newer C library than the image has. Here that ends the build.
+find "$packages" -name '*.so' -exec python3 -c 'import ctypes, sys; [ctypes.CDLL(path) for path in sys.argv[1:]]' {} +
