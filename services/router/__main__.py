@@ -20,6 +20,7 @@ from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.settings import load_settings, parse_endpoints
+from libs.common.runtime.signals import end_at_stop_signals
 from libs.common.telemetry.logs import LineFormat, configure_logging, log_loop_errors
 from libs.common.telemetry.metrics_export import export_metrics
 from libs.common.telemetry.tracing import configure_tracing
@@ -145,6 +146,7 @@ async def serve(options: RouterSettings) -> None:
 
 def main() -> int:
     """Parse the command line and serve."""
+    end_at_stop_signals()
     options = parse_options()
     configure_logging(Role.ROUTER, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(Role.ROUTER, options.instance)

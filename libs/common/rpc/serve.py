@@ -195,7 +195,7 @@ class ServiceHost:
         self._stopping.set()
 
     async def wait_for_stop(self) -> None:
-        """Return at SIGTERM, SIGINT or `request_stop`. Another signal later ends the process at once."""
+        """Return at SIGTERM, SIGINT or `request_stop`. The same signal again ends the process at once."""
         stop_on_signals(self._stopping.set)
         await self._stopping.wait()
 

@@ -1,4 +1,7 @@
-"""What SIGTERM and SIGINT do to a service: the first begins its orderly end, the second ends it at once."""
+"""What SIGTERM and SIGINT do to a service: end it before it serves, drain it after, end it the second time.
+
+As process 1 of a container a service has to end itself, because the kernel gives process 1 no default action.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,40 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def end_at_stop_signals() -> None:
+    """Make a stop signal end the process at once. For the start, which may load a model for minutes."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, lambda received, _frame: _end_by(received))
+
 
 def stop_on_signals(stop: Callable[[], None], *, before_exit: Callable[[], None] = lambda: None) -> None:
-    """Call `stop` at the first SIGTERM or SIGINT that the running loop gets; end the process at the second.
+    """Call `stop` at the first SIGTERM or SIGINT of the running loop; the same one again ends the process.
 
+    Only the same one: at Ctrl-C a child gets SIGINT from the terminal and SIGTERM from its parent.
     `before_exit` runs just before that end.
     """
     loop = asyncio.get_running_loop()
-    received: list[int] = []
+    received: set[int] = set()
 
     def on_signal(number: int) -> None:
-        received.append(number)
-        if len(received) == 1:
+        if number in received:
+            log.warning("ends at once: a second signal came while it was stopping")
+            before_exit()
+            _end_by(number)
+        if not received:
             stop()
-            return
-        log.warning("ends at once: a second signal came while it was stopping")
-        before_exit()
-        _end_by(number)
+        received.add(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
 
 
 def _end_by(number: int) -> None:
-    """End this process as the signal does where nothing handles it."""
+    """Die of the signal, so that the parent sees which; process 1 exits with the shell's status for it."""
     sys.stderr.flush()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # the first process of a container outlives the signal
+    os._exit(128 + number)
