@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak smoke test-gpu test-k8s check fix protos up chat status down bench train install native wheels lock images clean
+.PHONY: help demo test soak smoke test-gpu test-k8s test-images check fix protos up chat status down bench train install native wheels lock images images-report clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 14
@@ -33,6 +33,9 @@ test-gpu: $(VENV)/.dev ## tests that need a CUDA device; says so where there is 
 
 test-k8s: $(VENV)/.dev native ## deploy/k8s, and its end-to-end suite on the cluster that KUBECONFIG names
 	@$(BIN)/python -m pytest -q -m 'k8s or not k8s' tests/k8s
+
+test-images: $(VENV)/.dev ## build the images and run a cluster of them; needs root, buildah and runc
+	@$(BIN)/python -m pytest -q -m images tests/images
 
 check: $(VENV)/.dev ## formatting, lint, types, import rules, protos, docs
 	@$(BIN)/ruff format --check -q .
@@ -83,6 +86,9 @@ wheels: $(VENV)/.dev ## build the wheels of the SDK and of the server into dist/
 
 images: $(VENV)/.dev ## build the images with buildah, podman or docker; ARGS="router decode": these tiers only
 	@PYTHON=$(BIN)/python sh scripts/images.sh $(ARGS)
+
+images-report: $(VENV)/.local ## size and start time of each image; needs root, buildah and runc
+	@$(BIN)/python -m bench.images $(ARGS)
 
 lock: $(VENV)/.dev ## write constraints.txt from what is installed
 	@$(BIN)/pip freeze --exclude-editable | grep -v '^slipstream' | sed 's/^torch==.*/torch==2.13.0/' > constraints.txt

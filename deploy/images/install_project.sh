@@ -2,8 +2,9 @@
 # Installs the wheels of /wheels/project into /project/opt/slipstream, to be copied over an environment.
 set -eu
 python3 -m venv --without-pip /opt/slipstream
-python3 /wheels/pip/pip-*.whl/pip --python /opt/slipstream/bin/python --disable-pip-version-check install -q --no-cache-dir \
-  --no-compile --no-index --no-deps --root /project /wheels/project/*.whl
+pip=$(echo /wheels/pip/pip-*.whl)/pip
+/opt/slipstream/bin/python "$pip" --disable-pip-version-check install -q --root-user-action ignore --no-cache-dir --no-compile \
+  --no-index --no-deps --root /project /wheels/project/*.whl
 packages=/project$(/opt/slipstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /project "$packages"
 # Wheels that were built on a newer system need a newer C library than the image has. Here that ends the build.
