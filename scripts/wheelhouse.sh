@@ -1,6 +1,7 @@
 #!/bin/sh
 # Download the wheels that the images install, for $TORCH (cpu or cuda), into .cache/wheelhouse/$TORCH: a folder for
-# each of router, kvstore and engine, and one with pip. Nothing is downloaded again until a pin changes.
+# each of router, kvstore and engine, and one with pip. Nothing is downloaded again until a requirement or pin changes.
+# dist/ has the project's wheels.
 set -eu
 python=${PYTHON:-.venv/bin/python}
 torch=${TORCH:-cpu}
@@ -14,29 +15,32 @@ download() {
 }
 download_torch() {
   if [ -n "${TORCH_INDEX_URL:-}" ]; then
-    download "$wheelhouse/engine" --no-deps --index-url "$TORCH_INDEX_URL" "torch==$version"
+    download "$wheelhouse/all" --no-deps --index-url "$TORCH_INDEX_URL" "torch==$version"
   elif [ "$torch" = cuda ]; then
-    download "$wheelhouse/engine" --no-deps "torch==$version"
+    download "$wheelhouse/all" --no-deps "torch==$version"
   else
-    download "$wheelhouse/engine" --no-deps "torch==$version+cpu" 2>/dev/null \
-      || download "$wheelhouse/engine" --no-deps "torch==$version"
+    download "$wheelhouse/all" --no-deps "torch==$version+cpu" 2>/dev/null || download "$wheelhouse/all" --no-deps "torch==$version"
   fi
 }
-# Whether the build is the one that was asked for: an index offers both, or only one of them.
-check_torch() {
-  found=$("$python" -c '
+requirements() {
+  "$python" -c '
 import sys, zipfile
-names = zipfile.ZipFile(sys.argv[1])
-metadata = next(name for name in names.namelist() if name.endswith(".dist-info/METADATA"))
-cuda = any(line.startswith(("Requires-Dist: nvidia-", "Requires-Dist: cuda-")) for line in names.read(metadata).decode().splitlines())
-print("cuda" if cuda else "cpu")' "$wheelhouse"/engine/torch-*.whl)
+for path in sys.argv[1:]:
+    wheel = zipfile.ZipFile(path)
+    (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    lines = wheel.read(metadata).decode().splitlines()
+    print(*[line for line in lines if line.startswith("Requires-Dist:")], sep="\n")' "$@"
+}
+# An index has both builds of torch, or one of them.
+check_torch() {
+  found=cpu
+  if requirements "$wheelhouse"/all/torch-*.whl | grep -Eq ': (nvidia|cuda)-'; then found=cuda; fi
   [ "$found" = "$torch" ] && return
-  rm -rf "$wheelhouse"
-  say "the package index has the $found build of torch, not the $torch build: name PyTorch's index of it in TORCH_INDEX_URL" >&2
+  say "the package index has the $found build of torch and not the $torch build: name PyTorch's index in TORCH_INDEX_URL" >&2
   exit 1
 }
 
-stamp=$(cat constraints.txt pyproject.toml server/pyproject.toml scripts/wheelhouse.sh | sha256sum)
+stamp=$( (requirements dist/*.whl && cat constraints.txt scripts/wheelhouse.sh) | sha256sum)
 [ "$(cat "$wheelhouse/stamp" 2>/dev/null)" = "$stamp" ] && exit
 say "downloading wheels into $wheelhouse"
 rm -rf "$wheelhouse"
@@ -44,8 +48,11 @@ mkdir -p "$wheelhouse"
 download "$wheelhouse/pip" --no-deps pip
 download_torch
 check_torch
+download "$wheelhouse/all" -c constraints.txt --find-links dist --find-links "$wheelhouse/all" \
+  "slipstream-server[router,kvstore,engine]"
 for extra in router kvstore engine; do
-  download "$wheelhouse/$extra" -c constraints.txt --find-links dist --find-links "$wheelhouse/engine" "slipstream-server[$extra]"
+  download "$wheelhouse/$extra" --no-index --find-links "$wheelhouse/all" "slipstream-server[$extra]"
   rm "$wheelhouse/$extra"/slipstream*.whl
 done
+rm -r "$wheelhouse/all"
 printf '%s\n' "$stamp" > "$wheelhouse/stamp"

@@ -33,8 +33,8 @@ def runtime_config(image: Image, command: Sequence[str], limits: Limits) -> dict
     mounts = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         _tmpfs("/dev", 65536, "mode=755"),
-        _tmpfs("/dev/shm", limits.tmp_bytes, "mode=1777"),
-        _tmpfs("/tmp", limits.tmp_bytes, "mode=1777"),
+        _tmpfs("/dev/shm", limits.tmp_bytes, "mode=1777", "nodev"),
+        _tmpfs("/tmp", limits.tmp_bytes, "mode=1777", "nodev"),
     ]
     for pairs, mode in ((limits.writable, "rw"), (limits.readable, "ro")):
         mounts += [
@@ -63,9 +63,13 @@ def runtime_config(image: Image, command: Sequence[str], limits: Limits) -> dict
     }
 
 
-def _tmpfs(destination: str, size_bytes: int, mode: str) -> dict[str, Any]:
-    options = ["nosuid", "nodev", mode, f"size={size_bytes}"]
-    return {"destination": destination, "type": "tmpfs", "source": "tmpfs", "options": options}
+def _tmpfs(destination: str, size_bytes: int, *options: str) -> dict[str, Any]:
+    return {
+        "destination": destination,
+        "type": "tmpfs",
+        "source": "tmpfs",
+        "options": ["nosuid", f"size={size_bytes}", *options],
+    }
 
 
 class Container:

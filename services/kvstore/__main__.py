@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from libs.common.runtime.signals import end_at_stop_signals
+
+if __name__ == "__main__":
+    end_at_stop_signals()  # The imports take a second, and several on a busy machine.
+
 import asyncio
 import logging
 import os
@@ -11,7 +16,6 @@ import time
 
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.settings import load_settings
-from libs.common.runtime.signals import end_at_stop_signals
 from libs.common.telemetry.logs import configure_logging
 from libs.common.telemetry.tracing import configure_tracing
 from services.kvstore.app import serve
@@ -28,7 +32,6 @@ LAST_THREADS_S = 1.0
 
 def main() -> int:
     """Parse the command line and serve; 2 when the configuration cannot work."""
-    end_at_stop_signals()
     parsed = load_settings(NodeSettings, program=PROGRAM, description=DESCRIPTION)
     configure_logging(Role.KVSTORE, parsed.instance, level=parsed.log_level, form=parsed.log_format)
     configure_tracing(Role.KVSTORE, parsed.instance)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from libs.common.runtime.signals import end_at_stop_signals
+
+if __name__ == "__main__":
+    end_at_stop_signals()  # The imports take a second, and several on a busy machine.
+
 import sys
 
 from libs.common.cluster.worker_record import Role

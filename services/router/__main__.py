@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from libs.common.runtime.signals import end_at_stop_signals
+
+if __name__ == "__main__":
+    end_at_stop_signals()  # The imports take a second, and several on a busy machine.
+
 import asyncio
 import contextlib
 import logging
@@ -20,7 +25,6 @@ from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.settings import load_settings, parse_endpoints
-from libs.common.runtime.signals import end_at_stop_signals
 from libs.common.telemetry.logs import LineFormat, configure_logging, log_loop_errors
 from libs.common.telemetry.metrics_export import export_metrics
 from libs.common.telemetry.tracing import configure_tracing
@@ -146,7 +150,6 @@ async def serve(options: RouterSettings) -> None:
 
 def main() -> int:
     """Parse the command line and serve."""
-    end_at_stop_signals()
     options = parse_options()
     configure_logging(Role.ROUTER, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(Role.ROUTER, options.instance)

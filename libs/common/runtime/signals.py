@@ -1,18 +1,15 @@
 """What SIGTERM and SIGINT do to a service: end it before it serves, drain it after, end it the second time.
 
 As process 1 of a container a service has to end itself, because the kernel gives process 1 no default action.
+A service imports this module before any other, so the module imports little.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
-
-log = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -29,7 +26,11 @@ def stop_on_signals(stop: Callable[[], None], *, before_exit: Callable[[], None]
     Only the same one: at Ctrl-C a child gets SIGINT from the terminal and SIGTERM from its parent.
     `before_exit` runs just before that end.
     """
+    import asyncio
+    import logging
+
     loop = asyncio.get_running_loop()
+    log = logging.getLogger(__name__)
     received: set[int] = set()
 
     def on_signal(number: int) -> None:

@@ -28,7 +28,6 @@ from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
 from libs.common.runtime.readiness import ProcessHealth
 from libs.common.runtime.settings import parse_endpoints
-from libs.common.runtime.signals import end_at_stop_signals
 from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.metrics_export import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
@@ -54,7 +53,6 @@ def run_worker(
     make_server: MakeServer = grpc.aio.server,
 ) -> int:
     """The whole life of a process; returns its exit status."""
-    end_at_stop_signals()
     configure_logging(role, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(role, options.instance)
 

@@ -36,6 +36,20 @@ end_at_stop_signals()
 asyncio.run(serve())
 print("ended", flush=True)
 """
+# Prints at the first import that takes long whether SIGTERM has a handler, and ends there.
+_START = """
+import importlib.abc, runpy, signal, sys
+
+class SlowImport(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("asyncio", "grpc", "numpy", "argparse", "libs.worker"):
+            print(name, callable(signal.getsignal(signal.SIGTERM)))
+            sys.stdout.flush()
+            raise SystemExit
+
+sys.meta_path.insert(0, SlowImport())
+runpy.run_module("services." + sys.argv[1], run_name="__main__")
+"""
 _UNSHARED = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -76,6 +90,14 @@ def test_the_same_signal_again_ends_a_drain_and_another_does_not() -> None:
         assert line_of(process) == "alive"
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode", "kvstore", "drafter"])
+def test_a_service_handles_stop_signals_before_its_imports(role: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", _START, role], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert shown.stdout.split()[1:] == ["True"], shown.stdout + shown.stderr
 
 
 @pytest.mark.skipif(
