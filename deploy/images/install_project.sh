@@ -3,7 +3,7 @@
 set -eu
 python3 -m venv --without-pip /opt/slipstream
 pip=$(echo /wheels/pip/pip-*.whl)/pip
-/opt/slipstream/bin/python "$pip" --disable-pip-version-check install -q --root-user-action ignore --no-cache-dir --no-compile \
+/opt/slipstream/bin/python "$pip" --disable-pip-version-check install -q --root-user-action ignore --no-warn-script-location --no-cache-dir --no-compile \
   --no-index --no-deps --root /project /wheels/project/*.whl
 packages=/project$(/opt/slipstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /project "$packages"

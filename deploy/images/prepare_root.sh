@@ -18,7 +18,8 @@ rm -rf "$library"/site-packages/* "$library"/ensurepip "$library"/idlelib "$libr
 rm -f /usr/local/bin/pip* /usr/local/bin/idle* /usr/local/bin/2to3* /usr/local/bin/pydoc* /usr/local/lib/libpython*.a
 
 # Python has codecs of its own, so glibc's are not read. Licences stay; packages' lists stay for scanners.
-rm -rf /usr/share/man /usr/share/info /usr/share/locale /usr/share/lintian /var/lib/apt/lists /var/cache/apt /var/log/* /usr/lib/*/gconv
+dpkg --purge --force-depends --force-remove-essential --force-remove-protected apt
+rm -rf /usr/share/man /usr/share/info /usr/share/locale /usr/share/lintian /usr/lib/*/gconv /var/lib/apt /var/cache/* /var/log/*
 find /usr/share/doc -mindepth 2 ! -name copyright ! -type d -delete
 find / -xdev -type f -perm /6000 -exec chmod a-s {} +
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TAG = "test"
 BASE = "localhost/slipstream-test-base:bookworm"
 BASE_VARIABLE = "BASE"
+TAG_VARIABLE = "TAG"  # of images that are there: they are tested, and none is built
 BUILD_S = 3000.0
 # A root without a registry: Debian's Python. usr-is-merged instead of usrmerge, which wants Perl.
 _DEBIAN = ("--variant=minbase", "--include=usr-is-merged,ca-certificates,python3-minimal,libpython3-stdlib")
@@ -57,7 +58,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Im
     """All images by tier, mounted."""
     if reason := why_no_containers():
         pytest.skip(reason)
-    base = _base_image(tmp_path_factory.mktemp("base"))
+    tag = os.environ.get(TAG_VARIABLE) or _build(tmp_path_factory.mktemp("base"))
+    with ExitStack() as stack:
+        yield {tier: stack.enter_context(mounted(f"localhost/slipstream-{tier}:{tag}")) for tier in TIERS}
+
+
+def _build(work_dir: Path) -> str:
+    """Build the images as `make images` does; returns their tag."""
+    base = _base_image(work_dir)
     environment = {
         "BUILDAH_ISOLATION": "chroot",
         **os.environ,
@@ -69,8 +77,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Im
         ["make", "-s", "images"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=BUILD_S
     )
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
-    with ExitStack() as stack:
-        yield {tier: stack.enter_context(mounted(f"localhost/slipstream-{tier}:{TAG}")) for tier in TIERS}
+    return TAG
 
 
 @pytest.fixture
