@@ -6,9 +6,9 @@ find . -depth -type d -name tests -exec rm -rf {} +
 find . -type f \( -name '*.a' -o -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' \) -delete
 # Of numpy: the build of Fortran extensions.
 rm -rf numpy/f2py numpy/distutils
-# Of torch: tests, headers for extensions, test tools. torch looks for torch_shm_manager when it is imported.
+# Of torch: C++ tests, headers for extensions, test tools. torch looks for torch_shm_manager when it is imported.
 if [ -d torch ]; then
-  rm -rf torch/test torch/testing/_internal torch/include torch/share torch/lib/*_test.so torch/lib/libshm_windows
+  rm -rf torch/test torch/include torch/share torch/lib/*_test.so torch/lib/libshm_windows
   find torch/bin -type f ! -name torch_shm_manager -delete
 fi
 # Of Mooncake: its benchmark. mooncake_master stays, a pool needs it.
