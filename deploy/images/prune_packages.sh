@@ -13,3 +13,5 @@ if [ -d torch ]; then
 fi
 # Of Mooncake: its benchmark. mooncake_master stays, a pool needs it.
 rm -f mooncake/transfer_engine_bench
+# Of torch's requirements: setuptools, which only the build of extensions needs.
+rm -rf setuptools setuptools-*.dist-info pkg_resources _distutils_hack distutils-precedence.pth
