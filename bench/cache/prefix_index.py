@@ -200,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sessions", default="10,50,200,1000")
     parser.add_argument("--tokens", default="32000,256000", help="of a session's first prompt")
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=10, help="of a session, at least 2")
     parser.add_argument("--against", default="", help="a commit")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--row", default="", help=argparse.SUPPRESS)
@@ -209,7 +209,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """See the module's text."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if arguments.turns < 2:
+        parser.error("--turns must be at least 2")
     if arguments.row:
         sessions, tokens = map(int, arguments.row.split(","))
         print(json.dumps(run(sessions=sessions, tokens=tokens, turns=arguments.turns)))
