@@ -65,7 +65,7 @@ class RouterFleet:
         self.unplaced = UnplacedRequests(clock)
         self._links: dict[str, WorkerConnection] = {}
         self._in_order: tuple[WorkerConnection, ...] = ()  # of `_links`
-        self._of_role = dict[Role, tuple[WorkerConnection, ...]].fromkeys(_FOLLOWED, ())
+        self._of_role: dict[Role, tuple[WorkerConnection, ...]] = dict.fromkeys(_FOLLOWED, ())
         self._feeds: dict[str, KvEventSubscriber] = {}
         self._streams: dict[str, DecodeClient] = {}
         self._retired: list[WorkerConnection] = []
