@@ -90,6 +90,10 @@ class RpcContext:
         """The client's metadata, without the headers of HTTP/2 and gRPC."""
         return self._metadata
 
+    def peer(self) -> str:
+        """A name of the client's connection."""
+        return f"connection:{id(self._call.connection)}"
+
     def time_remaining(self) -> float | None:
         """Seconds to the client's deadline; None without one."""
         if self._until_s is None:
@@ -119,6 +123,10 @@ class RpcContext:
     def set_trailing_metadata(self, trailing_metadata: Metadata) -> None:
         """Set the metadata beside the status."""
         self._trailing = trailing_metadata
+
+    def trailing_metadata(self) -> Metadata:
+        """What `set_trailing_metadata` set."""
+        return self._trailing
 
     def code(self) -> grpc.StatusCode | None:
         """The code that `set_code` or `abort` set."""
