@@ -79,6 +79,9 @@ async def test_a_second_sigterm_ends_several_router_processes_at_once(model_dir:
             assert len(pids) == 2
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)  # it cannot end by itself
+            # A process that is not stopped yet takes SIGTERM first: the kernel delivers the lower number.
+            while not all(_is_stopped(pid) for pid in pids):
+                await asyncio.sleep(0.02)
             process.send_signal(signal.SIGTERM)
             while not all(_has_pending_sigterm(pid) for pid in pids):
                 await asyncio.sleep(0.02)
@@ -96,6 +99,11 @@ async def test_a_second_sigterm_ends_several_router_processes_at_once(model_dir:
 
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def _has_pending_sigterm(pid: int) -> bool:
