@@ -137,7 +137,7 @@ def _kvstore(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     target = aims.evicted_wanted_mib_per_s
     meaning = "of evicted blocks wanted again a node"
     if mib_per_s < target:
-        meaning += " or less (never scaled down)"
+        meaning += f" (measured {mib_per_s:.3g}, counted as the aim: never scaled down)"
     return [Signal("evicted_wanted_mib_per_s", max(mib_per_s, target), target, " MiB/s", meaning)]
 
 

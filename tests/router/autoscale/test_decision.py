@@ -51,6 +51,12 @@ def test_kvstores_are_never_fewer(fleet: list[WorkerLoad]) -> None:
     assert found.wanted >= found.replicas
 
 
+def test_the_reason_of_kvstores_has_the_measured_figure() -> None:
+    found = recommend([worker(Role.KVSTORE, evicted_wanted_bytes_per_s=3.0 * MIB)], Role.KVSTORE, POLICY)
+    assert found.signal.value == found.signal.target
+    assert "measured 3," in found.reason
+
+
 @given(FLEETS, st.sampled_from(list(Role)))
 def test_draining_workers_count_for_nothing(fleet: list[WorkerLoad], role: Role) -> None:
     there = [each for each in fleet if each.report is None or not each.report.draining]
