@@ -43,6 +43,7 @@ def run() -> None:
         print(f"slipstream: {error.message}", file=sys.stderr)
         raise SystemExit(1) from None
     except typer.Abort:
+        print("\nslipstream: aborted", file=sys.stderr)
         raise SystemExit(1) from None
     except _USAGE_ERROR as error:
         raise SystemExit(_show_usage_error(error)) from None
@@ -97,7 +98,8 @@ def chat(
 ) -> None:
     """Talk to the model in the terminal.
 
-    Ctrl-C ends an answer, Ctrl-D the conversation. You answer the model's tool calls.
+    Ctrl-C ends an answer, Ctrl-D the conversation. You answer the model's tool calls. The exit code is 1
+    where the last turn failed.
     """
     from slipstream.cli.chat import ChatOptions, read_tools, run_chat
     from slipstream.requests import ChatArguments
@@ -110,7 +112,8 @@ def chat(
         arguments["seed"] = seed
     declared = read_tools(tools) if tools is not None else []
     tls = tls_from(tls_ca, tls_certificate, tls_key)
-    run_chat(ChatOptions(run_dir, endpoint, system, declared, arguments, api_key, tls))
+    if not run_chat(ChatOptions(run_dir, endpoint, system, declared, arguments, api_key, tls)):
+        raise typer.Exit(1)
 
 
 def _needs_server(name: str) -> Callable[[], None]:

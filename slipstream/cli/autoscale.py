@@ -47,7 +47,7 @@ def autoscale(
         raise InvalidArgument("--drain-one", f"must be one of {', '.join(_TIERS)}")
     check_endpoints([endpoint] if endpoint else ())
     tls = tls_from(tls_ca, tls_certificate, tls_key)
-    dial = operator_dial(None if endpoint else run_dir, given=cluster_secret_file, tls=tls)
+    dial = operator_dial(run_dir, given=cluster_secret_file, tls=tls)
     admin = endpoint or admin_port(run_dir)
     if drain_one is not None:
         drain_least(admin, drain_one, dial=dial, confirmed=yes)

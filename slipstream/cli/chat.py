@@ -19,6 +19,7 @@ from slipstream.cluster_record import read_record
 from slipstream.errors import InvalidArgument, PermissionDenied, SlipstreamError, Unauthenticated
 from slipstream.replies import Reply
 from slipstream.requests import ChatArguments, Tool
+from slipstream.rpc.credential_fault import with_tls_hint
 from slipstream.rpc.tls import TlsFiles
 
 Ask = Callable[[str], str]
@@ -50,14 +51,18 @@ def read_tools(path: Path) -> list[Tool]:
     return tools
 
 
-def run_chat(options: ChatOptions, *, ask: Ask = input) -> None:
-    """Talk until the input ends. `ask` shows a prompt and returns a line; EOFError at the end."""
+def run_chat(options: ChatOptions, *, ask: Ask = input) -> bool:
+    """Talk until the input ends. `ask` shows a prompt and returns a line; EOFError at the end.
+
+    Returns whether the last turn did not fail.
+    """
     endpoint, tls = options.endpoint, options.tls
     if endpoint is None:
         record = read_record(options.run_dir, instead="--endpoint HOST:PORT")
         endpoint, tls = record.router_grpc, tls or record.tls_files()
     arguments: ChatArguments = {"session": f"chat-{secrets.token_hex(4)}", **options.arguments}
     messages: list[dict[str, Any]] = []
+    succeeded = True
     if options.system:
         messages.append({"role": "system", "content": options.system})
     if options.tools:
@@ -68,21 +73,30 @@ def run_chat(options: ChatOptions, *, ask: Ask = input) -> None:
                 line = ask("you> ").strip()
             except (EOFError, KeyboardInterrupt):
                 print()
-                return
+                return succeeded
             if not line:
                 continue
             turn: list[dict[str, Any]] = [{"role": "user", "content": line}]
             try:
                 _answer(client, messages, turn, arguments, ask)
-            except (Unauthenticated, PermissionDenied):
-                raise  # no later turn could succeed
             except SlipstreamError as error:
+                if _is_final(error):
+                    raise
                 # The conversation goes on as if the turn had not been.
-                print(f"error: {error.message}", file=sys.stderr)
+                print(f"error: {with_tls_hint(error.message)}", file=sys.stderr)
+                succeeded = False
                 continue
             except (EOFError, KeyboardInterrupt):
                 print("\n(cut short)")
+            succeeded = True
             messages += turn
+
+
+def _is_final(error: SlipstreamError) -> bool:
+    """Whether no later turn can succeed: the key is refused, here or by the router."""
+    if isinstance(error, InvalidArgument):
+        return error.field == "api_key"
+    return isinstance(error, Unauthenticated | PermissionDenied)
 
 
 def _answer(

@@ -12,12 +12,12 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
+from slipstream.cli.status import port_error
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.cluster_record import read_record
 from slipstream.enum_names import role_name
 from slipstream.errors import FailedPrecondition, NotFound
 from slipstream.rpc.dial import Dial
-from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 _ASK_TIMEOUT_S = 10.0
@@ -80,7 +80,7 @@ async def _call(endpoint: str, dial: Dial, ask: Callable[[grpc.aio.Channel], Awa
         try:
             return await ask(channel)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise port_error(error) from None
 
 
 def show_recommendations(admin: str, *, dial: Dial, explain: bool, as_json: bool) -> None:

@@ -14,12 +14,15 @@ from rich.table import Table
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
 from slipstream.errors import SlipstreamError, Unauthenticated, Unavailable
-from slipstream.rpc.credential_fault import credential_fault
+from slipstream.rpc.credential_fault import credential_fault, with_tls_hint
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0
+# Of a process's words for a call without any credential, and the flags that give one.
+_NO_CREDENTIAL = "a credential of class"
+_CREDENTIALS = "--cluster-secret-file, or --tls-ca, --tls-certificate and --tls-key"
 # Of gRPC's words for a port where a server answers by HTTP/1.
 _HTTP_1 = "http1"
 _NO_STATUS = "a port without status: of a router, ask the gRPC admin port (--admin; `admin` in cluster.json)"
@@ -85,10 +88,18 @@ async def ask_status(endpoint: str, dial: Dial) -> worker_pb2.GetStatusResponse 
         try:
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED or _HTTP_1 in (error.details() or ""):
-                return Unavailable(_NO_STATUS)
-            fault = credential_fault(error)
-            return from_rpc_error(error) if fault is None else Unauthenticated(fault)
+            return port_error(error)
+
+
+def port_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
+    """Why an operator's call failed: another kind of port, a credential, TLS, or what the process says."""
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED or _HTTP_1 in (error.details() or ""):
+        return Unavailable(_NO_STATUS)
+    fault = credential_fault(error)
+    if fault is not None:
+        return Unauthenticated(f"{fault} ({_CREDENTIALS})" if _NO_CREDENTIAL in fault else fault)
+    typed = from_rpc_error(error)
+    return Unavailable(with_tls_hint(typed.message)) if isinstance(typed, Unavailable) else typed
 
 
 def status_dict(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:

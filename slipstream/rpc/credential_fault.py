@@ -31,7 +31,11 @@ def credential_fault(error: grpc.aio.AioRpcError) -> str | None:
 
 def lasting_fault(error: grpc.aio.AioRpcError) -> str:
     """Why a peer that is announced does not answer for long: a hint where the cause may be TLS."""
-    details = error.details() or error.code().name
+    return with_tls_hint(error.details() or error.code().name)
+
+
+def with_tls_hint(details: str) -> str:
+    """What gRPC says of a failed connection, with a hint where the cause may be TLS."""
     if any(words in details for words in _CLOSED):
         return (
             f"{details}: it may refuse the certificate of this process, or have TLS where this one has none"

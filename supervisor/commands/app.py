@@ -182,7 +182,7 @@ def drain(
 ) -> None:
     """Move the work of one process elsewhere and end the process.
 
-    It stays away until `slipstream restart`.
+    It stays away until `slipstream undrain` or `slipstream restart`.
     """
     from supervisor.commands.drain import drain_process
 

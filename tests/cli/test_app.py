@@ -9,12 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from slipstream import __version__
 from slipstream.cli import app as app_module
 from slipstream.cli.app import app, build_app
-from slipstream.cli.status import show_endpoints
+from slipstream.cli.status import port_error, show_endpoints
 from slipstream.errors import FailedPrecondition, Unavailable
 from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -79,6 +80,35 @@ def test_refused_arguments_have_one_line(
     with pytest.raises(SystemExit) as ended:
         app_module.run()
     assert (ended.value.code, capsys.readouterr().err) == (2, f"{line}\n")
+
+
+def test_an_aborted_question_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def abort(**_: Any) -> int:
+        raise typer.Abort
+
+    monkeypatch.setattr(app_module, "app", abort)
+    with pytest.raises(SystemExit) as ended:
+        app_module.run()
+    assert (ended.value.code, capsys.readouterr().err) == (1, "\nslipstream: aborted\n")
+
+
+def _failed(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "hint"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, "", "ask the gRPC admin port"),
+        (grpc.StatusCode.UNAUTHENTICATED, "a credential of class peer is needed", "--cluster-secret-file"),
+        (grpc.StatusCode.UNAVAILABLE, "ipv4:127.0.0.1:7: Socket closed", "may refuse the certificate"),
+        (grpc.StatusCode.UNAVAILABLE, "Connection refused", "Connection refused"),
+    ],
+)
+def test_a_failed_call_of_an_operator_has_a_hint(code: grpc.StatusCode, details: str, hint: str) -> None:
+    assert hint in port_error(_failed(code, details)).message
 
 
 async def test_status_of_a_port_without_status_names_the_admin_port(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cluster_record import secret_file
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
+from slipstream.rpc.peer_token import TOKEN_HEADER
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, common_pb2, worker_pb2, worker_pb2_grpc
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
@@ -25,6 +28,7 @@ class AdminPort(autoscale_pb2_grpc.AutoscaleServiceServicer, worker_pb2_grpc.Wor
     def __init__(self) -> None:
         self.endpoint = ""
         self.drains = 0
+        self.metadata: dict[str, Any] = {}
         self.started = threading.Event()
         self.loop = asyncio.new_event_loop()
         self.stop = asyncio.Event()
@@ -43,6 +47,7 @@ class AdminPort(autoscale_pb2_grpc.AutoscaleServiceServicer, worker_pb2_grpc.Wor
         await server.stop(None)
 
     async def GetRecommendations(self, request: Any, context: Any) -> Any:
+        self.metadata = dict(context.invocation_metadata())
         tier = autoscale_pb2.TierRecommendation(
             role=PREFILL, replicas=2, wanted_replicas=3, min_replicas=1, max_replicas=8,
             signal="queued_s", value=2.5, target=2.0, reason="2.5 s of prompts queued a worker, aim 2 s",
@@ -104,6 +109,17 @@ def test_json_has_the_figures_and_the_losses(admin: AdminPort) -> None:
         ("decode-0", 0, 1),
     ]
     assert said["prefill_per_decode"] == 1.5
+
+
+def test_an_endpoint_is_asked_with_the_secret_of_the_run_directory(admin: AdminPort, tmp_path: Path) -> None:
+    secret_file(tmp_path).write_text("0123456789abcdef" * 4)
+    invoke(admin, "--run-dir", str(tmp_path))
+    assert TOKEN_HEADER in admin.metadata
+
+
+def test_an_endpoint_is_asked_without_a_secret_where_there_is_none(admin: AdminPort, tmp_path: Path) -> None:
+    invoke(admin, "--run-dir", str(tmp_path))
+    assert TOKEN_HEADER not in admin.metadata
 
 
 def test_drain_one_drains_the_least_loss_and_asks_before(admin: AdminPort) -> None:

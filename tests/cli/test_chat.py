@@ -66,6 +66,17 @@ def router() -> Iterator[tuple[Router, str]]:
         yield servicer, endpoint
 
 
+def chat(endpoint: str, *arguments: str, typed: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process, with `typed` as its input."""
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream.cli", "chat", "--endpoint", endpoint, *arguments],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
 def talk(endpoint: str, *lines: str) -> list[str]:
     """Run a conversation with these input lines; return the printed prompts."""
     prompts: list[str] = []
@@ -114,14 +125,22 @@ def test_a_failed_turn_is_left_out_of_the_conversation(
 
 def test_a_wrong_key_ends_the_command_with_one_line_and_an_exit_code(router: tuple[Router, str]) -> None:
     _, endpoint = router
-    ended = subprocess.run(
-        [sys.executable, "-m", "slipstream.cli", "chat", "--endpoint", endpoint, "--api-key", "wrong"],
-        input="refuse\nhello\n",
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ended = chat(endpoint, "--api-key", "wrong", typed="refuse\nhello\n")
     assert (ended.returncode, ended.stderr) == (1, "slipstream: the API key is wrong\n")
+
+
+def test_a_key_that_cannot_be_sent_ends_the_command(router: tuple[Router, str]) -> None:
+    servicer, endpoint = router
+    ended = chat(endpoint, "--api-key", "schl\u00fcssel", typed="hello\nhello\n")
+    assert ended.returncode == 1
+    assert ended.stderr == "slipstream: api_key: must be printable ASCII characters\n"
+    assert not servicer.requests
+
+
+@pytest.mark.parametrize(("typed", "code"), [("overload\n", 1), ("overload\nhello\n", 0), ("", 0)])
+def test_the_exit_code_is_that_of_the_last_turn(router: tuple[Router, str], typed: str, code: int) -> None:
+    _, endpoint = router
+    assert chat(endpoint, typed=typed).returncode == code
 
 
 def test_tools_are_answered_by_the_user(router: tuple[Router, str]) -> None:

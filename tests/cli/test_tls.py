@@ -148,6 +148,12 @@ async def test_chat_over_mtls(by: str) -> None:
     assert "You said hello." in shown, errors
 
 
+async def test_chat_without_a_certificate_names_the_cause() -> None:
+    with serving(partial_servicer(Router), SERVER.server_credentials()) as endpoint:
+        _, errors = await slipstream("chat", "--endpoint", endpoint, typed="hello\n", exit_code=1)
+    assert "have TLS where this one has none" in errors
+
+
 @pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",), ("chat",)])
 async def test_invalid_tls_files_are_named(verb: tuple[str, ...], tmp_path: Path) -> None:
     _, errors = await slipstream(*verb, "--tls-ca", str(FILES.ca), exit_code=1)
