@@ -102,7 +102,9 @@ class HandoffPull:
             events = self._stub.WatchHandoff(
                 request, timeout=left_s(self._deadline_s), metadata=tracing.trace_metadata()
             )
-            async for event in events:
+            # Not `async for`: its suspended generator and the call refer to each other, and would keep the
+            # last event, with megabytes of draft state, until a garbage collection.
+            while isinstance(event := await events.read(), prefill_pb2.WatchHandoffResponse):
                 if event.HasField("failed"):
                     error = from_failure(event.failed)
                     if isinstance(error, Aborted):  # the export was, not this sequence

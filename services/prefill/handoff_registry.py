@@ -13,7 +13,7 @@ from libs.worker.engine.page_exporter import ExportedPage
 from libs.worker.requests.attempts import AttemptKey
 from services.prefill.handoff_state import Handoff, HandoffState, HandoffTable
 from slipstream.errors import FailedPrecondition, SlipstreamError
-from slipstream.rpc.rpc_errors import to_failure
+from slipstream.rpc.rpc_errors import from_failure, to_failure
 from slipstream.v1 import prefill_pb2
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,9 @@ class HandoffRegistry:
 
     def fail(self, handoff_id: str, error: SlipstreamError) -> None:
         """The export cannot be completed."""
-        self._ended(self._table.fail(handoff_id, error))
+        # A copy, because the error's traceback refers to the frames of the job, and so to the prompt.
+        remembered = from_failure(to_failure(error))
+        self._ended(self._table.fail(handoff_id, remembered))
 
     def cancel(self, key: AttemptKey) -> None:
         """The attempt was aborted."""

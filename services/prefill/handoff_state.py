@@ -4,7 +4,8 @@
          \\____________\\___________\\_> FAILED | CANCELLED | EXPIRED
 
 Pages of a handoff are held exactly while it is live (the first three states). An ended one is
-remembered for a while so that a late watcher learns why it ended.
+remembered for a while so that a late watcher learns why it ended. It keeps neither checksums nor a result
+that no watcher may see any more: the draft state in a result may be megabytes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Handoff(Generic[ResultT]):
     state: HandoffState = HandoffState.RESERVED
     checksums: list[bytes] = field(default_factory=list)
     result: ResultT | None = None  # with COMPLETE
+    needs_blocks: bool = True  # without the blocks the result is of no use
     error: SlipstreamError | None = None  # with an end other than RELEASED
     holders: int = 0  # open calls that keep the lease alive
 
@@ -114,7 +116,7 @@ class HandoffTable(Generic[ResultT]):
         handoff = self._require_live(handoff_id)
         if needs_blocks and len(handoff.checksums) != handoff.n_blocks:
             raise Internal(f"handoff {handoff_id} is complete at {len(handoff.checksums)}/{handoff.n_blocks}")
-        handoff.result = result
+        handoff.result, handoff.needs_blocks = result, needs_blocks
         handoff.state = HandoffState.COMPLETE
 
     def hold(self, handoff_id: str, now_ms: float) -> None:
@@ -183,6 +185,9 @@ class HandoffTable(Generic[ResultT]):
         if handoff is None:
             return []
         handoff.state, handoff.error = state, error
+        handoff.checksums.clear()
+        if handoff.needs_blocks:
+            handoff.result = None
         self._ended[handoff_id] = handoff
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from libs.common.telemetry import tracing
 from libs.engine.step.types import FullBlock, PageReservation, StepOutput
@@ -156,7 +157,8 @@ class PrefillJob(SequenceTask):
         self._export = HandoffExport(
             self._core.exporter,
             self._pages[:n_blocks],
-            lambda exported: self._exports.publish(handoff_id, exported),
+            # Without a reference to this job: a cycle would keep the prompt until a garbage collection.
+            partial(self._exports.publish, handoff_id),
         )
         self._exporting = asyncio.create_task(self._export.run(), name=f"export {self.plan.key}")
         self._exporting.add_done_callback(self._on_exported)
@@ -270,7 +272,7 @@ class PrefillJob(SequenceTask):
         complete = prefill_pb2.HandoffComplete(
             first_token_id=last.tokens[0], finish_reason=finish_reason(last.finish)
         )
-        if last.features is not None:
+        if last.features is not None and last.finish is None:
             complete.draft_state.CopyFrom(draft_state(last.feature_start, last.features))
         self._exports.complete(self.handoff_id, complete)
 

@@ -32,8 +32,19 @@ def test_states_in_order() -> None:
     assert table.get("h").state is HandoffState.COMPLETE
     assert [h.handoff_id for h in table.release("h")] == ["h"]
     assert table.get("h").state is HandoffState.RELEASED
-    assert table.get("h").result == "token"
     assert table.live == 0
+
+
+@pytest.mark.parametrize("needs_blocks", [True, False])
+def test_an_ended_handoff_keeps_only_what_a_late_watcher_may_see(needs_blocks: bool) -> None:
+    table = table_with(1)
+    table.publish("h", [b"checksum"])
+    table.complete("h", "result with draft state", needs_blocks=needs_blocks)
+    assert table.get("h").result
+    table.release("h")
+    ended = table.get("h")
+    assert not ended.checksums
+    assert ended.result == (None if needs_blocks else "result with draft state")
 
 
 def test_no_more_blocks_than_there_are() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from typing import Any
 
 import grpc
@@ -145,6 +147,7 @@ async def test_request_that_ends_with_its_first_token_holds_nothing() -> None:
         await node.wait_idle()
         (only,) = await watch(node, ticket)
         assert only.complete.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert not only.complete.HasField("draft_state")  # no step follows it, and it is remembered
 
 
 async def test_resume_counts_emitted_tokens() -> None:
@@ -341,6 +344,28 @@ async def test_a_broken_step_fails_its_requests_and_the_worker_goes_on() -> None
         await good.first_token()
         await release(node, ticket)
         await node.wait_idle()
+
+
+async def test_a_failed_handoff_is_remembered_without_its_prompt() -> None:
+    gate = Gate()
+    async with running_nodes() as nodes:
+        node = await nodes.prefill(pace_s_per_token=1, sleep=gate)
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(9)))
+        ticket = await open_ticket(call)
+        (job,) = node.service._jobs.values()
+        job.on_error(Internal("a step failed"))
+        assert isinstance(await call.error(), Internal)
+        gate.open()
+        await node.wait_idle()
+        failed = weakref.ref(job)
+        del job
+
+        def is_freed() -> bool:
+            gc.collect()
+            return failed() is None
+
+        await eventually(is_freed, "the job is freed")
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), Internal)
 
 
 async def test_an_end_that_comes_with_a_failure_does_not_cut_the_release_short() -> None:
