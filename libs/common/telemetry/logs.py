@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # Such a value stands in a text line as it is; any other one is quoted as JSON.
 _PLAIN = re.compile(r"[!#-<>-~]+")
+# What a terminal obeys, or takes for the end of a line.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -81,8 +83,8 @@ class LineFormat:
         time = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         if not self.is_json:
             shown = "".join([f" {name}={_shown(value)}" for name, value in fields.items()])
-            below = f"\n{exception}" if exception else ""
-            words = message.replace("\n", "\\n")
+            below = "".join([f"\n{_escaped(row)}" for row in exception.split("\n")]) if exception else ""
+            words = _escaped(message)
             return f"{time} {level.upper()} {self.service}/{self.instance} {logger}: {words}{shown}{below}"
         head = {"time": time, "level": level.lower(), "service": self.service, "instance": self.instance}
         rest: dict[str, object] = {"logger": logger, "message": message, **fields}
@@ -178,6 +180,11 @@ def _without_messages(error: BaseException) -> Iterator[str]:
     yield "".join(traceback.format_tb(error.__traceback__)).rstrip()
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     yield f"{name}: {error}" if isinstance(error, OSError) else name
+
+
+def _escaped(text: str) -> str:
+    """The text with its control characters as Python writes them."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def _shown(value: object) -> str:

@@ -50,6 +50,11 @@ def nested_failure() -> BaseException:
         return error
 
 
+def test_text_lines_have_no_control_characters() -> None:
+    line = LogFormatter(AS_TEXT).format(record_of("\x1b]0;owned\x07 \r\n\x9b2J\u2028\ud800 é"))
+    assert line.endswith(r"x: \x1b]0;owned\x07 \r\n\x9b2J\u2028\ud800 é")
+
+
 def test_a_line_has_time_level_service_instance_logger_and_message() -> None:
     record = record_of("is\nslow")
     shown = "1970-01-01T00:00:01.500Z WARNING decode/decode-0 x: is\\nslow"
