@@ -6,6 +6,7 @@ gRPC asks again too, but its pauses grow to two minutes. So a caller waits here,
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
@@ -67,4 +68,7 @@ async def wait_resolved(
 
 
 async def _resolve(host: str) -> object:
-    return await asyncio.get_running_loop().run_in_executor(_threads, socket.getaddrinfo, host, None)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_threads, socket.getaddrinfo, host, None)
+    except UnicodeError:  # an empty label, or one of more than 63 characters
+        raise OSError(errno.EINVAL, "no host name") from None
