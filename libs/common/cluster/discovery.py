@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 # Short enough to remove a dead worker soon, long enough for etcd to elect a new leader.
 LEASE_TTL_S = 10
 _LEAVE_TIMEOUT_S = 1.0
+_SHOWN_CHARS = 256
 
 
 class Discovery(Protocol):
@@ -273,4 +274,4 @@ def _apply(state: FleetState, update: PrefixUpdate, *, now_s: float) -> None:
         try:
             state.put(key, value)
         except ValueError as error:
-            log.warning("ignoring the worker record %s: %s", key, error)
+            log.warning("ignoring the worker record %s: %s", key[:_SHOWN_CHARS], error)

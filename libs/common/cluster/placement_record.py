@@ -6,6 +6,7 @@ A placement is a hint: a wrong or missing one costs a cache miss and nothing els
 from __future__ import annotations
 
 import json
+import re
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -13,6 +14,10 @@ import msgspec
 SESSIONS_PREFIX = "/slipstream/v1/sessions/"
 MAX_RECORD_BYTES = 4 << 10
 UNRECORDED = 0  # the epoch of a placement that is not in etcd yet
+_NAMES = re.compile(r"[A-Za-z0-9._-]{0,128}")
+_MAX_BLOCKS = (1 << 32) - 1  # of ListSessions
+_MAX_HASH_BYTES = 64
+_SHOWN_CHARS = 256
 
 
 class SessionId(msgspec.Struct, frozen=True, gc=False):
@@ -30,8 +35,8 @@ class SessionId(msgspec.Struct, frozen=True, gc=False):
     def from_key(cls, key: str) -> SessionId:
         """Inverse of `key`. Raises ValueError for a key of another form."""
         parts = key.removeprefix(SESSIONS_PREFIX).split("/")
-        if not key.startswith(SESSIONS_PREFIX) or len(parts) != 2:
-            raise ValueError(f"{key!r} is not the key of a session")
+        if not key.startswith(SESSIONS_PREFIX) or len(parts) != 2 or len(key) > MAX_RECORD_BYTES:
+            raise ValueError(f"{key[:_SHOWN_CHARS]!r} is not the key of a session")
         return cls(unquote(parts[0]), unquote(parts[1]))
 
 
@@ -76,7 +81,7 @@ def decode_placement(value: bytes, *, epoch: int) -> Placement:
         raise ValueError(f"{len(value)} bytes, more than {MAX_RECORD_BYTES}")
     try:
         record = json.loads(value)
-        return Placement(
+        placement = Placement(
             kvstore=str(record["kvstore"]),
             prefill=str(record["prefill"]),
             decode=str(record["decode"]),
@@ -84,5 +89,11 @@ def decode_placement(value: bytes, *, epoch: int) -> Placement:
             tail_hash=bytes.fromhex(record["tail_hash"]),
             epoch=epoch,
         )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a placement: {error!r}") from None
+    names = (placement.kvstore, placement.prefill, placement.decode)
+    if not all(_NAMES.fullmatch(name) for name in names):
+        raise ValueError("an instance must be at most 128 letters, digits, '.', '_' or '-'")
+    if not 0 <= placement.block_count <= _MAX_BLOCKS or len(placement.tail_hash) > _MAX_HASH_BYTES:
+        raise ValueError("block_count or tail_hash is out of range")
+    return placement

@@ -12,11 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from slipstream.rpc.audience import audience_of
+
 WORKERS_PREFIX = "/slipstream/v1/workers/"
 MAX_RECORD_BYTES = 16 << 10
 # Fields of a record that are absent where they are empty.
 _TEXTS = ("region", "session_digest", "admin", "admin_http")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_TEXT = re.compile(r"[!-~]{0,512}")
+# Of one capacity. Sums and products of such numbers stay finite as floats.
+_MAX_AMOUNT = 1 << 53
 
 
 class Role(StrEnum):
@@ -53,9 +58,13 @@ class Worker:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.instance):
-            raise ValueError(f"instance {self.instance!r} must be 1 to 128 letters, digits, '.', '_' or '-'")
+            raise ValueError(
+                f"instance {self.instance[:128]!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
+            )
         if self.region and not _NAME.fullmatch(self.region):
-            raise ValueError(f"region {self.region!r} must be 1 to 128 letters, digits, '.', '_' or '-'")
+            raise ValueError(
+                f"region {self.region[:128]!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
+            )
 
     @property
     def key(self) -> str:
@@ -93,6 +102,7 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
     try:
         record = json.loads(value)
         capacity = {str(name): int(amount) for name, amount in record["capacity"].items()}
+        _check(record, capacity)
         worker = Worker(
             role=Role(role),
             instance=instance,
@@ -103,8 +113,20 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
             **{name: str(record.get(name, "")) for name in _TEXTS},
         )
         return DecodedRecord(worker, bool(record.get("leaving", False)))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a worker record: {error!r}") from None
+
+
+def _check(record: Mapping[str, object], capacity: Mapping[str, int]) -> None:
+    """Raise ValueError for a record that its readers could not dial, show or count with."""
+    if not audience_of(str(record["endpoint"])):
+        raise ValueError("the endpoint is no host:port")
+    for name in ("incarnation", *_TEXTS):
+        if not _TEXT.fullmatch(str(record.get(name, ""))):
+            raise ValueError(f"{name} must be at most 512 printable ASCII characters")
+    for name, amount in capacity.items():
+        if not (name == "block_tokens") <= amount <= _MAX_AMOUNT:
+            raise ValueError(f"the capacity {name!r} is out of range")
 
 
 def may_replace(existing: bytes, mine: bytes) -> bool:

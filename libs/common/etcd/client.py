@@ -306,8 +306,13 @@ def typed_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
     return EtcdUnavailable(f"{details} ({code.name})")
 
 
+def key_text(key: bytes) -> str:
+    """A key as text. Other programs may write keys that are no UTF-8; their readers ignore them."""
+    return key.decode(errors="replace")
+
+
 def _key_value(kv: pb.KeyValue) -> KeyValue:
-    return KeyValue(kv.key.decode(), kv.value, kv.mod_revision, kv.lease)
+    return KeyValue(key_text(kv.key), kv.value, kv.mod_revision, kv.lease)
 
 
 def _swap_op(swap: Swap) -> pb.RequestOp:

@@ -23,7 +23,7 @@ from typing import Final
 
 import grpc
 
-from libs.common.etcd.client import EtcdClient, prefix_end, typed_error
+from libs.common.etcd.client import EtcdClient, key_text, prefix_end, typed_error
 from libs.common.etcd.messages import (
     EtcdCompacted,
     EtcdUnavailable,
@@ -127,7 +127,7 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
 
 
 def _change(event: pb.Event) -> tuple[str, KeyValue | None]:
-    key = event.kv.key.decode()
+    key = key_text(event.kv.key)
     if event.type == pb.EVENT_TYPE_DELETE:
         return key, None
     return key, KeyValue(key, event.kv.value, event.kv.mod_revision, event.kv.lease)

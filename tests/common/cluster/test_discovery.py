@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from libs.common.cluster.worker_record import (
 )
 from libs.common.etcd.client import EtcdClient
 from slipstream.errors import DeadlineExceeded
+from slipstream.etcd.v3 import etcd_pb2
 from tests.support.network.fault_proxy import FaultProxy
 from tests.support.processes.etcd_process import EtcdProcess
 from tests.support.processes.process_checks import eventually
@@ -31,10 +33,10 @@ WORKERS = st.builds(
     Worker,
     role=st.sampled_from(Role),
     instance=st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True),
-    endpoint=st.text(max_size=30),
-    incarnation=st.text(max_size=20),
+    endpoint=st.from_regex(r"([a-z0-9._-]{1,20}|\[::1\]):[0-9]{1,4}", fullmatch=True),
+    incarnation=st.from_regex(r"[!-~]{0,20}", fullmatch=True),
     fingerprint=st.binary(max_size=16),
-    capacity=st.dictionaries(st.text(max_size=10), st.integers(0, 2**40), max_size=3),
+    capacity=st.dictionaries(st.text(max_size=10), st.integers(1, 2**40), max_size=3),
 )
 
 
@@ -53,6 +55,25 @@ def test_a_malformed_worker_record_raises_value_error(value: bytes) -> None:
     with pytest.raises(ValueError):
         decode_worker("/slipstream/v1/workers/decode/d", value)
     assert may_replace(value, encode_worker(decode(0)))
+
+
+HOSTILE_RECORDS = {
+    "infinite": b'{"endpoint":"h:1","incarnation":"i","fingerprint":"","capacity":{"kv_blocks":1e999}}',
+    "too large": b'{"endpoint":"h:1","incarnation":"i","fingerprint":"","capacity":{"max_batch":1%s}}'
+    % (b"0" * 400),
+    "negative": b'{"endpoint":"h:1","incarnation":"i","fingerprint":"","capacity":{"max_batch":-1}}',
+    "no tokens": b'{"endpoint":"h:1","incarnation":"i","fingerprint":"","capacity":{"block_tokens":0}}',
+    "surrogate": b'{"endpoint":"\\ud800:1","incarnation":"i","fingerprint":"","capacity":{}}',
+    "port": b'{"endpoint":"h:70000","incarnation":"i","fingerprint":"","capacity":{}}',
+    "scheme": b'{"endpoint":"unix:///s","incarnation":"i","fingerprint":"","capacity":{}}',
+    "control": b'{"endpoint":"h:1","incarnation":"\\u001b[2J","fingerprint":"","capacity":{}}',
+}
+
+
+@pytest.mark.parametrize("record", HOSTILE_RECORDS.values(), ids=HOSTILE_RECORDS)
+def test_a_record_that_no_reader_could_use_raises_value_error(record: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_worker("/slipstream/v1/workers/decode/d", record)
 
 
 @given(st.integers(0, 2**60), st.integers(0, 2**60))
@@ -207,3 +228,28 @@ async def test_malformed_worker_records_are_ignored(etcd: EtcdProcess) -> None:
         member.announce(decode(0))
         await fleet.wait_until(lambda f: f.workers == (decode(0),), timeout_s=60)
     await client.close()
+
+
+async def test_hostile_worker_records_do_not_end_the_watch(etcd: EtcdProcess) -> None:
+    """Before the watch begins, in its snapshot, and after that, in its changes."""
+    client = EtcdClient([etcd.endpoint])
+    await put_raw(etcd.endpoint, b"/slipstream/v1/workers/decode/\xff", b"{}")
+    await client.put("/slipstream/v1/workers/decode/early", HOSTILE_RECORDS["infinite"])
+    async with etcd_member(etcd.endpoint) as member, Fleet(member) as fleet:
+        await fleet.wait_snapshot()
+        await put_raw(etcd.endpoint, b"/slipstream/v1/workers/decode/\xfe", b"{}")
+        await client.put("/slipstream/v1/workers/decode/late", HOSTILE_RECORDS["infinite"])
+        member.announce(decode(0))
+        await fleet.wait_until(lambda f: f.workers == (decode(0),), timeout_s=60)
+    await client.close()
+
+
+async def put_raw(endpoint: str, key: bytes, value: bytes) -> None:
+    """Put a key that is no text, as another program could."""
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        put = channel.unary_unary(
+            "/etcdserverpb.KV/Put",
+            request_serializer=etcd_pb2.PutRequest.SerializeToString,
+            response_deserializer=etcd_pb2.PutResponse.FromString,
+        )
+        await put(etcd_pb2.PutRequest(key=key, value=value))

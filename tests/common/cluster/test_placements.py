@@ -32,12 +32,15 @@ def test_session_keys_round_trip_any_text(tenant: str, session: str) -> None:
     assert identity.key.count("/") == 5
 
 
+INSTANCES = st.from_regex(r"[A-Za-z0-9._-]{0,9}", fullmatch=True)
+
+
 @given(
     st.builds(
         Placement,
-        kvstore=st.text(max_size=9),
-        prefill=st.text(max_size=9),
-        decode=st.text(max_size=9),
+        kvstore=INSTANCES,
+        prefill=INSTANCES,
+        decode=INSTANCES,
         block_count=st.integers(0, 2**31),
         tail_hash=st.binary(max_size=16),
         epoch=st.integers(0, 2**62),
@@ -47,8 +50,23 @@ def test_placement_records_round_trip(placement: Placement) -> None:
     assert decode_placement(encode_placement(placement), epoch=placement.epoch) == placement
 
 
+HOSTILE = [
+    b'{"kvstore":"","prefill":"","decode":"","block_count":1e999,"tail_hash":""}',
+    b'{"kvstore":"","prefill":"","decode":"","block_count":-1,"tail_hash":""}',
+    b'{"kvstore":"","prefill":"","decode":"","block_count":4294967296,"tail_hash":""}',
+    b'{"kvstore":"\\ud800","prefill":"","decode":"","block_count":1,"tail_hash":""}',
+    b'{"kvstore":"","prefill":"\\u001b[2J","decode":"","block_count":1,"tail_hash":""}',
+]
+
+
 @given(st.binary(max_size=40) | st.sampled_from([b"[]", b"{}", b"null", b"[" * 4000]))
 def test_a_malformed_placement_record_raises_value_error(value: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_placement(value, epoch=1)
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_placement_that_no_reader_could_use_raises_value_error(value: bytes) -> None:
     with pytest.raises(ValueError):
         decode_placement(value, epoch=1)
 
@@ -259,6 +277,9 @@ async def test_malformed_placements_are_ignored(etcd: EtcdProcess) -> None:
     await client.put(SESSION.key, b"\xff")
     async with router(etcd.endpoint) as placements:
         await client.put("/slipstream/v1/sessions/one", b"{}")
+        await client.put("/slipstream/v1/sessions/tenant/hostile", HOSTILE[0])
+        await client.put(SessionId("tenant", "seen").key, encode_placement(Placement(decode="d-1")))
+        await wait_for_placement(placements, SessionId("tenant", "seen"), Placement(decode="d-1"))
         placements.put(SESSION, Placement(decode="d-0"))
         await placements.flush(timeout_s=WAIT_S)
         await wait_for_placement(placements, SESSION, Placement(decode="d-0"))
