@@ -92,6 +92,7 @@ def _by_class(values: tuple[float, ...], unit: str) -> str:
 _Row = tuple[str, str, str]  # what, bound, what happens beyond it
 _CONNECTIONS: tuple[_Row, ...] = (
     ("No whole request header on a connection (HTTP)", f"{IDLE_CONNECTION_S:g} s", "closed"),
+    ("A client takes nothing of what waits for its connection (HTTP)", f"{WRITE_STALL_S:g} s", "closed"),
     ("Connections of one port (HTTP)", f"{HTTP_CONNECTIONS}", "closed"),
     (
         "Connections of one address that is not loopback, before their first key (HTTP)",

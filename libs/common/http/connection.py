@@ -26,7 +26,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from libs.common.http.connection_shares import ConnectionShare, ConnectionShares
 from libs.common.http.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
-from libs.common.service_bounds import GRPC_HANDSHAKE_S, HTTP_CONNECTIONS
+from libs.common.service_bounds import GRPC_HANDSHAKE_S, HTTP_CONNECTIONS, WRITE_STALL_S
 from libs.common.telemetry.counters import Counters
 from slipstream import errors
 from slipstream.rpc.tls import FilesVersion, TlsFiles
@@ -74,7 +74,7 @@ class MalformedMessages:
 class HttpConnection(web.RequestHandler):
     """One client's connection. `is_refused`: it is closed at once, because there are too many."""
 
-    __slots__ = ("_is_refused", "_malformed", "_shares", "share")
+    __slots__ = ("_is_refused", "_malformed", "_shares", "_write_stall_s", "share")
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class HttpConnection(web.RequestHandler):
         malformed: MalformedMessages,
         keepalive_s: float,
         shares: ConnectionShares,
+        write_stall_s: float = WRITE_STALL_S,
         is_refused: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -96,11 +97,13 @@ class HttpConnection(web.RequestHandler):
         self._malformed = malformed
         self._is_refused = is_refused
         self._shares = shares
+        self._write_stall_s = write_stall_s
         self.share: ConnectionShare | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve, or close."""
         super().connection_made(transport)
+        _bound_unread(transport, self._write_stall_s)
         name = transport.get_extra_info("peername")
         self.share = ConnectionShare(self._shares, name[0] if isinstance(name, tuple) else "localhost")
         if not self._is_refused and not self.share.fits:
@@ -163,8 +166,10 @@ class HttpListener:
         keepalive_s: float,
         max_connections: int = HTTP_CONNECTIONS,
         shares: ConnectionShares | None = None,
+        write_stall_s: float = WRITE_STALL_S,
     ) -> None:
-        """A connection without a whole request header is closed after `keepalive_s`."""
+        """A connection without a whole request header is closed after `keepalive_s`, one whose client reads
+        nothing of an answer after `write_stall_s`."""
         # A client that disconnects ends its request.
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         self._listening = listening
@@ -173,6 +178,7 @@ class HttpListener:
         self._keepalive_s = keepalive_s
         self._max_connections = max_connections
         self._shares = shares or ConnectionShares()
+        self._write_stall_s = write_stall_s
         self._acceptor: asyncio.Server | None = None
         self._context: ssl.SSLContext | None = None
         self._version: FilesVersion | None = None  # of the certificate in `_context`
@@ -209,6 +215,7 @@ class HttpListener:
             malformed=self._malformed,
             keepalive_s=self._keepalive_s,
             shares=self._shares,
+            write_stall_s=self._write_stall_s,
             is_refused=is_refused,
         )
 
@@ -225,6 +232,16 @@ class HttpListener:
             self._context.load_cert_chain(self._tls.certificate, self._tls.key)
         except (OSError, ssl.SSLError) as error:
             log.warning("HTTP goes on with its old certificate: %s", error)
+
+
+def _bound_unread(transport: asyncio.BaseTransport, stall_s: float) -> None:
+    """Let the kernel end the connection when its client takes nothing for so long.
+
+    The keep-alive time-out alone does not: a transport that closes waits until its buffer is sent.
+    """
+    connection = transport.get_extra_info("socket")
+    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1e3))
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +29,12 @@ async def _answer(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def listening(
-    counters: Counters, *, tls: TlsFiles | None = None, max_connections: int = 100
+    counters: Counters,
+    *,
+    tls: TlsFiles | None = None,
+    max_connections: int = 100,
+    keepalive_s: float = 30.0,
+    write_stall_s: float = 30.0,
 ) -> AsyncIterator[tuple[str, int]]:
     """A listener with one route; its host and port."""
     application = web.Application()
@@ -35,7 +42,13 @@ async def listening(
     bound = listen_tcp("127.0.0.1:0")
     malformed = MalformedMessages(counters, clock=asyncio.get_running_loop().time)
     listener = HttpListener(
-        application, bound, tls=tls, malformed=malformed, keepalive_s=30.0, max_connections=max_connections
+        application,
+        bound,
+        tls=tls,
+        malformed=malformed,
+        keepalive_s=keepalive_s,
+        max_connections=max_connections,
+        write_stall_s=write_stall_s,
     )
     await listener.start()
     host, _, port = endpoint_of(bound).rpartition(":")
@@ -71,6 +84,32 @@ async def test_connections_beyond_the_bound_are_closed_and_the_others_are_served
             if line == b"HTTP/1.1 200 OK\r\n":
                 break
         streams.pop().close()
+
+
+async def test_a_client_that_reads_no_answer_loses_its_connection() -> None:
+    """Its requests fill the buffers of both ends. The one connection that there may be gets free."""
+    async with (
+        listening(Counters(), max_connections=1, keepalive_s=0.5, write_stall_s=0.5) as (host, port),
+        asyncio.timeout(60),
+    ):
+        with socket.create_connection((host, port)) as unread:
+            unread.setblocking(False)
+            await _send_until_stuck(unread)
+            line = b""
+            while line != b"HTTP/1.1 200 OK\r\n":
+                reader, writer = await asyncio.open_connection(host, port)
+                writer.write(REQUEST)
+                with contextlib.suppress(ConnectionError):
+                    line = await reader.readline()
+                writer.close()
+
+
+async def _send_until_stuck(client: socket.socket) -> None:
+    """Send requests until neither end takes more for a while."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        while True:
+            await asyncio.wait_for(loop.sock_sendall(client, REQUEST * 1000), timeout=1)
 
 
 async def _name_served(host: str, port: int, files: TlsFiles) -> str:
