@@ -33,6 +33,8 @@ HELLO_TIMEOUT_S = 5.0
 # The server closes the connection of a reader that receives nothing for this long.
 SEND_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 256
+# Connections that have not shown the token yet; one more ends the oldest.
+MAX_UNKNOWN = 64
 REQUESTS_AT_ONCE = 32
 
 
@@ -47,6 +49,7 @@ class RegionServer:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._unknown: dict[socket.socket, None] = {}  # those without the token, oldest first
         self._closed = False
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
@@ -71,9 +74,14 @@ class RegionServer:
             except OSError:
                 return
             with self._lock:
-                if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                if self._closed or len(self._connections) - len(self._unknown) >= MAX_CONNECTIONS:
                     connection.close()
                     continue
+                if len(self._unknown) >= MAX_UNKNOWN:
+                    oldest = next(iter(self._unknown))
+                    del self._unknown[oldest]
+                    _shut(oldest)
+                self._unknown[connection] = None
                 thread = threading.Thread(
                     target=self._serve, args=(connection,), name="kv-serve", daemon=True
                 )
@@ -85,6 +93,8 @@ class RegionServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if self._welcome(connection):
+                with self._lock:
+                    self._unknown.pop(connection, None)
                 while self._answer(connection):
                     pass
         except OSError as error:
@@ -92,6 +102,7 @@ class RegionServer:
         finally:
             with self._lock:
                 del self._connections[connection]
+                self._unknown.pop(connection, None)
             connection.close()
 
     def _welcome(self, connection: socket.socket) -> bool:

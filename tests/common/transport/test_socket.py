@@ -182,6 +182,23 @@ async def test_connections_without_a_valid_token_get_no_answer_and_disturb_no_re
     await other.close()
 
 
+async def test_connections_without_the_token_keep_no_reader_out(
+    transport: SocketTransport, memory: PageAlignedMemory
+) -> None:
+    memory.view(0, 4)[:] = b"abcd"
+    host, _, port = transport.session_id.partition("/")[0].rpartition(":")
+    n_silent = socket_server.MAX_CONNECTIONS + socket_server.MAX_UNKNOWN
+    reader, into = SocketTransport(), PageAlignedMemory(1 << 12)
+    reader.register(into.buffer)
+    with contextlib.ExitStack() as silent:
+        for _ in range(n_silent):
+            silent.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
+        op = ReadOp(into.address, memory.address, 4)
+        await reader.read(transport.session_id, [op], timeout_s=WAIT_S)
+        assert bytes(into.view(0, 4)) == b"abcd"
+    await reader.close()
+
+
 async def test_a_refusal_among_many_requests_leaves_no_answer_for_the_next_read(
     transport: SocketTransport, memory: PageAlignedMemory
 ) -> None:
