@@ -119,7 +119,8 @@ def _host_name(host: str) -> str:
     """The name or address of a Host header, without its port."""
     host = host.strip().lower()
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        address, _, port = host[1:].partition("]")
+        return address if not port or port.startswith(":") else host
     return host.partition(":")[0].rstrip(".")
 
 

@@ -44,6 +44,7 @@ def test_a_loopback_listener_takes_addresses_and_localhost(host: str) -> None:
         "localhost.evil.example",
         "127.0.0.1.evil.example",
         "evillocalhost",
+        "[::1]evil.example",
     ],
 )
 def test_a_rebound_name_is_refused_on_loopback(host: str) -> None:
