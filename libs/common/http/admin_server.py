@@ -23,6 +23,7 @@ from libs.common.http.http_errors import (
     failure_response,
     new_request_id,
 )
+from libs.common.http.shared_render import SharedRender
 from libs.common.runtime.readiness import HealthState, ReadHealth
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from slipstream.rpc.tls import TlsFiles
@@ -45,7 +46,7 @@ class AdminServer:
         keepalive_s: float = service_bounds.IDLE_CONNECTION_S,
     ) -> None:
         self._port = port
-        self._metrics = metrics
+        self._metrics = SharedRender(metrics)
         self._read_health = read_health
         self._guard = port.guard(allowed_hosts=tuple(allowed_hosts))
         self.application = web.Application(middlewares=[self._serve])
@@ -103,10 +104,7 @@ class AdminServer:
         return health_page(self._read_health())
 
     async def _render(self, request: web.Request) -> web.Response:
-        self._metrics.measure()
-        # A text of thousands of lines takes milliseconds, which streams on the event loop must not wait.
-        accept = request.headers.get("Accept", "")
-        body, content_type = await asyncio.to_thread(self._metrics.render, accept)
+        body, content_type = await self._metrics.page(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
 
