@@ -2,6 +2,7 @@
 
 .run/lock            held (flock) by the supervisor for as long as it lives; the kernel lets go of it
 .run/cluster.json    addresses and pids, replaced atomically whenever something changes
+.run/scrape.json     the admin ports as targets of Prometheus (file_sd), replaced with it
 .run/drained/NAME    the process NAME is to stay away once it has ended (`slipstream drain`)
 """
 
@@ -15,7 +16,9 @@ from typing import IO
 
 from slipstream.cluster_record import LOCK_FILE, RECORD_FILE, ClusterRecord
 from slipstream.errors import FailedPrecondition
+from supervisor.process import ProcessState
 
+SCRAPE_FILE = "scrape.json"
 _DRAINED = "drained"
 
 
@@ -43,15 +46,30 @@ class RunDirLock:
 
 
 def write_record(run_dir: Path, record: ClusterRecord) -> None:
-    """Replace `cluster.json`; readers see the old or the new one, whole."""
-    temporary = run_dir / f"{RECORD_FILE}.new"
-    temporary.write_text(json.dumps(asdict(record), indent=2) + "\n")
-    temporary.replace(run_dir / RECORD_FILE)
+    """Replace `cluster.json` and `scrape.json`; readers see the old or the new one, whole."""
+    _replace(run_dir / RECORD_FILE, asdict(record))
+    _replace(run_dir / SCRAPE_FILE, scrape_targets(record))
+
+
+def scrape_targets(record: ClusterRecord) -> list[dict[str, object]]:
+    """The processes with metrics that are meant to run, as Prometheus reads targets from a file."""
+    return [
+        {"targets": [process.admin_http], "labels": {"component": process.role, "process": process.instance}}
+        for process in record.processes
+        if process.admin_http is not None and process.state != ProcessState.DRAINED
+    ]
 
 
 def remove_record(run_dir: Path) -> None:
-    """Delete `cluster.json`, if there is one."""
-    (run_dir / RECORD_FILE).unlink(missing_ok=True)
+    """Delete `cluster.json` and `scrape.json`, if they are there."""
+    for name in (RECORD_FILE, SCRAPE_FILE):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def _replace(file: Path, content: object) -> None:
+    temporary = file.with_name(f"{file.name}.new")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(file)
 
 
 def is_drained(run_dir: Path, instance: str) -> bool:

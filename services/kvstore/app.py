@@ -71,7 +71,7 @@ async def serve(options: Options) -> None:
     servicers: _Servicers | None = None
 
     def measure(_: Counters) -> dict[str, float]:
-        return {**host.figures(), **(servicers.measure() if servicers else {})}
+        return {**host.figures(), **health.figures(), **(servicers.measure() if servicers else {})}
 
     metrics = ProcessMetrics(Role.KVSTORE, counters, measure)
     async with contextlib.AsyncExitStack() as stack:

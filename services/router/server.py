@@ -21,6 +21,7 @@ from libs.common.rpc.access import Metadata, current_caller
 from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import Context
 from libs.common.rpc.single_request import read_request
+from libs.common.runtime.readiness import membership_figures
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.admission.tenant_shares import ReceiveSlots
@@ -346,6 +347,10 @@ class RouterServer:
             **self.fleet.index.gauges(),
             **self._memory.gauges(),
             **self._placements.figures(),
+            **membership_figures(
+                is_draining=self.runs.draining, has_lapsed=self._discovery.has_lapsed
+            ),
+            **self.host.figures(),
             "slipstream_grpc_malformed_total": self.host.malformed.count + self.admin.malformed.count,
         }
 

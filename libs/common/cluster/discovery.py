@@ -59,6 +59,10 @@ class Discovery(Protocol):
     def term(self) -> int | None:
         """The number of this process's unbroken membership in the fleet; None while it may have lapsed."""
 
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether this process announced itself, and etcd does not hold that on a living lease."""
+
     def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         """Yield the fleet now and after each change. Endless; the caller closes it."""
 
@@ -96,6 +100,10 @@ class EtcdDiscovery:
     @property
     def term(self) -> int | None:
         return self._session.term if self._session else None
+
+    @property
+    def has_lapsed(self) -> bool:
+        return self._session is not None and self._session.term is None
 
     def announce(self, worker: Worker) -> None:
         if self._session is None:
@@ -165,6 +173,10 @@ class InMemoryDiscovery:
     @property
     def term(self) -> int | None:
         return 1
+
+    @property
+    def has_lapsed(self) -> bool:
+        return False
 
     def announce(self, worker: Worker) -> None:
         self._announced.add(worker.key)

@@ -44,6 +44,7 @@ class FleetMember:
         self._discovery = discovery
         self._record = record
         self._health = health
+        health.has_lapsed = lambda: discovery.has_lapsed
 
     async def join(self) -> None:
         """Announce the process, then set it ready. While etcd is unavailable it serves unannounced."""

@@ -62,6 +62,7 @@ from libs.common.service_bounds import (
     WRITE_STALL_S,
 )
 from libs.common.telemetry import tracing
+from libs.common.telemetry.certificate_expiry import CertificateExpiry
 from libs.common.telemetry.paced_warnings import PacedWarnings
 from slipstream import errors
 from slipstream.errors import InvalidArgument
@@ -138,6 +139,7 @@ class ServiceHost:
         merged = {**dict(_OPTIONS), "grpc.server_handshake_timeout_ms": int(GRPC_HANDSHAKE_S * 1000)}
         merged.update(options)
         self.malformed = MalformedRequests()
+        self._certificate = CertificateExpiry(tls.certificate if tls is not None else None)
         handshakes = HandshakeWatch(PacedWarnings(log))
         self.server = make_server(
             interceptors=[
@@ -188,7 +190,7 @@ class ServiceHost:
 
     def figures(self) -> dict[str, float]:
         """The host's metrics."""
-        return {"slipstream_grpc_malformed_total": float(self.malformed.count)}
+        return {"slipstream_grpc_malformed_total": self.malformed.count, **self._certificate.figures()}
 
     def request_stop(self) -> None:
         """Make `wait_for_stop` return."""

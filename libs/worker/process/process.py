@@ -28,6 +28,7 @@ from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
 from libs.common.runtime.readiness import ProcessHealth
 from libs.common.runtime.settings import parse_endpoints
+from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.metrics_export import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
@@ -87,7 +88,7 @@ async def serve_worker(
         options.admin_http, secret=options.cluster_secret(), advertised=host.endpoint, names=names
     )
     health = ProcessHealth()
-    metrics = _metrics(role, options, app, host)
+    metrics = _metrics(role, options, app, host, health)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
@@ -129,9 +130,15 @@ async def serve_worker(
     return 1 if app.broken else 0
 
 
-def _metrics(role: Role, options: WorkerSettings, app: WorkerApp, host: ServiceHost) -> ProcessMetrics:
+def _metrics(
+    role: Role, options: WorkerSettings, app: WorkerApp, host: ServiceHost, health: ProcessHealth
+) -> ProcessMetrics:
     """An engine's metrics carry vLLM's names too, with the name of the model's directory."""
-    metrics = ProcessMetrics(role, app.counters, lambda counters: {**app.measure(), **host.figures()})
+
+    def measure(_: Counters) -> dict[str, float]:
+        return {**app.measure(), **host.figures(), **health.figures()}
+
+    metrics = ProcessMetrics(role, app.counters, measure)
     if role is not Role.DRAFTER and options.model is not None:
         metrics.model = options.model.resolve().name
     return metrics
