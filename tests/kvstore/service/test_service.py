@@ -267,7 +267,8 @@ async def test_load_is_reported_and_drain_waits_for_leases(client: Client) -> No
     left = await drained_in_part(client)
     assert left.ledger.pins == 1  # the deadline passed first
     assert await client.readiness() == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert (await client.status()).draining
+    status = await client.status()
+    assert status.draining and status.counters["slipstream_draining"] == 1
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client.reserve([5])
     assert isinstance(from_rpc_error(caught.value), Draining)

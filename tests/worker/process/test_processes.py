@@ -201,6 +201,8 @@ async def test_a_draining_prefill_process_waits_for_its_handoffs(tmp_path: Path)
             while not (status := await prefill.status()).draining:
                 await asyncio.sleep(0.02)
         assert status.ledger.handoffs == 1
+        assert status.counters["slipstream_draining"] == 1
+        assert (await decode.status()).counters["slipstream_draining"] == 0
         with pytest.raises(Draining):
             async for _ in RemotePrompt(prefill.channel, prefill_pb2.StartPrefill(**shared)):
                 pass
