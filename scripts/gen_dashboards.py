@@ -2,8 +2,8 @@
 
 python scripts/gen_dashboards.py
 
-A panel names metrics; the kind and name of each decide its queries, unit and description. `$namespace` chooses
-a cluster and `$instance` processes; both match series that have no such label.
+A panel names metrics; the kind and name of each decide its queries, unit and description. In a
+dashboard `$namespace` chooses a cluster and `$instance` processes; both match series without such a label.
 """
 
 from __future__ import annotations

@@ -347,9 +347,7 @@ class RouterServer:
             **self.fleet.index.gauges(),
             **self._memory.gauges(),
             **self._placements.figures(),
-            **membership_figures(
-                is_draining=self.runs.draining, has_lapsed=self._discovery.has_lapsed
-            ),
+            **membership_figures(is_draining=self.runs.draining, has_lapsed=self._discovery.has_lapsed),
             **self.host.figures(),
             "slipstream_grpc_malformed_total": self.host.malformed.count + self.admin.malformed.count,
         }

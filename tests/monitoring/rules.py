@@ -38,9 +38,7 @@ def alerts() -> list[Rule]:
 @functools.cache
 def exported_names() -> frozenset[str]:
     """The series of the metric table, as Prometheus names them."""
-    return frozenset(
-        metric.name + part for metric in METRICS.values() for part in _PARTS[metric.kind]
-    )
+    return frozenset(metric.name + part for metric in METRICS.values() for part in _PARTS[metric.kind])
 
 
 def unknown_names(expression: str) -> Iterator[str]:
@@ -61,8 +59,6 @@ def needs_promtool() -> str:
 
 def run_promtool(*arguments: str) -> str:
     """Its output. Raises AssertionError with it when it finds a fault."""
-    done = subprocess.run(
-        [needs_promtool(), *arguments], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([needs_promtool(), *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

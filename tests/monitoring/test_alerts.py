@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.monitoring.rules import CASES, MONITORING, alerts, rules, run_promtool, unknown_names
+from supervisor.run_directory import SCRAPE_FILE
+from tests.monitoring.rules import CASES, MONITORING, ROOT, alerts, rules, run_promtool, unknown_names
 
 SEVERITIES = {"critical", "warning"}
 
@@ -43,11 +44,14 @@ def test_the_check_finds_names_that_do_not_exist() -> None:
     wrong = 'rate(slipstream_no_such_total{x="slipstream_in_a_value"}[5m]) + vllm:nothing'
     assert list(unknown_names(wrong)) == ["slipstream_no_such_total", "vllm:nothing"]
     histogram = "slipstream_time_to_first_token_seconds"
-    assert list(unknown_names(f"{histogram} + {histogram}_sum + slipstream:errors:ratio_rate5m")) == [histogram]
+    assert list(unknown_names(f"{histogram} + {histogram}_sum + slipstream:errors:ratio_rate5m")) == [
+        histogram
+    ]
 
 
 def test_each_alert_has_a_case_that_fires_and_a_near_miss() -> None:
-    fires, misses = set(), set()
+    fires: set[str] = set()
+    misses: set[str] = set()
     for case in cases():
         name = case["name"].partition(":")[0]
         checks = case["alert_rule_test"]
@@ -58,8 +62,21 @@ def test_each_alert_has_a_case_that_fires_and_a_near_miss() -> None:
     assert fires == misses == named
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_takes_the_rules_and_the_configuration_of_a_local_cluster() -> None:
     run_promtool("check", "rules", str(MONITORING / "alerts.yaml"))
+    run_promtool("check", "config", str(MONITORING / "prometheus.yaml"))
+
+
+def test_the_configuration_finds_what_the_supervisor_writes() -> None:
+    config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    assert re.fullmatch(r"(.*/)?slipstream.*", job["job_name"])
+    assert job["file_sd_configs"] == [{"files": [f"../../.run/{SCRAPE_FILE}"]}]
+
+
+def test_the_documents_count_the_alerts() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    assert f"`deploy/monitoring/alerts.yaml` has {len(alerts())}:" in text
 
 
 def test_alerts_fire_in_their_cases_and_in_no_near_miss(tmp_path: Path) -> None:

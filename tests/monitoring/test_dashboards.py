@@ -59,9 +59,7 @@ def test_panels_do_not_overlap_and_fit(name: str) -> None:
     cells: set[tuple[int, int]] = set()
     for panel in DASHBOARDS[name]["panels"]:
         at = panel["gridPos"]
-        mine = set(
-            itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"]))
-        )
+        mine = set(itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])))
         assert not mine & cells, panel["title"]
         assert max(x for x, _ in mine) < 24
         cells |= mine
@@ -95,7 +93,7 @@ def test_promtool_takes_every_query(name: str, tmp_path: Path) -> None:
 def test_a_share_is_a_share(tmp_path: Path) -> None:
     """promtool evaluates three kinds of queries on series of two routers and a worker."""
     overview = {panel["title"]: panel for panel in DASHBOARDS["overview"]["panels"]}
-    asked = {
+    asked: dict[str, list[tuple[str, float]]] = {
         "Share that fails": [("{}", 0.01)],
         "Running and waiting at routers": [('{instance="a"}', 3), ('{instance="b"}', 4)],
         "Ready workers": [('{worker_role="decode"}', 2)],

@@ -21,5 +21,9 @@ def test_the_component_brings_rules_and_dashboards() -> None:
     objects = render("components/monitoring")
     (rule,) = of_kind(objects, "PrometheusRule")
     assert rule["spec"]["groups"]
-    (shown,) = [item for item in of_kind(objects, "ConfigMap") if "grafana_dashboard" in item["metadata"].get("labels", {})]
+    (shown,) = [
+        item
+        for item in of_kind(objects, "ConfigMap")
+        if "grafana_dashboard" in item["metadata"].get("labels", {})
+    ]
     assert set(shown["data"]) == {path.name for path in (MONITORING / "dashboards").glob("*.json")}

@@ -23,8 +23,10 @@ def end_by_openssl(certificate: Path) -> float:
 
 def certificate(path: Path, days: int) -> Path:
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=tests"]
-        + ["-days", str(days), "-keyout", str(path.with_suffix(".key")), "-out", str(path)],
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=tests"),
+            *("-days", str(days), "-keyout", str(path.with_suffix(".key")), "-out", str(path)),
+        ],
         check=True,
         capture_output=True,
         timeout=60,

@@ -105,7 +105,8 @@ class Watched:
 
     @staticmethod
     def _is(alert: dict[str, Any], name: str, labels: dict[str, str]) -> bool:
-        return {**alert["labels"], "alertname": name, **labels} == alert["labels"]
+        wanted = {"alertname": name, **labels}
+        return all(alert["labels"].get(label) == value for label, value in wanted.items())
 
     def _write_files(self, run_dir: Path) -> None:
         rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
