@@ -10,6 +10,7 @@ import grpc
 
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
+from libs.common.telemetry.certificate_expiry import expiry_unix_s
 from services.router.request.model_card import ModelCard
 from slipstream.async_client import AsyncClient
 from slipstream.rpc.dial import dial
@@ -45,6 +46,8 @@ async def test_a_clients_certificate_opens_the_public_port_only(model: FakeModel
             assert await drain_code(endpoint, CLIENT, "GetStatus") is grpc.StatusCode.UNAVAILABLE
             assert await drain_code(endpoint, PEERS, "GetStatus") is grpc.StatusCode.OK
         assert await drain_code(router.host.endpoint, PEERS, "GetStatus") is grpc.StatusCode.UNAVAILABLE
+        ends = router.metrics.snapshot()["slipstream_certificate_expires_unix_seconds"]
+        assert ends == expiry_unix_s(PEERS.certificate.read_text())
 
 
 async def test_a_certificate_with_an_operators_name_may_drain() -> None:

@@ -94,6 +94,7 @@ async def test_a_drain_rpc_is_seen_at_once_by_all(
     monkeypatch.setattr(cluster.discovery, "withdraw", withdraw_late)
     assert await http_health(router) == (200, "ready", None)
     assert await grpc_health(router) == [SERVING] * 4
+    assert router.metrics.snapshot()["slipstream_draining"] == 0
     async with dial(router.admin.endpoint) as channel:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         drained = asyncio.ensure_future(stub.Drain(worker_pb2.DrainRequest(), timeout=60))
@@ -101,6 +102,7 @@ async def test_a_drain_rpc_is_seen_at_once_by_all(
             await eventually(lambda: router.runs.draining)
             assert await http_health(router) == (503, "draining", "1")
             assert await grpc_health(router) == [NOT_SERVING] * 3 + [SERVING]
+            assert router.metrics.snapshot()["slipstream_draining"] == 1
         finally:
             etcd_is_away.set()
             await drained
