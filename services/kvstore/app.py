@@ -27,7 +27,7 @@ from libs.common.runtime import heap
 from libs.common.runtime.readiness import ProcessHealth
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import log_loop_errors
-from libs.common.telemetry.metrics_export import export_metrics
+from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport

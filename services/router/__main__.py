@@ -26,7 +26,7 @@ from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.settings import load_settings, parse_endpoints
 from libs.common.telemetry.logs import LineFormat, configure_logging, log_loop_errors
-from libs.common.telemetry.metrics_export import export_metrics
+from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.tracing import configure_tracing
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -30,7 +29,6 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from libs.common.telemetry.counters import Counters, Histogram, Labels
 from libs.common.telemetry.metric_table import METRICS
-from libs.common.telemetry.otlp import exports_metrics, metric_exporter, resource_of
 from libs.common.telemetry.process_metrics import ProcessMetrics
 
 log = logging.getLogger(__name__)
@@ -49,25 +47,6 @@ GEN_AI_NAMES = {
 PROVIDER = "slipstream"
 
 
-@contextlib.asynccontextmanager
-async def export_metrics(metrics: ProcessMetrics, *, instance: str) -> AsyncIterator[None]:
-    """Export meanwhile, and once more at the end, where the environment says so."""
-    if not exports_metrics(os.environ):
-        yield
-        return
-    export = MetricsExport(metrics, metric_exporter(os.environ), resource_of(metrics.service, instance))
-    interval_ms = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", _INTERVAL_MS))
-    task = asyncio.create_task(export.run(interval_s=interval_ms / 1e3), name="metrics-export")
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_EXPORT_S):
-                await export.send()
-
-
 class MetricsExport:
     """One exporter. A collector that is away costs the process a line in the log."""
 
@@ -84,6 +63,20 @@ class MetricsExport:
         self._resource = resource
         self._clock_ns = clock_ns
         self._began_ns = clock_ns()
+
+    @contextlib.asynccontextmanager
+    async def running(self, environment: Mapping[str, str]) -> AsyncIterator[None]:
+        """Send at the environment's interval meanwhile, and once more at the end."""
+        interval_ms = float(environment.get("OTEL_METRIC_EXPORT_INTERVAL", _INTERVAL_MS))
+        task = asyncio.create_task(self.run(interval_s=interval_ms / 1e3), name="metrics-export")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_EXPORT_S):
+                    await self.send()
 
     async def run(self, *, interval_s: float) -> None:
         """Send at the interval until cancelled."""

@@ -6,15 +6,20 @@ metrics on. OTEL_EXPORTER_OTLP_PROTOCOL is grpc (the default) or http/protobuf. 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
-from typing import Any
-
-from opentelemetry.sdk.metrics.export import MetricExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace.export import SpanExporter
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from slipstream.rpc.dial import NO_RETRIES
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from libs.common.telemetry.process_metrics import ProcessMetrics
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +28,8 @@ GRPC, HTTP = "grpc", "http/protobuf"
 
 def resource_of(service: str, instance: str) -> Resource:
     """The resource of a process's spans and metrics."""
+    from opentelemetry.sdk.resources import Resource
+
     return Resource.create({"service.name": f"slipstream-{service}", "service.instance.id": instance})
 
 
@@ -70,6 +77,20 @@ def metric_exporter(environment: Mapping[str, str]) -> MetricExporter:
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
     return OTLPMetricExporter(channel_options=_CHANNEL_OPTIONS)
+
+
+@contextlib.asynccontextmanager
+async def export_metrics(metrics: ProcessMetrics, *, instance: str) -> AsyncIterator[None]:
+    """Export metrics meanwhile, and once more at the end, where the environment says so."""
+    if not exports_metrics(os.environ):
+        yield
+        return
+    # Most processes export nothing, and their start would wait for this import.
+    from libs.common.telemetry.metrics_export import MetricsExport
+
+    export = MetricsExport(metrics, metric_exporter(os.environ), resource_of(metrics.service, instance))
+    async with export.running(os.environ):
+        yield
 
 
 _CHANNEL_OPTIONS: Any = (NO_RETRIES,)

@@ -23,16 +23,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from libs.common.telemetry.otlp import exports_traces, resource_of, span_exporter
 from slipstream.errors import Aborted, SlipstreamError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 # The last spans have this long to leave when the process ends, whether or not anybody takes them.
 EXIT_S = 1.0
@@ -54,6 +56,10 @@ def configure_tracing(role: str, instance: str) -> None:
     """Export spans by OTLP where the environment says so (otlp.py); otherwise trace nothing."""
     if not exports_traces(os.environ):
         return
+    # Most processes trace nothing, and their start would wait for this import.
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     provider = TracerProvider(resource=resource_of(role, instance), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(span_exporter(os.environ)))
     _end_with_process(provider)
@@ -167,6 +173,8 @@ def failed(error: BaseException, opened: Span | None = None) -> None:
     opened = opened if opened is not None else trace.get_current_span()
     if not opened.is_recording():
         return
+    from opentelemetry.sdk.trace import ReadableSpan  # a span that records is one: the package is loaded
+
     if isinstance(error, (Aborted, asyncio.CancelledError)):
         annotate(opened, cancelled=True)
         return

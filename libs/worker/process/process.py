@@ -30,7 +30,7 @@ from libs.common.runtime.readiness import ProcessHealth
 from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import configure_logging, log_loop_errors
-from libs.common.telemetry.metrics_export import export_metrics
+from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp

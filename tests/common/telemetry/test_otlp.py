@@ -15,8 +15,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from libs.common.telemetry.counters import Counters
-from libs.common.telemetry.metrics_export import MetricsExport, export_metrics
+from libs.common.telemetry.metrics_export import MetricsExport
 from libs.common.telemetry.otlp import (
+    export_metrics,
     exports_metrics,
     exports_traces,
     metric_exporter,
