@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def schema_of(item: Any) -> dict[str, Any] | None:
 
 def check(item: Any) -> None:
     """Raises for an unknown field, a wrong type, a missing field, or a kind without a schema."""
+    _check(json.dumps(item, sort_keys=True))
+
+
+@functools.cache  # renders share most objects
+def _check(text: str) -> None:
+    item = json.loads(text)
     schema = schema_of(item)
     if schema is None:
         assert "." not in item["apiVersion"] or item["apiVersion"].endswith(".k8s.io/v1"), name_of(item)
