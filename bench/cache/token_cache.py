@@ -4,7 +4,7 @@
     python -m bench.cache.token_cache --against d10606f     # the router of another commit beside it, in turn
 
 A turn brings an answer and the next message, of 20 words each (`--words`), to a conversation of so many
-messages; a conversation of none is a single message of 60 words that nobody knows. "agent" conversations are
+messages; a conversation of none is a single message of 60 new words. "agent" conversations are
 one loop of tools, with thinking: every second message is an answer with reasoning and a call, the others are
 results. A turn is parsed from JSON as a request is, which is not counted; counted are rendering, finding,
 encoding, putting ids together and hashes. Prints for each kind and length, for each side
