@@ -21,7 +21,7 @@ from libs.common.http.admin_port import open_admin_port
 from libs.common.http.admin_server import serve_admin
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
-from libs.common.rpc.endpoints import endpoint_beside, host_of
+from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.readiness import ProcessHealth
@@ -43,6 +43,7 @@ from services.kvstore.policy.admission import DiskAdmission, WriteBudget
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.settings import Options
+from slipstream.rpc.hosts import host_of
 from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

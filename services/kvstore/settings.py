@@ -10,13 +10,13 @@ from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.access import AccessControl, access_of
-from libs.common.rpc.endpoints import host_of
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import parse_endpoints, setting
 from libs.common.transport.open import TransportChoice
 from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.hosts import host_of
 from slipstream.rpc.tls import TlsFiles
 
 MIN_DRAM_BYTES = 1 << 20

@@ -5,9 +5,10 @@ A server accepts the tokens of its audiences: the endpoints by which others dial
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable
+
+from slipstream.rpc.hosts import is_wildcard, plain_host
 
 _ENDPOINT = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]{1,253}):([0-9]{1,5})")
 _MAX_PORT = 65535
@@ -21,7 +22,7 @@ def audience_of(endpoint: str) -> str:
     match = _ENDPOINT.fullmatch(endpoint.lower())
     if match is None or int(match[2]) > _MAX_PORT:
         return ""
-    host, port = _plain(match[1]), int(match[2])
+    host, port = plain_host(match[1]), int(match[2])
     host = _ADDRESSES.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -32,20 +33,7 @@ def server_audiences(bound: str, names: Iterable[str] = ()) -> frozenset[str]:
     A wildcard address is the same on every machine. So it is an audience only for a server without a name:
     its callers are on this machine.
     """
-    named = frozenset(audience_of(name) for name in names if not _is_wildcard(name)) - {""}
-    if _is_wildcard(bound):
+    named = frozenset(audience_of(name) for name in names if not is_wildcard(name)) - {""}
+    if is_wildcard(bound):
         return named or frozenset({audience_of(bound)})
     return named | ({audience_of(bound)} - {""})
-
-
-def _is_wildcard(endpoint: str) -> bool:
-    return _plain(endpoint.rpartition(":")[0]) in ("0.0.0.0", "::")
-
-
-def _plain(host: str) -> str:
-    """The host without brackets, an address in its shortest form."""
-    host = host.strip("[]")
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return host

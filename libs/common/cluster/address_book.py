@@ -20,8 +20,8 @@ from typing import Protocol
 
 from libs.common.cluster.discovery import Discovery, Fleet, InMemoryDiscovery
 from libs.common.cluster.worker_record import FleetSnapshot
-from libs.common.rpc.access import is_loopback
 from slipstream.errors import UnknownAddress
+from slipstream.rpc.hosts import host_of, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class LoopbackAddresses:
     """Of a process without discovery: all endpoints on loopback addresses, and all sessions there."""
 
     def knows_endpoint(self, endpoint: str) -> bool:
-        return is_loopback(endpoint.rpartition(":")[0].strip("[]"))
+        return is_loopback(host_of(endpoint))
 
     def knows_session(self, session_id: str) -> bool:
         return self.knows_endpoint(session_id.partition("/")[0])

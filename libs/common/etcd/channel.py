@@ -11,6 +11,7 @@ import grpc
 
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.dial import NO_RETRIES
+from slipstream.rpc.hosts import host_of
 from slipstream.rpc.tls import FilesVersion, files_version
 
 # etcd ends a connection with GOAWAY too_many_pings if pings arrive more often than every 5 s. The health
@@ -66,7 +67,7 @@ def channel_target(endpoints: Sequence[str]) -> str:
 
     One channel takes only one host name. A cluster has one DNS name for all its addresses.
     """
-    hosts = [endpoint.rpartition(":")[0].strip("[]") for endpoint in endpoints]
+    hosts = [host_of(endpoint) for endpoint in endpoints]
     if not endpoints or not all(hosts):
         raise InvalidArgument("etcd", f"endpoints must be host:port, not {list(endpoints)}")
     try:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from libs.common.http.guard import HttpGuard
 from libs.common.http.listening import endpoint_of, listen_tcp
-from libs.common.rpc.access import AccessControl, KeyClasses, check_address, is_loopback
+from libs.common.rpc.access import AccessControl, KeyClasses, check_address
 from libs.common.rpc.access_table import HTTP_ADMIN_CLASSES, SCRAPE_ROUTE
 from libs.common.rpc.endpoints import endpoint_beside
 from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.hosts import host_of, is_loopback
 from slipstream.rpc.scrape_token import scrape_token
 
 
@@ -69,7 +70,7 @@ def open_admin_port(
     Raises Unavailable for an address in use, InvalidArgument for one that anyone could read.
     """
     access = None
-    if not is_loopback(endpoint.rpartition(":")[0].strip("[]")):
+    if not is_loopback(host_of(endpoint)):
         access = AccessControl(secret=secret, keys=keys)
         is_open = access.is_open and (keys is None or keys.open)
         needed = "--cluster-secret-file" if keys is None else "--cluster-secret-file or --api-keys"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from libs.common.rpc.access import is_loopback
 from libs.common.service_bounds import HTTP_ADDRESS_CONNECTIONS, HTTP_TENANT_CONNECTIONS
+from slipstream.rpc.hosts import is_loopback
 
 # Of a connection whose requests have keys of several tenants: a proxy's, which is no tenant's.
 _SHARED = ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-import ipaddress
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
@@ -27,6 +26,7 @@ from slipstream import errors
 from slipstream.rpc.audience import server_audiences
 from slipstream.rpc.caller_class import ANONYMOUS, CallerClass, CallerIdentity
 from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.hosts import host_of, is_loopback
 from slipstream.rpc.peer_token import TOKEN_HEADER, TokenVerifier, claimed_caller
 from slipstream.rpc.rpc_errors import to_status
 
@@ -161,7 +161,7 @@ def check_address(listen: str, *, is_open: bool, flag: str = "--listen", needed:
     """Warn of an open port on a loopback address. Raises InvalidArgument for one elsewhere."""
     if not is_open:
         return
-    if not is_loopback(listen.rpartition(":")[0].strip("[]")):
+    if not is_loopback(host_of(listen)):
         raise errors.InvalidArgument(
             flag, f"{listen} is not a loopback address, and anyone could call: it needs {needed}"
         )
@@ -172,14 +172,6 @@ def check_address(listen: str, *, is_open: bool, flag: str = "--listen", needed:
 def _warn_open() -> None:
     """Once in a process."""
     log.warning("every process of this machine may call, peer or not; this process lacks %s", _FLAGS)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach the host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def ignore_refusal(

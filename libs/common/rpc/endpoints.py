@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-_WILDCARDS = ("0.0.0.0", "::")
-
-
-def host_of(endpoint: str) -> str:
-    """The host of HOST:PORT, an IPv6 address without its brackets."""
-    return endpoint.rpartition(":")[0].strip("[]")
-
-
-def is_wildcard(endpoint: str) -> bool:
-    """Whether HOST:PORT stands for all addresses of the machine, so that no other machine can dial it."""
-    return host_of(endpoint) in _WILDCARDS
+from slipstream.rpc.hosts import is_wildcard
 
 
 def advertised_endpoint(bound: str, advertise: str) -> str:

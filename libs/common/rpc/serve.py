@@ -36,7 +36,7 @@ from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, 
 from libs.common.rpc.access_table import HEALTH_SERVICE
 from libs.common.rpc.call_reset import reset_call, reset_call_later
 from libs.common.rpc.call_room import CallRoom
-from libs.common.rpc.endpoints import advertised_endpoint, is_wildcard
+from libs.common.rpc.endpoints import advertised_endpoint
 from libs.common.rpc.handshake_watch import HandshakeWatch
 from libs.common.rpc.health import HealthService
 from libs.common.rpc.single_request import (
@@ -67,6 +67,7 @@ from libs.common.telemetry.paced_warnings import PacedWarnings
 from slipstream import errors
 from slipstream.errors import InvalidArgument
 from slipstream.rpc import dial
+from slipstream.rpc.hosts import is_wildcard
 from slipstream.rpc.rpc_errors import UNIMPLEMENTED, to_status
 from slipstream.rpc.tls import TlsFiles
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from libs.common.transport.base import KvTransport
 from libs.common.transport.mooncake import MooncakeTransport
 from libs.common.transport.socket import SocketTransport
 from slipstream.errors import FailedPrecondition
+from slipstream.rpc.hosts import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,6 @@ class TransportChoice:
         if not all(devices):
             raise ValueError(f"a device name is empty in {text!r}")
         return cls(kind, devices)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def open_transport(text: str = "auto", host: str = "127.0.0.1", *, bind: str = "") -> KvTransport:

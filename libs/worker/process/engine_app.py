@@ -12,7 +12,6 @@ import grpc
 from libs.common.checksum import KvChecksum
 from libs.common.cluster.address_book import open_address_book, session_digest
 from libs.common.cluster.discovery import Discovery
-from libs.common.rpc.endpoints import host_of
 from libs.common.transport.open import open_transport
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.app import WorkerApp
@@ -20,6 +19,7 @@ from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
 from libs.worker.process.settings import EngineSettings, engine_builder
 from libs.worker.process.warm_up import warm_up
+from slipstream.rpc.hosts import host_of
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2
 
 

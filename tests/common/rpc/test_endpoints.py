@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from libs.common.rpc.access import AccessControl
-from libs.common.rpc.endpoints import advertised_endpoint, endpoint_beside, host_of, is_wildcard
+from libs.common.rpc.endpoints import advertised_endpoint, endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.hosts import host_of, is_wildcard
 
 SECRET = ClusterSecret(b"a secret that is long enough for a test of addresses")
 
@@ -34,7 +35,7 @@ def test_another_port_of_the_process_has_the_advertised_host_unless_it_has_its_o
     assert is_wildcard("[::]:1") and is_wildcard("0.0.0.0:1") and not is_wildcard("10.0.0.7:1")
 
 
-async def test_a_server_advertises_its_port_and_warns_of_an_address_that_nobody_can_dial(
+async def test_a_server_advertises_its_port_and_warns_of_an_address_that_no_machine_can_dial(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     access = AccessControl(secret=SECRET)

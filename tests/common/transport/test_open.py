@@ -15,8 +15,9 @@ from libs.common.transport import mooncake
 from libs.common.transport import open as opening
 from libs.common.transport.base import ReadOp, TransferRefused
 from libs.common.transport.mooncake_read import split_reads
-from libs.common.transport.open import is_loopback, open_transport
+from libs.common.transport.open import open_transport
 from slipstream.errors import FailedPrecondition
+from slipstream.rpc.hosts import is_loopback
 from tests.support.network.ports import own_ports
 
 
