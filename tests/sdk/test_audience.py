@@ -57,7 +57,7 @@ def test_the_spelling_is_stable_and_fits_into_metadata(host: str, port: int) -> 
 def test_two_addresses_have_one_audience_only_where_both_are_this_machine(
     one: object, port: int, other: object, other_port: int
 ) -> None:
-    """Whoever is dialled at the audience is who is dialled at the endpoint."""
+    """The audience and the endpoint lead to the same server."""
     first, second = (f"[{host}]" if ":" in str(host) else str(host) for host in (one, other))
     if audience_of(f"{first}:{port}") == audience_of(f"{second}:{other_port}"):
         own = {"0.0.0.0", "127.0.0.1", "[::]", "[::1]"}
@@ -74,7 +74,7 @@ def test_any_text_has_an_audience_without_an_error(text: str) -> None:
     [
         ("127.0.0.1:7000", [], {"127.0.0.1:7000"}),
         ("127.0.0.1:7000", ["", "10.0.0.5:7000"], {"127.0.0.1:7000", "10.0.0.5:7000"}),
-        # The wildcard is every machine's: with a name of its own a server answers to that alone.
+        # The wildcard stands for every machine: a server with a name answers to that name alone.
         ("0.0.0.0:7000", ["0.0.0.0:7000", "10.0.0.5:7000"], {"10.0.0.5:7000"}),
         ("[::]:7000", ["prefill-0.svc:7000", "localhost:7000"], {"prefill-0.svc:7000", "127.0.0.1:7000"}),
         ("0.0.0.0:7000", ["0.0.0.0:7000"], {"127.0.0.1:7000"}),

@@ -12,7 +12,7 @@ from slipstream.rpc.names import is_name, wait_resolved
 
 
 class _Names:
-    """A name server that knows nothing for the first `n_failures` questions, at a clock of its own."""
+    """A name server that knows nothing for the first `n_failures` questions, at a clock that tests move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, n_failures: int) -> None:
         self.now_s, self.pauses_s = 0.0, list[float]()

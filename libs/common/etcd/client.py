@@ -94,7 +94,7 @@ class EtcdClient:
         await self._connections.close()
 
     async def _follow_name(self, endpoint: str) -> None:
-        """Connect anew when a name that did not resolve does: gRPC itself may ask two minutes later."""
+        """Replace the channel when a name that did not resolve does: gRPC may ask two minutes later."""
         if await wait_resolved(endpoint, what="etcd"):
             self._connections.dial_again()
 

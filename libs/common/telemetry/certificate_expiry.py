@@ -1,4 +1,4 @@
-"""When this process's certificate ends, read from its PEM file: Python's `ssl` tells it of peers only."""
+"""When this process's certificate ends, read from its PEM file: Python's `ssl` shows it for peers only."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ReportedTier:
         self._discovery = discovery
         self._started = 0
         self.workers: list[FakeWorker] = []
-        self._reports = 0  # told apart by their free blocks
+        self._reports = 0  # reports differ in their free blocks
 
     async def resize(self, n: int) -> None:
         while len(self.workers) > n:
