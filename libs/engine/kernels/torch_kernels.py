@@ -17,7 +17,7 @@ from libs.engine.model_spec.rope import rotate
 
 
 @dataclass(frozen=True, slots=True)
-class _KvB:
+class _KvProjection:
     """kv_b_proj split by head: uk [heads, nope, kv_lora], uv [heads, v, kv_lora], fp32."""
 
     uk: torch.Tensor
@@ -51,7 +51,7 @@ class TorchKernels:
     def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
         per_head = matrix.dequantised().view(config.n_heads, -1, config.kv_lora_rank)
         nope = config.qk_nope_head_dim
-        return _KvB(per_head[:, :nope].contiguous(), per_head[:, nope:].contiguous())
+        return _KvProjection(per_head[:, :nope].contiguous(), per_head[:, nope:].contiguous())
 
     def pack_mlp(self, matrices: MlpMatrices) -> Packed:
         return _Mlp(*(self.pack(matrix) for matrix in matrices))
@@ -131,7 +131,7 @@ def _context(plan: BatchPlan, layer: int, sequence: int) -> torch.Tensor:
 
 
 def _absorbed(
-    q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvB, config: ModelConfig
+    q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvProjection, config: ModelConfig
 ) -> torch.Tensor:
     """Multi-query attention over the latents themselves: kv_b is folded into the query and the output."""
     q_nope, q_rope = q[..., : config.qk_nope_head_dim], q[..., config.qk_nope_head_dim :]
@@ -143,7 +143,7 @@ def _absorbed(
 
 
 def _expanded(
-    q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvB, config: ModelConfig
+    q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvProjection, config: ModelConfig
 ) -> torch.Tensor:
     """Multi-head attention over keys and values expanded from the latents."""
     latent, k_rope = context[:, : config.kv_lora_rank], context[:, config.kv_lora_rank :]
