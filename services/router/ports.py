@@ -15,7 +15,7 @@ from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.single_request import ReadRequest
 from libs.common.service_bounds import GRPC_IDLE_CONNECTION_S, GRPC_REQUEST_BYTES
-from services.router.api.grpc_server import SERVICE_NAME
+from services.router.api.rpc.server import SERVICE_NAME
 from services.router.autoscale.scaler import METHODS as SCALER_METHODS
 from services.router.options import RouterOptions
 

@@ -26,10 +26,10 @@ from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.admission.grpc_connections import GrpcConnections
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.admin_server import make_admin_server
-from services.router.api.grpc_server import SERVICE_NAME, GrpcServer
 from services.router.api.http_server import HttpServer
 from services.router.api.metrics import begin_series, measure_fleet
 from services.router.api.readiness import readiness_of
+from services.router.api.rpc.server import SERVICE_NAME, GrpcServer
 from services.router.autoscale import scaler as autoscale_scaler
 from services.router.autoscale import service as autoscale_service
 from services.router.autoscale.signals import FleetSignals

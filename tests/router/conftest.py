@@ -12,8 +12,8 @@ import pytest
 
 from libs.common.cluster.placements import InMemoryPlacements
 from models.bpe import train_tokenizer
-from services.router.api.event_stream import EventStream
-from services.router.api.write_watch import WriteWatch
+from services.router.api.http.event_stream import EventStream
+from services.router.api.rpc.write_watch import WriteWatch
 from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePolicy
 from services.router.options import RouterOptions
 from services.router.placement.worker_models import WorkerModels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gzip
 import json
@@ -15,9 +16,9 @@ import grpc
 import pytest
 
 from libs.text.tokenizer import Tokenizer
-from services.router.api import grpc_request
 from services.router.api.http import generation as http_generation
 from services.router.api.openai import request as openai_request
+from services.router.api.rpc import generate_message, token_methods
 from services.router.execution import generation, request_manager
 from services.router.execution.request_manager import INLINE_BYTES
 from services.router.server import RouterServer
@@ -87,7 +88,7 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
     ask: Ask, router: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = Threads(monkeypatch)
-    parse = (openai_request, "decode_body") if ask is over_http else (grpc_request, "parse_message")
+    parse = (openai_request, "decode_body") if ask is over_http else (generate_message, "read_message")
     for owner, name in (
         parse,
         (request_manager, "validate"),
@@ -103,6 +104,23 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
     for name in steps:
         assert threading.get_ident() not in threads.of[name], name
     assert threads.of["_encode_piece"] - {threading.get_ident()}  # short texts are encoded where they are
+
+
+async def test_messages_about_tokens_are_parsed_off_the_event_loop(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = Threads(monkeypatch)
+    threads.watch(token_methods, "read_message")
+    long_text = router_pb2.TokenizeRequest()
+    long_text.request.prompt = "Where is my order? " * (INLINE_BYTES // 10)
+    ids = router_pb2.DetokenizeRequest(token_ids=[97] * INLINE_BYTES)
+    async with dial(router.host.endpoint) as channel:
+        for name, message in (("Tokenize", long_text), ("Detokenize", ids)):
+            call: Any = channel.unary_unary(f"/slipstream.v1.RouterService/{name}")
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the prompt exceeds the context
+                await call(message.SerializeToString(), timeout=60)
+    assert threads.of["read_message"]
+    assert threading.get_ident() not in threads.of["read_message"]
 
 
 @BOTH

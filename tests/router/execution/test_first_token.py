@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import aiohttp
 import pytest
 
-from services.router.api.event_stream import Event, EventStream
+from services.router.api.http.event_stream import Event, EventStream
 from services.router.execution.attempt_types import TokenBatch
 from services.router.execution.dispatcher import Assignment
 from services.router.execution.event_queue import ResponseQueue

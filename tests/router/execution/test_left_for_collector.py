@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from services.router.api.choices import ChoiceRuns
-from services.router.api.event_stream import EventStream
+from services.router.api.http.event_stream import EventStream
 from services.router.api.openai.response import ResponseWriter
 from services.router.execution.attempt import Attempt
 from services.router.execution.generation import GenerationTask

@@ -75,7 +75,7 @@ async def test_a_call_that_ends_while_its_client_reads_nothing_leaves_no_task(
         await end(router)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert call_tasks() == 1  # the client may still read its status
-        router._grpc._reset_s = 0.1
+        router._grpc.generation.reset_s = 0.1
         hasten_writes(stall_s=WAIT_S, reset_s=0.1)
         await eventually(lambda: not call_tasks())
         async with AsyncClient(router.host.endpoint) as other:
@@ -105,7 +105,7 @@ async def test_other_calls_of_the_connection_go_on(cluster: FakeCluster, card: M
             unread = stub.Generate(REQUEST)
             await eventually(lambda: any(run.sink.is_full for run in router.runs.running))
             await abort(router)
-            router._grpc._reset_s = 0.1
+            router._grpc.generation.reset_s = 0.1
             hasten_writes(stall_s=WAIT_S, reset_s=0.1)
             short = router_pb2.GenerateRequest(prompt="y", sampling=router_pb2.Sampling(max_tokens=9))
             texts = [event.delta.text async for response in stub.Generate(short) for event in response.events]

@@ -14,8 +14,8 @@ from aiohttp import web
 from libs.common.http.http_errors import client_error, error_response
 from libs.common.telemetry import tracing
 from services.router.api.choices import ChoiceRuns, sum_usage
-from services.router.api.event_stream import Event, EventStream
 from services.router.api.http.content_encoding import decompress
+from services.router.api.http.event_stream import Event, EventStream
 from services.router.api.http.frame import RECORD
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.http.span_attributes import http_attributes, note_status

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import asdict, fields
 
-from services.router.api.grpc_request import parse_generation, parse_message
+from services.router.api.rpc.generate_message import parse_generation
+from services.router.api.rpc.message_reader import read_message
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
 from slipstream.errors import InvalidArgument
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
-_PAGE = Path(__file__).parents[3] / "docs" / "http-api.md"
+_PAGE = Path(__file__).parents[4] / "docs" / "http-api.md"
 
 
 def test_sampling_has_all_fields_of_the_message_by_the_same_names() -> None:
@@ -111,7 +112,7 @@ def test_a_content_part_without_text_is_named() -> None:
     user.content.add()
     message = router_pb2.GenerateRequest(chat=router_pb2.Chat(messages=[user]))
     with pytest.raises(InvalidArgument) as refused:
-        parse_generation(parse_message(message.SerializeToString()))
+        parse_generation(read_message(message.SerializeToString(), router_pb2.GenerateRequest))
     assert refused.value.message == "messages[0].content[1].text: must be a string"
     del user.content[1]
     chat = parse_generation(router_pb2.GenerateRequest(chat=router_pb2.Chat(messages=[user]))).input
@@ -127,13 +128,13 @@ def test_every_enum_of_a_request_has_names() -> None:
 def test_a_field_that_is_encoded_twice_counts_once_and_is_no_unknown_field() -> None:
     once = router_pb2.GenerateRequest(prompt="b").SerializeToString()
     twice = router_pb2.GenerateRequest(prompt="a").SerializeToString() + once
-    assert parse_message(twice) == router_pb2.GenerateRequest(prompt="b")
+    assert read_message(twice, router_pb2.GenerateRequest) == router_pb2.GenerateRequest(prompt="b")
 
 
 def test_an_unknown_field_in_a_wasteful_encoding_is_named() -> None:
     data = router_pb2.GenerateRequest(prompt="a").SerializeToString() * 2 + b"\xf8\x3f\x01"  # field 1023
     with pytest.raises(InvalidArgument) as caught:
-        parse_message(data)
+        read_message(data, router_pb2.GenerateRequest)
     assert caught.value.field == "1023"
 
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp.http import StreamWriter
 from aiohttp.test_utils import make_mocked_request
 
-from services.router.api.event_stream import EventStream
+from services.router.api.http.event_stream import EventStream
 from services.router.api.openai.response import ResponseShape, ResponseWriter
 from services.router.server import RouterServer
 from slipstream import errors

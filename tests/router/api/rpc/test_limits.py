@@ -40,7 +40,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         assert reply.finish_reason == "length"
         assert router.runs.held == 1
         # From now on a client may leave an answer unread for so long; no other one is there.
-        router._grpc._write_stall_s = 0.5
+        router._grpc.generation.write_stall_s = 0.5
         await eventually(lambda: hasten_writes(stall_s=0.5) > 0)
         await eventually(lambda: not router.runs.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1

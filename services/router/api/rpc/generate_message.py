@@ -6,18 +6,14 @@ Errors name fields by their paths in the HTTP body.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from google.protobuf import unknown_fields
-from google.protobuf.message import DecodeError, Message
-
 from libs.structured.answer_grammar import OutputFormat
-from services.router.api.message_structure import structure_bytes
-from services.router.api.utf8_check import find_invalid_text
+from services.router.api.rpc.message_reader import read_message
 from services.router.request.choices import split_choices
 from services.router.request.json_limits import check_structure
+from services.router.request.token_texts import check_count
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream import bounds
 from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
@@ -32,22 +28,13 @@ _PRIORITIES: Mapping[int, str] = {
     **{value: name for name, value in PRIORITIES.items()},
 }
 
-# Maps paths of the message to paths of the HTTP body where the two differ.
-_BODY_PATHS = (
-    (re.compile(r"(\.content)\[\d+\]\.text$"), r"\1"),
-    (re.compile(r"^(chat|sampling)\."), ""),
-    (re.compile(r"^(tools\[\d+\])\."), r"\1.function."),
-    (re.compile(r"(\.tool_calls\[\d+\])\.(?=name|arguments)"), r"\1.function."),
-    (re.compile(r"^tool_choice\.function$"), "tool_choice.function.name"),
-)
-
 
 def parse_request(data: bytes, request_id: str = "") -> Sequence[GenerationRequest]:
     """The request in `data`, once for each answer. Raises InvalidArgument naming the first bad field.
 
     `request_id` is the metadata's; the message's own comes first.
     """
-    message = parse_message(data)
+    message = read_message(data, router_pb2.GenerateRequest)
     request = parse_generation(message, request_id)
     if message.n <= 1:
         return (request,)
@@ -55,31 +42,6 @@ def parse_request(data: bytes, request_id: str = "") -> Sequence[GenerationReque
     if request.resume_after_tokens:
         raise bounds.RESUME_ONE.refused()
     return split_choices(request, [request.input], n=message.n)
-
-
-def parse_message(data: bytes) -> router_pb2.GenerateRequest:
-    """The message in `data`. Raises InvalidArgument naming invalid UTF-8 or an unknown field."""
-    if len(data) > bounds.MAX_BODY_BYTES:
-        raise bounds.body_too_large()
-    schema = router_pb2.GenerateRequest.DESCRIPTOR
-    most = bounds.MAX_STRUCTURE_BYTES
-    if len(data) > most and structure_bytes(data, schema, at_most=most) > most:
-        raise bounds.BODY_STRUCTURE.refused()
-    try:
-        message = router_pb2.GenerateRequest.FromString(data)
-    except DecodeError:
-        where = find_invalid_text(data, schema)
-        if where is not None:
-            raise bounds.UTF8.refused(_body_path(where)) from None
-        raise bounds.BODY_FORMAT.refused() from None
-    # A message without unknown fields encodes to its size again, unless its sender encoded it wastefully.
-    # Only a different size is worth a walk of the message. `ByteSize` encodes, so it is called once.
-    message.DiscardUnknownFields()
-    if message.ByteSize() != len(data):
-        unknown = _find_unknown(router_pb2.GenerateRequest.FromString(data), "")
-        if unknown is not None:
-            raise bounds.UNKNOWN_FIELD.refused(_body_path(unknown))
-    return message
 
 
 def parse_generation(message: router_pb2.GenerateRequest, request_id: str = "") -> GenerationRequest:
@@ -107,6 +69,7 @@ def _prompt(message: router_pb2.GenerateRequest, kind: str) -> PromptInput:
         return PromptInput(message.prompt)
     if not message.token_ids.ids:
         raise bounds.PROMPT_EMPTY.refused()
+    check_count(message.token_ids.ids, "prompt")  # before each becomes an object
     return PromptInput(token_ids=tuple(message.token_ids.ids))
 
 
@@ -214,29 +177,3 @@ def _tool_choice(chat: router_pb2.Chat) -> ToolChoice | None:
     if mode is None:
         raise bounds.TOOL_CHOICE.refused()
     return ToolChoice(mode, chat.tool_choice.function, tuple(chat.tool_choice.allowed))
-
-
-def _find_unknown(message: Message, path: str) -> str | None:
-    """The path of the first unknown field, whose last part is the field's number."""
-    unknown = unknown_fields.UnknownFieldSet(message)
-    if len(unknown):
-        return f"{path}{unknown[0].field_number}"
-    for field, value in message.ListFields():
-        nested = field.message_type
-        if nested is None or nested.GetOptions().map_entry:
-            continue
-        if field.is_repeated:
-            items = [(f"{path}{field.name}[{index}].", item) for index, item in enumerate(value)]
-        else:
-            items = [(f"{path}{field.name}.", value)]
-        for where, item in items:
-            found = _find_unknown(item, where)
-            if found is not None:
-                return found
-    return None
-
-
-def _body_path(path: str) -> str:
-    for pattern, replacement in _BODY_PATHS:
-        path = pattern.sub(replacement, path)
-    return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.api.message_structure import structure_bytes
+from services.router.api.rpc.message_structure import structure_bytes
 from slipstream.requests import chat_request
 from slipstream.v1 import router_pb2
 
@@ -50,3 +50,18 @@ def test_counting_ends_at_the_bound() -> None:
 def test_an_unknown_field_is_no_structure() -> None:
     data = b"\xfa\x07\x80\x80\x01" + b"x" * (1 << 14)
     assert structure_bytes(data, SCHEMA, at_most=MOST) == 5
+
+
+@given(ids=st.lists(st.integers(0, 200_000), max_size=3000))
+def test_packed_numbers_are_no_structure(ids: list[int]) -> None:
+    request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=ids))
+    counted = structure_bytes(request.SerializeToString(), SCHEMA, at_most=MOST)
+    assert counted <= 10  # the tags and lengths of both lists
+
+
+def test_numbers_one_by_one_are_structure() -> None:
+    one_by_one = b"\x08\x01" * 300  # each with its tag, as no encoder of ours writes them
+    data = b"\x1a" + bytes([0xD8, 0x04]) + one_by_one
+    field = SCHEMA.fields_by_name["token_ids"].number
+    data = bytes([field << 3 | 2]) + data[1:]
+    assert structure_bytes(data, SCHEMA, at_most=MOST) >= len(one_by_one)

@@ -1,0 +1,1 @@
+"""RouterService over gRPC: its methods, and its messages as requests."""

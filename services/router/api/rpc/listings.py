@@ -1,0 +1,77 @@
+"""ListModels, ListSessions and ListWorkers: what the router knows, as far as the caller may see it."""
+
+from __future__ import annotations
+
+from services.router.api.rpc.callers import Callers, Context, is_operator
+from services.router.execution.sessions import Sessions
+from services.router.request.model_card import ModelCard
+from services.router.workers.fleet import RouterFleet
+from slipstream.enum_names import role_value
+from slipstream.v1 import router_pb2
+
+
+class ListMethods:
+    """The methods. None of them waits."""
+
+    def __init__(self, callers: Callers, *, fleet: RouterFleet, sessions: Sessions, card: ModelCard) -> None:
+        self._callers = callers
+        self._fleet = fleet
+        self._sessions = sessions
+        self._card = card
+
+    async def list_models(
+        self, request: router_pb2.ListModelsRequest, context: Context
+    ) -> router_pb2.ListModelsResponse:
+        """ListModels."""
+        models = [
+            router_pb2.Model(
+                id=name,
+                max_context_tokens=self._card.max_context_tokens,
+                created_unix_s=self._card.created_unix_s,
+            )
+            for name in self._card.names
+        ]
+        return router_pb2.ListModelsResponse(models=models)
+
+    async def list_sessions(
+        self, request: router_pb2.ListSessionsRequest, context: Context
+    ) -> router_pb2.ListSessionsResponse:
+        """ListSessions: the caller's own where there are several tenants."""
+        tenant = self._callers.tenant(context)
+        sees_all = self._callers.sees_all_tenants()
+        return router_pb2.ListSessionsResponse(
+            sessions=[
+                router_pb2.SessionPlacement(
+                    tenant=session.tenant,
+                    session=session.session,
+                    kvstore=placement.kvstore,
+                    prefill_worker=placement.prefill,
+                    decode_worker=placement.decode,
+                    blocks=placement.block_count,
+                    tail_hash=placement.tail_hash,
+                    epoch=placement.epoch,
+                )
+                for session, placement in self._sessions.all().items()
+                if sees_all or session.tenant == tenant
+            ]
+        )
+
+    async def list_workers(
+        self, request: router_pb2.ListWorkersRequest, context: Context
+    ) -> router_pb2.ListWorkersResponse:
+        """ListWorkers: operators see the endpoints."""
+        shows_endpoints = is_operator()
+        return router_pb2.ListWorkersResponse(
+            workers=[
+                router_pb2.WorkerView(
+                    role=role_value(link.worker.role),
+                    instance=link.worker.instance,
+                    endpoint=link.worker.endpoint if shows_endpoints else "",
+                    ready=link.ready,
+                    report_age_ms=max(0, int(link.report_age_s * 1e3)),
+                    tokens_in_flight=link.tokens_in_flight,
+                    incarnation=link.worker.incarnation,
+                )
+                for link in self._fleet.links()
+            ]
+        )

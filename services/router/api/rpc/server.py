@@ -1,0 +1,120 @@
+"""RouterService over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+
+from libs.common import service_bounds
+from libs.common.rpc.access import Metadata
+from libs.common.rpc.access_table import METHOD_CLASSES
+from services.router.api.access_log import AccessLog
+from services.router.api.api_keys import ApiKeys
+from services.router.api.rpc.call_record import given_id, note_failure, request_id_of, trailing_id
+from services.router.api.rpc.callers import Callers, Context
+from services.router.api.rpc.generate import GenerateMethod
+from services.router.api.rpc.listings import ListMethods
+from services.router.api.rpc.token_methods import TokenMethods
+from services.router.execution.request_manager import RequestManager
+from services.router.execution.sessions import Sessions
+from services.router.request.model_card import ModelCard
+from services.router.workers.fleet import RouterFleet
+from slipstream import errors
+from slipstream.v1 import router_pb2
+
+SERVICE_NAME = "slipstream.v1.RouterService"
+
+UnaryMethod = Callable[[Any, Context], Awaitable[Any]]
+
+
+class GrpcServer:
+    """The RPCs, each with its line in the access log."""
+
+    def __init__(
+        self,
+        runs: RequestManager,
+        *,
+        fleet: RouterFleet,
+        sessions: Sessions,
+        card: ModelCard,
+        tenants: ApiKeys,
+        access_log: AccessLog | None = None,
+        write_stall_s: float = service_bounds.WRITE_STALL_S,
+    ) -> None:
+        self._runs = runs
+        self._access_log = access_log or AccessLog()
+        clock = asyncio.get_running_loop().time
+        self._callers = Callers(tenants, clock)
+        self.generation = GenerateMethod(
+            runs, self._callers, self._access_log, clock=clock, write_stall_s=write_stall_s
+        )
+        self._lists = ListMethods(self._callers, fleet=fleet, sessions=sessions, card=card)
+        self._tokens = TokenMethods(runs, self._callers, card)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service. Methods without a message type parse the raw bytes themselves."""
+        unary: dict[str, tuple[UnaryMethod, Any]] = {
+            "Abort": (self._abort, router_pb2.AbortRequest),
+            "Tokenize": (self._tokens.tokenize, None),
+            "Detokenize": (self._tokens.detokenize, None),
+            "ListModels": (self._lists.list_models, router_pb2.ListModelsRequest),
+            "ListSessions": (self._lists.list_sessions, router_pb2.ListSessionsRequest),
+            "ListWorkers": (self._lists.list_workers, router_pb2.ListWorkersRequest),
+        }
+        handlers: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self.logged(name, method),
+                request_deserializer=None if kind is None else kind.FromString,
+                response_serializer=_serialize,
+            )
+            for name, (method, kind) in unary.items()
+        }
+        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
+            self.generation.generate, request_deserializer=None, response_serializer=_serialize
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    def name_call(self, context: Context) -> None:
+        """Let the call have a request id, before its message is read: that of its metadata, or a new one."""
+        context.set_trailing_metadata(trailing_id(given_id(context.invocation_metadata() or ())))
+
+    def note_refused(
+        self, metadata: Iterable[tuple[str, Any]], method: str, error: errors.SlipstreamError
+    ) -> Metadata:
+        """Log a call that was refused before it was read. Returns the answer's trailing metadata."""
+        name = method.rpartition("/")[2] if method in METHOD_CLASSES else "-"
+        with self._access_log.call("grpc", name) as record:
+            record.request_id = given_id(metadata)
+            note_failure(record, error)
+        return trailing_id(record.request_id)
+
+    def logged(self, name: str, method: UnaryMethod) -> UnaryMethod:
+        """A unary method with its line in the access log."""
+
+        async def call(request: Any, context: Context) -> Any:
+            with self._access_log.call("grpc", name) as record:
+                record.request_id = request_id_of(context)
+                try:
+                    record.tenant = self._callers.tenant(context)
+                    response = await method(request, context)
+                    record.status = "OK"
+                    return response
+                except BaseException as error:
+                    note_failure(record, error)
+                    raise
+                finally:
+                    del context  # see libs/common/rpc/serve.py
+
+        return call
+
+    async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
+        await self._runs.abort(self._callers.tenant(context), request.request_id)
+        return router_pb2.AbortResponse()
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data

@@ -1,0 +1,45 @@
+"""Tokenize and Detokenize. Long messages are parsed and converted off the event loop."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from libs.common.rpc.serve import metadata_of
+from services.router.api.rpc.callers import Callers, Context
+from services.router.api.rpc.generate_message import parse_generation
+from services.router.api.rpc.message_reader import read_message
+from services.router.execution.request_manager import RequestManager
+from services.router.request.model_card import ModelCard
+from services.router.request.token_texts import TokenTexts
+from services.router.request.types import GenerationRequest
+from slipstream.v1 import router_pb2
+
+
+class TokenMethods:
+    """The methods take raw bytes, so that a malformed message gets a typed error."""
+
+    def __init__(self, runs: RequestManager, callers: Callers, card: ModelCard) -> None:
+        self._runs = runs
+        self._callers = callers
+        self._card = card
+        self._texts = TokenTexts(card, runs.context.threads)
+
+    async def tokenize(self, data: bytes, context: Context) -> router_pb2.TokenizeResponse:
+        """Tokenize."""
+        caller = self._callers.caller(metadata_of(context), context, endpoint="Tokenize")
+        request = await self._runs.read(caller, partial(_generation, data), n_bytes=len(data))
+        prompt = await self._runs.encode(request, caller, n_bytes=len(data))
+        ids = prompt.token_ids.tolist()
+        return router_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=self._card.max_context_tokens)
+
+    async def detokenize(self, data: bytes, context: Context) -> router_pb2.DetokenizeResponse:
+        """Detokenize."""
+        caller = self._callers.caller(metadata_of(context), context, endpoint="Detokenize")
+        read = partial(read_message, data, router_pb2.DetokenizeRequest)
+        message = await self._runs.read(caller, read, n_bytes=len(data))
+        text = await self._texts.text(message.token_ids, tenant=caller.tenant, field="token_ids")
+        return router_pb2.DetokenizeResponse(text=text)
+
+
+def _generation(data: bytes) -> GenerationRequest:
+    return parse_generation(read_message(data, router_pb2.TokenizeRequest).request)
