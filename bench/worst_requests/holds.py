@@ -26,9 +26,9 @@ from typing import Any
 
 from bench.worst_requests import bodies, messages
 from libs.common.runtime.heap import freeze_heap
-from services.router.api.rpc.generate_message import parse_request
 from services.router.api.http.content_encoding import decompress
 from services.router.api.openai.request import parse_chat, parse_completion
+from services.router.api.rpc.generate_message import parse_request
 from services.router.execution.generation import INLINE_CHARS
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.output_constraints import OutputConstraints

@@ -17,12 +17,8 @@ from aiohttp.typedefs import Handler
 from libs.common import service_bounds
 from libs.common.http.admin_port import AdminPort
 from libs.common.http.connection import SERVER_NAME, HttpListener, MalformedMessages
-from libs.common.http.http_errors import (
-    UNAVAILABLE_RETRY_S,
-    HttpRefusal,
-    failure_response,
-    new_request_id,
-)
+from libs.common.http.failure import UNAVAILABLE_RETRY_S, HttpRefusal
+from libs.common.http.http_errors import failure_response, new_request_id
 from libs.common.http.shared_render import SharedRender
 from libs.common.runtime.readiness import HealthState, ReadHealth
 from libs.common.telemetry.process_metrics import ProcessMetrics

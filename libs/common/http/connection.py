@@ -26,7 +26,8 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from libs.common.connection_shares import ConnectionShare, ConnectionShares
 from libs.common.http.answer_watch import AnswerWatch
-from libs.common.http.http_errors import HttpRefusal, error_response, new_request_id, refusal_response
+from libs.common.http.failure import HttpRefusal
+from libs.common.http.http_errors import failure_response, new_request_id
 from libs.common.http.tls_handshake import Accepted, TlsHandshakes, read_in_small_pieces
 from libs.common.service_bounds import HTTP_CONNECTIONS, HTTP_UNSENT_BYTES, WRITE_STALL_S
 from libs.common.telemetry.counters import Counters
@@ -157,9 +158,9 @@ class HttpConnection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun")
         if isinstance(exc, HttpProcessingError):
-            response = refusal_response(_refusal(exc))
+            response = failure_response(_refusal(exc))
         else:
-            response = error_response(errors.Internal("internal error"))
+            response = failure_response(errors.Internal("internal error"))
         response.headers["Server"] = SERVER_NAME
         response.headers["x-request-id"] = new_request_id()
         response.force_close()

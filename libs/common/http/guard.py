@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from libs.common.http.http_errors import HttpRefusal
+from libs.common.http.failure import HttpRefusal
 
 ANY = "*"
 # Encodings of a request body that are decoded.

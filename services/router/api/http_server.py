@@ -16,13 +16,16 @@ from libs.common.http.connection import HttpListener, MalformedMessages
 from libs.common.http.guard import ANY, HttpGuard
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
+from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.api_keys import ApiKeys
+from services.router.api.formats import FORMATS
 from services.router.api.http.frame import RequestFrame
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.request_reader import RequestReader
+from services.router.api.http.route_family import RouteFamily
 from services.router.api.http.tokens import TokenEndpoint
+from services.router.api.openai.answer_format import CHAT_COMPLETIONS
 from services.router.api.openai.openapi import openapi_json
-from services.router.api.openai.request import Parser, parse_chat, parse_completion
 from services.router.api.readiness import readiness_of
 from services.router.execution.request_manager import RequestManager
 from services.router.request.model_card import ModelCard
@@ -54,11 +57,16 @@ class HttpServer:
         self._guard = guard or HttpGuard()
         self._access_log = access_log or AccessLog()
         self._clock = asyncio.get_running_loop().time
-        self._reader = RequestReader(tenants, received, body_read_s=body_read_s, clock=self._clock)
+        self.reader = RequestReader(tenants, received, body_read_s=body_read_s, clock=self._clock)
         self.generation = GenerationEndpoint(
-            runs, self._reader, clock=self._clock, write_stall_s=write_stall_s
+            runs, self.reader, clock=self._clock, write_stall_s=write_stall_s
         )
-        self._tokens = TokenEndpoint(runs, self._reader, card)
+        self._tokens = TokenEndpoint(runs, self.reader, card)
+        self._families: list[RouteFamily] = []
+
+    def add(self, family: RouteFamily) -> None:
+        """Serve the routes of another API, too. Before `listener`."""
+        self._families.append(family)
 
     def listener(
         self,
@@ -68,13 +76,17 @@ class HttpServer:
         keepalive_s: float = service_bounds.IDLE_CONNECTION_S,
     ) -> HttpListener:
         """What serves the routes on a socket. A client that disconnects ends its request."""
-        frame = RequestFrame(self._guard, self._access_log, is_draining=lambda: self._runs.draining)
+        frame = RequestFrame(
+            self._guard,
+            self._access_log,
+            is_draining=lambda: self._runs.draining,
+            error_shapes={start: shape for f in self._families for start, shape in f.error_shapes().items()},
+        )
         application = web.Application(middlewares=[frame.serve], client_max_size=bounds.MAX_BODY_BYTES)
         application.on_response_prepare.append(frame.complete_headers)
         application.add_routes(
             [
-                self._generation("/v1/chat/completions", parse_chat, chat=True),
-                self._generation("/v1/completions", parse_completion, chat=False),
+                *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
                 _post("/tokenize", self._tokens.tokenize),
                 _post("/detokenize", self._tokens.detokenize),
                 _get("/v1/models", self._models),
@@ -87,6 +99,8 @@ class HttpServer:
                 _get("/openapi.json", self._openapi),
             ]
         )
+        for family in self._families:
+            application.add_routes(family.routes())
         malformed = MalformedMessages(self._runs.context.counters, clock=self._clock)
         return HttpListener(application, listening, tls=tls, malformed=malformed, keepalive_s=keepalive_s)
 
@@ -94,7 +108,7 @@ class HttpServer:
         """Chat completions for a route of the admin port, which has judged the page and its caller."""
         guard = HttpGuard(origins=frozenset({ANY}))
         frame = RequestFrame(guard, self._access_log, is_draining=lambda: self._runs.draining)
-        generate = partial(self.generation.generate, path=path, parse=parse_chat, chat=True)
+        generate = partial(self.generation.generate, path=path, answer_format=CHAT_COMPLETIONS)
 
         async def chat(request: web.Request) -> web.StreamResponse:
             return await frame.serve(request, generate)
@@ -103,18 +117,18 @@ class HttpServer:
 
     # ---- generation
 
-    def _generation(self, path: str, parse: Parser, *, chat: bool) -> web.RouteDef:
-        return _post(path, partial(self.generation.generate, path=path, parse=parse, chat=chat))
+    def _generation(self, path: str, answer_format: AnswerFormat) -> web.RouteDef:
+        return _post(path, partial(self.generation.generate, path=path, answer_format=answer_format))
 
     # ---- the rest
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._reader.tenant(request)
+        self.reader.tenant(request)
         models = [self._model_object(name) for name in self._card.names]
         return web.json_response({"object": "list", "data": models})
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._reader.tenant(request)
+        self.reader.tenant(request)
         name = request.match_info["name"]
         if name not in self._card.names:
             reason = bounds.MODEL.refused(model=shown(name), served=", ".join(self._card.names))

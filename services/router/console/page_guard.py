@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from libs.common.http.failure import HttpRefusal
 from libs.common.http.guard import check_body
-from libs.common.http.http_errors import HttpRefusal
 
 CONSOLE_HEADER = "x-slipstream-console"
 _POLICY = "; ".join(

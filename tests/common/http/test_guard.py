@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from libs.common.http.failure import HttpRefusal
 from libs.common.http.guard import HttpGuard, check_body
-from libs.common.http.http_errors import HttpRefusal
 
 LOOPBACK, EVERYWHERE = "127.0.0.1:8000", "0.0.0.0:8000"
 

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from libs.text.tokenizer import Tokenizer
-from services.router.api.http import generation as http_generation
+from services.router.api.answers import exchange
 from services.router.api.openai import request as openai_request
 from services.router.api.rpc import generate_message, token_methods
 from services.router.execution import generation, request_manager
@@ -189,7 +189,7 @@ async def test_a_compressed_body_is_decompressed_within_its_bound_off_the_event_
     make: Callable[[bytes], bytes], status: int, router: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = Threads(monkeypatch)
-    threads.watch(http_generation, "decompress")
+    threads.watch(exchange, "decompress")
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}).encode()
     url = f"http://{router.http_endpoint}/v1/chat/completions"
     headers = {**JSON, "Content-Encoding": "gzip"}

@@ -1,4 +1,4 @@
-"""What every public HTTP request gets around its handler, and the encodings of its body.
+"""What every public HTTP request gets around its handler, and the handlers that run requests.
 
-Must not import the routes, the OpenAI shapes or anything that runs requests.
+Must not import the routes, and no API's shapes beyond the seam of `answers`.
 """

@@ -10,10 +10,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from libs.common.http.http_errors import error_object
-from libs.common.telemetry import tracing
-from services.router.api.openai.response import ResponseWriter, sse
-from slipstream import errors
+from services.router.api.answers.answer_format import AnswerWriter
 from slipstream.v1 import router_pb2
 
 log = logging.getLogger(__name__)
@@ -52,7 +49,7 @@ class EventStream:
         self.response = _Response(headers=_HEADERS)
         if request.version < HttpVersion11:
             self.response.force_close()  # without chunks, only the end of the connection ends the body
-        self.answer: ResponseWriter | None = None
+        self.answer: AnswerWriter | None = None
         self.has_events = False
         self._request = request
         self._headers = headers
@@ -70,19 +67,15 @@ class EventStream:
             return False
         if not events[-1].HasField("delta"):
             return False
-        data = self._encode(events)
+        data = self.encode(events)
         if len(data) > _NEVER_WAITS_BYTES:
             return False
         self.has_events = True
         _run_without_waiting(self.response.write(data) if self.has_begun else self._send(data))
         return True
 
-    async def write(self, events: Sequence[Event]) -> None:
-        """Write events, and return when the client has read enough of them. Raises ConnectionResetError."""
-        await self.send(self._encode(events), is_last=events[-1].HasField("finished"))
-
     async def send(self, data: bytes, *, is_last: bool = False) -> None:
-        """Write encoded events, as `write` does."""
+        """Write encoded events, and return when the client has read enough. Raises ConnectionResetError."""
         self.has_events = True
         await self._send_and_drain(data, is_last=is_last)
 
@@ -90,12 +83,12 @@ class EventStream:
         """Send the headers, unless they were sent, and a comment, which clients skip."""
         await self._send_and_drain(b": keep-alive\n\n", is_last=False)
 
-    async def fail(self, error: errors.SlipstreamError) -> None:
-        """End a stream that has begun with an error event and without [DONE]."""
-        tracing.failed(error)
-        await self._send_and_drain(sse(error_object(error)), is_last=True)
+    async def fail(self, data: bytes) -> None:
+        """End a stream that has begun with the events of its failure."""
+        await self._send_and_drain(data, is_last=True)
 
-    def _encode(self, events: Sequence[Event]) -> bytes:
+    def encode(self, events: Sequence[Event]) -> bytes:
+        """The events as the client reads them; before the first ones, what opens the answer."""
         answer = self.answer
         assert answer is not None
         data = b"" if self.has_events else answer.opening()

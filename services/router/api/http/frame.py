@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from libs.common.http.connection import SERVER_NAME
+from libs.common.http.failure import ErrorShape, HttpFailure, HttpRefusal
 from libs.common.http.guard import HttpGuard, check_body
-from libs.common.http.http_errors import HttpRefusal, failure_response, new_request_id
+from libs.common.http.http_errors import failure_response, new_request_id
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.request.validation import is_request_id
 from slipstream import errors
@@ -24,18 +25,27 @@ _UNLOGGED = ("/healthz/ready", "/healthz/live", "/health", "/ping")
 
 
 class RequestFrame:
-    """A middleware of aiohttp, and what completes the headers of each response."""
+    """A middleware of aiohttp, and what completes the headers of each response.
+
+    `error_shapes` has the error shape of the paths that begin so; others fail in OpenAI's.
+    """
 
     def __init__(
-        self, guard: HttpGuard, access_log: AccessLog, *, is_draining: Callable[[], bool] = lambda: False
+        self,
+        guard: HttpGuard,
+        access_log: AccessLog,
+        *,
+        is_draining: Callable[[], bool] = lambda: False,
+        error_shapes: Mapping[str, ErrorShape] | None = None,
     ) -> None:
         self._guard = guard
         self._access_log = access_log
         self._is_draining = is_draining
+        self._error_shapes = error_shapes or {}
 
     @web.middleware
     async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Guard and log a request, and respond to any failure in OpenAI's error shape."""
+        """Guard and log a request, and respond to any failure in the error shape of its path."""
         path = await _route(request)
         with self._access_log.call("http", f"{_known_method(request)} {path}") as record:
             request[RECORD] = record
@@ -48,10 +58,10 @@ class RequestFrame:
                 raise
             except HttpRefusal as refusal:
                 record.fail(refusal, code=refusal.code)
-                response = failure_response(refusal)
+                response = failure_response(refusal, self._error_shape(request.path))
             except Exception as error:
                 record.fail(error)
-                response = failure_response(error)
+                response = failure_response(error, self._error_shape(request.path))
             record.status = str(response.status)
             record.is_logged = response.status >= 400 or path not in _UNLOGGED
             return response
@@ -67,6 +77,12 @@ class RequestFrame:
         if self._is_draining():  # the client's next request needs a connection to another router
             headers["Connection"] = "close"
             response.force_close()
+
+    def _error_shape(self, path: str) -> ErrorShape:
+        for prefix, shape in self._error_shapes.items():
+            if path.startswith(prefix):
+                return shape
+        return HttpFailure.openai_body
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._guard.check(request.headers)

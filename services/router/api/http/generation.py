@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
-from libs.common.http.http_errors import client_error, error_response
+from libs.common.http.failure import failure_of
+from libs.common.http.http_errors import failure_response
 from libs.common.telemetry import tracing
-from services.router.api.choices import ChoiceRuns, sum_usage
-from services.router.api.http.content_encoding import decompress
-from services.router.api.http.event_stream import Event, EventStream
+from services.router.api.answers.answer_format import AnswerFormat, Json
+from services.router.api.answers.exchange import Exchange, read_exchange
+from services.router.api.answers.whole import whole_of, whole_of_choices
+from services.router.api.choices import ChoiceRuns
+from services.router.api.http.event_stream import EventStream
 from services.router.api.http.frame import RECORD
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.http.span_attributes import http_attributes, note_status
 from services.router.api.openai.ignored_fields import IGNORED_HEADER
-from services.router.api.openai.request import Parser, ResponseOptions
-from services.router.api.openai.response import DONE, ResponseShape, ResponseWriter
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
-from services.router.request.types import Caller, GenerationRequest, PromptInput
-from services.router.request.validation import is_request_id
-from slipstream import bounds, errors
-from slipstream.v1 import router_pb2
+from slipstream import errors
 
 STATS_HEADER = "x-slipstream-stats"
 # Proxies cut connections on which nothing is sent for a minute or less.
@@ -38,15 +35,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
-    """One HTTP request as its handler needs it."""
+class _HttpExchange:
+    """A body that was read, and the HTTP request that brought it."""
 
     request: web.Request
-    requests: Sequence[GenerationRequest]  # of the choices, at least one
-    options: ResponseOptions
-    caller: Caller
-    n_bytes: int
-    shape: ResponseShape
+    exchange: Exchange
 
     @property
     def needs_decision(self) -> bool:
@@ -55,16 +48,21 @@ class _Exchange:
     def headers(self, run: RunningRequest | None) -> dict[str, str]:
         """Of an answer. `x-slipstream-debug: 1` asks where it runs and why: known once a token is there."""
         headers = {"x-request-id": self.request[RECORD].request_id}
-        if self.options.ignored:
-            headers[IGNORED_HEADER] = self.options.ignored
+        ignored = self.exchange.options.ignored
+        if ignored:
+            headers[IGNORED_HEADER] = ignored
         decision = run.decision() if run is not None and self.needs_decision else None
         if decision is not None:
             headers[PLACEMENT_HEADER] = header_text(decision)
         return headers
 
+    def json_response(self, body: Json, run: RunningRequest) -> web.Response:
+        """An answer in one piece."""
+        return web.json_response(body, headers=self.headers(run))
+
 
 class GenerationEndpoint:
-    """Runs chat and plain completions. Times are in seconds; see docs/bounds.md."""
+    """Runs the requests of any format. Times are in seconds; see docs/bounds.md."""
 
     def __init__(
         self,
@@ -82,76 +80,80 @@ class GenerationEndpoint:
         self.keep_alive_s = keep_alive_s
 
     async def generate(
-        self, request: web.Request, *, path: str, parse: Parser, chat: bool
+        self, request: web.Request, *, path: str, answer_format: AnswerFormat
     ) -> web.StreamResponse:
-        """The handler of a route; `parse` reads its bodies."""
+        """The handler of a route. `path` is the route's, for spans and metrics."""
         with (
             tracing.server_span(f"POST {path}", request.headers, begins=True),
             http_attributes(request, path),
         ):
-            response = await self._run(request, path=path, parse=parse, chat=chat)
+            response = await self._run(request, path, answer_format)
             note_status(response.status)
             return response
 
-    async def _run(self, request: web.Request, *, path: str, parse: Parser, chat: bool) -> web.StreamResponse:
+    async def _run(self, request: web.Request, path: str, answer_format: AnswerFormat) -> web.StreamResponse:
         record = request[RECORD]
         record.trace_id = tracing.trace_id()
         caller = self._reader.caller(request, path)
         data = await self._reader.body(request, caller.tenant)
         arrived_s = self._clock()
         try:
-            exchange = await read_exchange(self._runs, request, caller, data, parse=parse, chat=chat)
-            if len(exchange.requests) > 1:
+            read = await read_exchange(
+                self._runs,
+                answer_format,
+                caller,
+                data,
+                request_id=record.request_id,
+                encoding=request.headers.get("Content-Encoding", "").lower(),
+                with_stats=request.headers.get(STATS_HEADER) == "1",
+            )
+            record.request_id = read.context.request_id
+            exchange = _HttpExchange(request, read)
+            if len(read.body.requests) > 1:
                 return await self._answer_choices(exchange)
-            run = await self._runs.begin(exchange.requests[0], exchange.caller, n_bytes=exchange.n_bytes)
+            run = await self._runs.begin(read.body.requests[0], read.caller, n_bytes=read.n_bytes)
         except errors.Overloaded as error:
-            return await self._refuse(request, error, arrived_s)
+            return await self._refuse(request, answer_format, error, arrived_s)
         record.answer = run.sink
-        run.trail.is_streamed = exchange.options.stream
+        run.trail.is_streamed = read.options.stream
         try:
-            run.sink.wants_stats = exchange.shape.with_stats
+            run.sink.wants_stats = read.context.with_stats
             # An answer in one piece is not needed before its first token, nor known before where it runs.
-            run.sink.holds_start = not exchange.options.stream or exchange.needs_decision
-            answer = self._stream if exchange.options.stream else self._whole
-            return await answer(exchange, run)
+            run.sink.holds_start = not read.options.stream or exchange.needs_decision
+            if read.options.stream:
+                return await self._stream(exchange, run)
+            return exchange.json_response(await whole_of(read, run), run)
         finally:
             run.end()
 
     async def _refuse(
-        self, request: web.Request, error: errors.Overloaded, arrived_s: float
+        self,
+        request: web.Request,
+        answer_format: AnswerFormat,
+        error: errors.Overloaded,
+        arrived_s: float,
     ) -> web.StreamResponse:
         tracing.failed(error)
         request[RECORD].fail(error)
-        refusal = error_response(error)
+        refusal = failure_response(error, answer_format.error_body)
         await refusal.prepare(request)
         await refusal.write_eof()
         self._runs.context.counters.observe("slipstream_refusal_seconds", self._clock() - arrived_s)
         return refusal
 
-    # ---- one choice
-
-    async def _whole(self, exchange: _Exchange, run: RunningRequest) -> web.StreamResponse:
-        opening, *events = await run.sink.next_events()
-        answer = self.writer_of(exchange, opening.started, 0)
-        while events:
-            for event in events:
-                if event.HasField("finished"):
-                    return web.json_response(answer.body(event.finished), headers=exchange.headers(run))
-                answer.add(event.delta)
-            events = await run.sink.next_events()
-        raise errors.Internal("the response has no end")
-
-    async def _stream(self, exchange: _Exchange, run: RunningRequest) -> web.StreamResponse:
-        stream = EventStream(
-            exchange.request, partial(exchange.headers, run), write_stall_s=self.write_stall_s
-        )
+    async def _stream(self, exchange: _HttpExchange, run: RunningRequest) -> web.StreamResponse:
+        headers = partial(exchange.headers, run)
+        stream = EventStream(exchange.request, headers, write_stall_s=self.write_stall_s)
         try:
             opening, *events = await self._waiting(stream, run.sink.next_events)
-            stream.answer = self.writer_of(exchange, opening.started, 0)
+            stream.answer = exchange.exchange.writer(opening.started)
             run.sink.direct_writer = stream
             while events := events or await self._waiting(stream, run.sink.next_events):
-                await stream.write(events)
-                if events[-1].HasField("finished"):
+                data, is_last = stream.encode(events), events[-1].HasField("finished")
+                if is_last:
+                    await exchange.exchange.body.before_end()
+                await stream.send(data, is_last=is_last)
+                if is_last:
                     return stream.response
                 events = []
             raise errors.Internal("the response has no end")
@@ -162,9 +164,13 @@ class GenerationEndpoint:
         finally:
             run.sink.direct_writer = None
 
-    async def _fail(self, exchange: _Exchange, stream: EventStream, error: Exception) -> web.StreamResponse:
+    async def _fail(
+        self, exchange: _HttpExchange, stream: EventStream, error: Exception
+    ) -> web.StreamResponse:
         exchange.request[RECORD].fail(error)
-        await stream.fail(client_error(error))  # kept in no variable: that would be a cycle
+        failure = failure_of(error)  # the error itself is kept in no variable: that would be a cycle
+        tracing.failed(error)
+        await stream.fail(exchange.exchange.format.error_event(failure, stream.answer))
         return stream.response
 
     async def _waiting(self, stream: EventStream, read: Callable[[], Awaitable[T]]) -> T:
@@ -178,135 +184,35 @@ class GenerationEndpoint:
                     await stream.keep_alive()
         return await read()
 
-    # ---- several choices
-
-    async def _answer_choices(self, exchange: _Exchange) -> web.StreamResponse:
+    async def _answer_choices(self, exchange: _HttpExchange) -> web.StreamResponse:
+        read = exchange.exchange
         choices = ChoiceRuns(
             self._runs,
-            exchange.requests,
-            exchange.caller,
-            n_bytes=exchange.n_bytes,
-            wants_stats=exchange.shape.with_stats,
-            is_streamed=exchange.options.stream,
+            read.body.requests,
+            read.caller,
+            n_bytes=read.n_bytes,
+            wants_stats=read.context.with_stats,
+            is_streamed=read.options.stream,
         )
         exchange.request[RECORD].answer = choices
         try:
             await choices.start()
-            answer = self._stream_choices if exchange.options.stream else self._whole_choices
-            return await answer(exchange, choices)
+            if read.options.stream:
+                return await self._stream_choices(exchange, choices)
+            return exchange.json_response(await whole_of_choices(read, choices), choices.first)
         finally:
             choices.end()
 
-    async def _whole_choices(self, exchange: _Exchange, choices: ChoiceRuns) -> web.StreamResponse:
-        parts = _Parts(self, exchange)
-        while (item := await choices.next_events()) is not None:
-            index, events = item
-            for event in parts.after_start(index, events):
-                if event.HasField("finished"):
-                    parts.finished[index] = event.finished
-                else:
-                    parts.writers[index].add(event.delta)
-        bodies = [parts.writers[index].choice(parts.finished[index]) for index in sorted(parts.writers)]
-        body = parts.writers[0].body_of(bodies, parts.usage(choices.leaders), parts.finished[0])
-        return web.json_response(body, headers=exchange.headers(choices.first))
-
-    async def _stream_choices(self, exchange: _Exchange, choices: ChoiceRuns) -> web.StreamResponse:
+    async def _stream_choices(self, exchange: _HttpExchange, choices: ChoiceRuns) -> web.StreamResponse:
         headers = partial(exchange.headers, choices.first)
         stream = EventStream(exchange.request, headers, write_stall_s=self.write_stall_s)
-        parts = _Parts(self, exchange)
+        answer = exchange.exchange.body.choices_writer(exchange.exchange.context)
         try:
             while (item := await self._waiting(stream, choices.next_events)) is not None:
-                await stream.send(parts.encode(*item))
-            usage, stats = parts.usage(choices.leaders), exchange.shape.with_stats
-            last = b""
-            if exchange.shape.include_usage:
-                last = parts.writers[0].usage_event(usage)
-            elif stats:
-                last = parts.writers[0].finish_event(parts.finished[0], with_stats=True)
-            await stream.send(last + DONE, is_last=True)
+                await stream.send(answer.encode(*item))
+            await stream.send(answer.last_event(choices.leaders), is_last=True)
             return stream.response
         except Exception as error:
             if not stream.has_begun:
                 raise  # a failure before the first byte gets its own status
             return await self._fail(exchange, stream, error)
-
-    def writer_of(self, exchange: _Exchange, started: router_pb2.Started, index: int) -> ResponseWriter:
-        """What writes a choice of the answer."""
-        shape = exchange.shape
-        if exchange.options.echo:
-            source = exchange.requests[index].input
-            assert isinstance(source, PromptInput)
-            text = source.prompt or self._runs.context.card.tokenizer.decode(
-                source.token_ids, keep_special=True
-            )
-            shape = msgspec.structs.replace(shape, echo=text)
-        return ResponseWriter(started, shape, index=index)
-
-
-class _Parts:
-    """The choices of one answer: the writer of each, and how those that are over ended."""
-
-    def __init__(self, endpoint: GenerationEndpoint, exchange: _Exchange) -> None:
-        self._endpoint = endpoint
-        self._exchange = exchange
-        self._created_unix_s = 0
-        self.writers: dict[int, ResponseWriter] = {}
-        self.finished: dict[int, router_pb2.Finished] = {}
-
-    def after_start(self, index: int, events: Sequence[Event]) -> Sequence[Event]:
-        """The events without `started`, which makes the choice's writer. All choices have one id and time."""
-        if not events[0].HasField("started"):
-            return events
-        started = events[0].started
-        self._created_unix_s = self._created_unix_s or started.created_unix_s
-        started.created_unix_s = self._created_unix_s
-        started.request_id = self._exchange.request[RECORD].request_id
-        self.writers[index] = self._endpoint.writer_of(self._exchange, started, index)
-        return events[1:]
-
-    def encode(self, index: int, events: Sequence[Event]) -> bytes:
-        """The events of a choice as chunks of the stream."""
-        is_new = index not in self.writers
-        events = self.after_start(index, events)
-        writer = self.writers[index]
-        data = writer.opening() if is_new else b""
-        for event in events:
-            if event.HasField("finished"):
-                self.finished[index] = event.finished
-                data += writer.finish_event(event.finished, with_stats=False)
-            else:
-                data += writer.delta_event(event.delta)
-        return data
-
-    def usage(self, leaders: frozenset[int]) -> router_pb2.Usage:
-        """The usage of the whole answer."""
-        return sum_usage([self.finished[index].usage for index in sorted(self.finished)], leaders)
-
-
-async def read_exchange(
-    runs: RequestManager, request: web.Request, caller: Caller, data: bytes, *, parse: Parser, chat: bool
-) -> _Exchange:
-    """Parse a body. Raises InvalidArgument naming the first field that does not fit."""
-    record = request[RECORD]
-    encoding = request.headers.get("Content-Encoding", "").lower()
-    n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-    counters = runs.context.counters
-    try:
-        requests, options = await runs.read(
-            caller, lambda: parse(decompress(data, encoding), record.request_id), n_bytes=n_bytes
-        )
-    except errors.InvalidArgument:
-        counters.add("slipstream_requests_refused_total")
-        raise
-    if is_request_id(requests[0].request_id):  # the one in the body goes before the header
-        record.request_id = requests[0].request_id
-    if options.n_ignored:
-        counters.add("slipstream_ignored_fields_total", options.n_ignored)
-    shape = ResponseShape(
-        chat=chat,
-        include_usage=options.include_usage,
-        continuous_usage=options.continuous_usage,
-        with_stats=request.headers.get(STATS_HEADER) == "1",
-        prompt_alone=options.prompt_alone,
-    )
-    return _Exchange(request, requests, options, caller.of_session(options.session), n_bytes, shape)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from services.router.api.answers.answer_format import AnswerOptions
 from services.router.api.json_body import (
     Flag,
     Json,
@@ -148,22 +149,17 @@ _CHAT_DECODER = msgspec.json.Decoder(_ChatBody)
 _COMPLETION_DECODER = msgspec.json.Decoder(_CompletionBody)
 
 
-class ResponseOptions(msgspec.Struct, frozen=True, gc=False):
-    """How the client wants the response; the options change nothing in what is generated.
+class ResponseOptions(AnswerOptions, frozen=True, gc=False):
+    """The options of OpenAI's answers.
 
-    `session` names the request's session where no header does. `ignored` is the text of the answer's header
-    that names the fields without effect, `n_ignored` their number. `prompt_alone`: the answer is the echoed
-    prompt, without the one token that the engine generates to compute it.
+    `prompt_alone`: the answer is the echoed prompt, without the one token that the engine generates to
+    compute it.
     """
 
-    stream: bool
-    include_usage: bool
+    include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
     prompt_alone: bool = False
-    session: str | None = None
-    ignored: str = ""
-    n_ignored: int = 0
 
 
 Parsed = tuple[Sequence[GenerationRequest], ResponseOptions]

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
+from services.router.api.answers.answer_format import AnswerWriter, Json
 from slipstream.enum_names import transport_name
 from slipstream.v1 import common_pb2, router_pb2
-
-Json = dict[str, Any]
 
 _FINISH: Mapping[int, str] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -44,7 +43,7 @@ class ResponseShape(msgspec.Struct, frozen=True, gc=False):
     prompt_alone: bool = False
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """One choice of an answer as it grows. `index` is the choice's."""
 
     def __init__(self, started: router_pb2.Started, shape: ResponseShape, *, index: int = 0) -> None:
@@ -106,6 +105,15 @@ class ResponseWriter:
         last = self.finish_event(finished, with_stats=stats and not usage)
         if usage:
             last += self.usage_event(finished.usage, stats_object(finished) if stats else None)
+        return last + DONE
+
+    def answer_end(self, usage: router_pb2.Usage, first: router_pb2.Finished) -> bytes:
+        """The end of an answer of several choices, whose first one ended with `first`."""
+        last = b""
+        if self._shape.include_usage:
+            last = self.usage_event(usage)
+        elif self._shape.with_stats:
+            last = self.finish_event(first, with_stats=True)
         return last + DONE
 
     # ---- whole

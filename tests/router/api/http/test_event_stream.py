@@ -117,7 +117,7 @@ async def test_a_direct_write_needs_an_empty_buffer_and_a_small_delta() -> None:
     client.get_write_buffer_size.return_value, client.is_closing.return_value = 0, True
     assert not stream.try_write([delta("e")])
     with pytest.raises(ConnectionResetError):
-        await stream.write([delta("e")])
+        await stream.send(stream.encode([delta("e")]))
     assert client.write.call_count == calls
 
 
@@ -130,7 +130,8 @@ async def test_the_first_write_sends_headers_and_the_opening_event() -> None:
     head, _, body = sent.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"x-request-id: a" in head
     assert body.count(b"data: ") == 2 and body.index(b'"role":"assistant"') < body.index(b'"content":"b"')
-    await stream.write([router_pb2.GenerateEvent(finished=router_pb2.Finished())])
+    end = router_pb2.GenerateEvent(finished=router_pb2.Finished())
+    await stream.send(stream.encode([end]), is_last=True)
     assert client.write.call_args.args[0].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 

@@ -1,0 +1,1 @@
+"""How a body becomes requests, and their events one answer, whatever the API. Knows no HTTP connection."""

@@ -1,0 +1,76 @@
+"""One body that was read: its requests, its caller and the format of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from services.router.api.answers.answer_format import (
+    AnswerContext,
+    AnswerFormat,
+    AnswerOptions,
+    AnswerWriter,
+    ParsedBody,
+)
+from services.router.api.http.content_encoding import decompress
+from services.router.execution.request_manager import RequestManager
+from services.router.request.types import Caller
+from services.router.request.validation import is_request_id
+from slipstream import bounds, errors
+from slipstream.v1 import router_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What runs a body's requests and writes their answer. `n_bytes`: the body's size, at most."""
+
+    body: ParsedBody
+    format: AnswerFormat
+    caller: Caller
+    n_bytes: int
+    context: AnswerContext
+
+    @property
+    def options(self) -> AnswerOptions:
+        """How the client wants the answer."""
+        return self.body.options
+
+    def writer(self, started: router_pb2.Started, index: int = 0) -> AnswerWriter:
+        """What writes a choice of the answer."""
+        return self.body.writer(started, self.context, index)
+
+
+async def read_exchange(
+    runs: RequestManager,
+    answer_format: AnswerFormat,
+    caller: Caller,
+    data: bytes,
+    *,
+    request_id: str,
+    encoding: str = "",
+    with_stats: bool = False,
+) -> Exchange:
+    """Parse a body. Raises InvalidArgument naming the first field that does not fit, and Overloaded.
+
+    `encoding` is the body's Content-Encoding. The request's id is the body's own, if it has a valid one.
+    """
+    n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
+    counters = runs.context.counters
+    try:
+        answer_format = await answer_format.for_body(caller, data)
+        body = await runs.read(
+            caller, lambda: answer_format.parse(decompress(data, encoding), request_id), n_bytes=n_bytes
+        )
+    except errors.InvalidArgument:
+        counters.add("slipstream_requests_refused_total")
+        raise
+    own_id = body.requests[0].request_id
+    options = body.options
+    if options.n_ignored:
+        counters.add("slipstream_ignored_fields_total", options.n_ignored)
+    context = AnswerContext(
+        request_id=own_id if is_request_id(own_id) else request_id,
+        with_stats=with_stats,
+        text_of=partial(runs.context.card.tokenizer.decode, keep_special=True),
+    )
+    return Exchange(body, answer_format, caller.of_session(options.session), n_bytes, context)

@@ -1,0 +1,66 @@
+"""The choices of one answer: the writer of each, and how those that are over ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.router.api.answers.answer_format import AnswerContext, ChoicesWriter, Json, ParsedBody
+from services.router.api.choices import sum_usage
+from services.router.api.openai.response import ResponseWriter
+from slipstream.v1 import router_pb2
+
+
+class ChoiceWriters(ChoicesWriter):
+    """All choices have one id and one time."""
+
+    def __init__(self, body: ParsedBody, context: AnswerContext) -> None:
+        self._body = body
+        self._context = context
+        self._created_unix_s = 0
+        self._writers: dict[int, ResponseWriter] = {}
+        self._finished: dict[int, router_pb2.Finished] = {}
+
+    def _after_start(
+        self, index: int, events: Sequence[router_pb2.GenerateEvent]
+    ) -> Sequence[router_pb2.GenerateEvent]:
+        """The events without `started`, which makes the choice's writer."""
+        if not events[0].HasField("started"):
+            return events
+        started = events[0].started
+        self._created_unix_s = self._created_unix_s or started.created_unix_s
+        started.created_unix_s = self._created_unix_s
+        started.request_id = self._context.request_id
+        writer = self._body.writer(started, self._context, index)
+        assert isinstance(writer, ResponseWriter)
+        self._writers[index] = writer
+        return events[1:]
+
+    def encode(self, index: int, events: Sequence[router_pb2.GenerateEvent]) -> bytes:
+        is_new = index not in self._writers
+        events = self._after_start(index, events)
+        writer = self._writers[index]
+        data = writer.opening() if is_new else b""
+        for event in events:
+            if event.HasField("finished"):
+                self._finished[index] = event.finished
+                data += writer.finish_event(event.finished, with_stats=False)
+            else:
+                data += writer.delta_event(event.delta)
+        return data
+
+    def add(self, index: int, events: Sequence[router_pb2.GenerateEvent]) -> None:
+        for event in self._after_start(index, events):
+            if event.HasField("finished"):
+                self._finished[index] = event.finished
+            else:
+                self._writers[index].add(event.delta)
+
+    def last_event(self, leaders: frozenset[int]) -> bytes:
+        return self._writers[0].answer_end(self._usage(leaders), self._finished[0])
+
+    def body(self, leaders: frozenset[int]) -> Json:
+        bodies = [self._writers[index].choice(self._finished[index]) for index in sorted(self._writers)]
+        return self._writers[0].body_of(bodies, self._usage(leaders), self._finished[0])
+
+    def _usage(self, leaders: frozenset[int]) -> router_pb2.Usage:
+        return sum_usage([self._finished[index].usage for index in sorted(self._finished)], leaders)
