@@ -240,6 +240,8 @@ def service_environment(variables: Mapping[str, str]) -> dict[str, str]:
         # A setting of the shell would reach every service; the plan's variables and flags are the settings.
         **{name: text for name, text in os.environ.items() if not name.startswith("SLIPSTREAM_")},
         "PYTHONUNBUFFERED": "1",
+        # Importing `services` sets it, in the supervisor too: a fork server from before would not fit then.
+        "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
         **variables,
     }
 

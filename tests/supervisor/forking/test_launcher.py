@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -217,6 +218,17 @@ def test_a_variable_that_libraries_read_when_they_load_needs_a_new_interpreter()
     assert environment_change(old, {"PATH": "/bin", "OMP_NUM_THREADS": "1"}) == ({}, ("SLIPSTREAM_A",))
     for new in ({**old, "OMP_NUM_THREADS": "2"}, {**old, "LD_PRELOAD": "x.so"}, {"PATH": "/bin"}):
         assert environment_change(old, new) is None
+
+
+def test_no_import_of_the_launcher_changes_the_environment_of_services() -> None:
+    """In a new interpreter, which has imported no service yet; a change would make each start an exec."""
+    code = (
+        "from supervisor.process import service_environment as e; from supervisor.forking import launcher;"
+        "from supervisor.forking.messages import environment_change as change;"
+        "old = e({}); launcher._main_module('services.router'); print(change(old, e({})))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "({}, ())"
 
 
 async def test_such_a_variable_is_effective(forks: ForkLauncher, tmp_path: Path) -> None:
