@@ -32,6 +32,7 @@ SHORTEST = {
     "bench.failover": "--engine fake --streams 2 --tokens 16 --rounds 1 --json",
     "bench.faults.heal_etcd": "--rounds 1 --json",
     "bench.fuzz": "--inputs 1000 --json",
+    "bench.headline": "--rates 1 --rounds 1 --sessions 1 --turns 2 --first-prompt-tokens 64 --json",
     "bench.heal": "--links router-decode --faults reset --rounds 1 --json",
     "bench.keyless": "--connections 4 --message-bytes 65536 --json",
     "bench.kvstore": "--turns 1 --json",
