@@ -18,7 +18,7 @@ from tests.support.processes.kv_attacker import listening_ports
 
 pytest.importorskip("mooncake.engine")
 
-CASES = 10
+CASES = 5
 WORKERS = ("prefill-0", "prefill-1")
 KV_PROCESSES = (*WORKERS, "decode-0", "kvstore-0")
 FAILURES = "slipstream_kv_checksum_failures_total"

@@ -12,15 +12,13 @@ from models.helpdesk.dialogues import generate_dialogues
 from models.settings import BASE_DIR, EAGLE_DIR, HELD_OUT_SEED
 from models.turns import dialogue_turns
 
-N_PROMPTS = 200
-
-
 @pytest.mark.timeout(600)
-def test_greedy_text_is_identical_with_and_without_head_drafts() -> None:
+@pytest.mark.parametrize("n_prompts", [48, pytest.param(200, marks=pytest.mark.soak)])
+def test_greedy_text_is_identical_with_and_without_head_drafts(n_prompts: int) -> None:
     tokenizer = Tokenizer.from_dir(BASE_DIR)
-    dialogues = generate_dialogues(HELD_OUT_SEED, N_PROMPTS)
+    dialogues = generate_dialogues(HELD_OUT_SEED, n_prompts)
     prompts = [dialogue_turns(tokenizer, dialogue)[0].prompt_ids for dialogue in dialogues]
-    assert len(prompts) == N_PROMPTS
+    assert len(prompts) == n_prompts
     engine = build_engine(
         BASE_DIR,
         EngineOptions(weight_dtype="float32", kv_dtype="float32", draft_model_dir=EAGLE_DIR, threads=1),
