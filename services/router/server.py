@@ -33,7 +33,7 @@ from services.router.api.rpc.server import SERVICE_NAME, GrpcServer
 from services.router.autoscale import scaler as autoscale_scaler
 from services.router.autoscale import service as autoscale_service
 from services.router.autoscale.signals import FleetSignals
-from services.router.console.assembly import make_console, operator_dial
+from services.router.console.assembly import make_console
 from services.router.console.fleet_view import RouterIdentity
 from services.router.event_loop_lag import EventLoopLag
 from services.router.execution.context import RouterContext
@@ -158,7 +158,8 @@ class RouterServer:
         self._grpc.add_to(self.host.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.admin.server)
         self._add_autoscale(sessions)
-        self._add_fleet_service(card, dial_peer)
+        self._calls = ProcessCalls(dial_peer, options.secret)
+        self._add_fleet_service(card)
         self._http = HttpServer(
             self.runs,
             fleet=self.fleet,
@@ -186,7 +187,7 @@ class RouterServer:
             self._members,
             self.peers,
             dial=dial_peer,
-            operator_dial=operator_dial(options.tls, options.secret, options.instance),
+            calls=self._calls,
             chat=self._http.admin_chat("/console/api/chat"),
         )
         self._admin_http = make_admin_server(
@@ -226,12 +227,12 @@ class RouterServer:
             autoscale_scaler.KedaScaler(signals, options.autoscale), self.admin.server
         )
 
-    def _add_fleet_service(self, card: ModelCard, dial_peer: Dial) -> None:
+    def _add_fleet_service(self, card: ModelCard) -> None:
         servicer = fleet_service.FleetService(
             self._members,
             self.fleet,
             self.peers,
-            ProcessCalls(dial_peer, self._options.secret),
+            self._calls,
             own=self._options.instance,
             model=card.name,
             load=self._load,
@@ -254,7 +255,6 @@ class RouterServer:
         await self._members.__aenter__()
         await self.fleet.start()
         self.peers.start()
-        self.console.start()
         self.loop_delay.start()
         if self._options.share_ports:
             await self._see_workers(look_s=_LOOK_S, connect_s=_CONNECT_S)

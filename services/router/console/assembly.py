@@ -11,12 +11,9 @@ from services.router.console.fleet_view import FleetView, RouterIdentity
 from services.router.console.worker_drains import WorkerDrains
 from services.router.console.worker_statuses import WorkerStatuses
 from services.router.execution.request_manager import RequestManager
+from services.router.operators.process_calls import ProcessCalls
 from services.router.workers.router_peers import RouterPeers
-from slipstream.rpc.caller_class import CallerClass
-from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
-from slipstream.rpc.peer_token import TokenMinter
-from slipstream.rpc.tls import TlsFiles
 
 
 def make_console(
@@ -26,10 +23,10 @@ def make_console(
     peers: RouterPeers,
     *,
     dial: Dial,
-    operator_dial: Dial,
+    calls: ProcessCalls,
     chat: Handler,
 ) -> Console:
-    """`dial` opens channels as a peer, `operator_dial` as an operator; `chat` answers a chat completion."""
+    """`dial` opens channels as a peer, `calls` act for an operator; `chat` answers a chat completion."""
     context = runs.context
     statuses = WorkerStatuses(members, dial=dial, clock=context.clock)
     return Console(
@@ -37,11 +34,6 @@ def make_console(
         FleetView(identity, runs, members, peers, statuses, clock=context.clock),
         CacheView(context.fleet, context.sessions, context.recorder, statuses),
         statuses,
-        WorkerDrains(statuses, dial=operator_dial),
+        WorkerDrains(members, calls),
         chat=chat,
     )
-
-
-def operator_dial(tls: TlsFiles | None, secret: ClusterSecret | None, instance: str) -> Dial:
-    """Channels that drain workers: with an operator's token, where the cluster has a secret."""
-    return Dial(tls, None if secret is None else TokenMinter(secret, instance, CallerClass.OPERATOR))

@@ -60,10 +60,6 @@ class Console:
         self._rates = RateWindow()
         self.events = EventHub(self)
 
-    def start(self) -> None:
-        """Follow discovery."""
-        self._statuses.start()
-
     async def close(self) -> None:
         """Drop the readers, and end all calls to workers."""
         await self.events.close()

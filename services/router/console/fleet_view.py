@@ -117,14 +117,14 @@ class FleetView:
                 "age_ms": round(link.report_age_s * 1e3) if link.has_reported else None,
                 "load": None if link.report is None else self._load_json(link.worker, link.report),
             }
-        for key, worker in self._statuses.departed.items():
+        for worker in self._statuses.leaving:
             status = self._statuses.status(worker)
-            if key not in seen and status is not None:
+            if worker.key not in seen and status is not None:  # it runs on
                 yield {
                     **_identity_json(worker),
                     "ready": False,
-                    "draining": status.draining,
-                    "degraded": None if status.draining else "is not in discovery",
+                    "draining": True,
+                    "degraded": None,
                     "age_ms": None,
                     "load": self._load_json(worker, status.load),
                 }

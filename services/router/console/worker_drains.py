@@ -1,19 +1,18 @@
-"""Drain and Undrain of a worker, as the gRPC of operators does it, for a caller of the console."""
+"""Drain and Undrain of a worker for a caller of the console."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import aclosing
 
-import grpc
-
+from libs.common.cluster.discovery import Fleet
 from libs.common.cluster.worker_record import Role
-from services.router.console.worker_statuses import WorkerStatuses
+from services.router.operators.fleet_report import find_process
+from services.router.operators.process_calls import ProcessCalls
 from slipstream.bound import shown
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.rpc.caller_class import CallerIdentity
-from slipstream.rpc.dial import Dial
-from slipstream.rpc.rpc_errors import from_rpc_error
-from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +22,11 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.KVSTORE, Role.DRAFTER)
 
 
 class WorkerDrains:
-    """Dials workers as an operator. `dial` carries the operator's credentials of this router."""
+    """Drains workers by the calls that operators make through a router."""
 
-    def __init__(self, statuses: WorkerStatuses, *, dial: Dial) -> None:
-        self._statuses = statuses
-        self._dial = dial
+    def __init__(self, members: Fleet, calls: ProcessCalls) -> None:
+        self._members = members
+        self._calls = calls
 
     async def set_draining(
         self, role: str, instance: str, *, draining: bool, caller: CallerIdentity, peer: str
@@ -38,18 +37,21 @@ class WorkerDrains:
         """
         if role not in ROLES:
             raise InvalidArgument("role", f"must be one of {', '.join(ROLES)}")
-        worker = self._statuses.find(role, instance)
+        worker = find_process(self._members.current, role, instance)
         if worker is None:
             raise NotFound(f"no {role} worker is called {shown(instance)}")
         verb = "drained" if draining else "undrained"
         log.warning("%s/%s is %s from the console by %s at %s", role, worker.instance, verb, caller, peer)
-        async with self._dial(worker.endpoint) as channel:
-            stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-            try:
-                if draining:
-                    await stub.Drain(worker_pb2.DrainRequest(), timeout=DRAIN_ANSWER_S)
-                else:
-                    await stub.Undrain(worker_pb2.UndrainRequest(), timeout=DRAIN_ANSWER_S)
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from None
+        name = "Drain" if draining else "Undrain"
+        message = worker_pb2.DrainRequest() if draining else worker_pb2.UndrainRequest()
+        answers = self._calls.call(
+            worker,
+            f"/slipstream.v1.WorkerService/{name}",
+            message.SerializeToString(),
+            operator=caller.name,
+            timeout_s=DRAIN_ANSWER_S,
+        )
+        async with aclosing(answers):
+            async for _ in answers:
+                break
         return draining

@@ -12,6 +12,7 @@ from models.helpdesk.dialogues import generate_dialogues
 from models.settings import BASE_DIR, EAGLE_DIR, HELD_OUT_SEED
 from models.turns import dialogue_turns
 
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("n_prompts", [48, pytest.param(200, marks=pytest.mark.soak)])
 def test_greedy_text_is_identical_with_and_without_head_drafts(n_prompts: int) -> None:

@@ -26,6 +26,7 @@ from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.console.assembly import make_console
 from services.router.console.fleet_view import RouterIdentity
 from services.router.execution.sessions import Sessions
+from services.router.operators.process_calls import ProcessCalls
 from services.router.placement.policy import place
 from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
 from services.router.recording.recorder import RequestRecorder
@@ -115,7 +116,7 @@ async def large_console() -> AsyncIterator[tuple[aiohttp.ClientSession, RequestR
     identity = RouterIdentity("router-0", "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "m", clock())
     members = Fleet(InMemoryDiscovery())
     console = make_console(
-        identity, runs, members, peers, dial=Dial(), operator_dial=Dial(), chat=cast(Any, None)
+        identity, runs, members, peers, dial=Dial(), calls=ProcessCalls(Dial(), None), chat=cast(Any, None)
     )
     port = open_admin_port("127.0.0.1:0", secret=None)
     metrics = ProcessMetrics("router", counters, lambda _: {})

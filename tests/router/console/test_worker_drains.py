@@ -14,9 +14,8 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.access import AccessControl
 from libs.common.rpc.serve import ServiceHost
-from services.router.console.assembly import operator_dial
 from services.router.console.worker_drains import WorkerDrains
-from services.router.console.worker_statuses import WorkerStatuses
+from services.router.operators.process_calls import ProcessCalls
 from services.router.server import RouterServer
 from slipstream.errors import InvalidArgument, NotFound, PermissionDenied
 from slipstream.rpc.caller_class import CallerClass, CallerIdentity
@@ -56,15 +55,16 @@ async def test_a_drained_worker_stays_in_sight_until_it_is_undrained_or_gone(
             assert (answer.status, await answer.json()) == (200, {"draining": False})
         assert not worker.service.draining
         await worker.kill()
-        monkeypatch.setattr("services.router.console.worker_statuses._FORGET_S", 0.0)
         async with asyncio.timeout(60):
             while await row_of(http, "decode-1") is not None:
                 await asyncio.sleep(0.01)
         async with http.post(f"{path}/undrain", json={}, headers=POST) as answer:
-            assert answer.status == 404
+            assert answer.status == 503
 
 
-async def test_the_router_drains_as_an_operator_and_logs_who_asked(caplog: pytest.LogCaptureFixture) -> None:
+async def test_workers_drain_for_the_operator_who_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     host = ServiceHost("127.0.0.1:0", access=AccessControl(secret=SECRET))
     identity = WorkerIdentity(Role.PREFILL, "prefill-0")
     service = WorkerService(identity, load=worker_pb2.LoadReport, ledger=worker_pb2.Ledger)
@@ -72,17 +72,16 @@ async def test_the_router_drains_as_an_operator_and_logs_who_asked(caplog: pytes
     await host.start(["slipstream.v1.WorkerService"])
     discovery = InMemoryDiscovery()
     discovery.announce(Worker(Role.PREFILL, "prefill-0", host.endpoint, identity.incarnation))
-    clock = asyncio.get_running_loop().time
     async with Fleet(discovery) as members:
         await members.wait_snapshot()
-        statuses = WorkerStatuses(members, dial=Dial(), clock=clock)
-        drains = WorkerDrains(statuses, dial=operator_dial(None, SECRET, "router-0"))
+        as_router = Dial(None, TokenMinter(SECRET, "router-0"))
+        drains = WorkerDrains(members, ProcessCalls(as_router, SECRET))
         with caplog.at_level(logging.WARNING):
             assert await drains.set_draining("prefill", "prefill-0", draining=True, caller=ANNA, peer="::1")
         assert service.draining
         assert "prefill/prefill-0 is drained from the console by operator anna-laptop at ::1" in caplog.text
-        assert "prefill-0 is drained by operator router-0" in caplog.text  # in the worker's log
-        as_peer = WorkerDrains(statuses, dial=Dial(None, TokenMinter(SECRET, "router-0")))
+        assert "prefill-0 is drained by operator anna-laptop" in caplog.text  # in the worker's log
+        as_peer = WorkerDrains(members, ProcessCalls(as_router, None))
         with pytest.raises(PermissionDenied):
             await as_peer.set_draining("prefill", "prefill-0", draining=False, caller=ANNA, peer="")
         for role, instance, error in (
@@ -92,5 +91,4 @@ async def test_the_router_drains_as_an_operator_and_logs_who_asked(caplog: pytes
         ):
             with pytest.raises(error):
                 await drains.set_draining(role, instance, draining=True, caller=ANNA, peer="")
-        await statuses.close()
     await host.stop(grace_s=0)
