@@ -1,0 +1,122 @@
+"""The database of a process: transactions as functions, run in threads.
+
+database = open_database("sqlite:/var/lib/slipstream/slipstream.db")
+database.declare(Schema("notes", ((
+    "CREATE TABLE IF NOT EXISTS notes (id TEXT PRIMARY KEY, body BLOB NOT NULL, made_unix_s BIGINT)",
+),)))
+
+def insert(tx: SqlTransaction) -> None:
+    tx.execute("INSERT INTO notes VALUES (?, ?, ?) ON CONFLICT (id) DO NOTHING", (note_id, body, now_s))
+
+await database.run(insert, is_idempotent=True)      # returned = committed and synced
+rows = await database.read(lambda tx: tx.execute("SELECT id FROM notes"))
+await database.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from libs.database.schema import Schema
+from libs.database.sqlite import SqliteDriver
+from libs.database.thread import DatabaseThread
+from libs.database.transaction import SqlDriver, SqlTransaction
+from libs.database.work_queue import DatabaseWork, WorkQueue
+
+T = TypeVar("T")
+
+MAX_WAITING_TRANSACTIONS = 4096
+TRANSACTION_TIMEOUT_S = 10.0
+_SQLITE, _POSTGRES = "sqlite:", ("postgresql://", "postgres://")
+
+
+class Database:
+    """Runs transactions of one event loop or several. Its threads begin with the first transaction."""
+
+    def __init__(self, driver: SqlDriver, *, max_waiting: int = MAX_WAITING_TRANSACTIONS) -> None:
+        self._driver = driver
+        self._schemas: list[Schema] = []
+        self._writes, self._reads = WorkQueue(max_waiting), WorkQueue(max_waiting)
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Transactions that no thread has taken yet."""
+        return len(self._writes) + len(self._reads)
+
+    def declare(self, schema: Schema) -> None:
+        """Create the tables, if they are missing, before the next transaction. May be called again."""
+        if all(schema.name != known.name for known in self._schemas):
+            self._schemas.append(schema)
+
+    async def run(
+        self,
+        work: Callable[[SqlTransaction], T],
+        *,
+        timeout_s: float = TRANSACTION_TIMEOUT_S,
+        is_idempotent: bool = False,
+    ) -> T:
+        """Run `work` in one transaction and return its value after the commit; what it raises undoes it.
+
+        `work` runs in a thread, and again where the database was locked or lost: it changes nothing but the
+        database. With `is_idempotent` it also runs again where a commit may have happened. Raises
+        DatabaseUnavailable, DatabaseFull, DatabaseDamaged, Overloaded, and Internal for a refused statement.
+        """
+        return await self._submit(self._writes, work, timeout_s, is_idempotent)
+
+    async def read(
+        self, work: Callable[[SqlTransaction], T], *, timeout_s: float = TRANSACTION_TIMEOUT_S
+    ) -> T:
+        """The same for a transaction that changes nothing. It never waits for a writer."""
+        return await self._submit(self._reads, work, timeout_s, True)
+
+    async def close(self) -> None:
+        """Run what waits, then end the threads."""
+        self._is_closed = True
+        self._writes.close()
+        self._reads.close()
+        await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in self._threads])
+
+    async def _submit(
+        self, queue: WorkQueue, run: Callable[[SqlTransaction], T], timeout_s: float, is_idempotent: bool
+    ) -> T:
+        if not self._threads and not self._is_closed:
+            self._start()
+        work = DatabaseWork(run, time.monotonic() + timeout_s, is_idempotent)
+        queue.put(work)
+        result: T = await asyncio.wrap_future(work.future)
+        return result
+
+    def _start(self) -> None:
+        for queue, count in ((self._writes, self._driver.writers), (self._reads, 1)):
+            for _ in range(count):
+                body = DatabaseThread(self._driver, queue, self._schemas, is_read_only=queue is self._reads)
+                self._threads.append(threading.Thread(target=body.run, name="database", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+
+def check_database_url(url: str) -> None:
+    """Raises ValueError for a URL that `open_database` does not take. The message has no password."""
+    if url.startswith(_SQLITE):
+        path = Path(url.removeprefix(_SQLITE))
+        if not path.name or not path.parent.is_dir():
+            raise ValueError(f"{str(path.parent)!r} is no directory")
+    elif not url.startswith(_POSTGRES):
+        raise ValueError("not sqlite:PATH or postgresql://USER@HOST/NAME")
+
+
+def open_database(url: str) -> Database:
+    """The database of `sqlite:PATH` or `postgresql://...`. Raises ValueError; connects with the first use."""
+    check_database_url(url)
+    if url.startswith(_SQLITE):
+        return Database(SqliteDriver(Path(url.removeprefix(_SQLITE))))
+    from libs.database.postgres import PostgresDriver
+
+    return Database(PostgresDriver(url))

@@ -1,0 +1,46 @@
+"""Errors of the database, and what a fault of a driver means for a transaction."""
+
+from __future__ import annotations
+
+import enum
+
+from slipstream.errors import DataCorrupt, Unavailable
+
+
+class DatabaseUnavailable(Unavailable):
+    """The database is lost, locked or too slow. Nothing was committed, unless `may_have_committed`."""
+
+    def __init__(self, message: str, *, may_have_committed: bool = False) -> None:
+        super().__init__(message)
+        self.may_have_committed = may_have_committed
+
+
+class DatabaseFull(Unavailable):
+    """The disk of the database is full. Nothing was committed."""
+
+    http_status = 507
+
+
+class DatabaseDamaged(DataCorrupt):
+    """The database's file is damaged, or is no database."""
+
+
+class Fault(enum.Enum):
+    """What a driver's exception means."""
+
+    BUSY = "locked by others"  # the transaction did not happen and may run again
+    LOST = "connection lost"  # likewise, after a reconnect
+    FULL = "disk full"
+    DAMAGED = "damaged"
+    DEFECT = "defect"  # a wrong statement, a violated constraint
+
+
+def fault_error(fault: Fault, *, may_have_committed: bool = False) -> Unavailable | DataCorrupt:
+    """The error of a fault that is not retried any more."""
+    if fault is Fault.FULL:
+        return DatabaseFull("the disk of the database is full")
+    if fault is Fault.DAMAGED:
+        return DatabaseDamaged("the database is damaged")
+    if may_have_committed:
+        return DatabaseUnavailable("the connection to the database broke", may_have_committed=True)
+    return DatabaseUnavailable(f"the database does not answer: {fault.value}")
