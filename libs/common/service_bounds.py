@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from slipstream import bounds
+from slipstream.job_bounds import JOBS
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 
 IDLE_CONNECTION_S = 30.0
@@ -65,6 +66,17 @@ MAX_TENANT_ARRIVING_CALLS = 1024
 
 # The CPU time to check one schema or grammar; one is checked at a time, and the process is killed beyond it.
 GRAMMAR_CHECK_S = 5.0
+
+# Jobs in the database: of one tenant, with its stored bodies, and of one page of a list.
+MAX_TENANT_JOBS = 100_000
+MAX_TENANT_JOB_BYTES = 4 << 30
+JOBS_PAGE = 100
+MAX_JOBS_PAGE = 1000
+# Of a router: jobs that it runs, clients that follow one, and one delivery of a webhook.
+MAX_RUNNING_JOBS = 64
+MAX_JOB_FOLLOWERS = 256
+WEBHOOK_S = 10.0
+WEBHOOK_LIFE_S = 86_400.0
 
 # Limits of what one request costs the workers.
 MAX_FRUITLESS_ATTEMPTS = 5
@@ -312,7 +324,7 @@ def render_markdown() -> str:
         "for the body's size; NOT_FOUND and 404 for the model). The message is the field, a colon and the",
         "words below, the same in both APIs.",
     ]
-    for section in bounds.SECTIONS:
+    for section in (*bounds.SECTIONS, JOBS):
         lines += section.markdown()
     tables = (
         ("Connections", _CONNECTIONS),

@@ -1,0 +1,126 @@
+"""The decisions about jobs: what follows an attempt, what to claim, how many to run. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from services.router.jobs.types import JobOutcome, JobState
+
+# Attempts that ended with a server error or with the loss of their router.
+MAX_FAILURES = 5
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
+# Jobs leave a part of the decode workers' places to live requests, which then begin at once.
+JOB_SHARE = 0.75
+# Characters of a prompt without a system message that stand for its common prefix.
+_PREFIX_CHARS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class NextState:
+    """What a job becomes after an attempt. QUEUED comes with the pause before the next attempt."""
+
+    state: JobState
+    delay_s: float = 0.0
+    is_failure: bool = False
+
+
+def after_attempt(outcome: JobOutcome, *, failures: int, jitter: float) -> NextState:
+    """What follows the outcome of an attempt; `failures` counts those before it, `jitter` is in [0, 1].
+
+    A server error counts; a lack of capacity (429) does not.
+    """
+    if 200 <= outcome.status < 300:
+        return NextState(JobState.SUCCEEDED)
+    if outcome.is_final:
+        return NextState(JobState.FAILED)
+    is_failure = outcome.status != 429
+    if is_failure and failures + 1 >= MAX_FAILURES:
+        return NextState(JobState.FAILED, is_failure=True)
+    delay_s = max(outcome.retry_after_s, retry_delay_s(failures, jitter))
+    return NextState(JobState.QUEUED, min(delay_s, LONGEST_RETRY_S), is_failure)
+
+
+def after_loss(failures: int, jitter: float) -> NextState:
+    """What follows when the router that ran the job is gone: the job itself may have ended it."""
+    if failures + 1 >= MAX_FAILURES:
+        return NextState(JobState.FAILED, is_failure=True)
+    return NextState(JobState.QUEUED, 0.0 if not failures else retry_delay_s(failures, jitter), True)
+
+
+def retry_delay_s(failures: int, jitter: float) -> float:
+    """The pause before the next attempt: doubled by each failure, scaled to between a half and the whole."""
+    longest_s: float = min(FIRST_RETRY_S * 2.0 ** min(failures, 16), LONGEST_RETRY_S)
+    return longest_s * (0.5 + jitter / 2)
+
+
+def share_claims(waiting: Sequence[str], running: Mapping[str, int], n: int) -> dict[str, int]:
+    """How many of `n` jobs to claim of each tenant that has some waiting.
+
+    Each goes to the tenant with the fewest running, so that a tenant with many jobs delays no other one.
+    """
+    counts = {tenant: running.get(tenant, 0) for tenant in waiting}
+    shares: dict[str, int] = {}
+    for _ in range(n if counts else 0):
+        tenant = min(counts, key=lambda name: (counts[name], name))
+        counts[tenant] += 1
+        shares[tenant] = shares.get(tenant, 0) + 1
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What admission knows of the cluster's room. `places` is 0 where a worker does not report it."""
+
+    is_ready: bool
+    live_running: int  # requests that are no jobs
+    live_waiting: int
+    places: int  # of sequences on the decode workers, for this router
+    prefill_wait_ms: float  # before a new prompt would begin
+
+
+# A prompt that waits longer than this would delay the live prompts behind it.
+_MOST_PREFILL_WAIT_MS = 50.0
+
+
+def jobs_to_pull(room: Headroom, *, running: int, max_running: int) -> int:
+    """How many more jobs to run: none while a live request waits or would wait."""
+    if not room.is_ready or room.live_waiting or room.prefill_wait_ms > _MOST_PREFILL_WAIT_MS:
+        return 0
+    free = max_running - running
+    if room.places:
+        free = min(free, int(JOB_SHARE * room.places) - room.live_running - running)
+    elif room.live_running:
+        return 0
+    return max(0, free)
+
+
+def jobs_to_preempt(room: Headroom, *, running: int) -> int:
+    """How many running jobs go back to the queue: one for each live request that waits."""
+    return min(running, room.live_waiting)
+
+
+def prefix_key(path: str, body: bytes) -> str:
+    """Equal for bodies whose prompts begin alike, so that they are claimed together and share their KV."""
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        parsed = None
+    head: object = None
+    if isinstance(parsed, dict):
+        system = parsed.get("system") or parsed.get("instructions")
+        messages = parsed.get("messages")
+        first = messages[0] if isinstance(messages, list) and messages else None
+        if system is None and isinstance(first, dict):
+            is_system = first.get("role") in ("system", "developer")
+            system = first.get("content") if is_system else None
+        text = system or first or parsed.get("prompt") or parsed.get("input")
+        head = [parsed.get("model"), parsed.get("tools"), text if system else str(text)[:_PREFIX_CHARS]]
+    try:
+        encoded = msgspec.json.encode([path, head], order="deterministic")
+    except (UnicodeEncodeError, RecursionError):
+        encoded = body[:_PREFIX_CHARS]
+    return hashlib.blake2b(encoded, digest_size=12).hexdigest()

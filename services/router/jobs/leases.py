@@ -1,0 +1,251 @@
+"""What routers do with jobs: claim, end, give back. Each call is a transaction fenced by owner and attempt.
+
+A router is an owner with a beat that it raises. Other routers watch the beat by their own monotonic clocks:
+an owner whose beat stands still has its row removed and its jobs queued again. A router without its row ends
+no job, so a result that comes late is dropped, and no wall clock decides who owns a job.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from libs.database.database import Database
+from libs.database.transaction import SqlTransaction
+from services.router.jobs.decisions import NextState, after_loss, share_claims
+from services.router.jobs.rows import end_job, marks
+from services.router.jobs.schema import JOB_SCHEMA
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+from slipstream.errors import FailedPrecondition
+
+# Changed in one transaction, so that none holds the file for long.
+_SWEPT_AT_ONCE = 200
+_MINE = "owner = ? AND attempt = ? AND state = 'running'"
+# Each tenant that has jobs queued, by one look into the index a tenant.
+_QUEUED_TENANTS = """WITH RECURSIVE queued(tenant) AS (
+  SELECT MIN(tenant) FROM jobs WHERE state = 'queued'
+  UNION ALL
+  SELECT (SELECT MIN(jobs.tenant) FROM jobs WHERE state = 'queued' AND jobs.tenant > queued.tenant)
+  FROM queued WHERE queued.tenant IS NOT NULL
+) SELECT tenant FROM queued WHERE tenant IS NOT NULL"""
+LOST_ERROR = "each router that ran the job was lost"
+JobKey = tuple[str, int]  # id and attempt
+
+
+class OwnerLost(FailedPrecondition):
+    """This owner's row is gone: it was silent for so long that others took its jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What an owner learns with its beat."""
+
+    beats: Mapping[str, int]  # of all owners
+    mine: frozenset[JobKey]  # the jobs that this owner still has
+    queued: int
+    running: int
+
+
+class JobLeases:
+    """The jobs of all tenants, for routers that run them."""
+
+    def __init__(self, database: Database, *, wall_clock_s: Callable[[], float]) -> None:
+        database.declare(JOB_SCHEMA)
+        self._database = database
+        self._now_s = wall_clock_s
+
+    async def register(self, owner: str) -> None:
+        """Make an owner. Its name is new for each process and after each loss."""
+        sql = "INSERT INTO job_owners VALUES (?, 0) ON CONFLICT (owner) DO NOTHING"
+        await self._database.run(lambda tx: tx.execute(sql, (owner,)), is_idempotent=True)
+
+    async def resign(self, owner: str) -> None:
+        """Remove an owner; its jobs are queued again, without a mark of failure."""
+
+        def remove(tx: SqlTransaction) -> None:
+            tx.execute("DELETE FROM job_owners WHERE owner = ?", (owner,))
+            tx.execute(
+                "UPDATE jobs SET state = 'queued', owner = '' WHERE owner = ? AND state = 'running'", (owner,)
+            )
+
+        await self._database.run(remove, is_idempotent=True)
+
+    async def claim(self, owner: str, n: int) -> list[ClaimedJob]:
+        """Up to `n` jobs: fair between tenants, the oldest first, those with its prefix beside it.
+
+        Raises OwnerLost.
+        """
+        now_s = self._now_s()
+
+        def claim(tx: SqlTransaction) -> list[ClaimedJob]:
+            _beat(tx, owner)
+            waiting = [row[0] for row in tx.execute(_QUEUED_TENANTS)]
+            shares = share_claims(waiting, _running_by_tenant(tx) if len(waiting) > 1 else {}, n)
+            return [job for tenant, m in shares.items() for job in _claim_of(tx, owner, tenant, m, now_s)]
+
+        return await self._database.run(claim)
+
+    async def finish(self, owner: str, job: ClaimedJob, outcome: JobOutcome, state: JobState) -> bool:
+        """Make the outcome the job's one result. False where the job is not this attempt's any more."""
+        now_s = self._now_s()
+
+        def finish(tx: SqlTransaction) -> bool:
+            ended = end_job(
+                tx,
+                job.id,
+                state,
+                now_s=now_s,
+                where=_MINE,
+                values=(owner, job.attempt),
+                status=outcome.status,
+                body=outcome.body,
+                output_tokens=outcome.output_tokens,
+            )
+            return ended or _has_ended(tx, job, state)
+
+        return await self._database.run(finish, is_idempotent=True)
+
+    async def give_back(self, owner: str, job: ClaimedJob, then: NextState) -> bool:
+        """Queue a job again after an attempt without a result. False where it is not this attempt's."""
+        not_before_s = self._now_s() + then.delay_s
+        sql = (
+            "UPDATE jobs SET state = 'queued', owner = '', not_before_unix_s = ?, failures = failures + ?"
+            f" WHERE id = ? AND {_MINE} RETURNING id"
+        )
+        values = (not_before_s, int(then.is_failure), job.id, owner, job.attempt)
+        return bool(await self._database.run(lambda tx: tx.execute(sql, values), is_idempotent=True))
+
+    async def beat(self, owner: str, progress: Collection[tuple[str, int, int]] = ()) -> Heartbeat:
+        """Raise the beat and store the progress, rows of (id, attempt, tokens). Raises OwnerLost."""
+
+        def beat(tx: SqlTransaction) -> Heartbeat:
+            _beat(tx, owner)
+            for job_id, attempt, tokens in progress:
+                sql = f"UPDATE jobs SET output_tokens = ? WHERE id = ? AND {_MINE} AND output_tokens <> ?"
+                tx.execute(sql, (tokens, job_id, owner, attempt, tokens))
+            mine = tx.execute("SELECT id, attempt FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
+            beats = tx.execute("SELECT owner, beat FROM job_owners")
+            running = tx.execute("SELECT COUNT(*) FROM jobs WHERE state = 'running'")[0][0]
+            live = tx.execute("SELECT COALESCE(SUM(live), 0) FROM job_tenants")[0][0]
+            keys = frozenset((row[0], row[1]) for row in mine)
+            return Heartbeat(dict(beats), keys, max(0, int(live) - running), running)
+
+        return await self._database.run(beat)
+
+    async def take_over(self, owner: str, beat: int) -> int:
+        """Remove an owner whose beat is still this one, and queue its jobs again; how many lost it."""
+        now_s = self._now_s()
+
+        def take_over(tx: SqlTransaction) -> int:
+            sql = "DELETE FROM job_owners WHERE owner = ? AND beat = ? RETURNING owner"
+            if not tx.execute(sql, (owner, beat)):
+                return 0
+            rows = tx.execute("SELECT id, failures FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
+            return sum(_requeue_lost(tx, job_id, failures, now_s) for job_id, failures in rows)
+
+        return await self._database.run(take_over)
+
+    async def sweep(self) -> tuple[int, int]:
+        """Expire jobs, queue those without an owner, drop old ones; how many expired and were dropped."""
+        now_s = self._now_s()
+
+        def sweep(tx: SqlTransaction) -> tuple[int, int]:
+            orphans = tx.execute(
+                "SELECT id, failures FROM jobs WHERE state = 'running'"
+                " AND owner NOT IN (SELECT owner FROM job_owners) LIMIT ?",
+                (_SWEPT_AT_ONCE,),
+            )
+            for job_id, failures in orphans:
+                _requeue_lost(tx, job_id, failures, now_s)
+            late = tx.execute(
+                "SELECT id FROM jobs WHERE state IN ('queued', 'running') AND expires_unix_s <= ? LIMIT ?",
+                (now_s, _SWEPT_AT_ONCE),
+            )
+            expired = sum(
+                end_job(tx, row[0], JobState.EXPIRED, now_s=now_s, error="not done in time") for row in late
+            )
+            return expired, _drop_old(tx, now_s)
+
+        return await self._database.run(sweep, is_idempotent=True)
+
+
+def _beat(tx: SqlTransaction, owner: str) -> None:
+    if not tx.execute("UPDATE job_owners SET beat = beat + 1 WHERE owner = ? RETURNING beat", (owner,)):
+        raise OwnerLost("the jobs of this router were given to others")
+
+
+def _running_by_tenant(tx: SqlTransaction) -> dict[str, int]:
+    return dict(tx.execute("SELECT tenant, COUNT(*) FROM jobs WHERE state = 'running' GROUP BY tenant"))
+
+
+def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float) -> list[ClaimedJob]:
+    """Claim the tenant's oldest jobs: each with those that begin like it, which then share its KV."""
+    claimed: list[ClaimedJob] = []
+    while len(claimed) < n:
+        heads = tx.execute(
+            "SELECT prefix_key FROM jobs WHERE state = 'queued' AND tenant = ? AND not_before_unix_s <= ?"
+            " ORDER BY not_before_unix_s, id LIMIT 1",
+            (tenant, now_s),
+        )
+        if not heads:
+            break
+        found = _claim_alike(tx, owner, tenant, heads[0][0], n - len(claimed), now_s)
+        if not found:  # another router has just taken them
+            break
+        claimed += found
+    return claimed
+
+
+def _claim_alike(
+    tx: SqlTransaction, owner: str, tenant: str, prefix: str, n: int, now_s: float
+) -> list[ClaimedJob]:
+    rows = tx.execute(
+        "WITH chosen AS MATERIALIZED (SELECT id FROM jobs WHERE state = 'queued' AND tenant = ?"
+        f" AND prefix_key = ? AND not_before_unix_s <= ? ORDER BY id LIMIT ? {tx.skip_locked})"
+        " UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?"
+        " WHERE id IN (SELECT id FROM chosen)"
+        " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s",
+        (tenant, prefix, now_s, n, owner, now_s),
+    )
+    rows.sort()
+    ids = [row[0] for row in rows]
+    if not ids:
+        return []
+    bodies = dict(tx.execute(f"SELECT id, body FROM job_requests WHERE id IN ({marks(ids)})", ids))
+    return [ClaimedJob(row[0], tenant, row[1], bytes(bodies[row[0]]), *row[2:]) for row in rows]
+
+
+def _has_ended(tx: SqlTransaction, job: ClaimedJob, state: JobState) -> bool:
+    """Whether this very attempt has ended the job: the answer to its commit was lost."""
+    sql = "SELECT id FROM jobs JOIN job_results USING (id) WHERE id = ? AND attempt = ? AND state = ?"
+    return bool(tx.execute(sql, (job.id, job.attempt, state.value)))
+
+
+def _requeue_lost(tx: SqlTransaction, job_id: str, failures: int, now_s: float) -> int:
+    then = after_loss(failures, random.random())
+    if then.state is JobState.FAILED:
+        end_job(tx, job_id, JobState.FAILED, now_s=now_s, status=500, error=LOST_ERROR)
+    else:
+        tx.execute(
+            "UPDATE jobs SET state = 'queued', owner = '', failures = failures + 1, not_before_unix_s = ?"
+            " WHERE id = ? AND state = 'running'",
+            (now_s + then.delay_s, job_id),
+        )
+    return 1
+
+
+def _drop_old(tx: SqlTransaction, now_s: float) -> int:
+    rows = tx.execute(
+        "SELECT id, tenant, stored_bytes FROM jobs WHERE ended_unix_s > 0"
+        " AND (ended_unix_s + retention_s) <= ? LIMIT ?",
+        (now_s, _SWEPT_AT_ONCE),
+    )
+    ids: Sequence[str] = [row[0] for row in rows]
+    for table in ("job_results", "job_requests", "jobs") if ids else ():
+        tx.execute(f"DELETE FROM {table} WHERE id IN ({marks(ids)})", ids)
+    for _, tenant, n_bytes in rows:
+        tx.execute(
+            "UPDATE job_tenants SET stored_bytes = stored_bytes - ? WHERE tenant = ?", (n_bytes, tenant)
+        )
+    return len(rows)

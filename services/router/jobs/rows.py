@@ -1,0 +1,72 @@
+"""Rows of the tables of jobs as values, and the statements that several modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from libs.database.transaction import SqlTransaction, SqlValue
+from services.router.jobs.types import Job, JobCounts, JobState
+
+JOB_COLUMNS = (
+    "id, tenant, state, path, reference, group_id, attempt, status, error, output_tokens,"
+    " created_unix_s, started_unix_s, ended_unix_s, expires_unix_s"
+)
+
+
+def job_of(row: Sequence[Any]) -> Job:
+    """The job of a row of JOB_COLUMNS."""
+    return Job(row[0], row[1], JobState(row[2]), *row[3:])
+
+
+def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:
+    """The counts of rows of (state, count)."""
+    by_state: Mapping[str, int] = {row[0]: int(row[1]) for row in rows}
+    return JobCounts(**by_state)
+
+
+def marks(values: Sequence[object]) -> str:
+    """As many `?` as there are values, for IN (...)."""
+    return ", ".join("?" * len(values))
+
+
+def end_job(
+    tx: SqlTransaction,
+    job_id: str,
+    state: JobState,
+    *,
+    now_s: float,
+    where: str = "state IN ('queued', 'running')",
+    values: Sequence[SqlValue] = (),
+    status: int = 0,
+    error: str = "",
+    body: bytes | None = None,
+    output_tokens: int | None = None,
+) -> bool:
+    """End one job that `where` still matches, with its result and its notice. False where it does not."""
+    n_bytes = 0 if body is None else len(body)
+    rows = tx.execute(
+        "UPDATE jobs SET state = ?, owner = '', status = ?, error = ?, ended_unix_s = ?,"
+        " stored_bytes = stored_bytes + ?, output_tokens = COALESCE(?, output_tokens)"
+        f" WHERE id = ? AND {where} RETURNING tenant, group_id, reference, webhook_url, webhook_secret",
+        (state.value, status, error, now_s, n_bytes, output_tokens, job_id, *values),
+    )
+    if not rows:
+        return False
+    tenant, group_id, reference, url, secret = rows[0]
+    if body is not None:
+        tx.execute("INSERT INTO job_results VALUES (?, ?)", (job_id, body))
+    tx.execute(
+        "UPDATE job_tenants SET live = live - 1, stored_bytes = stored_bytes + ? WHERE tenant = ?",
+        (n_bytes, tenant),
+    )
+    if url:
+        data = {"id": job_id, "status": state.value, "group_id": group_id, "reference": reference}
+        notice = {"type": f"job.{state.value}", "timestamp": now_s, "data": data}
+        tx.execute(
+            "INSERT INTO job_notices VALUES (?, ?, ?, ?, 0, ?, ?) ON CONFLICT (id) DO NOTHING",
+            (f"msg_{job_id}", url, secret, msgspec.json.encode(notice), now_s, now_s),
+        )
+    return True

@@ -1,0 +1,65 @@
+"""The tables of jobs. Bodies have tables apart, so that a change of state writes a short row."""
+
+from __future__ import annotations
+
+from libs.database.schema import Schema
+
+_JOBS = """CREATE TABLE IF NOT EXISTS jobs (
+  id TEXT PRIMARY KEY,
+  tenant TEXT NOT NULL,
+  group_id TEXT NOT NULL,
+  reference TEXT NOT NULL,
+  idempotency_key TEXT,
+  request_digest TEXT NOT NULL,
+  prefix_key TEXT NOT NULL,
+  path TEXT NOT NULL,
+  state TEXT NOT NULL,
+  owner TEXT NOT NULL,
+  attempt BIGINT NOT NULL,
+  failures BIGINT NOT NULL,
+  status BIGINT NOT NULL,
+  error TEXT NOT NULL,
+  output_tokens BIGINT NOT NULL,
+  stored_bytes BIGINT NOT NULL,
+  created_unix_s DOUBLE PRECISION NOT NULL,
+  started_unix_s DOUBLE PRECISION NOT NULL,
+  ended_unix_s DOUBLE PRECISION NOT NULL,
+  not_before_unix_s DOUBLE PRECISION NOT NULL,
+  expires_unix_s DOUBLE PRECISION NOT NULL,
+  retention_s DOUBLE PRECISION NOT NULL,
+  webhook_url TEXT,
+  webhook_secret TEXT
+)"""
+
+JOB_SCHEMA = Schema(
+    "jobs",
+    (
+        (
+            _JOBS,
+            "CREATE TABLE IF NOT EXISTS job_requests (id TEXT PRIMARY KEY, body BLOB NOT NULL)",
+            "CREATE TABLE IF NOT EXISTS job_results (id TEXT PRIMARY KEY, body BLOB NOT NULL)",
+            # What a tenant has, so that its limits cost no count.
+            "CREATE TABLE IF NOT EXISTS job_tenants"
+            " (tenant TEXT PRIMARY KEY, live BIGINT NOT NULL, stored_bytes BIGINT NOT NULL)",
+            # Routers that run jobs. Others watch `beat`; a router that is not here owns no job.
+            "CREATE TABLE IF NOT EXISTS job_owners (owner TEXT PRIMARY KEY, beat BIGINT NOT NULL)",
+            # Webhooks to send.
+            "CREATE TABLE IF NOT EXISTS job_notices (id TEXT PRIMARY KEY, url TEXT NOT NULL,"
+            " secret TEXT NOT NULL, body BLOB NOT NULL, tries BIGINT NOT NULL,"
+            " not_before_unix_s DOUBLE PRECISION NOT NULL, made_unix_s DOUBLE PRECISION NOT NULL)",
+            "CREATE UNIQUE INDEX IF NOT EXISTS jobs_by_key ON jobs (tenant, idempotency_key)"
+            " WHERE idempotency_key IS NOT NULL",
+            "CREATE INDEX IF NOT EXISTS jobs_queued ON jobs (tenant, not_before_unix_s, id)"
+            " WHERE state = 'queued'",
+            "CREATE INDEX IF NOT EXISTS jobs_queued_by_prefix ON jobs (tenant, prefix_key, id)"
+            " WHERE state = 'queued'",
+            "CREATE INDEX IF NOT EXISTS jobs_running ON jobs (owner, id) WHERE state = 'running'",
+            "CREATE INDEX IF NOT EXISTS jobs_live ON jobs (expires_unix_s)"
+            " WHERE state IN ('queued', 'running')",
+            "CREATE INDEX IF NOT EXISTS jobs_ended ON jobs ((ended_unix_s + retention_s))"
+            " WHERE ended_unix_s > 0",
+            "CREATE INDEX IF NOT EXISTS jobs_of_group ON jobs (tenant, group_id, id)",
+            "CREATE INDEX IF NOT EXISTS job_notices_due ON job_notices (not_before_unix_s)",
+        ),
+    ),
+)

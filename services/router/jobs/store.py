@@ -1,0 +1,253 @@
+"""What tenants do with jobs: submit, get, list, follow, cancel. Every call is one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from libs.common import service_bounds
+from libs.database.database import Database
+from libs.database.transaction import SqlTransaction, SqlValue
+from services.router.jobs.decisions import prefix_key
+from services.router.jobs.rows import JOB_COLUMNS, counts_of, end_job, job_of
+from services.router.jobs.schema import JOB_SCHEMA
+from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobState
+from slipstream import bounds, job_bounds
+from slipstream.errors import FailedPrecondition, NotFound, Overloaded
+
+_NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
+_CANCELLED_AT_ONCE = 500
+_PLACES = ", ".join("?" * 24)
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """What one tenant may have in the database."""
+
+    max_live: int = service_bounds.MAX_TENANT_JOBS
+    max_stored_bytes: int = service_bounds.MAX_TENANT_JOB_BYTES
+
+
+class JobStore:
+    """The jobs of all tenants. A job of another tenant does not exist."""
+
+    def __init__(
+        self, database: Database, *, wall_clock_s: Callable[[], float], limits: JobLimits | None = None
+    ) -> None:
+        database.declare(JOB_SCHEMA)
+        self._database = database
+        self._now_s = wall_clock_s
+        self._limits = limits or JobLimits()
+        self._last_us = 0  # in the ids of the last submission
+
+    async def submit(self, tenant: str, requests: Sequence[JobRequest]) -> list[Job]:
+        """Store jobs, all or none; what is returned survives any crash. Raises InvalidArgument, Overloaded,
+        and FailedPrecondition where an idempotency key has another body."""
+        check_requests(requests)
+        now_s = self._now_s()
+        rows = [
+            _new_row(job_id, tenant, request, now_s)
+            for job_id, request in zip(self._new_ids(len(requests), now_s), requests, strict=True)
+        ]
+        return await self._database.run(
+            lambda tx: self._insert(tx, tenant, requests, rows), is_idempotent=True
+        )
+
+    def _new_ids(self, count: int, now_s: float) -> list[str]:
+        """Ids in the order of submission. Those of several routers are in the order of their clocks."""
+        self._last_us = max(self._last_us + 1, int(now_s * 1e6))
+        random = os.urandom(6).hex()
+        return [f"job-{self._last_us:014x}{index:04x}{random}" for index in range(count)]
+
+    def _insert(
+        self,
+        tx: SqlTransaction,
+        tenant: str,
+        requests: Sequence[JobRequest],
+        rows: Sequence[Sequence[SqlValue]],
+    ) -> list[Job]:
+        jobs, n_new, n_bytes = [], 0, 0
+        for request, row in zip(requests, rows, strict=True):
+            sql = f"INSERT INTO jobs VALUES ({_PLACES}) ON CONFLICT DO NOTHING RETURNING {JOB_COLUMNS}"
+            inserted = tx.execute(sql, row)
+            if inserted:
+                tx.execute("INSERT INTO job_requests VALUES (?, ?)", (row[0], request.body))
+                n_new, n_bytes = n_new + 1, n_bytes + len(request.body)
+            jobs.append(job_of(inserted[0]) if inserted else _known_job(tx, tenant, str(row[0]), request))
+        if n_new:
+            self._count(tx, tenant, n_new, n_bytes)
+        return jobs
+
+    def _count(self, tx: SqlTransaction, tenant: str, n_new: int, n_bytes: int) -> None:
+        [(live, stored_bytes)] = tx.execute(
+            "INSERT INTO job_tenants VALUES (?, ?, ?) ON CONFLICT (tenant) DO UPDATE SET"
+            " live = job_tenants.live + excluded.live,"
+            " stored_bytes = job_tenants.stored_bytes + excluded.stored_bytes RETURNING live, stored_bytes",
+            (tenant, n_new, n_bytes),
+        )
+        if live > self._limits.max_live:
+            raise Overloaded(f"more than {self._limits.max_live} jobs would wait", retry_after_ms=30_000)
+        if stored_bytes > self._limits.max_stored_bytes:
+            limit_mib = self._limits.max_stored_bytes >> 20
+            raise Overloaded(f"jobs would hold more than {limit_mib} MiB", retry_after_ms=30_000)
+
+    async def get(self, tenant: str, job_id: str) -> Job:
+        """One job. Raises NotFound."""
+        sql = f"SELECT {JOB_COLUMNS} FROM jobs WHERE id = ? AND tenant = ?"
+        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)))
+        if not rows:
+            raise _unknown(job_id)
+        return job_of(rows[0])
+
+    async def request(self, tenant: str, job_id: str) -> bytes:
+        """The body of a job. Raises NotFound."""
+        sql = "SELECT body FROM jobs JOIN job_requests USING (id) WHERE id = ? AND tenant = ?"
+        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)))
+        if not rows:
+            raise _unknown(job_id)
+        return bytes(rows[0][0])
+
+    async def result(self, tenant: str, job_id: str) -> JobResult | None:
+        """The answer; None before the end and for a job without one. Raises NotFound."""
+        sql = "SELECT status, body FROM jobs LEFT JOIN job_results USING (id) WHERE id = ? AND tenant = ?"
+        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)))
+        if not rows:
+            raise _unknown(job_id)
+        status, body = rows[0]
+        return None if body is None else JobResult(status, bytes(body))
+
+    async def list_jobs(
+        self,
+        tenant: str,
+        *,
+        group_id: str = "",
+        state: JobState | None = None,
+        after: str = "",
+        limit: int = service_bounds.JOBS_PAGE,
+    ) -> list[Job]:
+        """Jobs in the order of their submission, from the one after the id `after` on."""
+        where, values = _filter(tenant, group_id, state)
+        sql = f"SELECT {JOB_COLUMNS} FROM jobs WHERE {where} AND id > ? ORDER BY id LIMIT ?"
+        rows = await self._database.read(lambda tx: tx.execute(sql, (*values, after, limit)))
+        return [job_of(row) for row in rows]
+
+    async def results(
+        self, tenant: str, group_id: str, *, after: str = "", limit: int = service_bounds.JOBS_PAGE
+    ) -> list[tuple[Job, JobResult | None]]:
+        """The jobs of a group with their answers, a page at a time."""
+        where, values = _filter(tenant, group_id, None)
+        sql = (
+            f"SELECT {JOB_COLUMNS}, body FROM jobs LEFT JOIN job_results USING (id)"
+            f" WHERE {where} AND id > ? ORDER BY id LIMIT ?"
+        )
+        rows = await self._database.read(lambda tx: tx.execute(sql, (*values, after, limit)))
+        jobs = [(job_of(row[:-1]), row[-1]) for row in rows]
+        return [(job, None if body is None else JobResult(job.status, bytes(body))) for job, body in jobs]
+
+    async def counts(self, tenant: str, group_id: str = "") -> JobCounts:
+        """How many jobs of the tenant, or of one group, are in each state."""
+        where, values = _filter(tenant, group_id, None)
+        sql = f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state"
+        return counts_of(await self._database.read(lambda tx: tx.execute(sql, values)))
+
+    async def cancel(self, tenant: str, job_id: str) -> Job:
+        """End a job at once; whatever still runs of it is not seen. An ended job stays as it is."""
+        now_s = self._now_s()
+        await self.get(tenant, job_id)
+        await self._database.run(
+            lambda tx: end_job(tx, job_id, JobState.CANCELLED, now_s=now_s), is_idempotent=True
+        )
+        return await self.get(tenant, job_id)
+
+    async def cancel_group(self, tenant: str, group_id: str) -> int:
+        """End all jobs of a group; how many that were."""
+        where, values = _filter(tenant, group_id, None)
+        sql = f"SELECT id FROM jobs WHERE {where} AND state IN ('queued', 'running') LIMIT ?"
+        now_s, n_ended = self._now_s(), 0
+
+        def cancel_some(tx: SqlTransaction) -> tuple[int, int]:
+            rows = tx.execute(sql, (*values, _CANCELLED_AT_ONCE))
+            return len(rows), sum(end_job(tx, row[0], JobState.CANCELLED, now_s=now_s) for row in rows)
+
+        while True:
+            n_found, n_cancelled = await self._database.run(cancel_some, is_idempotent=True)
+            n_ended += n_cancelled
+            if n_found < _CANCELLED_AT_ONCE:
+                return n_ended
+
+    async def follow(self, tenant: str, job_id: str) -> AsyncIterator[Job]:
+        """The job now and after each change, until it has ended. Raises NotFound."""
+        pause_s, seen = _NEXT_LOOK_S[0], None
+        while seen is None or not seen.state.ended:
+            job = await self.get(tenant, job_id)
+            if job != seen:
+                yield job
+                seen, pause_s = job, _NEXT_LOOK_S[0]
+            if not job.state.ended:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _NEXT_LOOK_S[1])
+
+    async def follow_group(self, tenant: str, group_id: str) -> AsyncIterator[JobCounts]:
+        """The counts of a group now and after each change, until all its jobs have ended."""
+        pause_s, seen = _NEXT_LOOK_S[0], None
+        while seen is None or seen.live:
+            counts = await self.counts(tenant, group_id)
+            if counts != seen:
+                yield counts
+                seen, pause_s = counts, _NEXT_LOOK_S[0]
+            if counts.live:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _NEXT_LOOK_S[1])
+
+
+def check_requests(requests: Sequence[JobRequest]) -> None:
+    """Raises InvalidArgument for what no tenant may submit."""
+    job_bounds.SUBMITTED.check(len(requests))
+    for index, request in enumerate(requests):
+        field = f"jobs[{index}]"
+        bounds.BODY.check(len(request.body), f"{field}.body")
+        job_bounds.REFERENCE.check(len(request.reference), f"{field}.reference")
+        job_bounds.GROUP.check(len(request.group_id), f"{field}.group_id")
+        job_bounds.KEY.check(len(request.idempotency_key), f"{field}.idempotency_key")
+        job_bounds.EXPIRES_S.check(request.expires_s, f"{field}.expires_s")
+        job_bounds.RETENTION_S.check(request.retention_s, f"{field}.retention_s")
+
+
+def _new_row(job_id: str, tenant: str, request: JobRequest, now_s: float) -> tuple[SqlValue, ...]:
+    """The columns of the schema, in its order."""
+    hook = request.webhook
+    return (
+        *(job_id, tenant, request.group_id, request.reference, request.idempotency_key or None),
+        *(request.digest, prefix_key(request.path, request.body), request.path),
+        *(JobState.QUEUED.value, "", 0, 0, 0, "", 0, len(request.body)),
+        *(now_s, 0.0, 0.0, now_s, now_s + request.expires_s, request.retention_s),
+        *((hook.url, hook.secret) if hook is not None else (None, None)),
+    )
+
+
+def _known_job(tx: SqlTransaction, tenant: str, job_id: str, request: JobRequest) -> Job:
+    """The job that was submitted before with this id or this idempotency key."""
+    rows = tx.execute(
+        f"SELECT {JOB_COLUMNS}, request_digest FROM jobs"
+        " WHERE tenant = ? AND (id = ? OR idempotency_key = ?)",
+        (tenant, job_id, request.idempotency_key or None),
+    )
+    if not rows or rows[0][-1] != request.digest:
+        raise FailedPrecondition("the idempotency key belongs to a job with another body")
+    return job_of(rows[0][:-1])
+
+
+def _filter(tenant: str, group_id: str, state: JobState | None) -> tuple[str, tuple[SqlValue, ...]]:
+    where = "tenant = ?"
+    values: tuple[SqlValue, ...] = (tenant,)
+    if group_id:
+        where, values = f"{where} AND group_id = ?", (*values, group_id)
+    if state is not None:
+        where, values = f"{where} AND state = ?", (*values, state.value)
+    return where, values
+
+
+def _unknown(job_id: str) -> NotFound:
+    return NotFound(f"there is no job {job_id[:64]!r}", field="id")

@@ -1,0 +1,138 @@
+"""What a job is, to its tenant and to the router that runs it. Pure."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+DEFAULT_EXPIRES_S = 86_400.0
+DEFAULT_RETENTION_S = 7 * 86_400.0
+
+
+class JobState(enum.StrEnum):
+    """Where a job is. Those that ended stay as they are."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job never changes again."""
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Where the end of a job is announced. `secret` is `whsec_` and base64, as Standard Webhooks has it."""
+
+    url: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """One body to run, as an endpoint of the HTTP API takes it.
+
+    A job with the idempotency key of another job of its tenant is that job. `reference` and `group_id` are
+    the submitter's; jobs of a group are listed and cancelled together.
+    """
+
+    path: str
+    body: bytes
+    reference: str = ""
+    group_id: str = ""
+    idempotency_key: str = ""
+    expires_s: float = DEFAULT_EXPIRES_S  # until it must have ended
+    retention_s: float = DEFAULT_RETENTION_S  # from its end until it is dropped
+    webhook: Webhook | None = None
+
+    @property
+    def digest(self) -> str:
+        """What a repeated submission under the same idempotency key must equal."""
+        return hashlib.blake2b(self.path.encode() + b"\0" + self.body, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job without its bodies. Times are 0 before they are there; `status` is that of HTTP."""
+
+    id: str
+    tenant: str
+    state: JobState
+    path: str
+    reference: str
+    group_id: str
+    attempt: int
+    status: int
+    error: str
+    output_tokens: int
+    created_unix_s: float
+    started_unix_s: float
+    ended_unix_s: float
+    expires_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """The answer of the endpoint: its HTTP status and its JSON body."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class JobCounts:
+    """How many jobs are in each state."""
+
+    queued: int = 0
+    running: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+
+    @property
+    def live(self) -> int:
+        """Those that have not ended."""
+        return self.queued + self.running
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.live + self.succeeded + self.failed + self.cancelled + self.expired
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedJob:
+    """A job that this router runs. What it computes is a function of `id` and `body`, not of `attempt`."""
+
+    id: str
+    tenant: str
+    path: str
+    body: bytes
+    attempt: int
+    failures: int
+    created_unix_s: float
+    expires_unix_s: float
+
+    @property
+    def seed(self) -> int:
+        """The seed where the body states none, so that a job that runs twice gives equal answers."""
+        digest = hashlib.blake2b(self.id.encode(), digest_size=8, person=b"slipstream-job").digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """What an attempt came to. `is_final` is False where another attempt may give an answer."""
+
+    status: int
+    body: bytes
+    is_final: bool = True
+    output_tokens: int = 0
+    retry_after_s: float = 0.0

@@ -1,0 +1,26 @@
+"""The bounds of what a client submits as jobs. Pure; docs/bounds.md shows them."""
+
+from __future__ import annotations
+
+from slipstream.bound import Range, Rule, Section, Size
+
+MAX_SUBMITTED_JOBS = 500
+
+JOBS = Section("Jobs")
+SUBMITTED = JOBS.add(Size("jobs", 1, MAX_SUBMITTED_JOBS, "jobs in one call", "One transaction.", "gRPC"))
+PATH = JOBS.add(
+    Rule("jobs[i].path", "must be one of {paths}", "The endpoints that a job can run.", apis="gRPC")
+)
+STREAM = JOBS.add(Rule("jobs[i].body", "must not set stream", "A job's answer is one body.", apis="gRPC"))
+REFERENCE = JOBS.add(Size("jobs[i].reference", 0, 512, "characters", "The submitter's own.", "gRPC"))
+GROUP = JOBS.add(Size("jobs[i].group_id", 0, 128, "characters", "An index has it.", "gRPC"))
+KEY = JOBS.add(Size("jobs[i].idempotency_key", 0, 128, "characters", "An index has it.", "gRPC"))
+EXPIRES_S = JOBS.add(
+    Range("jobs[i].expires_s", 1, 7 * 86_400, "Jobs that never end would fill the database.", apis="gRPC")
+)
+RETENTION_S = JOBS.add(
+    Range("jobs[i].retention_s", 1, 30 * 86_400, "Results that stay would fill the database.", apis="gRPC")
+)
+WEBHOOK = JOBS.add(
+    Rule("jobs[i].webhook", "{reason}", "A router sends only where its operator allows it.", apis="gRPC")
+)

@@ -1,0 +1,132 @@
+"""The decisions about jobs, for any input."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.jobs.decisions import (
+    FIRST_RETRY_S,
+    JOB_SHARE,
+    LONGEST_RETRY_S,
+    MAX_FAILURES,
+    Headroom,
+    after_attempt,
+    after_loss,
+    jobs_to_preempt,
+    jobs_to_pull,
+    prefix_key,
+    retry_delay_s,
+    share_claims,
+)
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+
+SHARES = st.floats(0, 1)
+COUNTS = st.integers(0, 300)
+ROOMS = st.builds(Headroom, st.booleans(), COUNTS, COUNTS, COUNTS, st.floats(0, 1000))
+OUTCOMES = st.builds(
+    JobOutcome,
+    st.integers(200, 599),
+    st.just(b"{}"),
+    st.booleans(),
+    st.just(0),
+    st.floats(0, 1e6),
+)
+
+
+@given(OUTCOMES, st.integers(0, 10), SHARES)
+def test_an_attempt_ends_the_job_or_leaves_a_bounded_number_of_failures(
+    outcome: JobOutcome, failures: int, jitter: float
+) -> None:
+    then = after_attempt(outcome, failures=failures, jitter=jitter)
+    assert (then.state is JobState.SUCCEEDED) == (200 <= outcome.status < 300)
+    if outcome.is_final:
+        assert then.state.ended
+    if then.state is JobState.QUEUED:
+        assert FIRST_RETRY_S / 2 <= then.delay_s <= LONGEST_RETRY_S
+        assert not then.is_failure or failures + 1 < MAX_FAILURES
+    if outcome.status == 429 and not outcome.is_final:
+        assert then.state is JobState.QUEUED and not then.is_failure
+
+
+@given(st.integers(0, 10), SHARES)
+def test_losses_end_a_job_at_last(failures: int, jitter: float) -> None:
+    then = after_loss(failures, jitter)
+    assert then.is_failure
+    assert (then.state is JobState.FAILED) == (failures + 1 >= MAX_FAILURES)
+
+
+@given(st.integers(0, 100), SHARES)
+def test_pauses_grow_and_are_bounded(failures: int, jitter: float) -> None:
+    pause_s = retry_delay_s(failures, jitter)
+    assert FIRST_RETRY_S / 2 <= pause_s <= LONGEST_RETRY_S
+    assert retry_delay_s(failures + 1, jitter) >= pause_s
+
+
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=2), unique=True, max_size=6),
+    st.dictionaries(st.text("abc", min_size=1, max_size=2), st.integers(0, 20)),
+    st.integers(0, 64),
+)
+def test_claims_go_to_the_tenants_with_the_fewest_running(
+    waiting: list[str], running: dict[str, int], n: int
+) -> None:
+    shares = share_claims(waiting, running, n)
+    assert sum(shares.values()) == (n if waiting else 0)
+    after = {tenant: running.get(tenant, 0) + shares.get(tenant, 0) for tenant in waiting}
+    for tenant in shares:  # none that got a job has more than one above any that waits
+        assert after[tenant] <= min(after.values()) + 1
+
+
+@given(ROOMS, COUNTS, COUNTS)
+def test_jobs_leave_room_to_live_requests(room: Headroom, running: int, max_running: int) -> None:
+    n = jobs_to_pull(room, running=running, max_running=max_running)
+    assert 0 <= n <= max(0, max_running - running)
+    if room.live_waiting or not room.is_ready:
+        assert n == 0
+    if n and room.places:
+        assert room.live_running + running + n <= JOB_SHARE * room.places
+    if n:
+        assert jobs_to_preempt(room, running=running) == 0
+
+
+@given(ROOMS, COUNTS, st.integers(1, 300))
+def test_a_waiting_request_stops_pulling_and_takes_running_jobs(
+    room: Headroom, running: int, waiting: int
+) -> None:
+    crowded = Headroom(room.is_ready, room.live_running, waiting, room.places, room.prefill_wait_ms)
+    assert jobs_to_pull(crowded, running=running, max_running=1000) == 0
+    assert jobs_to_preempt(crowded, running=running) == min(running, waiting)
+
+
+def test_an_idle_cluster_runs_a_job() -> None:
+    assert jobs_to_pull(Headroom(True, 0, 0, 0, 0.0), running=0, max_running=4) == 4
+    assert jobs_to_pull(Headroom(True, 0, 0, 8, 0.0), running=0, max_running=64) == 6
+
+
+def _chat(system: str, user: str) -> bytes:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return json.dumps({"model": "m", "messages": messages}).encode()
+
+
+def test_bodies_with_one_beginning_have_one_key() -> None:
+    assert prefix_key("/a", _chat("s", "x")) == prefix_key("/a", _chat("s", "y"))
+    assert prefix_key("/a", _chat("s", "x")) != prefix_key("/a", _chat("t", "x"))
+    assert prefix_key("/a", _chat("s", "x")) != prefix_key("/b", _chat("s", "x"))
+    assert prefix_key("/a", b'{"prompt": "x"}') != prefix_key("/a", b'{"prompt": "y"}')
+    spaced = _chat("s", "x").replace(b":", b" : ")
+    assert prefix_key("/a", spaced) == prefix_key("/a", _chat("s", "x"))
+
+
+@given(st.binary(max_size=200))
+def test_any_body_has_a_key(body: bytes) -> None:
+    assert prefix_key("/a", body) == prefix_key("/a", body)
+
+
+@given(st.text(min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 9))
+def test_the_seed_is_of_the_job_and_not_of_the_attempt(job_id: str, first: int, second: int) -> None:
+    seeds = {ClaimedJob(job_id, "t", "/a", b"", n, 0, 0.0, 0.0).seed for n in (first, second)}
+    assert len(seeds) == 1
+    assert 0 <= seeds.pop() < 1 << 63

@@ -1,0 +1,150 @@
+"""What tenants do with jobs, on both databases."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.router.jobs.store import JobLimits, JobStore
+from services.router.jobs.types import JobCounts, JobOutcome, JobRequest, JobResult, JobState
+from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
+from tests.router.jobs.stores import DONE, PATH, JobTables, make_request
+
+
+async def test_jobs_are_listed_in_the_order_of_their_submission(tables: JobTables) -> None:
+    first = await tables.submit("a", "b", "c", group_id="g")
+    tables.now_s += 1
+    second = await tables.submit("d")
+    assert [job.id for job in await tables.store.list_jobs("alice")] == first + second
+    assert [
+        job.id for job in await tables.store.list_jobs("alice", group_id="g", after=first[0], limit=1)
+    ] == [first[1]]
+    assert await tables.store.list_jobs("alice", state=JobState.RUNNING) == []
+
+
+async def test_a_job_of_another_tenant_does_not_exist(tables: JobTables) -> None:
+    [job_id] = await tables.submit("a", group_id="g")
+    for call in (tables.store.get, tables.store.result, tables.store.request, tables.store.cancel):
+        with pytest.raises(NotFound):
+            await call("mallory", job_id)
+    assert await tables.store.list_jobs("mallory") == []
+    assert await tables.store.cancel_group("mallory", "g") == 0
+    assert (await tables.store.get("alice", job_id)).state is JobState.QUEUED
+
+
+async def test_a_job_ends_with_its_result(tables: JobTables) -> None:
+    [job_id] = await tables.submit("a", reference="line 1")
+    assert await tables.store.result("alice", job_id) is None
+    await tables.leases.register("r1")
+    claimed = await tables.claim_one("r1")
+    assert (await tables.store.get("alice", job_id)).state is JobState.RUNNING
+    tables.now_s += 5
+    assert await tables.finish("r1", claimed)
+    job = await tables.store.get("alice", job_id)
+    assert (job.state, job.status, job.reference, job.output_tokens) == (JobState.SUCCEEDED, 200, "line 1", 7)
+    assert job.ended_unix_s - job.started_unix_s == 5
+    assert await tables.store.result("alice", job_id) == JobResult(200, DONE.body)
+    assert await tables.store.request("alice", job_id) == make_request("a").body
+
+
+async def test_an_idempotency_key_answers_the_job_that_exists(tables: JobTables) -> None:
+    [first] = await tables.submit("a", idempotency_key="k")
+    assert await tables.submit("a", idempotency_key="k") == [first]
+    assert await tables.submit("a", idempotency_key="k", tenant="bob") != [first]
+    with pytest.raises(FailedPrecondition):
+        await tables.submit("other", idempotency_key="k")
+    together = await asyncio.gather(*[tables.submit("b", idempotency_key="k2") for _ in range(10)])
+    assert len({job_id for [job_id] in together}) == 1
+    assert (await tables.store.counts("alice")).queued == 2
+
+
+async def test_a_tenant_has_a_bounded_number_of_jobs_and_bytes(tables: JobTables) -> None:
+    small = JobTables(tables.database, JobLimits(max_live=2, max_stored_bytes=10_000))
+    await small.submit("a", "b")
+    with pytest.raises(Overloaded):
+        await small.submit("c")
+    assert (await small.store.counts("alice")).total == 2
+    await small.submit("c", tenant="bob")
+    await small.store.cancel("alice", (await small.store.list_jobs("alice"))[0].id)
+    await small.submit("d")  # an ended job leaves room
+    with pytest.raises(Overloaded):
+        await small.submit("x" * 10_000, tenant="carol")
+
+
+async def test_a_cancelled_job_has_no_result_whatever_ran(tables: JobTables) -> None:
+    [job_id] = await tables.submit("a")
+    await tables.leases.register("r1")
+    claimed = await tables.claim_one("r1")
+    assert (await tables.store.cancel("alice", job_id)).state is JobState.CANCELLED
+    assert not await tables.finish("r1", claimed)
+    assert await tables.store.result("alice", job_id) is None
+    assert (await tables.store.cancel("alice", job_id)).state is JobState.CANCELLED
+
+
+async def test_a_group_is_cancelled_and_counted(tables: JobTables) -> None:
+    await tables.submit("a", "b", group_id="g")
+    await tables.submit("c")
+    await tables.leases.register("r1")
+    await tables.finish("r1", await tables.claim_one("r1"))
+    assert await tables.store.cancel_group("alice", "g") == 1
+    assert await tables.store.counts("alice", "g") == JobCounts(succeeded=1, cancelled=1)
+    pairs = await tables.store.results("alice", "g")
+    assert [result and result.status for _, result in pairs] == [200, None]
+    assert (await tables.store.counts("alice")).queued == 1
+
+
+async def test_a_follower_sees_each_state_to_the_end(tables: JobTables) -> None:
+    [job_id] = await tables.submit("a", group_id="g")
+    await tables.leases.register("r1")
+    states, groups = [], []
+    async with asyncio.timeout(30):
+        async for job in tables.store.follow("alice", job_id):
+            states.append(job.state)
+            if job.state is JobState.QUEUED:
+                claimed = await tables.claim_one("r1")
+            elif job.state is JobState.RUNNING:
+                await tables.finish("r1", claimed)
+        async for counts in tables.store.follow_group("alice", "g"):
+            groups.append(counts)
+    assert states == [JobState.QUEUED, JobState.RUNNING, JobState.SUCCEEDED]
+    assert groups == [JobCounts(succeeded=1)]
+
+
+async def test_a_late_job_expires_and_an_old_one_is_dropped(tables: JobTables) -> None:
+    [late] = await tables.submit("a", expires_s=10, retention_s=100)
+    tables.now_s += 11
+    assert await tables.leases.sweep() == (1, 0)
+    assert (await tables.store.get("alice", late)).state is JobState.EXPIRED
+    tables.now_s += 101
+    assert await tables.leases.sweep() == (0, 1)
+    with pytest.raises(NotFound):
+        await tables.store.get("alice", late)
+    rows = await tables.database.read(lambda tx: tx.execute("SELECT live, stored_bytes FROM job_tenants"))
+    assert rows == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (JobRequest(PATH, b"{}", reference="x" * 513), "jobs[0].reference"),
+        (JobRequest(PATH, b"{}", idempotency_key="x" * 129), "jobs[0].idempotency_key"),
+        (JobRequest(PATH, b"{}", group_id="x" * 129), "jobs[0].group_id"),
+        (JobRequest(PATH, b"{}", expires_s=float("nan")), "jobs[0].expires_s"),
+        (JobRequest(PATH, b"{}", retention_s=0), "jobs[0].retention_s"),
+        (JobRequest(PATH, bytes(9 << 20)), "jobs[0].body"),
+    ],
+)
+async def test_what_no_tenant_may_submit(tables: JobTables, request_: JobRequest, field: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        await tables.store.submit("alice", [request_])
+    assert refusal.value.field == field
+
+
+async def test_a_failed_job_has_the_answer_of_the_endpoint(tables: JobTables) -> None:
+    [job_id] = await tables.submit("a")
+    await tables.leases.register("r1")
+    refusal = JobOutcome(400, b'{"error": {}}')
+    await tables.leases.finish("r1", await tables.claim_one("r1"), refusal, JobState.FAILED)
+    assert await tables.store.result("alice", job_id) == JobResult(400, refusal.body)
+    assert isinstance(tables.store, JobStore)
