@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 from slipstream import bounds
 from slipstream.job_bounds import JOBS
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -43,11 +45,11 @@ GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
 LOAD_WATCHERS = 256
 # Streams of KEDA's scaler at one router: one for each tier and replica of KEDA's operator is usual.
 
-# Admission, by class: interactive, default, bulk. The queue is limited in number and in time.
+# Admission, by class: interactive, default, bulk, jobs. The queue is limited in number and in time.
 MAX_RUNNING_REQUESTS = 256
-MAX_WAITING_REQUESTS = (256, 512, 1024)
-MAX_WAIT_S = (30.0, 60.0, 300.0)
-PROMOTE_AFTER_S = (0.0, 10.0, 60.0)
+MAX_WAITING_REQUESTS = (256, 512, 1024, 64)
+MAX_WAIT_S = (30.0, 60.0, 300.0, 300.0)
+PROMOTE_AFTER_S = (0.0, 10.0, 60.0, math.inf)
 MAX_PREFILL_WAIT_S = 30.0
 MAX_PREEMPTIONS = 2
 MAX_PREEMPTION_VICTIMS = 8
@@ -219,7 +221,7 @@ _CONNECTIONS: tuple[_Row, ...] = (
 _TOGETHER: tuple[_Row, ...] = (
     ("Requests running at one router (`--max-requests`)", f"{MAX_RUNNING_REQUESTS}", "others wait"),
     (
-        "Requests waiting there: interactive / default / bulk",
+        "Requests waiting there: interactive / default / bulk / jobs",
         _by_class(MAX_WAITING_REQUESTS, "requests"),
         "refused: this one, or the newest of the tenant with most waiting",
     ),
@@ -228,7 +230,7 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{MAX_HELD_TEXT_CHARS} / {MAX_TENANT_HELD_TEXT_CHARS} characters",
         "refused",
     ),
-    ("Wait of one request: interactive / default / bulk", _by_class(MAX_WAIT_S, "s"), "refused"),
+    ("Wait of one request: interactive / default / bulk / jobs", _by_class(MAX_WAIT_S, "s"), "refused"),
     ("Wait after which a class competes with higher classes", _by_class(PROMOTE_AFTER_S, "s"), "promoted"),
     (
         "Prompts tokenized before they wait, because they may exceed the context",

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from libs.common.telemetry.kvstore_metrics import KVSTORE_METRICS, TIER_METRICS
 from libs.common.telemetry.metric import Metric, counter, gauge
-from libs.common.telemetry.router_metrics import ADMISSION_METRICS, REQUEST_METRICS, ROUTER_METRICS
+from libs.common.telemetry.router_metrics import (
+    ADMISSION_METRICS,
+    JOB_METRICS,
+    REQUEST_METRICS,
+    ROUTER_METRICS,
+)
 from libs.common.telemetry.worker_metrics import (
     DECODE_METRICS,
     DRAFTER_METRICS,
@@ -60,6 +65,7 @@ SECTIONS: tuple[MetricSection, ...] = (
     MetricSection("Requests", ("router",), REQUEST_METRICS),
     MetricSection("Admission", ("router",), ADMISSION_METRICS),
     MetricSection("Router", ("router",), ROUTER_METRICS),
+    MetricSection("Jobs", ("router",), JOB_METRICS),
     MetricSection("KV cache", ("router", *_ENGINES), _KV_CACHE),
     MetricSection("KV", (*_ENGINES, "kvstore"), _KV_HOLDERS),
     MetricSection("Engine", _ENGINES, ENGINE_METRICS),

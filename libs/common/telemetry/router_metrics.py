@@ -73,3 +73,15 @@ ROUTER_METRICS: tuple[Metric, ...] = (
     gauge("event_loop_delay_seconds", "Delay of event-loop timers, recent mean."),
     gauge("event_loop_delay_max_seconds", "Delay of event-loop timers, recent maximum."),
 )
+JOB_METRICS: tuple[Metric, ...] = (
+    gauge("jobs_waiting", "Stored jobs that no router runs yet; of all routers together."),
+    gauge("jobs_running", "Stored jobs that routers run; of all routers together."),
+    counter("jobs_claimed_total", "Jobs that this router took from the database."),
+    counter("jobs_ended_total", "Jobs that this router ended, by their state.", "state"),
+    counter("jobs_preempted_total", "Running jobs that went back to the queue for live requests."),
+    counter(
+        "job_leases_lost_total",
+        "Jobs whose router was silent for too long, and results that came after that.",
+    ),
+    counter("webhooks_total", "Deliveries of webhooks, by what came of them.", "outcome"),
+)

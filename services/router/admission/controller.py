@@ -95,6 +95,16 @@ class Admission:
             for waiting in of_class.waiting.values()
         )
 
+    def above(self, priority: Priority) -> tuple[int, int]:
+        """How many requests of higher classes run, and how many wait."""
+        running = sum([each.ask.priority < priority for each in self._running.values()])
+        return running, sum([len(c.waiting) for p, c in self._classes.items() if p < priority])
+
+    @property
+    def prefilling(self) -> int:
+        """Running requests without a first token."""
+        return len(self._prefilling)
+
     @property
     def crowded(self) -> bool:
         """Whether requests wait or all places are taken."""

@@ -15,14 +15,17 @@ BUSY_MESSAGE = "Capacity temporarily exceeded, please try again."
 
 
 class Priority(enum.IntEnum):
-    """Classes of work, the most urgent first."""
+    """Classes of work, the most urgent first. JOB is that of stored jobs; no client asks for it."""
 
     INTERACTIVE = 0
     DEFAULT = 1
     BULK = 2
+    JOB = 3
 
 
-PRIORITIES: Mapping[str, Priority] = {priority.name.lower(): priority for priority in Priority}
+PRIORITIES: Mapping[str, Priority] = {
+    priority.name.lower(): priority for priority in Priority if priority is not Priority.JOB
+}
 
 
 class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):

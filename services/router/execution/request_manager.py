@@ -14,7 +14,7 @@ from libs.common.telemetry import tracing
 from services.router.admission.fair_threads import FairThreads
 from services.router.admission.gate import AdmissionGate, priority_of
 from services.router.admission.tenant_shares import TextShares
-from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest
+from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest, Priority
 from services.router.execution.context import RouterContext
 from services.router.execution.generation import GenerationTask, encode_prompt
 from services.router.execution.running_request import RunningRequest, execute
@@ -336,7 +336,7 @@ class RequestManager:
         return AdmissionRequest(
             key=f"{request_id}@{caller.tenant}",
             tenant=caller.tenant,
-            priority=priority_of(request.priority or caller.priority),
+            priority=Priority.JOB if caller.is_job else priority_of(request.priority or caller.priority),
             prefill_tokens=prefill_tokens,
             context_tokens=context_tokens,
             output_tokens=min(request.sampling.max_tokens or _OUTPUT_TOKENS, _OUTPUT_TOKENS),

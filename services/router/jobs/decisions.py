@@ -79,18 +79,18 @@ class Headroom:
     live_running: int  # requests that are no jobs
     live_waiting: int
     places: int  # of sequences on the decode workers, for this router
-    prefill_wait_ms: float  # before a new prompt would begin
+    idle_prefills: int  # prefill workers without a prompt of this router
+    is_draining: bool = False
 
 
-# A prompt that waits longer than this would delay the live prompts behind it.
-_MOST_PREFILL_WAIT_MS = 50.0
+def jobs_to_start(room: Headroom, *, running: int, max_running: int) -> int:
+    """How many more jobs to run: none while a live request waits, one for each idle prefill worker.
 
-
-def jobs_to_pull(room: Headroom, *, running: int, max_running: int) -> int:
-    """How many more jobs to run: none while a live request waits or would wait."""
-    if not room.is_ready or room.live_waiting or room.prefill_wait_ms > _MOST_PREFILL_WAIT_MS:
+    A prompt of a job would delay the live prompt that comes behind it.
+    """
+    if not room.is_ready or room.is_draining or room.live_waiting:
         return 0
-    free = max_running - running
+    free = min(max_running - running, room.idle_prefills)
     if room.places:
         free = min(free, int(JOB_SHARE * room.places) - room.live_running - running)
     elif room.live_running:
@@ -100,7 +100,7 @@ def jobs_to_pull(room: Headroom, *, running: int, max_running: int) -> int:
 
 def jobs_to_preempt(room: Headroom, *, running: int) -> int:
     """How many running jobs go back to the queue: one for each live request that waits."""
-    return min(running, room.live_waiting)
+    return running if room.is_draining else min(running, room.live_waiting)
 
 
 def prefix_key(path: str, body: bytes) -> str:

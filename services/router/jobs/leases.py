@@ -86,6 +86,12 @@ class JobLeases:
 
         return await self._database.run(claim)
 
+    async def has_queued(self) -> bool:
+        """Whether a claim would find a job. It writes nothing, so that idle routers cost no sync."""
+        sql = "SELECT 1 FROM jobs WHERE state = 'queued' AND not_before_unix_s <= ? LIMIT 1"
+        now_s = self._now_s()
+        return bool(await self._database.read(lambda tx: tx.execute(sql, (now_s,))))
+
     async def finish(self, owner: str, job: ClaimedJob, outcome: JobOutcome, state: JobState) -> bool:
         """Make the outcome the job's one result. False where the job is not this attempt's any more."""
         now_s = self._now_s()
@@ -106,14 +112,14 @@ class JobLeases:
 
         return await self._database.run(finish, is_idempotent=True)
 
-    async def give_back(self, owner: str, job: ClaimedJob, then: NextState) -> bool:
+    async def give_back(self, owner: str, job_id: str, attempt: int, then: NextState) -> bool:
         """Queue a job again after an attempt without a result. False where it is not this attempt's."""
         not_before_s = self._now_s() + then.delay_s
         sql = (
             "UPDATE jobs SET state = 'queued', owner = '', not_before_unix_s = ?, failures = failures + ?"
             f" WHERE id = ? AND {_MINE} RETURNING id"
         )
-        values = (not_before_s, int(then.is_failure), job.id, owner, job.attempt)
+        values = (not_before_s, int(then.is_failure), job_id, owner, attempt)
         return bool(await self._database.run(lambda tx: tx.execute(sql, values), is_idempotent=True))
 
     async def beat(self, owner: str, progress: Collection[tuple[str, int, int]] = ()) -> Heartbeat:

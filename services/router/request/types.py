@@ -107,6 +107,7 @@ class Caller(msgspec.Struct, frozen=True, gc=False):
     reject_if_busy: bool = False
     key_sha256: bytes = b""  # of the API key; empty: none
     endpoint: str = ""  # the path or the RPC of the call
+    is_job: bool = False  # a stored job: of the lowest class, whatever its body asks for
 
     def until(self, deadline_s: float) -> Caller:
         """A copy with this deadline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from services.router.jobs.decisions import (
     after_attempt,
     after_loss,
     jobs_to_preempt,
-    jobs_to_pull,
+    jobs_to_start,
     prefix_key,
     retry_delay_s,
     share_claims,
@@ -25,7 +26,7 @@ from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
 
 SHARES = st.floats(0, 1)
 COUNTS = st.integers(0, 300)
-ROOMS = st.builds(Headroom, st.booleans(), COUNTS, COUNTS, COUNTS, st.floats(0, 1000))
+ROOMS = st.builds(Headroom, st.booleans(), COUNTS, COUNTS, COUNTS, COUNTS, st.booleans())
 OUTCOMES = st.builds(
     JobOutcome,
     st.integers(200, 599),
@@ -82,10 +83,11 @@ def test_claims_go_to_the_tenants_with_the_fewest_running(
 
 @given(ROOMS, COUNTS, COUNTS)
 def test_jobs_leave_room_to_live_requests(room: Headroom, running: int, max_running: int) -> None:
-    n = jobs_to_pull(room, running=running, max_running=max_running)
+    n = jobs_to_start(room, running=running, max_running=max_running)
     assert 0 <= n <= max(0, max_running - running)
-    if room.live_waiting or not room.is_ready:
+    if room.live_waiting or not room.is_ready or room.is_draining:
         assert n == 0
+    assert n <= room.idle_prefills
     if n and room.places:
         assert room.live_running + running + n <= JOB_SHARE * room.places
     if n:
@@ -96,14 +98,14 @@ def test_jobs_leave_room_to_live_requests(room: Headroom, running: int, max_runn
 def test_a_waiting_request_stops_pulling_and_takes_running_jobs(
     room: Headroom, running: int, waiting: int
 ) -> None:
-    crowded = Headroom(room.is_ready, room.live_running, waiting, room.places, room.prefill_wait_ms)
-    assert jobs_to_pull(crowded, running=running, max_running=1000) == 0
+    crowded = replace(room, live_waiting=waiting, is_draining=False)
+    assert jobs_to_start(crowded, running=running, max_running=1000) == 0
     assert jobs_to_preempt(crowded, running=running) == min(running, waiting)
 
 
 def test_an_idle_cluster_runs_a_job() -> None:
-    assert jobs_to_pull(Headroom(True, 0, 0, 0, 0.0), running=0, max_running=4) == 4
-    assert jobs_to_pull(Headroom(True, 0, 0, 8, 0.0), running=0, max_running=64) == 6
+    assert jobs_to_start(Headroom(True, 0, 0, 0, 4), running=0, max_running=64) == 4
+    assert jobs_to_start(Headroom(True, 0, 0, 8, 9), running=0, max_running=64) == 6
 
 
 def _chat(system: str, user: str) -> bytes:
@@ -130,3 +132,8 @@ def test_the_seed_is_of_the_job_and_not_of_the_attempt(job_id: str, first: int, 
     seeds = {ClaimedJob(job_id, "t", "/a", b"", n, 0, 0.0, 0.0).seed for n in (first, second)}
     assert len(seeds) == 1
     assert 0 <= seeds.pop() < 1 << 63
+
+
+@given(ROOMS, COUNTS)
+def test_a_draining_router_gives_all_its_jobs_back(room: Headroom, running: int) -> None:
+    assert jobs_to_preempt(replace(room, is_draining=True), running=running) == running

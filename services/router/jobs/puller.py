@@ -1,0 +1,285 @@
+"""Runs stored jobs while the cluster has room: claims them, gives them back for live requests.
+
+One owner of leases (leases.py). A job that was claimed starts when a prefill worker is idle; live requests
+that wait take the places of the newest jobs, whose work is repeated later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from libs.common import service_bounds
+from libs.common.telemetry.counters import Counters
+from services.router.jobs.decisions import (
+    Headroom,
+    NextState,
+    after_attempt,
+    jobs_to_preempt,
+    jobs_to_start,
+)
+from services.router.jobs.executor import JobExecutor, JobProgress
+from services.router.jobs.leases import Heartbeat, JobKey, JobLeases, OwnerLost
+from services.router.jobs.owner_watch import OwnerWatch
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+from slipstream.errors import SlipstreamError
+from slipstream.rpc.backoff import Backoff
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+LEASE_S = 15.0
+# Live requests that wait are seen this soon; without jobs the database is asked less often.
+_BUSY_TICK_S, _IDLE_TICK_S = 0.05, 0.25
+_CLAIMED_AT_ONCE = 8
+_SWEEP_EVERY = 5  # beats
+_AGAIN = NextState(JobState.QUEUED)
+
+
+class StopReason(enum.Enum):
+    """Why a running job is stopped."""
+
+    PREEMPTED = "preempted"
+    LOST = "lost"  # cancelled, expired, or another router has it
+
+
+@dataclass(eq=False, slots=True)
+class _RunningJob:
+    job: ClaimedJob
+    owner: str
+    progress: JobProgress = field(default_factory=JobProgress)
+    task: asyncio.Task[None] | None = None
+    stop_reason: StopReason | None = None
+
+    def stop(self, reason: StopReason) -> None:
+        if self.stop_reason is None and self.task is not None:
+            self.stop_reason = reason
+            self.task.cancel()
+
+
+class JobPuller:
+    """The jobs that this router runs. `room` is asked at each tick; see `Headroom`."""
+
+    def __init__(
+        self,
+        leases: JobLeases,
+        executor: JobExecutor,
+        *,
+        instance: str,
+        room: Callable[[], Headroom],
+        clock: Callable[[], float],
+        counters: Counters,
+        max_running: int = service_bounds.MAX_RUNNING_JOBS,
+        beat_s: float = BEAT_S,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self._leases = leases
+        self._executor = executor
+        self._instance = instance
+        self._room = room
+        self._clock = clock
+        self._counters = counters
+        self._max_running = max_running
+        self._beat_s = beat_s
+        self._watch = OwnerWatch(lease_s)
+        self._owner = ""  # "" until it is registered
+        self._running: dict[tuple[str, int], _RunningJob] = {}
+        self._claimed: deque[ClaimedJob] = deque()  # not started yet
+        self._tasks: list[asyncio.Task[None]] = []
+        self._seen = Heartbeat({}, frozenset(), 0, 0)
+
+    @property
+    def running(self) -> int:
+        """Jobs that run here."""
+        return len(self._running)
+
+    def gauges(self) -> dict[str, float]:
+        """The metrics of the queue, of all routers together, as the last beat saw it."""
+        return {"slipstream_jobs_waiting": self._seen.queued, "slipstream_jobs_running": self._seen.running}
+
+    def start(self) -> None:
+        """Begin to pull."""
+        for work in (self._pull(), self._beat()):
+            self._tasks.append(asyncio.create_task(work, name="jobs"))
+
+    async def close(self) -> None:
+        """Stop what runs, and give everything back."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stop_all(StopReason.LOST)
+        owner, self._owner = self._owner, ""
+        self._claimed.clear()
+        if owner:
+            try:
+                await self._leases.resign(owner)
+            except SlipstreamError as error:  # others take the jobs over when the lease ends
+                log.warning("jobs are not given back: %s", error)
+
+    # ---- pulling
+
+    async def _pull(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                await self._tick()
+                backoff.succeeded()
+                pause_s = _BUSY_TICK_S if self._running or self._claimed else _IDLE_TICK_S
+            except OwnerLost:
+                await self._lose_owner()
+                pause_s = backoff.pause_s(random.random())
+            except SlipstreamError as error:
+                log.warning("no jobs are pulled: %s", error)
+                pause_s = backoff.pause_s(random.random())
+            await asyncio.sleep(pause_s)
+
+    async def _tick(self) -> None:
+        room = self._room()
+        n_preempted = jobs_to_preempt(room, running=self.running)
+        if n_preempted or room.live_waiting or room.is_draining:
+            await self._yield(n_preempted)
+            return
+        if not self._owner:
+            await self._register()
+        n = jobs_to_start(room, running=self.running, max_running=self._max_running)
+        if n and not self._claimed and await self._leases.has_queued():
+            most = max(n, min(_CLAIMED_AT_ONCE, self._max_running - self.running))
+            self._claimed += await self._leases.claim(self._owner, most)
+            self._counters.add("slipstream_jobs_claimed_total", len(self._claimed))
+            n = jobs_to_start(self._room(), running=self.running, max_running=self._max_running)
+        for _ in range(min(n, len(self._claimed))):
+            self._begin(self._claimed.popleft())
+
+    async def _yield(self, n: int) -> None:
+        """Give back what has not started, and the newest jobs that run."""
+        stopping = sum(running.stop_reason is not None for running in self._running.values())
+        for running in list(reversed(self._running.values()))[: max(0, n - stopping)]:
+            if running.stop_reason is None:
+                self._counters.add("slipstream_jobs_preempted_total")
+                running.stop(StopReason.PREEMPTED)
+        while self._claimed:
+            job = self._claimed.pop()
+            await self._leases.give_back(self._owner, job.id, job.attempt, _AGAIN)
+
+    async def _register(self) -> None:
+        owner = f"{self._instance}.{os.urandom(6).hex()}"
+        await self._leases.register(owner)
+        self._owner = owner
+
+    async def _lose_owner(self) -> None:
+        log.warning("this router was silent for too long; its jobs were given to others")
+        self._counters.add("slipstream_job_leases_lost_total", self.running + len(self._claimed))
+        self._owner = ""
+        self._claimed.clear()
+        await self._stop_all(StopReason.LOST)
+
+    async def _stop_all(self, reason: StopReason) -> None:
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        for running in list(self._running.values()):
+            running.stop(reason)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- one job
+
+    def _begin(self, job: ClaimedJob) -> None:
+        running = _RunningJob(job, self._owner)
+        self._running[job.id, job.attempt] = running
+        running.task = asyncio.create_task(self._run(running), name=job.id)
+
+    async def _run(self, running: _RunningJob) -> None:
+        try:
+            try:
+                outcome = await self._executor.run(running.job, running.progress)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+                if running.stop_reason is not StopReason.PREEMPTED:
+                    return
+                await self._give_back(running, _AGAIN)
+                return
+            await self._end(running, outcome)
+        except Exception:
+            log.exception("job %s: its end is not stored; it runs again", running.job.id)
+        finally:
+            self._running.pop((running.job.id, running.job.attempt), None)
+
+    async def _end(self, running: _RunningJob, outcome: JobOutcome) -> None:
+        job, owner = running.job, running.owner
+        then = after_attempt(outcome, failures=job.failures, jitter=random.random())
+        if then.state is JobState.QUEUED:
+            is_kept = await self._give_back(running, then)
+        else:
+            is_kept = await self._store(running, lambda: self._leases.finish(owner, job, outcome, then.state))
+            self._count_ended(then.state, int(is_kept))
+        if not is_kept:
+            self._counters.add("slipstream_job_leases_lost_total")
+
+    async def _give_back(self, running: _RunningJob, then: NextState) -> bool:
+        job = running.job
+        return await self._store(
+            running, lambda: self._leases.give_back(running.owner, job.id, job.attempt, then)
+        )
+
+    async def _store(self, running: _RunningJob, change: Callable[[], Awaitable[bool]]) -> bool:
+        """Make a change in the database, as long as it takes while this router owns the job."""
+        backoff = Backoff()
+        while self._owner == running.owner:
+            try:
+                return await change()
+            except SlipstreamError as error:
+                log.warning("job %s waits for the database: %s", running.job.id, error)
+                await asyncio.sleep(backoff.pause_s(random.random()))
+        return False
+
+    # ---- the beat
+
+    async def _beat(self) -> None:
+        n_beats, unknown = 0, frozenset[JobKey]()
+        while True:
+            await asyncio.sleep(self._beat_s)
+            if not self._owner:
+                continue
+            try:
+                unknown = await self._beat_once(unknown)
+                n_beats += 1
+                if n_beats % _SWEEP_EVERY == 1:
+                    n_expired, _ = await self._leases.sweep()
+                    self._count_ended(JobState.EXPIRED, n_expired)
+            except OwnerLost:
+                await self._lose_owner()
+            except SlipstreamError as error:
+                log.warning("the jobs of this router have no beat: %s", error)
+
+    async def _beat_once(self, unknown: frozenset[JobKey]) -> frozenset[JobKey]:
+        """Raise the beat and act on what it tells; the jobs that this router has and does not know.
+
+        They were claimed by a transaction whose answer was lost. One that a claim has just made is not yet
+        known either, so only what was `unknown` before is given back.
+        """
+        owner, known = self._owner, frozenset(self._running)
+        waiting = {(job.id, job.attempt) for job in self._claimed}
+        progress = [(*key, running.progress.output_tokens) for key, running in self._running.items()]
+        seen = self._seen = await self._leases.beat(owner, progress)
+        for key in known - seen.mine:
+            if key in self._running:
+                self._running[key].stop(StopReason.LOST)
+        lost = waiting - seen.mine
+        self._claimed = deque(job for job in self._claimed if (job.id, job.attempt) not in lost)
+        for silent, beat in self._watch.silent(seen.beats, self._clock()):
+            n_lost = await self._leases.take_over(silent, beat) if silent != owner else 0
+            self._counters.add("slipstream_job_leases_lost_total", n_lost)
+        held = frozenset(self._running) | {(job.id, job.attempt) for job in self._claimed}
+        for job_id, attempt in (seen.mine - held) & unknown:
+            await self._leases.give_back(owner, job_id, attempt, _AGAIN)
+        return seen.mine - held
+
+    def _count_ended(self, state: JobState, n: int = 1) -> None:
+        if n:
+            self._counters.add("slipstream_jobs_ended_total", n, (state.value,))
