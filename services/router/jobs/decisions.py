@@ -31,13 +31,13 @@ class NextState:
 def after_attempt(outcome: JobOutcome, *, failures: int, jitter: float) -> NextState:
     """What follows the outcome of an attempt; `failures` counts those before it, `jitter` is in [0, 1].
 
-    A server error counts; a lack of capacity (429) does not.
+    A server error counts; a lack of capacity (429) or of workers (503) does not.
     """
     if 200 <= outcome.status < 300:
         return NextState(JobState.SUCCEEDED)
     if outcome.is_final:
         return NextState(JobState.FAILED)
-    is_failure = outcome.status != 429
+    is_failure = outcome.status not in (429, 503)
     if is_failure and failures + 1 >= MAX_FAILURES:
         return NextState(JobState.FAILED, is_failure=True)
     delay_s = max(outcome.retry_after_s, retry_delay_s(failures, jitter))

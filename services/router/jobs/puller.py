@@ -13,7 +13,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from libs.common import service_bounds
 from libs.common.telemetry.counters import Counters
@@ -24,7 +24,7 @@ from services.router.jobs.decisions import (
     jobs_to_preempt,
     jobs_to_start,
 )
-from services.router.jobs.executor import JobExecutor, JobProgress
+from services.router.jobs.executor import JobExecutor
 from services.router.jobs.leases import Heartbeat, JobKey, JobLeases, OwnerLost
 from services.router.jobs.owner_watch import OwnerWatch
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
@@ -53,7 +53,6 @@ class StopReason(enum.Enum):
 class _RunningJob:
     job: ClaimedJob
     owner: str
-    progress: JobProgress = field(default_factory=JobProgress)
     task: asyncio.Task[None] | None = None
     stop_reason: StopReason | None = None
 
@@ -195,7 +194,7 @@ class JobPuller:
     async def _run(self, running: _RunningJob) -> None:
         try:
             try:
-                outcome = await self._executor.run(running.job, running.progress)
+                outcome = await self._executor.run(running.job)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 assert task is not None
@@ -265,7 +264,8 @@ class JobPuller:
         """
         owner, known = self._owner, frozenset(self._running)
         waiting = {(job.id, job.attempt) for job in self._claimed}
-        progress = [(*key, running.progress.output_tokens) for key, running in self._running.items()]
+        tokens = self._executor.output_tokens()
+        progress = [(*key, tokens[key[0]]) for key in known if key[0] in tokens]
         seen = self._seen = await self._leases.beat(owner, progress)
         for key in known - seen.mine:
             if key in self._running:

@@ -120,12 +120,6 @@ class ClaimedJob:
     created_unix_s: float
     expires_unix_s: float
 
-    @property
-    def seed(self) -> int:
-        """The seed where the body states none, so that a job that runs twice gives equal answers."""
-        digest = hashlib.blake2b(self.id.encode(), digest_size=8, person=b"slipstream-job").digest()
-        return int.from_bytes(digest, "little") >> 1
-
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:

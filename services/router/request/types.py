@@ -107,7 +107,12 @@ class Caller(msgspec.Struct, frozen=True, gc=False):
     reject_if_busy: bool = False
     key_sha256: bytes = b""  # of the API key; empty: none
     endpoint: str = ""  # the path or the RPC of the call
-    is_job: bool = False  # a stored job: of the lowest class, whatever its body asks for
+    submitted_unix_s: int = 0  # of a stored job, which has the lowest class; 0: a live request
+
+    @property
+    def is_job(self) -> bool:
+        """Whether no client waits for the answer."""
+        return bool(self.submitted_unix_s)
 
     def until(self, deadline_s: float) -> Caller:
         """A copy with this deadline."""

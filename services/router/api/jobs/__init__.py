@@ -1,0 +1,4 @@
+"""Jobs for clients: JobService over gRPC, and what runs the bodies of jobs.
+
+What stores and claims them is `services.router.jobs`.
+"""

@@ -1,0 +1,97 @@
+"""Runs the bodies of stored jobs as their endpoints would, without a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from libs.common.http.failure import failure_of
+from services.router.api.answers.answer_format import AnswerFormat
+from services.router.api.answers.exchange import read_exchange
+from services.router.api.answers.whole import run_to_end
+from services.router.execution.request_manager import RequestManager
+from services.router.jobs.types import ClaimedJob, JobOutcome
+from services.router.request.types import Caller
+from slipstream import bounds, errors, job_bounds
+
+# Another attempt may end otherwise.
+_PASSING = (errors.Overloaded, errors.Unavailable, errors.Internal, errors.DataCorrupt)
+
+
+class AnswerExecutor:
+    """Implements JobExecutor. `formats` are those of the endpoints by their paths."""
+
+    def __init__(
+        self,
+        runs: RequestManager,
+        formats: Mapping[str, AnswerFormat],
+        *,
+        clock: Callable[[], float],
+        wall_clock_s: Callable[[], float],
+    ) -> None:
+        self._runs = runs
+        self._formats = formats
+        self._clock = clock
+        self._wall_clock_s = wall_clock_s
+        self._ids: set[str] = set()
+
+    async def check(self, tenant: str, path: str, body: bytes, field: str) -> None:
+        """See JobExecutor."""
+        if path not in self._formats:
+            raise job_bounds.PATH.refused(f"{field}.path", paths=", ".join(self._formats))
+        caller = Caller(tenant=tenant)
+        try:
+            await self._runs.read(caller, lambda: self._formats[path].parse(body, ""), n_bytes=len(body))
+        except errors.InvalidArgument as error:
+            raise errors.InvalidArgument(f"{field}.body.{error.field}", error.reason) from None
+
+    async def run(self, job: ClaimedJob) -> JobOutcome:
+        """See JobExecutor. Seeds come from the job's id where the body states none."""
+        answer_format = self._formats.get(job.path)
+        if answer_format is None:  # of a newer router
+            return JobOutcome(404, b'{"error": {"message": "no such endpoint"}}')
+        self._ids.add(job.id)
+        try:
+            exchange = await read_exchange(
+                self._runs, answer_format, self._caller(job), job.body, request_id=job.id
+            )
+            body = await run_to_end(self._runs, exchange)
+        except errors.SlipstreamError as error:
+            return _failed(answer_format, error)
+        finally:
+            self._ids.discard(job.id)
+        return JobOutcome(200, msgspec.json.encode(body), output_tokens=_output_tokens(body))
+
+    def output_tokens(self) -> Mapping[str, int]:
+        """See JobExecutor."""
+        ids = self._ids
+        return {r.request_id: r.sink.completion_tokens for r in self._runs.running if r.request_id in ids}
+
+    def _caller(self, job: ClaimedJob) -> Caller:
+        """A takeover: it waits until the workers hold nothing of an earlier attempt, and may move on drain."""
+        left_s = min(bounds.DEFAULT_DEADLINE_S, max(1.0, job.expires_unix_s - self._wall_clock_s()))
+        return Caller(
+            tenant=job.tenant,
+            deadline_s=self._clock() + left_s,
+            attempt=1 + job.attempt,
+            endpoint=job.path,
+            submitted_unix_s=int(job.created_unix_s),
+        )
+
+
+def _failed(answer_format: AnswerFormat, error: errors.SlipstreamError) -> JobOutcome:
+    failure = failure_of(error)
+    retry_after_s = error.retry_after_ms / 1e3 if isinstance(error, errors.Overloaded) else 0.0
+    return JobOutcome(
+        failure.status,
+        msgspec.json.encode(answer_format.error_body(failure)),
+        is_final=not isinstance(error, _PASSING),
+        retry_after_s=retry_after_s,
+    )
+
+
+def _output_tokens(body: Mapping[str, Any]) -> int:
+    usage = body.get("usage") or {}
+    return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)

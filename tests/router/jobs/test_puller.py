@@ -1,0 +1,215 @@
+"""A router that runs jobs: room, preemption, cancels, losses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.common.telemetry.counters import Counters
+from libs.database.database import open_database
+from services.router.jobs.decisions import Headroom
+from services.router.jobs.puller import JobPuller
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+from tests.router.jobs.stores import DONE, JobTables
+
+IDLE = Headroom(True, 0, 0, 8, 8)
+
+
+class HeldExecutor:
+    """Runs jobs until the test lets them end."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+        self.ends: dict[str, asyncio.Future[JobOutcome]] = {}
+
+    async def check(self, tenant: str, path: str, body: bytes, field: str) -> None: ...
+
+    async def run(self, job: ClaimedJob) -> JobOutcome:
+        self.begun.append((job.id, job.attempt))
+        self.ends[job.id] = asyncio.get_running_loop().create_future()
+        return await self.ends[job.id]
+
+    def output_tokens(self) -> Mapping[str, int]:
+        return dict.fromkeys(self.ends, 3)
+
+    def finish_all(self) -> None:
+        for end in self.ends.values():
+            if not end.done():
+                end.set_result(DONE)
+
+
+class PullerRig:
+    """Tables, and pullers beside them whose room and clock the test sets."""
+
+    def __init__(self, tables: JobTables) -> None:
+        self.tables = tables
+        self.room = IDLE
+        self.clock_s = 0.0
+        self.counters = Counters()
+        self.executor = HeldExecutor()
+        self.pullers: list[JobPuller] = []
+
+    def start(self, instance: str, executor: Any = None) -> JobPuller:
+        puller = JobPuller(
+            self.tables.leases,
+            executor or self.executor,
+            instance=instance,
+            room=lambda: self.room,
+            clock=lambda: self.clock_s,
+            counters=self.counters,
+            beat_s=0.02,
+            lease_s=10.0,
+        )
+        puller.start()
+        self.pullers.append(puller)
+        return puller
+
+    async def until_states(self, **counts: int) -> None:
+        async with asyncio.timeout(30):
+            while True:
+                seen = await self.tables.store.counts("alice")
+                if all(getattr(seen, name) == count for name, count in counts.items()):
+                    return
+                await asyncio.sleep(0.01)
+
+    async def until_begun(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.executor.begun) < count:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[PullerRig]:
+    database = open_database(f"sqlite:{tmp_path}/jobs.db")
+    made = PullerRig(JobTables(database))
+    yield made
+    for puller in made.pullers:
+        await puller.close()
+    await database.close()
+
+
+async def test_jobs_run_to_their_ends(rig: PullerRig) -> None:
+    ids = await rig.tables.submit("a", "b", "c")
+    rig.start("r1")
+    await rig.until_begun(3)
+    rig.executor.finish_all()
+    await rig.until_states(succeeded=3)
+    assert rig.counters.snapshot()['slipstream_jobs_ended_total{state="succeeded"}'] == 3
+    assert (await rig.tables.store.result("alice", ids[0])) is not None
+
+
+async def test_nothing_is_pulled_while_a_live_request_waits(rig: PullerRig) -> None:
+    rig.room = replace(IDLE, live_waiting=1)
+    await rig.tables.submit("a")
+    puller = rig.start("r1")
+    async with asyncio.timeout(30):
+        while not puller._owner:
+            rig.room = IDLE if puller._owner else replace(IDLE, is_ready=False)
+            await asyncio.sleep(0.01)
+    rig.room = replace(IDLE, live_waiting=1)
+    beat = puller.gauges()
+    async with asyncio.timeout(30):
+        while puller.gauges() == beat:  # several ticks pass
+            await asyncio.sleep(0.01)
+    assert rig.executor.begun == []
+    rig.room = IDLE
+    await rig.until_begun(1)
+
+
+async def test_live_requests_take_the_places_of_the_newest_jobs(rig: PullerRig) -> None:
+    await rig.tables.submit("a", "b")
+    rig.start("r1")
+    await rig.until_begun(2)
+    newest = rig.executor.begun[-1][0]
+    rig.room = replace(IDLE, live_waiting=1)
+    await rig.until_states(running=1, queued=1)
+    assert (await rig.tables.store.get("alice", newest)).state is JobState.QUEUED
+    rig.room = IDLE
+    await rig.until_begun(3)
+    assert rig.executor.begun[-1] == (newest, 2)
+    rig.executor.finish_all()
+    await rig.until_states(succeeded=2)
+
+
+async def test_a_cancelled_job_stops_running(rig: PullerRig) -> None:
+    [job_id] = await rig.tables.submit("a")
+    rig.start("r1")
+    await rig.until_begun(1)
+    await rig.tables.store.cancel("alice", job_id)
+    async with asyncio.timeout(30):
+        while not rig.executor.ends[job_id].cancelled():
+            await asyncio.sleep(0.01)
+    assert (await rig.tables.store.get("alice", job_id)).state is JobState.CANCELLED
+
+
+async def test_the_jobs_of_a_router_that_dies_run_elsewhere(rig: PullerRig) -> None:
+    await rig.tables.submit("a", "b")
+    dead = rig.start("dead")
+    await rig.until_begun(2)
+    for task in dead._tasks:
+        task.cancel()  # no beat any more, while its jobs still run
+    second = HeldExecutor()
+    rig.room = replace(IDLE, is_ready=False)
+    alive = rig.start("alive", second)
+    async with asyncio.timeout(30):
+        while "slipstream_jobs_running" not in {k for k, v in alive.gauges().items() if v == 2}:
+            await asyncio.sleep(0.01)
+    rig.clock_s, rig.room = 11.0, IDLE
+    async with asyncio.timeout(30):
+        while len(second.begun) < 2:
+            await asyncio.sleep(0.01)
+    rig.executor.finish_all()  # the results of the first router come late
+    second.finish_all()
+    await rig.until_states(succeeded=2)
+    assert rig.counters.total("slipstream_job_leases_lost_total") >= 2
+    assert {job.attempt for job in await rig.tables.store.list_jobs("alice")} == {2}
+
+
+async def test_a_router_that_was_silent_begins_anew(rig: PullerRig) -> None:
+    await rig.tables.submit("a")
+    rig.start("r1")
+    await rig.until_begun(1)
+    await rig.tables.database.run(lambda tx: tx.execute("DELETE FROM job_owners"))
+    await rig.until_begun(2)
+    assert rig.executor.begun[1][1] == 2
+    rig.executor.finish_all()
+    await rig.until_states(succeeded=1)
+
+
+async def test_a_claim_whose_answer_was_lost_is_given_back(rig: PullerRig) -> None:
+    puller = rig.start("r1")
+    async with asyncio.timeout(30):
+        while not puller._owner:
+            await asyncio.sleep(0.01)
+    rig.room = replace(IDLE, is_ready=False)
+    await rig.tables.submit("a")
+    await rig.tables.leases.claim(puller._owner, 1)  # this router does not learn of it
+    await rig.until_states(queued=1)
+
+
+async def test_a_router_that_stops_gives_its_jobs_back(rig: PullerRig) -> None:
+    await rig.tables.submit("a", "b")
+    puller = rig.start("r1")
+    await rig.until_begun(2)
+    await puller.close()
+    assert (await rig.tables.store.counts("alice")).queued == 2
+
+
+async def test_a_passing_failure_is_repeated_and_a_final_one_is_not(rig: PullerRig) -> None:
+    passing, final = JobOutcome(503, b"{}", is_final=False), JobOutcome(400, b'{"error": {}}')
+    [job_id] = await rig.tables.submit("a")
+    rig.start("r1")
+    await rig.until_begun(1)
+    rig.executor.ends[job_id].set_result(passing)
+    await rig.until_states(queued=1)
+    rig.tables.now_s += 1000
+    await rig.until_begun(2)
+    rig.executor.ends[job_id].set_result(final)
+    await rig.until_states(failed=1)
+    result = await rig.tables.store.result("alice", job_id)
+    assert result is not None and result.body == final.body
