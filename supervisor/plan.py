@@ -84,6 +84,9 @@ class ClusterConfig:
         }
 
 
+DATABASE_NAME = "slipstream.db"  # of the routers, in the run directory
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
     """One process. Its health is asked at `admin`, or else at `endpoint`.
@@ -182,6 +185,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
         arguments += ["--drafts", config.drafts]
     if http is not None:
         arguments += ["--drain-s", f"{config.drain_s:g}"]
+        arguments += ["--database", f"sqlite:{config.run_dir.resolve() / DATABASE_NAME}"]
         arguments += ["--allow-pinning"] if config.allow_pinning else []
         arguments += _given(
             ("--served-model-name", config.served_model_name),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
+from libs.common.job_bounds import JOBS
 from slipstream import bounds
-from slipstream.job_bounds import JOBS
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 
 IDLE_CONNECTION_S = 30.0
@@ -73,10 +73,9 @@ GRAMMAR_CHECK_S = 5.0
 MAX_TENANT_JOBS = 100_000
 MAX_TENANT_JOB_BYTES = 4 << 30
 JOBS_PAGE = 100
-MAX_JOBS_PAGE = 1000
-# Of a router: jobs that it runs, clients that follow one, and one delivery of a webhook.
+# Of a router: jobs that it runs, clients of one tenant that follow some, one delivery of a webhook.
 MAX_RUNNING_JOBS = 64
-MAX_JOB_FOLLOWERS = 256
+MAX_TENANT_JOB_FOLLOWERS = 64
 WEBHOOK_S = 10.0
 WEBHOOK_LIFE_S = 86_400.0
 
@@ -292,6 +291,17 @@ _TOGETHER: tuple[_Row, ...] = (
         "prompts are sent whole",
     ),
 )
+_JOBS: tuple[_Row, ...] = (
+    (
+        "Jobs of one tenant that have not ended / with bodies stored",
+        f"{MAX_TENANT_JOBS} / {MAX_TENANT_JOB_BYTES} bytes",
+        "429, RESOURCE_EXHAUSTED",
+    ),
+    ("Jobs that one router runs", f"{MAX_RUNNING_JOBS}", "others wait in the database"),
+    ("Clients of one tenant that follow jobs at one router", f"{MAX_TENANT_JOB_FOLLOWERS}", "refused"),
+    ("One delivery of a webhook", f"{WEBHOOK_S:g} s", "repeated later"),
+    ("All deliveries of one webhook", f"{WEBHOOK_LIFE_S:g} s", "given up"),
+)
 _CONSOLE: tuple[_Row, ...] = (
     ("Requests whose trails a router keeps", f"{MAX_RECORDED_REQUESTS}", "the oldest is forgotten"),
     (
@@ -331,6 +341,7 @@ def render_markdown() -> str:
     tables = (
         ("Connections", _CONNECTIONS),
         ("Requests together", _TOGETHER),
+        ("Stored jobs", _JOBS),
         ("The console of a router", _CONSOLE),
         ("Checkpoints", _CHECKPOINTS),
     )

@@ -29,6 +29,8 @@ from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.logs import LineFormat, configure_logging, log_loop_errors
 from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.tracing import configure_tracing
+from libs.database.database import open_database
+from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
 
@@ -134,8 +136,12 @@ async def serve(options: RouterSettings) -> None:
         share_ports=bool(options.child_of),
         autoscale=policy_of(options.autoscale_limits, options.autoscale_aims),
         scaler_is_public=options.scaler_is_public,
+        database=None if options.database is None else open_database(options.database),
+        webhook_hosts=parse_webhook_hosts(options.webhook_hosts),
     )
     async with contextlib.AsyncExitStack() as stack:
+        if router_options.database is not None:
+            stack.push_async_callback(router_options.database.close)
         if key_reload is not None:
             stack.callback(asyncio.create_task(key_reload.run(), name="api-keys").cancel)
         discovery: Discovery = InMemoryDiscovery()

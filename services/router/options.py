@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libs.common import service_bounds
+from libs.database.database import Database
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.autoscale.types import AutoscalePolicy
 from services.router.execution.context import RECOVERY_WAIT_S
+from services.router.jobs.webhook_policy import WebhookHosts
 from services.router.request.prompt_salts import PromptSalts
 from services.router.workers.connection import SILENCE_S
 from slipstream import bounds
@@ -49,6 +51,8 @@ class RouterOptions:
     idle_connection_s: float = service_bounds.IDLE_CONNECTION_S
     autoscale: AutoscalePolicy = field(default_factory=AutoscalePolicy)
     scaler_is_public: bool = False
+    database: Database | None = None  # of jobs; its caller closes it after the router
+    webhook_hosts: WebhookHosts = field(default_factory=lambda: WebhookHosts({}))
 
     def peer_tokens(self) -> TokenMinter | None:
         """What mints this router's tokens towards workers and other routers; None without a secret."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from services.router.admission.grpc_connections import GrpcConnections
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.admin_server import make_admin_server
 from services.router.api.http_server import HttpServer
+from services.router.api.jobs.assembly import JOB_SERVICE_NAME, RouterJobs
 from services.router.api.metrics import begin_series, measure_fleet
 from services.router.api.readiness import readiness_of
 from services.router.api.rpc.server import SERVICE_NAME, GrpcServer
@@ -52,7 +53,7 @@ from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.fleet import RouterFleet
 from services.router.workers.router_peers import RouterPeers
-from slipstream.errors import DeadlineExceeded, Overloaded, SlipstreamError
+from slipstream.errors import DeadlineExceeded, Overloaded
 from slipstream.keda import externalscaler_pb2_grpc
 from slipstream.rpc.dial import Dial
 from slipstream.v1 import autoscale_pb2_grpc, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -156,6 +157,8 @@ class RouterServer:
             write_stall_s=options.write_stall_s,
         )
         self._grpc.add_to(self.host.server)
+        self.jobs = RouterJobs(options, self.runs, self.fleet)
+        self.jobs.add_to(self.host.server, self._grpc)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.admin.server)
         self._add_autoscale(sessions)
         self._calls = ProcessCalls(dial_peer, options.secret)
@@ -260,19 +263,18 @@ class RouterServer:
             await self._see_workers(look_s=_LOOK_S, connect_s=_CONNECT_S)
         else:
             await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
-        await self.host.start([SERVICE_NAME])
+        await self.host.start([SERVICE_NAME, JOB_SERVICE_NAME])
         await self.admin.start(
             [
                 WORKER_SERVICE_NAME,
-                autoscale_service.SERVICE_NAME,
-                autoscale_scaler.SERVICE_NAME,
-                fleet_service.SERVICE_NAME,
+                *[each.SERVICE_NAME for each in (autoscale_service, autoscale_scaler, fleet_service)],
             ]
         )
         await self._http_listener.start()
         await self._admin_http.start()
         self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
         self._tasks.append(asyncio.create_task(self._follow_keys(), name="revoked-keys"))
+        self.jobs.start()
         self._discovery.announce(self._record)
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
         log.info("operators: gRPC at %s, HTTP at %s", self.admin.endpoint, self.admin_http_endpoint)
@@ -283,6 +285,7 @@ class RouterServer:
         deadline_s = time.monotonic() + grace_s
         while self.runs.held and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
+        await self.jobs.close()
         await self.runs.close()
         for task in self._tasks:
             task.cancel()
@@ -332,10 +335,8 @@ class RouterServer:
         assert handler is not None
         handler.add_done_callback(lambda _: self._connections.end_call(peer))
 
-    def _note_refused(
-        self, metadata: Iterable[tuple[str, Any]], method: str, error: SlipstreamError
-    ) -> Metadata:
-        return self._grpc.note_refused(metadata, method, error)
+    def _note_refused(self, *call: Any) -> Metadata:
+        return self._grpc.note_refused(*call)
 
     async def _drain(self) -> None:
         self.runs.drain()
@@ -374,6 +375,7 @@ class RouterServer:
         return {
             **self.loop_delay.gauges(),
             **self.runs.gate.gauges(),
+            **self.jobs.gauges(),
             **self.fleet.index.gauges(),
             **self._memory.gauges(),
             **self._placements.figures(),

@@ -11,7 +11,9 @@ from libs.common.cluster.placements import SESSION_TTL_S
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
+from libs.database.database import check_database_url
 from services.router.autoscale.settings import parse_aims, parse_limits
+from services.router.jobs.webhook_policy import parse_webhook_hosts
 from slipstream.rpc.tls import TlsFiles
 
 # Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.
@@ -127,6 +129,18 @@ class RouterSettings(ServiceSettings):
         "seconds until etcd forgets the placement of a session that is not used",
         default=SESSION_TTL_S,
         least=1,
+    )
+    database: str | None = setting(
+        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs; routers of one cluster share it",
+        default=None,
+        default_text="none: jobs are refused",
+        check=check_database_url,
+    )
+    webhook_hosts: str = setting(
+        "NAME[@NETWORK][,..] to which webhooks may go; a name without NETWORK has public addresses only",
+        default="",
+        default_text="none",
+        check=parse_webhook_hosts,
     )
     processes: int = setting("router processes that share the ports", default=1, least=1)
     allow_pinning: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)

@@ -26,6 +26,13 @@ RPC_CLASSES: Mapping[str, Mapping[str, CallerClass]] = {
         "ListSessions": TENANT,
         "ListWorkers": TENANT,
     },
+    "slipstream.v1.JobService": {
+        "SubmitJobs": TENANT,
+        "GetJob": TENANT,
+        "ListJobs": TENANT,
+        "CancelJobs": TENANT,
+        "FollowJobs": TENANT,
+    },
     "slipstream.v1.PrefillService": {
         "Prefill": PEER,
         "WatchHandoff": PEER,

@@ -7,14 +7,14 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from libs.common import service_bounds
+from libs.common import job_bounds, service_bounds
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction, SqlValue
 from services.router.jobs.decisions import prefix_key
 from services.router.jobs.rows import JOB_COLUMNS, counts_of, end_job, job_of
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobState
-from slipstream import bounds, job_bounds
+from slipstream import bounds
 from slipstream.errors import FailedPrecondition, NotFound, Overloaded
 
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
@@ -47,10 +47,8 @@ class JobStore:
         and FailedPrecondition where an idempotency key has another body."""
         check_requests(requests)
         now_s = self._now_s()
-        rows = [
-            _new_row(job_id, tenant, request, now_s)
-            for job_id, request in zip(self._new_ids(len(requests), now_s), requests, strict=True)
-        ]
+        ids = self._new_ids(len(requests), now_s)
+        rows = await asyncio.to_thread(_new_rows, ids, tenant, requests, now_s)  # it parses all bodies
         return await self._database.run(
             lambda tx: self._insert(tx, tenant, requests, rows), is_idempotent=True
         )
@@ -213,6 +211,12 @@ def check_requests(requests: Sequence[JobRequest]) -> None:
         job_bounds.KEY.check(len(request.idempotency_key), f"{field}.idempotency_key")
         job_bounds.EXPIRES_S.check(request.expires_s, f"{field}.expires_s")
         job_bounds.RETENTION_S.check(request.retention_s, f"{field}.retention_s")
+
+
+def _new_rows(
+    ids: Sequence[str], tenant: str, requests: Sequence[JobRequest], now_s: float
+) -> list[tuple[SqlValue, ...]]:
+    return [_new_row(job_id, tenant, each, now_s) for job_id, each in zip(ids, requests, strict=True)]
 
 
 def _new_row(job_id: str, tenant: str, request: JobRequest, now_s: float) -> tuple[SqlValue, ...]:

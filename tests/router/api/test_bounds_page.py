@@ -23,5 +23,5 @@ def test_the_limits_of_admission_are_those_of_the_table() -> None:
     assert tuple(limits.max_waiting[priority] for priority in Priority) == service_bounds.MAX_WAITING_REQUESTS
     assert tuple(limits.max_wait_ms[priority] / 1e3 for priority in Priority) == service_bounds.MAX_WAIT_S
     page = render_markdown()
-    for words in ("256 / 512 / 1024 requests", "30 / 60 / 300 s", "0.1 to 30 s"):
+    for words in ("256 / 512 / 1024 / 64 requests", "30 / 60 / 300 / 300 s", "0.1 to 30 s"):
         assert words in page

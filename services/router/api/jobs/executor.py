@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from libs.common import job_bounds
 from libs.common.http.failure import failure_of
 from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
@@ -14,7 +15,7 @@ from services.router.api.answers.whole import run_to_end
 from services.router.execution.request_manager import RequestManager
 from services.router.jobs.types import ClaimedJob, JobOutcome
 from services.router.request.types import Caller
-from slipstream import bounds, errors, job_bounds
+from slipstream import bounds, errors
 
 # Another attempt may end otherwise.
 _PASSING = (errors.Overloaded, errors.Unavailable, errors.Internal, errors.DataCorrupt)
@@ -70,7 +71,7 @@ class AnswerExecutor:
         return {r.request_id: r.sink.completion_tokens for r in self._runs.running if r.request_id in ids}
 
     def _caller(self, job: ClaimedJob) -> Caller:
-        """A takeover: it waits until the workers hold nothing of an earlier attempt, and may move on drain."""
+        """A takeover, which waits until the workers hold nothing of an earlier attempt."""
         left_s = min(bounds.DEFAULT_DEADLINE_S, max(1.0, job.expires_unix_s - self._wall_clock_s()))
         return Caller(
             tenant=job.tenant,

@@ -47,12 +47,12 @@ class GrpcServer:
         self._runs = runs
         self._access_log = access_log or AccessLog()
         clock = asyncio.get_running_loop().time
-        self._callers = Callers(tenants, clock)
+        self.callers = Callers(tenants, clock)
         self.generation = GenerateMethod(
-            runs, self._callers, self._access_log, clock=clock, write_stall_s=write_stall_s
+            runs, self.callers, self._access_log, clock=clock, write_stall_s=write_stall_s
         )
-        self._lists = ListMethods(self._callers, fleet=fleet, sessions=sessions, card=card)
-        self._tokens = TokenMethods(runs, self._callers, card)
+        self._lists = ListMethods(self.callers, fleet=fleet, sessions=sessions, card=card)
+        self._tokens = TokenMethods(runs, self.callers, card)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service. Methods without a message type parse the raw bytes themselves."""
@@ -98,7 +98,7 @@ class GrpcServer:
             with self._access_log.call("grpc", name) as record:
                 record.request_id = request_id_of(context)
                 try:
-                    record.tenant = self._callers.tenant(context)
+                    record.tenant = self.callers.tenant(context)
                     response = await method(request, context)
                     record.status = "OK"
                     return response
@@ -111,7 +111,7 @@ class GrpcServer:
         return call
 
     async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
-        await self._runs.abort(self._callers.tenant(context), request.request_id)
+        await self._runs.abort(self.callers.tenant(context), request.request_id)
         return router_pb2.AbortResponse()
 
 

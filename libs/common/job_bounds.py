@@ -5,13 +5,13 @@ from __future__ import annotations
 from slipstream.bound import Range, Rule, Section, Size
 
 MAX_SUBMITTED_JOBS = 500
+MAX_JOBS_PAGE = 1000
 
 JOBS = Section("Jobs")
 SUBMITTED = JOBS.add(Size("jobs", 1, MAX_SUBMITTED_JOBS, "jobs in one call", "One transaction.", "gRPC"))
 PATH = JOBS.add(
     Rule("jobs[i].path", "must be one of {paths}", "The endpoints that a job can run.", apis="gRPC")
 )
-STREAM = JOBS.add(Rule("jobs[i].body", "must not set stream", "A job's answer is one body.", apis="gRPC"))
 REFERENCE = JOBS.add(Size("jobs[i].reference", 0, 512, "characters", "The submitter's own.", "gRPC"))
 GROUP = JOBS.add(Size("jobs[i].group_id", 0, 128, "characters", "An index has it.", "gRPC"))
 KEY = JOBS.add(Size("jobs[i].idempotency_key", 0, 128, "characters", "An index has it.", "gRPC"))
@@ -24,3 +24,7 @@ RETENTION_S = JOBS.add(
 WEBHOOK = JOBS.add(
     Rule("jobs[i].webhook", "{reason}", "A router sends only where its operator allows it.", apis="gRPC")
 )
+PAGE = JOBS.add(
+    Range("limit", 0, MAX_JOBS_PAGE, "0 = 100 jobs; one answer holds a page.", whole=True, apis="gRPC")
+)
+NAMED = JOBS.add(Rule("id", "must be given, or group_id", "A call about no job is a mistake.", apis="gRPC"))

@@ -1,0 +1,103 @@
+"""Everything about jobs in one router: the store, what runs them, their webhooks, JobService."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+import grpc
+
+from libs.database.database import Database
+from services.router.admission.types import Priority
+from services.router.api.formats import FORMATS
+from services.router.api.jobs.executor import AnswerExecutor
+from services.router.api.jobs.service import SERVICE_NAME, JobService, job_handlers
+from services.router.api.readiness import READY, readiness_of
+from services.router.api.rpc.server import GrpcServer
+from services.router.execution.request_manager import RequestManager
+from services.router.jobs.decisions import Headroom
+from services.router.jobs.leases import JobLeases
+from services.router.jobs.puller import JobPuller
+from services.router.jobs.store import JobStore
+from services.router.jobs.webhook_policy import WebhookHosts
+from services.router.jobs.webhook_sender import WebhookSender
+from services.router.workers.fleet import RouterFleet
+
+JOB_SERVICE_NAME = SERVICE_NAME
+
+
+class JobOptions(Protocol):
+    """What an operator sets."""
+
+    @property
+    def instance(self) -> str:
+        """The name of the router."""
+
+    @property
+    def database(self) -> Database | None:
+        """Where jobs are stored; None: they are refused."""
+
+    @property
+    def webhook_hosts(self) -> WebhookHosts:
+        """Where webhooks may go."""
+
+
+class RouterJobs:
+    """`store` is None without a database. `formats`: what a job may run; other APIs add theirs."""
+
+    def __init__(self, options: JobOptions, runs: RequestManager, fleet: RouterFleet) -> None:
+        clock, counters = asyncio.get_running_loop().time, runs.context.counters
+        self._runs, self._fleet, self._options = runs, fleet, options
+        self.formats = dict(FORMATS)
+        self.store: JobStore | None = None
+        self._executor = AnswerExecutor(runs, self.formats, clock=clock, wall_clock_s=time.time)
+        self._puller: JobPuller | None = None
+        self._webhooks: WebhookSender | None = None
+        if (database := options.database) is not None:
+            self.store = JobStore(database, wall_clock_s=time.time)
+            self._puller = JobPuller(
+                JobLeases(database, wall_clock_s=time.time),
+                self._executor,
+                instance=options.instance,
+                room=self._room,
+                clock=clock,
+                counters=counters,
+            )
+            self._webhooks = WebhookSender(
+                database, options.webhook_hosts, wall_clock_s=time.time, counters=counters
+            )
+
+    def add_to(self, server: grpc.aio.Server, api: GrpcServer) -> None:
+        """Register JobService beside the router's own service."""
+        service = JobService(self.store, self._executor, api.callers, self._options.webhook_hosts)
+        server.add_generic_rpc_handlers((job_handlers(service, api.logged),))
+
+    def start(self) -> None:
+        """Begin to run jobs."""
+        if self._puller is not None and self._webhooks is not None:
+            self._puller.start()
+            self._webhooks.start()
+
+    async def close(self) -> None:
+        """Give all jobs back."""
+        if self._puller is not None and self._webhooks is not None:
+            await self._webhooks.close()
+            await self._puller.close()
+
+    def gauges(self) -> dict[str, float]:
+        """The metrics of the queue; none without a database."""
+        return self._puller.gauges() if self._puller is not None else {}
+
+    def _room(self) -> Headroom:
+        gate = self._runs.gate
+        capacity = gate.capacity()
+        live_running, live_waiting = gate.controller.above(Priority.JOB)
+        return Headroom(
+            is_ready=readiness_of(self._runs, self._fleet) is READY,
+            live_running=live_running,
+            live_waiting=live_waiting,
+            places=capacity.decode_sequences,
+            idle_prefills=max(0, capacity.prefill_workers - gate.controller.prefilling),
+            is_draining=self._runs.draining,
+        )

@@ -1,0 +1,195 @@
+"""JobService over gRPC: messages to and from `JobStore`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from libs.common import job_bounds, service_bounds
+from services.router.api.rpc.callers import Callers, Context
+from services.router.jobs.executor import JobExecutor
+from services.router.jobs.store import JobStore
+from services.router.jobs.types import (
+    DEFAULT_EXPIRES_S,
+    DEFAULT_RETENTION_S,
+    Job,
+    JobCounts,
+    JobRequest,
+    JobState,
+    Webhook,
+)
+from services.router.jobs.webhook_policy import WebhookHosts
+from slipstream import errors
+from slipstream.v1 import jobs_pb2
+
+SERVICE_NAME = "slipstream.v1.JobService"
+_STATES = {state: jobs_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
+_STATE_OF = {value: state for state, value in _STATES.items()}
+
+
+class JobService:
+    """The methods. `store` is None on a router without a database."""
+
+    def __init__(
+        self, store: JobStore | None, executor: JobExecutor, callers: Callers, hooks: WebhookHosts
+    ) -> None:
+        self._maybe_store = store
+        self._executor = executor
+        self._callers = callers
+        self._hooks = hooks
+        self._followers: Counter[str] = Counter()  # by tenant
+
+    @property
+    def _store(self) -> JobStore:
+        if self._maybe_store is None:
+            raise errors.FailedPrecondition("this router keeps no jobs: it runs without --database")
+        return self._maybe_store
+
+    async def submit(
+        self, request: jobs_pb2.SubmitJobsRequest, context: Context
+    ) -> jobs_pb2.SubmitJobsResponse:
+        """SubmitJobs."""
+        store, tenant = self._store, self._callers.tenant(context)
+        job_bounds.SUBMITTED.check(len(request.jobs))
+        requests = []
+        for index, new in enumerate(request.jobs):
+            field = f"jobs[{index}]"
+            if new.HasField("webhook"):
+                self._hooks.check(Webhook(new.webhook.url, new.webhook.secret), f"{field}.webhook")
+            await self._executor.check(tenant, new.path, new.body, field)
+            requests.append(_request_of(new))
+        jobs = await store.submit(tenant, requests)
+        return jobs_pb2.SubmitJobsResponse(jobs=[_message_of(job) for job in jobs])
+
+    async def get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.GetJobResponse:
+        """GetJob."""
+        tenant = self._callers.tenant(context)
+        job = await self._store.get(tenant, request.id)
+        response = jobs_pb2.GetJobResponse(job=_message_of(job))
+        if job.state.ended:
+            result = await self._store.result(tenant, request.id)
+            if result is not None:
+                response.result = result.body
+        return response
+
+    async def list_jobs(
+        self, request: jobs_pb2.ListJobsRequest, context: Context
+    ) -> jobs_pb2.ListJobsResponse:
+        """ListJobs."""
+        job_bounds.PAGE.check(request.limit)
+        jobs = await self._store.list_jobs(
+            self._callers.tenant(context),
+            group_id=request.group_id,
+            state=_STATE_OF.get(request.state),
+            after=request.after_id,
+            limit=request.limit or service_bounds.JOBS_PAGE,
+        )
+        return jobs_pb2.ListJobsResponse(jobs=[_message_of(job) for job in jobs])
+
+    async def cancel(
+        self, request: jobs_pb2.CancelJobsRequest, context: Context
+    ) -> jobs_pb2.CancelJobsResponse:
+        """CancelJobs."""
+        tenant = self._callers.tenant(context)
+        if _named(request) == "group_id":
+            return jobs_pb2.CancelJobsResponse(
+                cancelled=await self._store.cancel_group(tenant, request.group_id)
+            )
+        before = await self._store.get(tenant, request.id)
+        after = await self._store.cancel(tenant, request.id)
+        is_new = not before.state.ended and after.state is JobState.CANCELLED
+        return jobs_pb2.CancelJobsResponse(cancelled=int(is_new))
+
+    async def follow(
+        self, request: jobs_pb2.FollowJobsRequest, context: Context
+    ) -> AsyncIterator[jobs_pb2.FollowJobsResponse]:
+        """FollowJobs."""
+        tenant = self._callers.tenant(context)
+        is_group = _named(request) == "group_id"
+        if self._followers[tenant] >= service_bounds.MAX_TENANT_JOB_FOLLOWERS:
+            raise errors.Overloaded("too many clients of this tenant follow jobs at this router")
+        self._followers[tenant] += 1
+        try:
+            if is_group:
+                async for counts in self._store.follow_group(tenant, request.group_id):
+                    yield jobs_pb2.FollowJobsResponse(counts=_counts_of(counts))
+            else:
+                async for job in self._store.follow(tenant, request.id):
+                    yield jobs_pb2.FollowJobsResponse(job=_message_of(job))
+        finally:
+            self._followers[tenant] -= 1
+            self._followers += Counter()  # forgets tenants with none
+
+
+def _named(request: Any) -> str:
+    """Which of `id` and `group_id` the request names. Raises InvalidArgument for neither."""
+    name: str | None = request.WhichOneof("jobs")
+    if name is None or not getattr(request, name):
+        raise job_bounds.NAMED.refused()
+    return name
+
+
+def _request_of(new: jobs_pb2.NewJob) -> JobRequest:
+    hook = Webhook(new.webhook.url, new.webhook.secret) if new.HasField("webhook") else None
+    return JobRequest(
+        new.path,
+        new.body,
+        reference=new.reference,
+        group_id=new.group_id,
+        idempotency_key=new.idempotency_key,
+        expires_s=new.expires_s or DEFAULT_EXPIRES_S,
+        retention_s=new.retention_s or DEFAULT_RETENTION_S,
+        webhook=hook,
+    )
+
+
+def _message_of(job: Job) -> jobs_pb2.Job:
+    return jobs_pb2.Job(
+        id=job.id,
+        state=_STATES[job.state],
+        path=job.path,
+        reference=job.reference,
+        group_id=job.group_id,
+        attempt=job.attempt,
+        http_status=job.status,
+        error=job.error,
+        output_tokens=job.output_tokens,
+        created_unix_s=job.created_unix_s,
+        started_unix_s=job.started_unix_s,
+        ended_unix_s=job.ended_unix_s,
+        expires_unix_s=job.expires_unix_s,
+    )
+
+
+def _counts_of(counts: JobCounts) -> jobs_pb2.JobCounts:
+    return jobs_pb2.JobCounts(**{state.value: getattr(counts, state.value) for state in JobState})
+
+
+def job_handlers(service: JobService, logged: Any) -> grpc.GenericRpcHandler:
+    """The service's methods; `logged` gives a unary one its line in the access log."""
+    unary: dict[str, tuple[Any, Any]] = {
+        "SubmitJobs": (service.submit, jobs_pb2.SubmitJobsRequest),
+        "GetJob": (service.get, jobs_pb2.GetJobRequest),
+        "ListJobs": (service.list_jobs, jobs_pb2.ListJobsRequest),
+        "CancelJobs": (service.cancel, jobs_pb2.CancelJobsRequest),
+    }
+    handlers: dict[str, Any] = {
+        name: grpc.unary_unary_rpc_method_handler(
+            logged(name, method), request_deserializer=kind.FromString, response_serializer=_serialize
+        )
+        for name, (method, kind) in unary.items()
+    }
+    handlers["FollowJobs"] = grpc.unary_stream_rpc_method_handler(
+        service.follow,
+        request_deserializer=jobs_pb2.FollowJobsRequest.FromString,
+        response_serializer=_serialize,
+    )
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data

@@ -1,0 +1,98 @@
+"""Where webhooks may go: the hosts that the operator allows, and the addresses of these. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from libs.common import job_bounds
+from services.router.jobs.types import Webhook
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_MAX_URL_CHARS = 2048
+_SECRET_BYTES = (24, 64)
+_SECRET_PREFIX = "whsec_"
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookHosts:
+    """The hosts of --webhook-hosts, each with the network of its addresses; None = any public address."""
+
+    networks: Mapping[str, Network | None]
+
+    def check(self, hook: Webhook, field: str) -> None:
+        """Raises InvalidArgument for a URL or a secret that is not taken."""
+        reason = self._reason(hook.url) or _secret_fault(hook.secret)
+        if reason:
+            raise job_bounds.WEBHOOK.refused(field, reason=reason)
+
+    def allows(self, host: str, address: str) -> bool:
+        """Whether this address, which the host's name came to, may be dialled."""
+        if host not in self.networks:
+            return False
+        network = self.networks[host]
+        found = ipaddress.ip_address(address)
+        mapped = getattr(found, "ipv4_mapped", None)
+        return (mapped or found) in network if network is not None else found.is_global and mapped is None
+
+    def _reason(self, url: str) -> str:
+        """Why the URL is refused; empty if it is not."""
+        if len(url) > _MAX_URL_CHARS or not url.isascii() or not url.isprintable():
+            return f"url must have at most {_MAX_URL_CHARS} printable ASCII characters"
+        try:
+            parts = urlsplit(url)
+            _ = parts.port
+        except ValueError:
+            return "url must be a URL"
+        if parts.scheme not in ("https", "http") or not parts.hostname:
+            return "url must begin with https:// or http:// and a host"
+        if parts.username is not None or parts.password is not None or parts.fragment:
+            return "url must have no user and no fragment"
+        if parts.hostname not in self.networks:
+            return "url must name a host that the router's operator allows (--webhook-hosts)"
+        return ""
+
+
+def parse_webhook_hosts(text: str) -> WebhookHosts:
+    """`NAME[@NETWORK][,..]`; an address stands for itself. Raises ValueError with the reason."""
+    networks: dict[str, Network | None] = {}
+    for item in filter(None, text.split(",")):
+        name, _, network = item.partition("@")
+        name = name.lower()
+        if not name or any(c in "/@?#" or c.isspace() for c in name):
+            raise ValueError(f"{item!r} is not NAME or NAME@NETWORK")
+        networks[name] = ipaddress.ip_network(network) if network else _own_network(name)
+    return WebhookHosts(networks)
+
+
+def _own_network(name: str) -> Network | None:
+    try:
+        return ipaddress.ip_network(name)
+    except ValueError:
+        return None
+
+
+def signing_key(secret: str) -> bytes:
+    """The bytes of `whsec_...`. Raises ValueError."""
+    if not secret.startswith(_SECRET_PREFIX):
+        raise ValueError("no prefix")
+    return base64.b64decode(secret.removeprefix(_SECRET_PREFIX), validate=True)
+
+
+def _secret_fault(secret: str) -> str:
+    least, most = _SECRET_BYTES
+    reason = f"secret must be {_SECRET_PREFIX} and base64 of {least} to {most} bytes"
+    try:
+        return "" if least <= len(signing_key(secret)) <= most else reason
+    except (ValueError, binascii.Error):
+        return reason
+
+
+def first_allowed(hosts: WebhookHosts, host: str, addresses: Sequence[str]) -> str:
+    """The address to dial; empty if any of them is not allowed, as a name that is rebound has both."""
+    return addresses[0] if addresses and all(hosts.allows(host, each) for each in addresses) else ""

@@ -1,0 +1,170 @@
+"""Sends the webhooks of ended jobs: at least once, signed, to allowed addresses only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from libs.common.service_bounds import WEBHOOK_LIFE_S, WEBHOOK_S
+from libs.common.telemetry.counters import Counters
+from libs.database.database import Database
+from libs.database.transaction import SqlTransaction
+from services.router.jobs.schema import JOB_SCHEMA
+from services.router.jobs.webhook_message import webhook_headers, webhook_retry_s
+from services.router.jobs.webhook_policy import WebhookHosts, first_allowed
+from slipstream.errors import SlipstreamError
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+_SENT_AT_ONCE = 8
+_LEASE_S = 4 * WEBHOOK_S  # of a message that one router sends
+_GONE = 410
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    id: str
+    url: str
+    secret: str
+    body: bytes
+    tries: int
+    made_unix_s: float
+
+
+class AllowedResolver(AbstractResolver):
+    """Resolves names to allowed addresses only; the connection goes to what was checked."""
+
+    def __init__(self, hosts: WebhookHosts) -> None:
+        self._hosts = hosts
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """The address to dial. Raises OSError where one of the name's addresses is not allowed."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+        address = first_allowed(self._hosts, host, [str(each[4][0]) for each in found])
+        if not address:
+            raise OSError("the host resolves to an address that is not allowed")
+        kind = next(each[0] for each in found if each[4][0] == address)
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=kind,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST,
+            )
+        ]
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class WebhookSender:
+    """Takes messages from the database, as one of several routers."""
+
+    def __init__(
+        self,
+        database: Database,
+        hosts: WebhookHosts,
+        *,
+        wall_clock_s: Callable[[], float],
+        counters: Counters,
+        tick_s: float = _TICK_S,
+    ) -> None:
+        database.declare(JOB_SCHEMA)
+        self._database = database
+        self._hosts = hosts
+        self._now_s = wall_clock_s
+        self._counters = counters
+        self._tick_s = tick_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to send, where any host is allowed."""
+        if self._hosts.networks:
+            self._task = asyncio.create_task(self._run(), name="webhooks")
+
+    async def close(self) -> None:
+        """Stop. What was being sent is sent again later."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        connector = aiohttp.TCPConnector(resolver=AllowedResolver(self._hosts), use_dns_cache=False)
+        timeout = aiohttp.ClientTimeout(total=WEBHOOK_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, trust_env=False, auto_decompress=False
+        ) as session:
+            while True:
+                try:
+                    messages = await self._claim()
+                    await asyncio.gather(*[self._deliver(session, message) for message in messages])
+                except SlipstreamError as error:
+                    log.warning("no webhooks are sent: %s", error)
+                    messages = []
+                if not messages:
+                    await asyncio.sleep(self._tick_s)
+
+    async def _claim(self) -> list[_Message]:
+        now_s = self._now_s()
+
+        def is_due(tx: SqlTransaction) -> bool:
+            return bool(
+                tx.execute("SELECT 1 FROM job_notices WHERE not_before_unix_s <= ? LIMIT 1", (now_s,))
+            )
+
+        def claim(tx: SqlTransaction) -> list[_Message]:
+            rows = tx.execute(
+                "WITH chosen AS MATERIALIZED (SELECT id FROM job_notices WHERE not_before_unix_s <= ?"
+                f" ORDER BY not_before_unix_s LIMIT ? {tx.skip_locked})"
+                " UPDATE job_notices SET tries = tries + 1, not_before_unix_s = ?"
+                " WHERE id IN (SELECT id FROM chosen) RETURNING id, url, secret, body, tries, made_unix_s",
+                (now_s, _SENT_AT_ONCE, now_s + _LEASE_S),
+            )
+            return [_Message(row[0], row[1], row[2], bytes(row[3]), row[4], row[5]) for row in rows]
+
+        return await self._database.run(claim) if await self._database.read(is_due) else []
+
+    async def _deliver(self, session: aiohttp.ClientSession, message: _Message) -> None:
+        status = await self._send(session, message)
+        if 200 <= status < 300:
+            outcome = "delivered"
+        elif status == _GONE or self._now_s() - message.made_unix_s > WEBHOOK_LIFE_S:
+            outcome = "given_up"
+        else:
+            outcome = "failed"
+        self._counters.add("slipstream_webhooks_total", 1, (outcome,))
+        if outcome != "failed":
+            sql = "DELETE FROM job_notices WHERE id = ?"
+            await self._database.run(lambda tx: tx.execute(sql, (message.id,)), is_idempotent=True)
+            return
+        again_s = self._now_s() + webhook_retry_s(message.tries, random.random())
+        sql = "UPDATE job_notices SET not_before_unix_s = ? WHERE id = ?"
+        await self._database.run(lambda tx: tx.execute(sql, (again_s, message.id)), is_idempotent=True)
+
+    async def _send(self, session: aiohttp.ClientSession, message: _Message) -> int:
+        """The status of the answer, whose body is not read; 0 without one."""
+        host = urlsplit(message.url).hostname or ""
+        if host not in self._hosts.networks:  # the list has changed since the job was submitted
+            return _GONE
+        headers = webhook_headers(message.id, message.body, message.secret, now_s=self._now_s())
+        try:
+            async with session.post(
+                message.url, data=message.body, headers=headers, allow_redirects=False
+            ) as response:
+                return response.status
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return 0

@@ -1,0 +1,170 @@
+"""JobService of a whole router before fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from libs.database.database import open_database
+from services.router.jobs.webhook_policy import parse_webhook_hosts
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from slipstream import errors
+from slipstream.rpc.dial import dial
+from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.v1 import jobs_pb2
+from slipstream.v1.jobs_pb2_grpc import JobServiceStub
+from tests.router.conftest import HELLO, WAIT_S, open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+CHAT = "/v1/chat/completions"
+
+
+def new_job(path: str = CHAT, **body: Any) -> jobs_pb2.NewJob:
+    return jobs_pb2.NewJob(path=path, body=json.dumps({"messages": HELLO, **body}).encode())
+
+
+@pytest.fixture
+async def router(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncIterator[RouterServer]:
+    database = open_database(f"sqlite:{tmp_path}/jobs.db")
+    hosts = parse_webhook_hosts("hooks.example.com")
+    async with open_router(cluster, card, database=database, webhook_hosts=hosts) as server:
+        yield server
+    await database.close()
+
+
+@pytest.fixture
+async def stub(router: RouterServer) -> AsyncIterator[Any]:
+    async with dial(router.host.endpoint) as channel:
+        yield JobServiceStub(channel)
+
+
+async def _run(stub: Any, *jobs: jobs_pb2.NewJob) -> list[jobs_pb2.GetJobResponse]:
+    submitted = await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs))
+    ended = []
+    async with asyncio.timeout(WAIT_S):
+        for job in submitted.jobs:
+            async for _ in stub.FollowJobs(jobs_pb2.FollowJobsRequest(id=job.id)):
+                pass
+            ended.append(await stub.GetJob(jobs_pb2.GetJobRequest(id=job.id)))
+    return ended
+
+
+async def _refusal(call: Any) -> errors.SlipstreamError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    return from_rpc_error(refused.value)
+
+
+async def test_a_job_has_the_answer_of_its_endpoint(stub: Any, router: RouterServer) -> None:
+    [chat, plain, several] = await _run(
+        stub,
+        new_job(max_tokens=5),
+        jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": "Where", "max_tokens": 3}'),
+        new_job(max_tokens=4, n=2),
+    )
+    answer = json.loads(chat.result)
+    assert (chat.job.state, chat.job.http_status) == (jobs_pb2.JOB_STATE_SUCCEEDED, 200)
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["completion_tokens"] == chat.job.output_tokens == 5
+    assert json.loads(plain.result)["object"] == "text_completion"
+    assert len(json.loads(several.result)["choices"]) == 2
+    assert router.runs.held == 0
+
+
+async def test_an_answer_is_the_same_in_each_attempt(stub: Any, router: RouterServer) -> None:
+    """The second attempt comes after the first one ended, and its commit was undone."""
+    [first] = await _run(stub, new_job(max_tokens=8, temperature=1.0))
+    store = router.jobs.store
+    assert store is not None
+
+    def undo(tx: Any) -> None:
+        tx.execute("DELETE FROM job_results")
+        tx.execute("UPDATE jobs SET state = 'queued', ended_unix_s = 0")
+        tx.execute("UPDATE job_tenants SET live = 1")
+
+    await store._database.run(undo)
+    async with asyncio.timeout(WAIT_S):
+        async for _ in stub.FollowJobs(jobs_pb2.FollowJobsRequest(id=first.job.id)):
+            pass
+    second = await stub.GetJob(jobs_pb2.GetJobRequest(id=first.job.id))
+    assert second.job.attempt == first.job.attempt + 1
+
+    def comparable(data: bytes) -> Any:
+        answer = json.loads(data)
+        answer["usage"].pop("prompt_tokens_details", None)  # what the cache held
+        return answer
+
+    assert comparable(second.result) == comparable(first.result)
+
+
+async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any) -> None:
+    [response] = await _run(stub, new_job(model="no-such-model"))
+    assert (response.job.state, response.job.http_status) == (jobs_pb2.JOB_STATE_FAILED, 404)
+    assert json.loads(response.result)["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("job", "field"),
+    [
+        (new_job(path="/v1/embeddings"), "jobs[1].path"),
+        (jobs_pb2.NewJob(path=CHAT, body=b"{"), "jobs[1].body.body"),
+        (new_job(temperature="warm"), "jobs[1].body.temperature"),
+        (jobs_pb2.NewJob(path=CHAT, body=new_job().body, expires_s=1e9), "jobs[1].expires_s"),
+        (
+            jobs_pb2.NewJob(
+                path=CHAT, body=new_job().body, webhook=jobs_pb2.Webhook(url="http://127.0.0.1/", secret="x")
+            ),
+            "jobs[1].webhook",
+        ),
+    ],
+)
+async def test_a_submission_with_a_bad_job_is_refused_whole(
+    job: jobs_pb2.NewJob, field: str, stub: Any
+) -> None:
+    error = await _refusal(stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job(), job])))
+    assert isinstance(error, errors.InvalidArgument) and error.field == field
+    assert not (await stub.ListJobs(jobs_pb2.ListJobsRequest())).jobs
+
+
+async def test_calls_about_no_job_are_refused(stub: Any) -> None:
+    unknown = await _refusal(stub.GetJob(jobs_pb2.GetJobRequest(id="job-none")))
+    assert isinstance(unknown, errors.NotFound)
+    for call in (
+        stub.CancelJobs(jobs_pb2.CancelJobsRequest()),
+        stub.ListJobs(jobs_pb2.ListJobsRequest(limit=1_000_000)),
+        stub.SubmitJobs(jobs_pb2.SubmitJobsRequest()),
+    ):
+        assert isinstance(await _refusal(call), errors.InvalidArgument)
+
+
+async def test_groups_are_listed_followed_and_cancelled(stub: Any, router: RouterServer) -> None:
+    router.runs.drain()  # nothing is pulled
+    jobs = [jobs_pb2.NewJob(path=CHAT, body=new_job().body, group_id="g", reference=str(i)) for i in range(3)]
+    await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs))
+    listed = (await stub.ListJobs(jobs_pb2.ListJobsRequest(group_id="g", limit=2))).jobs
+    rest = (await stub.ListJobs(jobs_pb2.ListJobsRequest(group_id="g", after_id=listed[-1].id))).jobs
+    assert [job.reference for job in (*listed, *rest)] == ["0", "1", "2"]
+    follow = aiter(stub.FollowJobs(jobs_pb2.FollowJobsRequest(group_id="g")))
+    async with asyncio.timeout(WAIT_S):
+        assert (await anext(follow)).counts.queued == 3
+        one = await stub.CancelJobs(jobs_pb2.CancelJobsRequest(id=listed[0].id))
+        group = await stub.CancelJobs(jobs_pb2.CancelJobsRequest(group_id="g"))
+        assert (one.cancelled, group.cancelled) == (1, 2)
+        last = [message async for message in follow][-1]
+    assert last.counts.cancelled == 3
+
+
+async def test_a_router_without_a_database_refuses_by_the_name_of_the_flag(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with open_router(cluster, card) as server, dial(server.host.endpoint) as channel:
+        call = JobServiceStub(channel).SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job()]))
+        error = await _refusal(call)
+    assert isinstance(error, errors.FailedPrecondition) and "--database" in error.message
