@@ -27,7 +27,7 @@ def _limits(**changes: Any) -> AdmissionLimits:
         "max_running": 4,
         "max_waiting": dict.fromkeys(Priority, 6),
         "max_wait_ms": dict.fromkeys(Priority, 500.0),
-        "promote_ms": {Priority.INTERACTIVE: 0.0, Priority.DEFAULT: 100.0, Priority.BULK: 200.0},
+        "promote_ms": {Priority.INTERACTIVE: 0.0, Priority.DEFAULT: 100.0, Priority.BULK: 200.0, Priority.JOB: 300.0},
     }
     return AdmissionLimits(**{**settings_, **changes})
 
