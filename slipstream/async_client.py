@@ -13,6 +13,7 @@ import grpc
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
 from slipstream.endpoints import Endpoints
 from slipstream.errors import Unavailable
+from slipstream.jobs.calls import AsyncJobs
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
@@ -134,6 +135,11 @@ class AsyncClient:
         _, channel = self._endpoints.current()
         response = await self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
+
+    @property
+    def jobs(self) -> AsyncJobs:
+        """Requests that run when the cluster has room."""
+        return AsyncJobs(self._endpoints, call_metadata(self._api_key, None, {}))
 
     async def close(self) -> None:
         """Close the connection; running streams end."""

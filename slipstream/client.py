@@ -20,6 +20,7 @@ import grpc
 
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
+from slipstream.jobs.calls import BlockingJobs
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
@@ -177,6 +178,11 @@ class Client:
         _, channel = self._endpoints.current()
         response = self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
+
+    @property
+    def jobs(self) -> BlockingJobs:
+        """Requests that run when the cluster has room."""
+        return BlockingJobs(self._endpoints, call_metadata(self._api_key, None, {}))
 
     def close(self) -> None:
         """Close the connections; running streams end."""

@@ -94,22 +94,39 @@ _FLAGS: Mapping[str, tuple[Any, Any]] = {
 
 def takes_access(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command with the flags in the place of its parameter `access`."""
-    own = dict(inspect.signature(command, eval_str=True).parameters)
-    del own["access"]
+    return with_flags(command, "access", _FLAGS, _access_of)
 
-    def with_flags(**given: Any) -> Any:
-        flags = {name: given.pop(name) for name in _FLAGS}
-        routers = tuple(filter(None, (flags["router"] or "").split(",")))
-        check_endpoints(routers, flag="--router")
-        return command(**given, access=OperatorAccess(flags["run_dir"], routers, flags))
+
+def _access_of(flags: Mapping[str, Any]) -> OperatorAccess:
+    routers = tuple(filter(None, (flags["router"] or "").split(",")))
+    check_endpoints(routers, flag="--router")
+    return OperatorAccess(flags["run_dir"], routers, flags)
+
+
+def with_flags(
+    command: Callable[..., Any],
+    parameter: str,
+    shared: Mapping[str, tuple[Any, Any]],
+    make: Callable[[Mapping[str, Any]], Any],
+) -> Callable[..., Any]:
+    """The command with `shared` flags, annotation and default by name, in the place of one parameter.
+
+    `make` gives the parameter's value from those of the flags.
+    """
+    own = dict(inspect.signature(command, eval_str=True).parameters)
+    del own[parameter]
+
+    def call(**given: Any) -> Any:
+        flags = {name: given.pop(name) for name in shared}
+        return command(**given, **{parameter: make(flags)})
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     added = [
         inspect.Parameter(name, keyword, default=default, annotation=annotation)
-        for name, (annotation, default) in _FLAGS.items()
+        for name, (annotation, default) in shared.items()
     ]
     parameters = [*(each.replace(kind=keyword) for each in own.values()), *added]
-    with_flags.__name__, with_flags.__doc__ = command.__name__, command.__doc__
-    with_flags.__annotations__ = {each.name: each.annotation for each in parameters}
-    vars(with_flags)["__signature__"] = inspect.Signature(parameters)
-    return with_flags
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    vars(call)["__signature__"] = inspect.Signature(parameters)
+    return call

@@ -14,6 +14,7 @@ import typer
 from slipstream import __version__
 from slipstream.cli.access import OperatorAccess, takes_access
 from slipstream.cli.autoscale import autoscale
+from slipstream.cli.jobs.app import jobs_app
 from slipstream.cli.keys import keys_app
 from slipstream.cli.kv import kv_app
 from slipstream.cli.options import (
@@ -224,6 +225,7 @@ def build_app() -> typer.Typer:
             built.command(name, hidden=True, context_settings=ignored)(_needs_server(name))
     built.add_typer(kv_app, name="kv")
     built.add_typer(keys_app, name="keys")
+    built.add_typer(jobs_app, name="jobs")
     return built
 
 

@@ -27,7 +27,7 @@ def _limits(**changes: Any) -> AdmissionLimits:
         "max_running": 4,
         "max_waiting": dict.fromkeys(Priority, 6),
         "max_wait_ms": dict.fromkeys(Priority, 500.0),
-        "promote_ms": {Priority.INTERACTIVE: 0.0, Priority.DEFAULT: 100.0, Priority.BULK: 200.0, Priority.JOB: 300.0},
+        "promote_ms": dict(zip(Priority, (0.0, 100.0, 200.0, 300.0), strict=True)),
     }
     return AdmissionLimits(**{**settings_, **changes})
 

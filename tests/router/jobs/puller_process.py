@@ -1,6 +1,6 @@
-"""python -m tests.router.jobs.puller_process URL INSTANCE LOG: runs jobs without a cluster, until it is killed.
+"""Runs jobs without a cluster, until it is killed. Each accepted result is a line of the log.
 
-Each accepted result is a line of the log.
+python -m tests.router.jobs.puller_process URL INSTANCE LOG
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ class KilledPullers:
         return Counter(line for log in self._folder.glob("r*.log") for line in log.read_text().splitlines())
 
 
-async def _run(url: str, folder: Path, *, jobs: int, kills: int, server: PostgresServer | None = None) -> None:
+async def _run(
+    url: str, folder: Path, *, jobs: int, kills: int, server: PostgresServer | None = None
+) -> None:
     database = open_database(url)
     store = JobStore(database, wall_clock_s=time.time)
     await store.list_jobs("alice")

@@ -1,0 +1,217 @@
+"""The commands of `slipstream jobs` and their flags."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.access import with_flags
+from slipstream.cli.options import (
+    AsJson,
+    RunDir,
+    TlsCa,
+    TlsCertificate,
+    TlsKey,
+    TlsServerName,
+    check_endpoints,
+    read_api_key,
+    tls_from,
+)
+from slipstream.client import Client
+from slipstream.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from slipstream.jobs.messages import SubmittedJob
+
+jobs_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Store requests that a cluster runs when it has room, and read their answers.",
+)
+
+Endpoint = Annotated[
+    str | None,
+    typer.Option(help="host:port of a router, or of several; default: that of the cluster in --run-dir."),
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key of a tenant.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(envvar="SLIPSTREAM_API_KEY_FILE", help="File with that key.")
+]
+Group = Annotated[str, typer.Option(help="Name that jobs have in common.")]
+JobId = Annotated[str, typer.Argument(help="Id of a job.")]
+
+
+_FLAGS: Mapping[str, tuple[Any, Any]] = {
+    "run_dir": (RunDir, Path(".run")),
+    "endpoint": (Endpoint, None),
+    "api_key": (ApiKey, None),
+    "api_key_file": (ApiKeyFile, None),
+    "tls_ca": (TlsCa, None),
+    "tls_certificate": (TlsCertificate, None),
+    "tls_key": (TlsKey, None),
+    "tls_server_name": (TlsServerName, ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAccess:
+    """What the flags of a client say."""
+
+    flags: Mapping[str, Any]
+
+    def open(self) -> Client:
+        """A client. Raises InvalidArgument, and NotFound where no cluster runs."""
+        from slipstream.client import Client
+        from slipstream.cluster_record import read_record
+
+        flags = self.flags
+        endpoint: str | None = flags["endpoint"]
+        check_endpoints(endpoint.split(",") if endpoint else ())
+        tls = tls_from(flags["tls_ca"], flags["tls_certificate"], flags["tls_key"], flags["tls_server_name"])
+        key = read_api_key(flags["api_key"], flags["api_key_file"])
+        if endpoint is not None:
+            return Client(endpoint, api_key=key, tls=tls)
+        record = read_record(flags["run_dir"], instead="--endpoint HOST:PORT")
+        return Client(record.router_grpc, api_key=key, tls=tls or record.tls_files())
+
+
+def _takes_client(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with the flags of a client in the place of its parameter `access`."""
+    return with_flags(command, "access", _FLAGS, ClientAccess)
+
+
+@jobs_app.command()
+@_takes_client
+def submit(
+    file: Annotated[
+        Path,
+        typer.Argument(help="JSON bodies of the endpoint, one a line; lines of OpenAI's batch files also."),
+    ],
+    path: Annotated[str, typer.Option(help="Endpoint of the bodies.")] = "/v1/chat/completions",
+    group: Group = "",
+    wait: Annotated[bool, typer.Option(help="Show the progress until all have ended.")] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the answers, one a line in the order of the bodies.")
+    ] = None,
+    expires_s: Annotated[float, typer.Option(min=0, help="Give up jobs that take longer; 0 = a day.")] = 0.0,
+    *,
+    access: ClientAccess,
+) -> None:
+    """Submit the bodies of a file as jobs of one group.
+
+    A file that is submitted again under the same --group continues: bodies that are stored are not doubled.
+    The exit code is 1 where a job has failed.
+    """
+    from slipstream.cli.jobs.progress import follow_group
+    from slipstream.jobs.messages import JobOptions
+
+    bodies, references = read_bodies(file)
+    name = group or f"{file.stem[:80]}-{int(time.time())}"
+    options = JobOptions(path, group_id=name, idempotency_key=name[:100], expires_s=expires_s)
+    with access.open() as client:
+        jobs = client.jobs.submit(bodies, references=references, options=options)
+        print(f"group {name}: {len(jobs)} jobs")
+        if not (wait or output):
+            return
+        counts = follow_group(client.jobs, name)
+        if output is not None:
+            _write_answers(client, jobs, output)
+    if counts.succeeded < counts.total:
+        raise typer.Exit(1)
+
+
+@jobs_app.command("ls")
+@_takes_client
+def list_jobs(
+    group: Group = "",
+    state: Annotated[str, typer.Option(help="queued, running, succeeded, failed, cancelled, expired.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Show at most so many.")] = 100,
+    as_json: AsJson = False,
+    *,
+    access: ClientAccess,
+) -> None:
+    """List jobs in the order of their submission."""
+    from itertools import islice
+
+    from slipstream.cli.jobs.progress import print_jobs
+
+    with access.open() as client:
+        found = list(islice(client.jobs.list_jobs(group_id=group, state=state), limit))
+    if as_json:
+        print(json.dumps([_as_json(job) for job in found], indent=2))
+    else:
+        print_jobs(found)
+
+
+@jobs_app.command()
+@_takes_client
+def show(
+    job_id: JobId,
+    wait: Annotated[bool, typer.Option(help="Wait until it has ended.")] = False,
+    *,
+    access: ClientAccess,
+) -> None:
+    """Print one job with its answer, as JSON."""
+    with access.open() as client:
+        found = client.jobs.wait(job_id) if wait else client.jobs.get(job_id)
+    print(json.dumps({**_as_json(found.job), "answer": found.answer}, indent=2, ensure_ascii=False))
+
+
+@jobs_app.command()
+@_takes_client
+def cancel(
+    job_id: Annotated[str, typer.Argument(help="Id of a job; or --group.")] = "",
+    group: Group = "",
+    *,
+    access: ClientAccess,
+) -> None:
+    """End a job, or all of a group. Ended ones stay as they are."""
+    if bool(job_id) == bool(group):
+        raise InvalidArgument("JOB_ID", "must be given, or --group, and not both")
+    with access.open() as client:
+        print(f"{client.jobs.cancel(job_id, group_id=group)} cancelled")
+
+
+def read_bodies(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The bodies and their references: `custom_id` in a batch file, else the number of the line."""
+    bodies, references = [], []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "is not UTF-8"
+        raise InvalidArgument("FILE", f"{file}: {why}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise InvalidArgument("FILE", f"{file}: line {number} is no JSON object")
+        is_batch = "custom_id" in parsed and isinstance(parsed.get("body"), dict)
+        bodies.append(parsed["body"] if is_batch else parsed)
+        references.append(str(parsed["custom_id"]) if is_batch else str(number))
+    if not bodies:
+        raise InvalidArgument("FILE", f"{file}: has no bodies")
+    return bodies, references
+
+
+def _write_answers(client: Client, jobs: list[SubmittedJob], output: Path) -> None:
+    with output.open("w", encoding="utf-8") as file:
+        for job in jobs:
+            found = client.jobs.get(job.id)
+            line = {**_as_json(found.job), "answer": found.answer}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _as_json(job: SubmittedJob) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(job)

@@ -1,0 +1,49 @@
+"""What `slipstream jobs` shows: the progress of a group, a table of jobs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from slipstream.cli.tables import figures_table, print_table
+from slipstream.jobs.calls import BlockingJobs
+from slipstream.jobs.messages import GroupProgress, SubmittedJob
+
+
+def follow_group(jobs: BlockingJobs, group_id: str, *, console: Console | None = None) -> GroupProgress:
+    """Show a bar until all jobs of a group have ended; in a pipe, a line for the end. Returns the counts."""
+    console = console or Console(stderr=not sys.stdout.isatty())
+    counts = GroupProgress(0, 0, 0, 0, 0, 0)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        for counts in jobs.follow_group(group_id):
+            bar.update(task, total=counts.total, completed=counts.ended, description=words(counts))
+    if not console.is_terminal:
+        print(words(counts))
+    return counts
+
+
+def words(counts: GroupProgress) -> str:
+    """The counts that are not 0."""
+    names = ("running", "queued", "succeeded", "failed", "cancelled", "expired")
+    return ", ".join(f"{count} {name}" for name in names if (count := getattr(counts, name))) or "no jobs"
+
+
+def print_jobs(jobs: Iterable[SubmittedJob], *, console: Console | None = None) -> None:
+    """A table of jobs."""
+    names = ("job", "group", "reference", "state", "submitted")
+    table = figures_table(names, ("status", "tokens", "seconds"))
+    for job in jobs:
+        made = datetime.fromtimestamp(job.created_unix_s).strftime("%m-%d %H:%M:%S")
+        took = f"{job.ended_unix_s - job.created_unix_s:.1f}" if job.ended_unix_s else ""
+        texts = (job.id, job.group_id, job.reference, job.state, made)
+        table.add_row(
+            *[escape(text) for text in texts], str(job.http_status or ""), str(job.output_tokens), took
+        )
+    print_table(table, console=console)

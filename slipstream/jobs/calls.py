@@ -1,0 +1,235 @@
+"""The calls of JobService, blocking and awaited. A router that is lost is replaced by the next one.
+
+with Client("127.0.0.1:7000") as client:
+    jobs = client.jobs.submit([{"messages": [{"role": "user", "content": "Hello"}]}])
+    done = client.jobs.wait(jobs[0].id)
+    print(done.answer["choices"][0]["message"]["content"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from slipstream.endpoints import Endpoints
+from slipstream.errors import Draining, SlipstreamError, Unavailable
+from slipstream.jobs.messages import (
+    FinishedJob,
+    GroupProgress,
+    JobOptions,
+    SubmittedJob,
+    finished_job,
+    group_progress,
+    state_value,
+    submissions,
+    submitted_job,
+)
+from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.v1 import jobs_pb2, jobs_pb2_grpc
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str | bytes], ...]
+_CALL_S = 60.0
+_PAUSE_S = 0.5
+# How long a call or a follower looks for a router that answers.
+_LOST_S = 30.0
+_PAGE = 1000
+
+
+class _Losses:
+    """How long calls have found no router."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def answered(self) -> None:
+        self._since_s = None
+
+    def check(self, error: SlipstreamError, *, is_closed: bool) -> None:
+        """Raises the error where another try is no use."""
+        now_s = time.monotonic()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        is_passing = isinstance(error, Unavailable | Draining)
+        if not is_passing or is_closed or now_s - self._since_s > _LOST_S:
+            raise error from None
+
+
+class BlockingJobs:
+    """The jobs of the caller's tenant; `Client.jobs`."""
+
+    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata) -> None:
+        self._endpoints = endpoints
+        self._metadata = metadata
+
+    def submit(
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        *,
+        references: Sequence[str] = (),
+        options: JobOptions | None = None,
+    ) -> list[SubmittedJob]:
+        """Store bodies of an endpoint as jobs, which survive any crash from here on."""
+        jobs: list[SubmittedJob] = []
+        for request in submissions(bodies, references, options or JobOptions()):
+            jobs += [submitted_job(job) for job in self._call("SubmitJobs", request).jobs]
+        return jobs
+
+    def get(self, job_id: str) -> FinishedJob:
+        """One job, and its answer once it has one. Raises NotFound."""
+        return finished_job(self._call("GetJob", jobs_pb2.GetJobRequest(id=job_id)))
+
+    def list_jobs(self, *, group_id: str = "", state: str = "") -> Iterator[SubmittedJob]:
+        """The jobs in the order of their submission."""
+        request = jobs_pb2.ListJobsRequest(group_id=group_id, state=state_value(state), limit=_PAGE)
+        while page := self._call("ListJobs", request).jobs:
+            yield from [submitted_job(job) for job in page]
+            request.after_id = page[-1].id
+
+    def cancel(self, job_id: str = "", *, group_id: str = "") -> int:
+        """End one job or all of a group; how many had not ended."""
+        return int(self._call("CancelJobs", _cancel_request(job_id, group_id)).cancelled)
+
+    def follow(self, job_id: str) -> Iterator[SubmittedJob]:
+        """The job now and after each change, until it has ended."""
+        request = jobs_pb2.FollowJobsRequest(id=job_id)
+        yield from self._follow(request, lambda r: submitted_job(r.job), lambda job: job.ended)
+
+    def follow_group(self, group_id: str) -> Iterator[GroupProgress]:
+        """The counts of a group now and after each change, until all its jobs have ended."""
+        request = jobs_pb2.FollowJobsRequest(group_id=group_id)
+        yield from self._follow(request, lambda r: group_progress(r.counts), lambda c: c.ended == c.total)
+
+    def wait(self, job_id: str) -> FinishedJob:
+        """The job and its answer, when it has ended."""
+        for _ in self.follow(job_id):
+            pass
+        return self.get(job_id)
+
+    def _follow(self, request: Any, read: Callable[[Any], T], is_last: Callable[[T], bool]) -> Iterator[T]:
+        losses, seen = _Losses(), None
+        while True:
+            name, channel = self._endpoints.current()
+            try:
+                for response in jobs_pb2_grpc.JobServiceStub(channel).FollowJobs(
+                    request, metadata=self._metadata
+                ):
+                    losses.answered()
+                    if (found := read(response)) != seen:
+                        seen = found
+                        yield found
+                if seen is None or is_last(seen):
+                    return
+            except grpc.RpcError as error:
+                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+            self._endpoints.lost(name)
+            time.sleep(_PAUSE_S)
+
+    def _call(self, method: str, request: Any) -> Any:
+        losses = _Losses()
+        while True:
+            name, channel = self._endpoints.current()
+            call = getattr(jobs_pb2_grpc.JobServiceStub(channel), method)
+            try:
+                return call(request, timeout=_CALL_S, metadata=self._metadata)
+            except grpc.RpcError as error:
+                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+            self._endpoints.lost(name)
+            time.sleep(_PAUSE_S)
+
+
+class AsyncJobs:
+    """The same for one event loop; `AsyncClient.jobs`."""
+
+    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata) -> None:
+        self._endpoints = endpoints
+        self._metadata = metadata
+
+    async def submit(
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        *,
+        references: Sequence[str] = (),
+        options: JobOptions | None = None,
+    ) -> list[SubmittedJob]:
+        """As `BlockingJobs.submit`."""
+        jobs: list[SubmittedJob] = []
+        for request in submissions(bodies, references, options or JobOptions()):
+            jobs += [submitted_job(job) for job in (await self._call("SubmitJobs", request)).jobs]
+        return jobs
+
+    async def get(self, job_id: str) -> FinishedJob:
+        """As `BlockingJobs.get`."""
+        return finished_job(await self._call("GetJob", jobs_pb2.GetJobRequest(id=job_id)))
+
+    async def list_jobs(self, *, group_id: str = "", state: str = "") -> AsyncIterator[SubmittedJob]:
+        """As `BlockingJobs.list_jobs`."""
+        request = jobs_pb2.ListJobsRequest(group_id=group_id, state=state_value(state), limit=_PAGE)
+        while page := (await self._call("ListJobs", request)).jobs:
+            for job in page:
+                yield submitted_job(job)
+            request.after_id = page[-1].id
+
+    async def cancel(self, job_id: str = "", *, group_id: str = "") -> int:
+        """As `BlockingJobs.cancel`."""
+        return int((await self._call("CancelJobs", _cancel_request(job_id, group_id))).cancelled)
+
+    async def follow(self, job_id: str) -> AsyncIterator[SubmittedJob]:
+        """As `BlockingJobs.follow`."""
+        request = jobs_pb2.FollowJobsRequest(id=job_id)
+        async for job in self._follow(request, lambda r: submitted_job(r.job), lambda job: job.ended):
+            yield job
+
+    async def follow_group(self, group_id: str) -> AsyncIterator[GroupProgress]:
+        """As `BlockingJobs.follow_group`."""
+        request = jobs_pb2.FollowJobsRequest(group_id=group_id)
+        counts = self._follow(request, lambda r: group_progress(r.counts), lambda c: c.ended == c.total)
+        async for each in counts:
+            yield each
+
+    async def wait(self, job_id: str) -> FinishedJob:
+        """As `BlockingJobs.wait`."""
+        async for _ in self.follow(job_id):
+            pass
+        return await self.get(job_id)
+
+    async def _follow(
+        self, request: Any, read: Callable[[Any], T], is_last: Callable[[T], bool]
+    ) -> AsyncIterator[T]:
+        losses, seen = _Losses(), None
+        while True:
+            name, channel = self._endpoints.current()
+            stub: jobs_pb2_grpc.JobServiceAsyncStub = jobs_pb2_grpc.JobServiceStub(channel)
+            try:
+                async for response in stub.FollowJobs(request, metadata=self._metadata):
+                    losses.answered()
+                    if (found := read(response)) != seen:
+                        seen = found
+                        yield found
+                if seen is None or is_last(seen):
+                    return
+            except grpc.aio.AioRpcError as error:
+                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+            self._endpoints.lost(name)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _call(self, method: str, request: Any) -> Any:
+        losses = _Losses()
+        while True:
+            name, channel = self._endpoints.current()
+            call = getattr(jobs_pb2_grpc.JobServiceStub(channel), method)
+            try:
+                return await call(request, timeout=_CALL_S, metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+            self._endpoints.lost(name)
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _cancel_request(job_id: str, group_id: str) -> jobs_pb2.CancelJobsRequest:
+    if group_id:
+        return jobs_pb2.CancelJobsRequest(group_id=group_id)
+    return jobs_pb2.CancelJobsRequest(id=job_id)

@@ -1,0 +1,147 @@
+"""Jobs as the SDK shows them, and the messages of JobService. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import InvalidArgument
+from slipstream.v1 import jobs_pb2
+
+CHAT_PATH = "/v1/chat/completions"
+# Of one call; the router's own bounds are above these.
+_MOST_JOBS, _MOST_BYTES = 500, 4 << 20
+_PREFIX = "JOB_STATE_"
+STATES = tuple(name.removeprefix(_PREFIX).lower() for name in jobs_pb2.JobState.keys()[1:])
+ENDED = frozenset(STATES) - {"queued", "running"}
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedJob:
+    """A job as of one moment. `state`: queued, running, succeeded, failed, cancelled or expired."""
+
+    id: str
+    state: str
+    path: str
+    reference: str
+    group_id: str
+    attempt: int
+    http_status: int  # of the answer; 0 before the end
+    error: str  # why it ended without an answer
+    output_tokens: int
+    created_unix_s: float
+    started_unix_s: float  # 0 before
+    ended_unix_s: float  # 0 before
+    expires_unix_s: float
+
+    @property
+    def ended(self) -> bool:
+        """Whether it never changes again."""
+        return self.state in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job and its answer: the JSON that the endpoint gives; None before the end and where there is none."""
+
+    job: SubmittedJob
+    answer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """How many jobs of a group are in each state."""
+
+    queued: int
+    running: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    expired: int
+
+    @property
+    def total(self) -> int:
+        """All jobs."""
+        return self.ended + self.queued + self.running
+
+    @property
+    def ended(self) -> int:
+        """Those that never change again."""
+        return self.succeeded + self.failed + self.cancelled + self.expired
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """What holds for all jobs of one submission. 0 = the router's default.
+
+    A submission that is repeated with the same `idempotency_key` finds the jobs of the first one.
+    """
+
+    path: str = CHAT_PATH
+    group_id: str = ""
+    idempotency_key: str = ""
+    expires_s: float = 0.0
+    retention_s: float = 0.0
+    webhook_url: str = ""
+    webhook_secret: str = ""
+
+
+def submissions(
+    bodies: Sequence[Mapping[str, Any]], references: Sequence[str], options: JobOptions
+) -> Iterator[jobs_pb2.SubmitJobsRequest]:
+    """The messages of one submission, in order, each of a bounded size. Raises InvalidArgument.
+
+    Each job has an idempotency key, so that a call whose answer was lost is repeated without harm.
+    """
+    if references and len(references) != len(bodies):
+        raise InvalidArgument("references", f"must have one for each of {len(bodies)} bodies")
+    key = options.idempotency_key or os.urandom(12).hex()
+    request, n_bytes = jobs_pb2.SubmitJobsRequest(), 0
+    for index, body in enumerate(bodies):
+        data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        if request.jobs and (len(request.jobs) == _MOST_JOBS or n_bytes + len(data) > _MOST_BYTES):
+            yield request
+            request, n_bytes = jobs_pb2.SubmitJobsRequest(), 0
+        n_bytes += len(data)
+        job = request.jobs.add(
+            path=options.path,
+            body=data,
+            reference=references[index] if references else "",
+            group_id=options.group_id,
+            idempotency_key=f"{key}/{index}",
+            expires_s=options.expires_s,
+            retention_s=options.retention_s,
+        )
+        if options.webhook_url:
+            job.webhook.url, job.webhook.secret = options.webhook_url, options.webhook_secret
+    if request.jobs:
+        yield request
+
+
+def submitted_job(job: jobs_pb2.Job) -> SubmittedJob:
+    """The job of a message."""
+    return SubmittedJob(
+        state=jobs_pb2.JobState.Name(job.state).removeprefix(_PREFIX).lower(),
+        **{name: getattr(job, name) for name in SubmittedJob.__slots__ if name != "state"},
+    )
+
+
+def finished_job(response: jobs_pb2.GetJobResponse) -> FinishedJob:
+    """The job and the answer of a message."""
+    answer = json.loads(response.result) if response.HasField("result") else None
+    return FinishedJob(submitted_job(response.job), answer)
+
+
+def group_progress(counts: jobs_pb2.JobCounts) -> GroupProgress:
+    """The counts of a message."""
+    return GroupProgress(**{name: getattr(counts, name) for name in GroupProgress.__slots__})
+
+
+def state_value(state: str) -> jobs_pb2.JobState.ValueType:
+    """The state by its name; "" is any. Raises InvalidArgument."""
+    if state and state not in STATES:
+        raise InvalidArgument("state", f"must be one of {', '.join(STATES)}")
+    return jobs_pb2.JobState.Value(f"{_PREFIX}{state.upper()}" if state else f"{_PREFIX}UNSPECIFIED")

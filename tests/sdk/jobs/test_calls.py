@@ -1,0 +1,123 @@
+"""`client.jobs` and `slipstream jobs` against a whole router before fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from libs.database.database import open_database
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from slipstream.async_client import AsyncClient
+from slipstream.cli.app import build_app
+from slipstream.client import Client
+from slipstream.errors import InvalidArgument, NotFound
+from slipstream.jobs.messages import JobOptions, submissions
+from tests.router.conftest import HELLO, WAIT_S, card, cluster, model, model_dir, open_router  # noqa: F401
+from tests.router.support.fake_cluster import FakeCluster
+
+BODY = {"messages": HELLO, "max_tokens": 4}
+
+
+@pytest.fixture
+async def router(
+    cluster: FakeCluster,  # noqa: F811
+    card: ModelCard,  # noqa: F811
+    tmp_path: Path,
+) -> AsyncIterator[RouterServer]:
+    database = open_database(f"sqlite:{tmp_path}/jobs.db")
+    async with open_router(cluster, card, database=database) as server:
+        yield server
+    await database.close()
+
+
+def _slipstream(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(build_app(), ["jobs", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+async def test_a_client_submits_and_waits(router: RouterServer) -> None:
+    async with asyncio.timeout(WAIT_S), AsyncClient(router.host.endpoint) as client:
+        jobs = await client.jobs.submit(
+            [BODY, BODY], references=["a", "b"], options=JobOptions(group_id="g", idempotency_key="k")
+        )
+        again = await client.jobs.submit([BODY, BODY], options=JobOptions(idempotency_key="k"))
+        assert [job.id for job in again] == [job.id for job in jobs]
+        done = await client.jobs.wait(jobs[0].id)
+        assert done.job.state == "succeeded"
+        assert done.answer["usage"]["completion_tokens"] == 4
+        counts = [each async for each in client.jobs.follow_group("g")]
+        assert (counts[-1].ended, counts[-1].total) == (2, 2)
+        listed = [job async for job in client.jobs.list_jobs(group_id="g", state="succeeded")]
+        assert [job.reference for job in listed] == ["a", "b"]
+        with pytest.raises(NotFound):
+            await client.jobs.get("job-none")
+
+
+async def test_a_blocking_client_does_the_same(router: RouterServer) -> None:
+    def use() -> None:
+        with Client(router.host.endpoint) as client:
+            [job] = client.jobs.submit([BODY], options=JobOptions(group_id="g"))
+            assert client.jobs.wait(job.id).answer["choices"]
+            assert [each.id for each in client.jobs.list_jobs(group_id="g")] == [job.id]
+            assert client.jobs.cancel(job.id) == client.jobs.cancel(group_id="g") == 0
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(use)
+
+
+async def test_the_commands_submit_list_show_and_cancel(router: RouterServer, tmp_path: Path) -> None:
+    file, output = tmp_path / "bodies.jsonl", tmp_path / "answers.jsonl"
+    batch = {"custom_id": "second", "method": "POST", "url": "/v1/chat/completions", "body": BODY}
+    file.write_text(json.dumps(BODY) + "\n\n" + json.dumps(batch) + "\n")
+    at = ("--endpoint", router.host.endpoint)
+
+    def use() -> None:
+        for _ in range(2):  # the second time continues the first
+            code, text = _slipstream("submit", str(file), "--group", "g", "--output", str(output), *at)
+            assert code == 0 and "2 succeeded" in text
+        answers = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [answer["reference"] for answer in answers] == ["1", "second"]
+        _, text = _slipstream("ls", "--group", "g", "--json", *at)
+        listed = json.loads(text)
+        assert [job["state"] for job in listed] == ["succeeded"] * 2
+        _, text = _slipstream("ls", *at)
+        assert listed[0]["id"] in text and "succeeded" in text
+        _, text = _slipstream("show", listed[0]["id"], *at)
+        assert json.loads(text)["answer"]["choices"]
+        assert _slipstream("cancel", listed[0]["id"], *at)[1] == "0 cancelled\n"
+        with pytest.raises(InvalidArgument):
+            _slipstream("cancel", *at)
+
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("", "no bodies"), ("{}\n[1]\n", "line 2")])
+def test_a_file_without_bodies_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "bodies.jsonl").write_text(text)
+    with pytest.raises(InvalidArgument, match=reason):
+        _slipstream("submit", str(tmp_path / "bodies.jsonl"), "--endpoint", "127.0.0.1:1")
+
+
+def test_a_large_submission_is_several_calls_with_one_key() -> None:
+    bodies: list[Any] = [{"prompt": "x" * 10_000}] * 1200
+    requests = list(submissions(bodies, (), JobOptions(idempotency_key="k")))
+    keys = [job.idempotency_key for request in requests for job in request.jobs]
+    assert keys == [f"k/{index}" for index in range(1200)]
+    assert len(requests) > 2 and all(request.ByteSize() < 5 << 20 for request in requests)
+    assert all(len(request.jobs) <= 500 for request in requests)
+
+
+async def test_a_lost_router_is_replaced_by_the_next(router: RouterServer) -> None:
+    async with asyncio.timeout(WAIT_S), AsyncClient(f"127.0.0.1:1,{router.host.endpoint}") as client:
+        [job] = await client.jobs.submit([BODY])
+        assert (await client.jobs.wait(job.id)).job.state == "succeeded"
