@@ -71,6 +71,18 @@ def share_claims(waiting: Sequence[str], running: Mapping[str, int], n: int) -> 
     return shares
 
 
+def in_claim_order(oldest: Sequence[tuple[str, str]], alike: Sequence[str]) -> list[str]:
+    """The ids in which jobs are claimed, each once: `alike`, then the other `oldest` prefix by prefix.
+
+    `oldest` are ids with their prefixes; `alike` has the prefix of the first one, which is among them.
+    """
+    by_prefix: dict[str, list[str]] = {}
+    for job_id, prefix in oldest:
+        by_prefix.setdefault(prefix, []).append(job_id)
+    ordered = [oldest[0][0], *alike, *[job_id for ids in by_prefix.values() for job_id in ids]]
+    return list(dict.fromkeys(ordered))
+
+
 @dataclass(frozen=True, slots=True)
 class Headroom:
     """What admission knows of the cluster's room. `places` is 0 where a worker does not report it."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
-from services.router.jobs.decisions import NextState, after_loss, share_claims
+from services.router.jobs.decisions import NextState, after_loss, in_claim_order, share_claims
 from services.router.jobs.rows import end_job, marks
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
@@ -186,39 +186,28 @@ def _running_by_tenant(tx: SqlTransaction) -> dict[str, int]:
 
 
 def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float) -> list[ClaimedJob]:
-    """Claim the tenant's oldest jobs: each with those that begin like it, which then share its KV."""
-    claimed: list[ClaimedJob] = []
-    while len(claimed) < n:
-        heads = tx.execute(
-            "SELECT prefix_key FROM jobs WHERE state = 'queued' AND tenant = ? AND not_before_unix_s <= ?"
-            " ORDER BY not_before_unix_s, id LIMIT 1",
-            (tenant, now_s),
-        )
-        if not heads:
-            break
-        found = _claim_alike(tx, owner, tenant, heads[0][0], n - len(claimed), now_s)
-        if not found:  # another router has just taken them
-            break
-        claimed += found
-    return claimed
-
-
-def _claim_alike(
-    tx: SqlTransaction, owner: str, tenant: str, prefix: str, n: int, now_s: float
-) -> list[ClaimedJob]:
-    rows = tx.execute(
-        "WITH chosen AS MATERIALIZED (SELECT id FROM jobs WHERE state = 'queued' AND tenant = ?"
-        f" AND prefix_key = ? AND not_before_unix_s <= ? ORDER BY id LIMIT ? {tx.skip_locked})"
-        " UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?"
-        " WHERE id IN (SELECT id FROM chosen)"
-        " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s",
-        (tenant, prefix, now_s, n, owner, now_s),
+    """Claim the tenant's oldest job, those that begin like it, and the oldest of the others."""
+    where = "state = 'queued' AND tenant = ? AND not_before_unix_s <= ?"
+    oldest = tx.execute(
+        f"SELECT id, prefix_key FROM jobs WHERE {where} ORDER BY not_before_unix_s, id LIMIT ?"
+        f" {tx.skip_locked}",
+        (tenant, now_s, n),
     )
-    rows.sort()
-    ids = [row[0] for row in rows]
-    if not ids:
+    if not oldest:
         return []
-    bodies = dict(tx.execute(f"SELECT id, body FROM job_requests WHERE id IN ({marks(ids)})", ids))
+    alike = tx.execute(
+        f"SELECT id FROM jobs WHERE {where} AND prefix_key = ? ORDER BY id LIMIT ? {tx.skip_locked}",
+        (tenant, now_s, oldest[0][1], n),
+    )
+    order = in_claim_order(oldest, [row[0] for row in alike])[:n]
+    rows = tx.execute(
+        "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?"
+        f" WHERE id IN ({marks(order)})"
+        " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s",
+        (owner, now_s, *order),
+    )
+    rows.sort(key=lambda row: order.index(row[0]))
+    bodies = dict(tx.execute(f"SELECT id, body FROM job_requests WHERE id IN ({marks(order)})", order))
     return [ClaimedJob(row[0], tenant, row[1], bytes(bodies[row[0]]), *row[2:]) for row in rows]
 
 

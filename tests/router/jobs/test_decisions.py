@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import groupby
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from services.router.jobs.decisions import (
     Headroom,
     after_attempt,
     after_loss,
+    in_claim_order,
     jobs_to_preempt,
     jobs_to_start,
     prefix_key,
@@ -130,3 +132,20 @@ def test_any_body_has_a_key(body: bytes) -> None:
 @given(ROOMS, COUNTS)
 def test_a_draining_router_gives_all_its_jobs_back(room: Headroom, running: int) -> None:
     assert jobs_to_preempt(replace(room, is_draining=True), running=running) == running
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40).map(str), st.sampled_from("abc")), min_size=1, unique_by=lambda x: x[0]
+    ),
+    st.lists(st.integers(41, 60).map(str), unique=True),
+)
+def test_claims_are_of_one_prefix_after_the_other(oldest: list[tuple[str, str]], more: list[str]) -> None:
+    first = oldest[0][1]
+    prefixes = dict(oldest) | dict.fromkeys(more, first)
+    alike = sorted(job_id for job_id, prefix in prefixes.items() if prefix == first)
+    order = in_claim_order(oldest, alike)
+    assert sorted(order) == sorted(prefixes)
+    assert order[0] == oldest[0][0]
+    runs = [prefix for prefix, _ in groupby(order, key=lambda job_id: prefixes[job_id])]
+    assert len(runs) == len(set(runs))
