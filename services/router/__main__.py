@@ -137,6 +137,7 @@ async def serve(options: RouterSettings) -> None:
         autoscale=policy_of(options.autoscale_limits, options.autoscale_aims),
         scaler_is_public=options.scaler_is_public,
         database=None if options.database is None else open_database(options.database),
+        jobs_beside_live=options.jobs_beside_live,
         webhook_hosts=parse_webhook_hosts(options.webhook_hosts),
     )
     async with contextlib.AsyncExitStack() as stack:

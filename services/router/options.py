@@ -52,6 +52,7 @@ class RouterOptions:
     autoscale: AutoscalePolicy = field(default_factory=AutoscalePolicy)
     scaler_is_public: bool = False
     database: Database | None = None  # of jobs; its caller closes it after the router
+    jobs_beside_live: int = 0
     webhook_hosts: WebhookHosts = field(default_factory=lambda: WebhookHosts({}))
 
     def peer_tokens(self) -> TokenMinter | None:

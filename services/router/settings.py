@@ -136,6 +136,11 @@ class RouterSettings(ServiceSettings):
         default_text="none: jobs are refused",
         check=check_database_url,
     )
+    jobs_beside_live: int = setting(
+        "jobs that this router runs beside live requests; 0 = jobs run when none has run for 5 s",
+        default=0,
+        least=0,
+    )
     webhook_hosts: str = setting(
         "NAME[@NETWORK][,..] to which webhooks may go; a name without NETWORK has public addresses only",
         default="",

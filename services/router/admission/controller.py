@@ -75,6 +75,7 @@ class Admission:
         # The sum of the times between ends and their number, with decaying weights.
         self._between_ends_ms, self._ends = 0.0, 0.0
         self._served_promoted = False
+        self.live_ended_ms = -math.inf  # when the last request ended that was no job
 
     @property
     def running(self) -> int:
@@ -183,6 +184,8 @@ class Admission:
         elif output_tokens > 1:
             self._forecast.observe_decode(now_ms - running.prefilled_ms, output_tokens)
         ask = running.ask
+        if ask.priority < Priority.JOB:
+            self.live_ended_ms = now_ms
         used_tokens = ask.prefill_tokens + output_tokens
         self._classes[ask.priority].queue.charge(ask.tenant, used_tokens - ask.cost_tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ MAX_FAILURES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
 # Jobs leave a part of the decode workers' places to live requests, which then begin at once.
 JOB_SHARE = 0.75
+QUIET_S = 5.0
 # Characters of a prompt without a system message that stand for its common prefix.
 _PREFIX_CHARS = 1024
 
@@ -92,27 +94,32 @@ class Headroom:
     live_waiting: int
     places: int  # of sequences on the decode workers, for this router
     idle_prefills: int  # prefill workers without a prompt of this router
+    live_ended_s: float = math.inf  # since the last live request ended
+    beside_live: int = 0  # jobs that may run beside live requests
     is_draining: bool = False
 
 
 def jobs_to_start(room: Headroom, *, running: int, max_running: int) -> int:
     """How many more jobs to run: none while a live request waits, one for each idle prefill worker.
 
-    A prompt of a job would delay the live prompt that comes behind it.
+    Beside live requests, and for QUIET_S after them, `beside_live` run: each job takes a part of a step.
     """
     if not room.is_ready or room.is_draining or room.live_waiting:
         return 0
-    free = min(max_running - running, room.idle_prefills)
+    most = max_running
+    if room.live_running or room.live_ended_s < QUIET_S:
+        most = min(most, room.beside_live)
     if room.places:
-        free = min(free, int(JOB_SHARE * room.places) - room.live_running - running)
-    elif room.live_running:
-        return 0
-    return max(0, free)
+        most = min(most, int(JOB_SHARE * room.places) - room.live_running)
+    return max(0, min(most - running, room.idle_prefills))
 
 
 def jobs_to_preempt(room: Headroom, *, running: int) -> int:
-    """How many running jobs go back to the queue: one for each live request that waits."""
-    return running if room.is_draining else min(running, room.live_waiting)
+    """How many running jobs go back to the queue: those in the way of live requests that run or wait."""
+    if room.is_draining:
+        return running
+    excess = running - room.beside_live if room.live_running else 0
+    return min(running, max(room.live_waiting, excess, 0))
 
 
 def prefix_key(path: str, body: bytes) -> str:

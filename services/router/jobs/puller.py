@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 BEAT_S = 2.0
 LEASE_S = 15.0
 # Live requests that wait are seen this soon; without jobs the database is asked less often.
-_BUSY_TICK_S, _IDLE_TICK_S = 0.05, 0.25
+_BUSY_TICK_S, _IDLE_TICK_S = 0.02, 0.25
 _CLAIMED_AT_ONCE = 8
 _SWEEP_EVERY = 5  # beats
 _AGAIN = NextState(JobState.QUEUED)

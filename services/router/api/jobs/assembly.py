@@ -39,6 +39,10 @@ class JobOptions(Protocol):
         """Where jobs are stored; None: they are refused."""
 
     @property
+    def jobs_beside_live(self) -> int:
+        """Jobs that this router runs beside live requests."""
+
+    @property
     def webhook_hosts(self) -> WebhookHosts:
         """Where webhooks may go."""
 
@@ -99,5 +103,7 @@ class RouterJobs:
             live_waiting=live_waiting,
             places=capacity.decode_sequences,
             idle_prefills=max(0, capacity.prefill_workers - gate.controller.prefilling),
+            live_ended_s=(gate.now_ms() - gate.controller.live_ended_ms) / 1e3,
+            beside_live=self._options.jobs_beside_live,
             is_draining=self._runs.draining,
         )
