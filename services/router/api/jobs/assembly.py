@@ -27,7 +27,7 @@ from services.router.workers.fleet import RouterFleet
 JOB_SERVICE_NAME = SERVICE_NAME
 
 
-class JobOptions(Protocol):
+class JobSettings(Protocol):
     """What an operator sets."""
 
     @property
@@ -50,7 +50,7 @@ class JobOptions(Protocol):
 class RouterJobs:
     """`store` is None without a database. `formats`: what a job may run; other APIs add theirs."""
 
-    def __init__(self, options: JobOptions, runs: RequestManager, fleet: RouterFleet) -> None:
+    def __init__(self, options: JobSettings, runs: RequestManager, fleet: RouterFleet) -> None:
         clock, counters = asyncio.get_running_loop().time, runs.context.counters
         self._runs, self._fleet, self._options = runs, fleet, options
         self.formats = dict(FORMATS)

@@ -1,0 +1,1 @@
+"""What jobs cost, and how fast they are claimed."""
