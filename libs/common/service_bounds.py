@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from libs.common import batch_bounds
 from libs.common.job_bounds import JOBS
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -328,7 +329,7 @@ def render_markdown() -> str:
     lines = [
         "# Bounds",
         "",
-        "Made from `slipstream/bounds.py` and `libs/common/service_bounds.py` by",
+        "Made from `slipstream/bounds.py`, `libs/common/service_bounds.py` and `batch_bounds.py` there by",
         "`python -m libs.common.service_bounds > docs/bounds.md`; do not edit.",
         "",
         "The router refuses a request outside these bounds before it reaches a worker: INVALID_ARGUMENT with",
@@ -336,11 +337,12 @@ def render_markdown() -> str:
         "for the body's size; NOT_FOUND and 404 for the model). The message is the field, a colon and the",
         "words below, the same in both APIs.",
     ]
-    for section in (*bounds.SECTIONS, JOBS):
+    for section in (*bounds.SECTIONS, JOBS, *batch_bounds.SECTIONS):
         lines += section.markdown()
     tables = (
         ("Connections", _CONNECTIONS),
         ("Requests together", _TOGETHER),
+        ("Files and batches together", batch_bounds.ROWS),
         ("Stored jobs", _JOBS),
         ("The console of a router", _CONSOLE),
         ("Checkpoints", _CHECKPOINTS),

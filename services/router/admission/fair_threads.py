@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from libs.common.service_bounds import MAX_WAITING_WORK, RETRY_AFTER_S
 from services.router.admission.fair_queue import FairQueue
@@ -23,6 +23,14 @@ T = TypeVar("T")
 
 # Pieces that run Python code take turns with the event loop: more threads would delay it, not speed them up.
 N_THREADS = max(2, min(4, os.cpu_count() or 1))
+
+
+class RunPiece(Protocol):
+    """`FairThreads.run`, to those that need nothing else of it."""
+
+    def __call__(self, tenant: str, piece: Callable[[], T], /) -> Awaitable[T]:
+        """Run a piece of a tenant's work off the event loop."""
+        ...
 
 
 class FairThreads:

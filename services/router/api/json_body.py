@@ -61,7 +61,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], ignore: Callable[
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    return read_object(_parse(body), decoder.type, ignore)
+    return read_object(parse_object(body), decoder.type, ignore)
 
 
 def read_object(given: object, kind: type[T], ignore: Callable[[str], None], path: str = "") -> T:
@@ -81,7 +81,8 @@ def check_no_effect(name: str, item: object, allowed: tuple[object, ...], path: 
         raise bounds.UNSUPPORTED.refused(path_of(path, name))
 
 
-def _parse(body: bytes) -> object:
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The object of a body as the standard library reads it. Raises InvalidArgument naming the defect."""
     try:
         parsed: object = json.loads(_as_text(body))
         where = _find_surrogate(parsed)

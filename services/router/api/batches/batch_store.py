@@ -1,0 +1,195 @@
+"""Batches in the database, each held by one router at a time while it is worked on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from libs.common import batch_bounds
+from libs.database.database import Database
+from libs.database.transaction import SqlTransaction
+from services.router.api.batches.records import BATCH_PREFIX, Batch, NewBatch, new_id
+from services.router.api.batches.schema import SCHEMA
+from services.router.api.batches.states import ACTIVE, CANCELLABLE, FINAL, BatchState
+from slipstream import errors
+
+# A router that died holds a batch for so long.
+LEASE_S = 60.0
+# A batch that is over is forgotten with its files.
+BATCH_TTL_S = batch_bounds.FILE_TTL_S
+_ACTIVE = ", ".join(f"'{state.value}'" for state in ACTIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBatch:
+    """A batch under the lease of this router."""
+
+    batch: Batch
+    lease: str
+
+
+class BatchStore:
+    """Batches by tenant, and the leases of routers on them."""
+
+    def __init__(self, database: Database, *, wall_clock_s: Callable[[], float]) -> None:
+        self._database = database
+        self.wall_clock_s = wall_clock_s
+        database.declare(SCHEMA)
+
+    # ---- for tenants
+
+    async def create(self, tenant: str, new: NewBatch) -> Batch:
+        """Store a batch to be validated. Raises Overloaded when the tenant has too many."""
+        now_s = self.wall_clock_s()
+        batch = Batch(
+            id=new_id(BATCH_PREFIX, now_s, os.urandom(10)),
+            tenant=tenant,
+            endpoint=new.endpoint,
+            input_file=new.input_file,
+            window=new.window,
+            state=BatchState.VALIDATING,
+            created_unix_s=now_s,
+            expires_unix_s=now_s + batch_bounds.BATCH_WINDOW_S,
+            metadata=new.metadata,
+            output_ttl_s=new.output_ttl_s,
+        )
+
+        def insert(tx: SqlTransaction) -> None:
+            ((n_active,),) = tx.execute(
+                f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND state IN ({_ACTIVE})", (tenant,)
+            )
+            if n_active >= batch_bounds.MAX_TENANT_BATCHES:
+                raise errors.Overloaded(f"{n_active} batches are not over", retry_after_ms=30_000)
+            tx.execute(
+                "INSERT INTO batches (id, tenant, state, input_file, record, lease, lease_until_unix_s)"
+                " VALUES (?, ?, ?, ?, ?, '', 0) ON CONFLICT (id) DO NOTHING",
+                (batch.id, tenant, batch.state.value, batch.input_file, _encode(batch)),
+            )
+
+        await self._database.run(insert, is_idempotent=True)
+        return batch
+
+    async def get(self, tenant: str, batch_id: str) -> Batch:
+        """A batch. Raises NotFound."""
+        rows = await self._database.read(
+            lambda tx: tx.execute(
+                "SELECT record FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)
+            )
+        )
+        if not rows:
+            raise _unknown()
+        return _decode(rows[0][0])
+
+    async def page(self, tenant: str, *, after: str, limit: int) -> Sequence[Batch]:
+        """Batches, newest first, beginning after the one named."""
+        where, values = "tenant = ?", [tenant]
+        if after:
+            where += " AND id < ?"
+            values.append(after)
+        rows = await self._database.read(
+            lambda tx: tx.execute(
+                f"SELECT record FROM batches WHERE {where} ORDER BY id DESC LIMIT ?", (*values, limit)
+            )
+        )
+        return [_decode(row[0]) for row in rows]
+
+    async def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """Ask for the end of a batch. Raises NotFound, and FailedPrecondition for one that is over."""
+        now_s = self.wall_clock_s()
+
+        def mark(tx: SqlTransaction) -> Batch:
+            rows = tx.execute(
+                f"SELECT record FROM batches WHERE id = ? AND tenant = ?{tx.for_update}", (batch_id, tenant)
+            )
+            if not rows:
+                raise _unknown()
+            batch = _decode(rows[0][0])
+            if batch.state in FINAL:
+                raise errors.FailedPrecondition(f"the batch is {batch.state.value} already")
+            if batch.state in CANCELLABLE:
+                changes = {"state": BatchState.CANCELLING, "cancelling_unix_s": now_s}
+                batch = msgspec.structs.replace(batch, **changes)
+                # The lease ends: whoever holds the batch finds that it lost it, and another look begins.
+                _write(tx, batch, ", lease = '', lease_until_unix_s = 0", "", ())
+            return batch
+
+        return await self._database.run(mark, is_idempotent=True)
+
+    # ---- for the router that works on one
+
+    async def hold(self) -> HeldBatch | None:
+        """Take the oldest batch that is not over and that no router holds."""
+        now_s, lease = self.wall_clock_s(), os.urandom(8).hex()
+
+        def take(tx: SqlTransaction) -> Batch | None:
+            rows = tx.execute(
+                f"SELECT id FROM batches WHERE state IN ({_ACTIVE}) AND lease_until_unix_s <= ?"
+                f" ORDER BY lease_until_unix_s, id LIMIT 1{tx.skip_locked}",
+                (now_s,),
+            )
+            if not rows:
+                return None
+            taken = tx.execute(
+                "UPDATE batches SET lease = ?, lease_until_unix_s = ? WHERE id = ? RETURNING record",
+                (lease, now_s + LEASE_S, rows[0][0]),
+            )
+            return _decode(taken[0][0])
+
+        batch = await self._database.run(take)
+        return None if batch is None else HeldBatch(batch, lease)
+
+    async def save(self, held: HeldBatch, *, rest_s: float | None = None) -> None:
+        """Write a held batch and prolong the lease; or end it, with `rest_s` until another look.
+
+        Raises FailedPrecondition where the lease was lost: nothing is written then.
+        """
+        now_s = self.wall_clock_s()
+        until_s = now_s + (LEASE_S if rest_s is None else rest_s)
+        lease = held.lease if rest_s is None else ""
+
+        def update(tx: SqlTransaction) -> None:
+            changes = ", lease = ?, lease_until_unix_s = ?"
+            if not _write(tx, held.batch, changes, " AND lease = ?", (lease, until_s), (held.lease,)):
+                raise errors.FailedPrecondition("another router holds the batch")
+
+        await self._database.run(update)
+
+    async def sweep(self) -> None:
+        """Forget batches that ended long ago."""
+        until_s = self.wall_clock_s() - BATCH_TTL_S
+        await self._database.run(
+            lambda tx: tx.execute("DELETE FROM batches WHERE ended_unix_s <= ?", (until_s,)),
+            is_idempotent=True,
+        )
+
+
+def _write(
+    tx: SqlTransaction,
+    batch: Batch,
+    changes: str,
+    where: str,
+    values: Sequence[str | float],
+    conditions: Sequence[str] = (),
+) -> bool:
+    """Update a batch's row; whether there was one that fits."""
+    rows = tx.execute(
+        f"UPDATE batches SET state = ?, record = ?, ended_unix_s = ?{changes} WHERE id = ?{where}"
+        " RETURNING id",
+        (batch.state.value, _encode(batch), batch.ended_unix_s, *values, batch.id, *conditions),
+    )
+    return bool(rows)
+
+
+def _unknown() -> errors.NotFound:
+    return errors.NotFound("there is no such batch", field="batch_id")
+
+
+def _encode(batch: Batch) -> str:
+    return msgspec.json.encode(batch).decode()
+
+
+def _decode(record: str) -> Batch:
+    return msgspec.json.decode(record, type=Batch)

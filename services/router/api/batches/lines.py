@@ -1,0 +1,184 @@
+"""Lines of a batch's input file -> requests. Pure.
+
+A file is cut into lines piece by piece, so that no more than one line and one piece are in memory. A line
+that is no request fails the whole batch, as OpenAI has it. The fields of a body are checked when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from libs.common import batch_bounds
+from services.router.api.json_body import parse_object
+from services.router.request.json_limits import check_structure
+from slipstream import bounds
+from slipstream.bound import shown
+from slipstream.errors import InvalidArgument
+
+MAX_CUSTOM_ID_BYTES = 512
+
+
+class BatchLine(msgspec.Struct, frozen=True, gc=False):
+    """One request. `number` counts from 1, as editors do."""
+
+    number: int
+    custom_id: str
+    body: bytes
+
+
+class LineDefect(msgspec.Struct, frozen=True, gc=False):
+    """Why a batch fails, in OpenAI's shape."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class _Line(msgspec.Struct, gc=False):
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class _Streamed(msgspec.Struct, gc=False):
+    stream: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Line)
+_STREAM_DECODER = msgspec.json.Decoder(_Streamed)
+
+
+class LineSplitter:
+    """Cuts a file that arrives in pieces. Raises InvalidArgument for a line that is too long."""
+
+    def __init__(self, *, max_line_bytes: int = batch_bounds.MAX_LINE_BYTES) -> None:
+        self._max_line_bytes = max_line_bytes
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
+        self._number = 0
+
+    def feed(self, piece: bytes) -> Sequence[tuple[int, bytes]]:
+        """The lines that end in this piece, with their numbers; empty lines are left out."""
+        first, *others = piece.split(b"\n")
+        self._keep(first)
+        lines = []
+        for begin in others:
+            lines.append(b"".join(self._rest))
+            self._rest, self._rest_bytes = [], 0
+            self._keep(begin)
+        return self._numbered(lines)
+
+    def finish(self) -> Sequence[tuple[int, bytes]]:
+        """The last line, where no line feed ends it."""
+        rest, self._rest, self._rest_bytes = b"".join(self._rest), [], 0
+        return self._numbered([rest])
+
+    def _keep(self, data: bytes) -> None:
+        self._rest_bytes += len(data)
+        if self._rest_bytes > self._max_line_bytes:
+            words = f"has more than {self._max_line_bytes} bytes"
+            raise InvalidArgument(f"line {self._number + 1}", words)
+        self._rest.append(data)
+
+    def _numbered(self, lines: Sequence[bytes]) -> Sequence[tuple[int, bytes]]:
+        found = []
+        for line in lines:
+            self._number += 1
+            if line.strip():
+                found.append((self._number, line))
+        return found
+
+
+def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefect:
+    """One line as a request to `endpoint`, or its first defect."""
+    try:
+        check_structure([("line", data)])
+        line = _decoded(data)
+    except InvalidArgument as error:
+        return LineDefect("invalid_json_line", error.message, number)
+    for name in ("custom_id", "method", "url"):
+        if not isinstance(getattr(line, name), str) or not getattr(line, name):
+            return LineDefect("missing_required_parameter", f"{name} must be given", number, name)
+    if len(line.custom_id.encode(errors="surrogatepass")) > MAX_CUSTOM_ID_BYTES:
+        message = f"custom_id must have at most {MAX_CUSTOM_ID_BYTES} bytes"
+        return LineDefect("invalid_custom_id", message, number, "custom_id")
+    if line.method != "POST":
+        return LineDefect(
+            "invalid_method", f"method must be POST, not {shown(line.method)}", number, "method"
+        )
+    if line.url != endpoint:
+        message = f"url must be the batch's endpoint {endpoint}, not {shown(line.url)}"
+        return LineDefect("mismatched_url", message, number, "url")
+    body = bytes(line.body)
+    if not body.startswith(b"{"):
+        return LineDefect("missing_required_parameter", "body must be an object", number, "body")
+    if len(body) > bounds.MAX_BODY_BYTES:
+        return LineDefect("invalid_request", f"body {bounds.BODY.words}", number, "body")
+    if _STREAM_DECODER.decode(body).stream not in (None, False):
+        return LineDefect("invalid_request", "body.stream is not for a batch", number, "body.stream")
+    return BatchLine(number, line.custom_id, body)
+
+
+def _decoded(data: bytes) -> _Line:
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    # The standard library says where the defect is; what it alone reads, such as NaN, is none of JSON.
+    parse_object(data)
+    raise InvalidArgument("body", "is not JSON")
+
+
+class SeenIds:
+    """The custom ids of a batch so far."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def defect(self, line: BatchLine) -> LineDefect | None:
+        """Why this line may not join them: its id is taken, or there are too many."""
+        if line.custom_id in self._seen:
+            message = f"custom_id {shown(line.custom_id)} is in the file twice"
+            return LineDefect("duplicate_custom_id", message, line.number, "custom_id")
+        if len(self._seen) == batch_bounds.MAX_BATCH_LINES:
+            message = f"a batch has at most {batch_bounds.MAX_BATCH_LINES} requests"
+            return LineDefect("too_many_requests", message, line.number)
+        self._seen.add(line.custom_id)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+
+class LineReader:
+    """Reads the requests of a file that arrives in pieces."""
+
+    def __init__(self, endpoint: str, *, skipped: int = 0) -> None:
+        """The first `skipped` requests are known already, and are not read again."""
+        self._endpoint = endpoint
+        self._skipped = skipped
+        self._lines = LineSplitter()
+
+    def feed(self, piece: bytes) -> Sequence[BatchLine | LineDefect]:
+        """The requests that end in this piece, or their defects."""
+        return self._read(self._lines.feed, piece)
+
+    def finish(self) -> Sequence[BatchLine | LineDefect]:
+        """The last one, where no line feed ends it."""
+        return self._read(self._lines.finish)
+
+    def _read(
+        self, cut: Callable[..., Sequence[tuple[int, bytes]]], *piece: bytes
+    ) -> Sequence[BatchLine | LineDefect]:
+        try:
+            lines = cut(*piece)
+        except InvalidArgument as error:
+            return [LineDefect("invalid_json_line", error.message)]
+        n_skipped = min(self._skipped, len(lines))
+        self._skipped -= n_skipped
+        return [parse_line(number, line, self._endpoint) for number, line in lines[n_skipped:]]

@@ -1,0 +1,218 @@
+"""Files and batches over HTTP before fake workers: forms, pages, tenants, and a batch from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from libs.common import batch_bounds
+from libs.database.database import open_database
+from services.router.api.api_keys import ApiKeys
+from services.router.api.batches.file_store import FileStore
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from slipstream.api_key_file import add_key, read_keys
+from tests.router.api.batches.conftest import CHAT, line
+from tests.router.conftest import open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+
+class Tenants:
+    """A router with a database, and the keys of two tenants."""
+
+    def __init__(self, router: RouterServer, http: aiohttp.ClientSession, keys: dict[str, str]) -> None:
+        self.router = router
+        self.http = http
+        self.keys = keys
+
+    async def ask(
+        self, method: str, path: str, *, tenant: str = "alice", status: int = 200, **given: Any
+    ) -> Any:
+        headers = {"Authorization": f"Bearer {self.keys[tenant]}", **given.pop("headers", {})}
+        async with self.http.request(method, path, headers=headers, **given) as answer:
+            assert answer.status == status, await answer.text()
+            said = await answer.read()
+        return json.loads(said) if status != 200 or not path.endswith("/content") else said
+
+    async def upload(self, content: bytes, *, status: int = 200, tenant: str = "alice", **parts: str) -> Any:
+        form = aiohttp.FormData()
+        for name, value in {"purpose": "batch", **parts}.items():
+            form.add_field(name, value)
+        form.add_field("file", content, filename="in.jsonl", content_type="application/jsonl")
+        return await self.ask("POST", "/v1/files", data=form, status=status, tenant=tenant)
+
+    async def create(self, file_id: str, *, status: int = 200, tenant: str = "alice", **given: Any) -> Any:
+        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **given}
+        return await self.ask("POST", "/v1/batches", json=body, status=status, tenant=tenant)
+
+
+@pytest.fixture
+async def tenants(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncIterator[Tenants]:
+    database = open_database(f"sqlite:{tmp_path}/router.db")
+    path = tmp_path / "keys.toml"
+    keys = {tenant: add_key(path, name=tenant, tenant=tenant) for tenant in ("alice", "bob")}
+    async with (
+        open_router(cluster, card, database=database, tenants=ApiKeys(read_keys(path))) as router,
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
+    ):
+        yield Tenants(router, http, keys)
+    await database.close()
+
+
+async def test_a_batch_goes_from_end_to_end(tenants: Tenants, card: ModelCard) -> None:
+    content = line("a") + line("b") + line("bad", body={"messages": [], "model": card.name})
+    file = await tenants.upload(content)
+    assert await tenants.ask("GET", f"/v1/files/{file['id']}") == file
+    assert await tenants.ask("GET", f"/v1/files/{file['id']}/content") == content
+    batch = await tenants.create(file["id"], metadata={"for": "a test"})
+    assert (batch["status"], batch["metadata"]) == ("validating", {"for": "a test"})
+    async with asyncio.timeout(60):
+        while batch["status"] not in ("completed", "failed"):
+            await asyncio.sleep(0.05)
+            batch = await tenants.ask("GET", f"/v1/batches/{batch['id']}")
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    output = await tenants.ask("GET", f"/v1/files/{batch['output_file_id']}/content")
+    answers = {item["custom_id"]: item["response"]["body"] for item in map(json.loads, output.splitlines())}
+    assert answers.keys() == {"a", "b"}
+    assert answers["a"]["choices"][0]["message"]["role"] == "assistant"
+    (failed,) = (await tenants.ask("GET", f"/v1/files/{batch['error_file_id']}/content")).splitlines()
+    assert json.loads(failed)["response"]["status_code"] == 400
+    assert batch["usage"]["output_tokens"] == sum(
+        answer["usage"]["completion_tokens"] for answer in answers.values()
+    )
+
+
+async def test_a_tenant_sees_its_own_alone(tenants: Tenants) -> None:
+    file = await tenants.upload(line("a"))
+    batch = await tenants.create(file["id"])
+    for method, path in (
+        ("GET", f"/v1/files/{file['id']}"),
+        ("GET", f"/v1/files/{file['id']}/content"),
+        ("DELETE", f"/v1/files/{file['id']}"),
+        ("GET", f"/v1/batches/{batch['id']}"),
+        ("POST", f"/v1/batches/{batch['id']}/cancel"),
+    ):
+        given = {"json": {}} if method == "POST" else {}
+        await tenants.ask(method, path, tenant="bob", status=404, **given)
+    await tenants.create(file["id"], tenant="bob", status=404)
+    for path in ("/v1/files", "/v1/batches"):
+        assert (await tenants.ask("GET", path, tenant="bob"))["data"] == []
+        assert [item["id"] for item in (await tenants.ask("GET", path))["data"]] != []
+        async with tenants.http.get(path) as answer:
+            assert answer.status == 401
+
+
+async def test_pages_lead_from_one_to_the_next(tenants: Tenants) -> None:
+    made = []
+    for _ in range(3):
+        made.append((await tenants.upload(line("a")))["id"])
+        await asyncio.sleep(0.002)  # ids have the time in milliseconds
+    found, after = [], ""
+    while True:
+        page = await tenants.ask("GET", f"/v1/files?limit=2&order=asc&after={after}")
+        found += [item["id"] for item in page["data"]]
+        assert page["last_id"] == found[-1]
+        after = page["last_id"]
+        if not page["has_more"]:
+            break
+    assert found == made
+    for path in ("/v1/files?limit=0", "/v1/files?limit=x", "/v1/batches?limit=101", "/v1/files?order=up"):
+        await tenants.ask("GET", path, status=400)
+    await tenants.ask("GET", "/v1/batches?after=file-000000000000", status=400)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": None}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": None}, "input_file_id"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 7200}}, "output_expires_after.anchor"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+    ],
+)
+async def test_a_batch_that_does_not_fit_is_refused_by_field(
+    tenants: Tenants, given: dict[str, Any], field: str
+) -> None:
+    file = await tenants.upload(line("a"))
+    error = await tenants.create(**{"file_id": file["id"], "status": 400, **given})
+    assert error["error"]["param"] == field
+
+
+async def test_a_form_that_does_not_fit_leaves_nothing(tenants: Tenants) -> None:
+    await tenants.upload(line("a"), status=400, purpose="assistants")
+    await tenants.upload(b"", status=400)
+    await tenants.upload(line("a"), status=400, **{"expires_after[seconds]": "7200"})
+    await tenants.upload(
+        line("a"), status=400, **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"}
+    )
+    await tenants.upload(line("a"), status=400, note="x" * 2000)
+    await tenants.upload(line("a"), status=400, **{f"n{index}": "" for index in range(20)})
+    boundary = {"Content-Type": "multipart/form-data; boundary=xx"}
+    head = b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n'
+    for data in (
+        b"",
+        b"junk",
+        b"--xx",
+        b"--xx\r\nno header\r\n\r\n",
+        head,
+        head + b"\r\nabc",
+        head + b"Content-Type: multipart/mixed; boundary=yy\r\n\r\n--yy\r\n\r\n--yy--\r\n--xx--",
+    ):
+        await tenants.ask("POST", "/v1/files", data=data, headers=boundary, status=400)
+    no_boundary = {"Content-Type": "multipart/form-data"}
+    await tenants.ask("POST", "/v1/files", data=b"x", headers=no_boundary, status=400)
+    for headers in ({"Content-Type": "text/plain"}, {**boundary, "Content-Encoding": "gzip"}):
+        await tenants.ask("POST", "/v1/files", data=b"x", headers=headers, status=415)
+    assert (await tenants.ask("GET", "/v1/files"))["data"] == []
+    # What broke off expired at once, and is swept.
+    database = tenants.router._options.database
+    assert database is not None
+    files = FileStore(database, wall_clock_s=time.time)
+    while await files.sweep():
+        pass
+    for table in ("files", "file_chunks"):
+        rows = await database.read(lambda tx, table=table: tx.execute(f"SELECT * FROM {table}"))  # type: ignore[misc]
+        assert rows == []
+
+
+async def test_a_form_larger_than_a_body_is_taken_and_one_beyond_the_bound_is_not(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"".join(line(str(index), body={"messages": "x" * 100_000}) for index in range(100))
+    assert (await tenants.upload(content))["bytes"] == len(content) > 8 << 20
+    monkeypatch.setattr(batch_bounds, "MAX_FILE_BYTES", 1000)
+    await tenants.upload(b"x" * 100_000, status=413)
+
+
+async def test_a_page_of_another_origin_uploads_nothing(tenants: Tenants) -> None:
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"x", filename="a")
+    headers = {"Origin": "http://evil.test"}
+    await tenants.ask("POST", "/v1/files", data=form, headers=headers, status=403)
+
+
+async def test_uploaded_text_is_shown_by_no_browser(tenants: Tenants) -> None:
+    file = await tenants.upload(b"<script>alert(1)</script>\n")
+    headers = {"Authorization": f"Bearer {tenants.keys['alice']}"}
+    async with tenants.http.get(f"/v1/files/{file['id']}/content", headers=headers) as answer:
+        assert answer.headers["Content-Type"] == "application/octet-stream"
+        assert answer.headers["Content-Disposition"] == "attachment"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_the_page_of_the_api_needs_no_key(tenants: Tenants) -> None:
+    async with tenants.http.get("/docs") as answer:
+        assert answer.status == 200 and answer.content_type == "text/html"
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert "/v1/batches" in await answer.text()
