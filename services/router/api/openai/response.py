@@ -85,7 +85,7 @@ class ResponseWriter(AnswerWriter):
 
     def finish_event(self, finished: router_pb2.Finished, *, with_stats: bool) -> bytes:
         """The choice's finish reason, and the statistics where they stand in no event of the usage."""
-        finish = _FINISH.get(finished.finish_reason, "stop")
+        finish = finish_reason(finished)
         piece = '"delta":{}' if self._chat else '"text":""'
         last = f'{{"index":{self._index},"finish_reason":"{finish}",{piece},"logprobs":null}}'.encode()
         if with_stats:
@@ -133,7 +133,7 @@ class ResponseWriter(AnswerWriter):
 
     def choice(self, finished: router_pb2.Finished) -> Json:
         """The whole choice, after all pieces were added."""
-        finish = _FINISH.get(finished.finish_reason, "stop")
+        finish = finish_reason(finished)
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         choice: Json = {"index": self._index, "finish_reason": finish}
         if not self._chat:
@@ -221,6 +221,11 @@ def _piece(delta: router_pb2.Delta) -> Json:
 
 def _dumps(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def finish_reason(finished: router_pb2.Finished) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return _FINISH.get(finished.finish_reason, "stop")
 
 
 def sse(chunk: Mapping[str, Any]) -> bytes:

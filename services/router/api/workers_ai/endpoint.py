@@ -1,0 +1,213 @@
+"""`ai/run/{model}` and `ai/v1/...` of Workers AI's REST API over HTTP.
+
+The account of the path is a name that clients have to send: the key alone says whose the request is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from libs.common import batch_bounds
+from libs.common.http.failure import ErrorShape, HttpFailure, failure_of
+from services.router.api.answers.answer_format import AnswerFormat
+from services.router.api.answers.exchange import read_exchange
+from services.router.api.answers.whole import run_to_end
+from services.router.api.http.content_encoding import decompress
+from services.router.api.http.frame import RECORD
+from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.piece_stream import send_pieces
+from services.router.api.http.request_reader import RequestReader
+from services.router.api.workers_ai.envelope import (
+    RunBodyMissing,
+    RunTimedOut,
+    UnknownRunModel,
+    envelope,
+    error_envelope,
+    error_item,
+)
+from services.router.api.workers_ai.queued_runs import QueuedRuns, reference_of
+from services.router.api.workers_ai.run_body import (
+    BatchBody,
+    ParsedRun,
+    PollBody,
+    RunBody,
+    parse_run,
+)
+from services.router.api.workers_ai.run_format import RunFormat, read_run
+from services.router.execution.request_manager import RequestManager
+from services.router.jobs.store import JobStore
+from services.router.request.types import Caller
+from slipstream import bounds, errors
+from slipstream.bound import shown
+
+_ACCOUNT = "/client/v4/accounts/{account}/ai"
+RUN_PATH = _ACCOUNT + "/run/{model}"
+# Runs of one call that run at the same time.
+_TOGETHER = 8
+
+
+class RunEndpoints:
+    """A `RouteFamily`. Without jobs, what asks for the queue is refused by a typed error."""
+
+    def __init__(
+        self,
+        runs: RequestManager,
+        reader: RequestReader,
+        generation: GenerationEndpoint,
+        jobs: JobStore | None,
+        *,
+        formats: Mapping[str, AnswerFormat],
+        models: Handler,
+    ) -> None:
+        """`formats`: those of OpenAI's endpoints by their paths. `models` lists the models."""
+        self._runs = runs
+        self._reader = reader
+        self._generation = generation
+        self._queue = None if jobs is None else QueuedRuns(jobs, run_piece=runs.context.threads.run)
+        self._formats = formats
+        self._models = models
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """See `RouteFamily`."""
+        openai = [
+            web.post(_ACCOUNT + path, partial(self._generation.generate, path=path, answer_format=form))
+            for path, form in self._formats.items()
+        ]
+        return [
+            *openai,
+            web.get(_ACCOUNT + "/v1/models", self._models, allow_head=False),
+            web.post(_ACCOUNT + "/run/{model:.+}", self._run),
+        ]
+
+    def error_shapes(self) -> Mapping[str, ErrorShape]:
+        """OpenAI's for OpenAI's endpoints, and the envelope for all others."""
+        return {_ACCOUNT + "/v1/": HttpFailure.openai_body, "/client/v4/": error_envelope}
+
+    async def _run(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._answer(request)
+        except errors.DeadlineExceeded as error:
+            raise RunTimedOut(error.message) from None
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        caller = self._reader.caller(request, RUN_PATH)
+        model = request.match_info["model"]
+        if model not in self._runs.context.card.names:
+            raise UnknownRunModel(f"No such model {shown(model)} or task", field="model")
+        parsed = await self._read(request, caller, model)
+        body = parsed.body
+        if isinstance(body, PollBody):
+            return await self._poll(request, caller.tenant, body)
+        if parsed.is_queued:
+            return await self._submit(caller.tenant, model, body)
+        if isinstance(body, BatchBody):
+            return await self._run_all(request, caller, body.runs)
+        # It reads the body again, which aiohttp keeps.
+        return await self._generation.generate(request, path=RUN_PATH, answer_format=RunFormat(body))
+
+    async def _read(self, request: web.Request, caller: Caller, model: str) -> ParsedRun:
+        data = await self._reader.body(request, caller.tenant)
+        if not data:
+            raise RunBodyMissing("body", "Request is missing headers or body")
+        encoding = request.headers.get("Content-Encoding", "").lower()
+        n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
+        is_queued = _flag(request, "queueRequest")
+        try:
+            return await self._runs.read(
+                caller,
+                lambda: _checked(parse_run(decompress(data, encoding), model), is_queued=is_queued),
+                n_bytes=n_bytes,
+            )
+        except errors.InvalidArgument:
+            self._runs.context.counters.add("slipstream_requests_refused_total")
+            raise
+
+    # ---- the queue
+
+    async def _submit(self, tenant: str, model: str, body: RunBody | BatchBody) -> web.Response:
+        request_id = str(uuid.uuid4())
+        runs = body.runs if isinstance(body, BatchBody) else [body]
+        await self._needed_queue().submit(tenant, request_id, runs)
+        return web.json_response(envelope({"status": "queued", "request_id": request_id, "model": model}))
+
+    async def _poll(self, request: web.Request, tenant: str, body: PollBody) -> web.StreamResponse:
+        queue = self._needed_queue()
+        state = await queue.state(tenant, body.request_id)
+        if state != "done":
+            return web.json_response(envelope({"status": state, "request_id": body.request_id}))
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        return await send_pieces(request, response, queue.answer(tenant, body.request_id))
+
+    def _needed_queue(self) -> QueuedRuns:
+        if self._queue is None:
+            raise errors.FailedPrecondition("this router has no --database, which queued requests need")
+        return self._queue
+
+    # ---- several runs in one call
+
+    async def _run_all(self, request: web.Request, caller: Caller, runs: Sequence[RunBody]) -> web.Response:
+        batch_bounds.RUNS_AT_ONCE.check(len(runs))
+        room = asyncio.Semaphore(_TOGETHER)
+        request_id = request[RECORD].request_id
+
+        async def run_one(index: int, run: RunBody) -> dict[str, Any]:
+            async with room:
+                return await self._run_one(caller, run, index, f"{request_id}-{index}")
+
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(run_one(index, run)) for index, run in enumerate(runs)]
+        items = [task.result() for task in started]
+        usage = {
+            name: sum(((item.get("result") or {}).get("usage") or {}).get(name, 0) for item in items)
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+        }
+        return web.json_response(envelope({"responses": items, "usage": usage}))
+
+    async def _run_one(self, caller: Caller, run: RunBody, index: int, request_id: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": index, "success": False, "external_reference": run.reference}
+        try:
+            exchange = await read_exchange(
+                self._runs, RunFormat(run), caller, run.chat, request_id=request_id[-128:]
+            )
+            answer = await run_to_end(self._runs, exchange)
+        except errors.SlipstreamError as error:
+            return item | {"errors": [error_item(failure_of(error))]}
+        return item | {"success": True, "result": answer["result"]}
+
+
+def _checked(parsed: ParsedRun, *, is_queued: bool) -> ParsedRun:
+    """The body, with what runs later checked now: its client may not be there when it runs."""
+    is_queued = is_queued or parsed.is_queued
+    body = parsed.body
+    if isinstance(body, RunBody) and is_queued and body.is_streamed:
+        raise batch_bounds.RUN_STREAM.refused()
+    if isinstance(body, BatchBody):
+        for index, run in enumerate(body.runs):
+            _check_run(run, f"requests[{index}].")
+    elif isinstance(body, RunBody) and is_queued:
+        _check_run(body, "")
+    return ParsedRun(body, is_queued)
+
+
+def _check_run(run: RunBody, prefix: str) -> None:
+    """Raise InvalidArgument for a run that can never run. `prefix`: where it stands in the body."""
+    try:
+        read_run(run, "")
+        reference_of(run)
+    except errors.InvalidArgument as error:
+        raise type(error)(f"{prefix}{error.field}", error.reason) from None
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    """A query parameter: clients of this API send their options so."""
+    given = request.query.get(name)
+    if given not in (None, "true", "false"):
+        raise bounds.TYPE.refused(name, expected="true or false")
+    return given == "true"

@@ -1,0 +1,107 @@
+"""Runs in the queue of jobs: one request id for each call, with one job for each run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from libs.common import batch_bounds
+from services.router.admission.fair_threads import RunPiece
+from services.router.api.workers_ai.envelope import BAD_INPUT, envelope
+from services.router.api.workers_ai.run_body import RunBody
+from services.router.api.workers_ai.run_format import native_result
+from services.router.jobs.store import JobStore
+from services.router.jobs.types import Job, JobRequest, JobResult
+from slipstream import errors
+
+CHAT_PATH = "/v1/chat/completions"
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_PAGE = 20
+_OK = 200
+# What becomes of a job without an answer, by its state.
+_UNFINISHED = {"cancelled": "the request was cancelled", "expired": "the request was not run in time"}
+_FAILED_CODE = 5001
+# The form of a run's answer, kept with its job.
+_OPENAI, _NATIVE, _NATIVE_JSON = "openai", "native", "native-json"
+# The code of a failed run by the status that it would have had over HTTP.
+_CODES = {400: BAD_INPUT, 413: 3006, 429: 3040, 504: 3007}
+
+
+class QueuedRuns:
+    """What a client queued, by tenant. The model of each run is in its body."""
+
+    def __init__(self, jobs: JobStore, *, run_piece: RunPiece) -> None:
+        self._jobs = jobs
+        self._run_piece = run_piece
+
+    async def submit(self, tenant: str, request_id: str, runs: Sequence[RunBody]) -> None:
+        """Queue runs under a new id. Raises Overloaded when the tenant has too many."""
+        requests = [
+            JobRequest(CHAT_PATH, run.chat, reference=reference_of(run), group_id=request_id) for run in runs
+        ]
+        await self._jobs.submit(tenant, requests)
+
+    async def state(self, tenant: str, request_id: str) -> str:
+        """queued, running or done. Raises NotFound."""
+        counts = await self._jobs.counts(tenant, request_id) if _ID.fullmatch(request_id) else None
+        if counts is None or not counts.total:
+            raise errors.NotFound("there is no such request, or it was dropped", field="request_id")
+        if not counts.live:
+            return "done"
+        return "queued" if counts.queued == counts.total else "running"
+
+    async def answer(self, tenant: str, request_id: str) -> AsyncIterator[bytes]:
+        """The envelope around all answers, in pieces of a few answers."""
+        head, tail = msgspec.json.encode(envelope({"responses": [], "usage": None})).split(b"]", 1)
+        yield head
+        index, after, usage = 0, "", {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        while jobs := await self._jobs.results(tenant, request_id, after=after, limit=_PAGE):
+            page = await self._run_piece(tenant, partial(_encode_page, jobs, index, usage))
+            yield (b"," if after else b"") + page
+            index, after = index + len(jobs), jobs[-1][0].id
+        yield b"]" + tail.replace(b"null", msgspec.json.encode(usage), 1)
+
+
+def _encode_page(jobs: Sequence[tuple[Job, JobResult | None]], begin: int, usage: dict[str, int]) -> bytes:
+    """The answers of a page with commas between; `usage` grows by their tokens."""
+    items = [response_item(begin + index, job, result) for index, (job, result) in enumerate(jobs)]
+    for item in items:
+        for name in usage:
+            usage[name] += ((item.get("result") or {}).get("usage") or {}).get(name, 0)
+    return b",".join(map(msgspec.json.encode, items))
+
+
+def response_item(index: int, job: Job, result: JobResult | None) -> dict[str, Any]:
+    """One answer of a batch. `index` is the run's place in the call."""
+    kind, reference = _read_reference(job.reference)
+    item: dict[str, Any] = {"id": index, "success": False, "external_reference": reference}
+    if result is None:
+        message = _UNFINISHED.get(job.state.value, "the request has no answer")
+        return item | {"errors": [{"code": _FAILED_CODE, "message": message}]}
+    body = msgspec.json.decode(result.body)
+    if result.status != _OK:
+        message = body.get("error", {}).get("message", "")
+        return item | {"errors": [{"code": _CODES.get(result.status, _FAILED_CODE), "message": message}]}
+    return item | {"success": True, "result": _result(kind, body)}
+
+
+def reference_of(run: RunBody) -> str:
+    """What a job keeps of a run beside its body. Raises InvalidArgument for a reference that is too long."""
+    kind = (_NATIVE_JSON if run.is_json else _NATIVE) if run.is_native else _OPENAI
+    if run.reference is None:
+        return kind
+    batch_bounds.RUN_REFERENCE.check(len(run.reference))
+    return f"{kind}={run.reference}"
+
+
+def _read_reference(text: str) -> tuple[str, str | None]:
+    kind, separator, reference = text.partition("=")
+    return kind, reference if separator else None
+
+
+def _result(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    return body if kind == _OPENAI else native_result(body, is_json=kind == _NATIVE_JSON)
