@@ -26,6 +26,7 @@ from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.admission.grpc_connections import GrpcConnections
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.admin_server import make_admin_server
+from services.router.api.families import add_families
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import JOB_SERVICE_NAME, RouterJobs
 from services.router.api.metrics import begin_series, measure_fleet
@@ -176,6 +177,7 @@ class RouterServer:
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
+        self._tasks = add_families(self._http, self.runs, options.database, self.jobs)
         http_tls = options.tls if options.http_tls else None
         self.console = make_console(
             RouterIdentity(
@@ -210,7 +212,6 @@ class RouterServer:
             tls=http_tls,
             keepalive_s=options.idle_connection_s,
         )
-        self._tasks: list[asyncio.Task[None]] = []
         self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
 
     def _add_autoscale(self, sessions: Sessions) -> None:

@@ -96,7 +96,7 @@ class HttpGuard:
         """The headers that answer a preflight request of an allowed origin, beside `cors_headers`."""
         asked = headers.get("Access-Control-Request-Headers", "")
         return {
-            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
             "Access-Control-Allow-Headers": asked if _ASKED_HEADERS.fullmatch(asked) else "",
             "Access-Control-Max-Age": str(_PREFLIGHT_S),
         }
@@ -130,6 +130,17 @@ def check_body(headers: Mapping[str, str], *, content_type: str) -> None:
             f"the Content-Encoding must be one of {', '.join(_ENCODINGS)}",
             code="unsupported_content_encoding",
             headers={"Accept-Encoding": ", ".join(_ENCODINGS)},
+        )
+
+
+def check_form(headers: Mapping[str, str], *, content_type: str) -> None:
+    """Raise HttpRefusal for a POST whose body is not a form, uncompressed."""
+    if content_type != "multipart/form-data" or "Content-Encoding" in headers:
+        raise HttpRefusal(
+            415,
+            "the body must be a form: send it with `Content-Type: multipart/form-data`, without an encoding",
+            code="unsupported_content_type",
+            headers={"Accept": "multipart/form-data"},
         )
 
 

@@ -25,6 +25,7 @@ from services.router.api.http.request_reader import RequestReader
 from services.router.api.http.route_family import RouteFamily
 from services.router.api.http.tokens import TokenEndpoint
 from services.router.api.openai.answer_format import CHAT_COMPLETIONS
+from services.router.api.openai.docs_page import PAGE_HEADERS, docs_html
 from services.router.api.openai.openapi import openapi_json
 from services.router.api.readiness import readiness_of
 from services.router.execution.request_manager import RequestManager
@@ -89,7 +90,7 @@ class HttpServer:
                 *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
                 _post("/tokenize", self._tokens.tokenize),
                 _post("/detokenize", self._tokens.detokenize),
-                _get("/v1/models", self._models),
+                _get("/v1/models", self.models),
                 _get("/v1/models/{name:.*}", self._model),
                 _get("/healthz/ready", self._ready),
                 _get("/healthz/live", self._live),
@@ -97,6 +98,7 @@ class HttpServer:
                 _get("/ping", self._ready),
                 _get("/version", self._version),
                 _get("/openapi.json", self._openapi),
+                _get("/docs", self._docs),
             ]
         )
         for family in self._families:
@@ -122,7 +124,8 @@ class HttpServer:
 
     # ---- the rest
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        """The served model by each of its names."""
         self.reader.tenant(request)
         models = [self._model_object(name) for name in self._card.names]
         return web.json_response({"object": "list", "data": models})
@@ -160,6 +163,9 @@ class HttpServer:
 
     async def _openapi(self, request: web.Request) -> web.Response:
         return web.Response(body=openapi_json(), content_type="application/json")
+
+    async def _docs(self, request: web.Request) -> web.Response:
+        return web.Response(body=docs_html(), content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
 
 
 def _get(path: str, handler: Handler) -> web.RouteDef:

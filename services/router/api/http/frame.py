@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler
 
 from libs.common.http.connection import SERVER_NAME
 from libs.common.http.failure import ErrorShape, HttpFailure, HttpRefusal
-from libs.common.http.guard import HttpGuard, check_body
+from libs.common.http.guard import HttpGuard, check_body, check_form
 from libs.common.http.http_errors import failure_response, new_request_id
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.request.validation import is_request_id
@@ -22,12 +22,15 @@ RECORD = web.RequestKey("record", AccessRecord)
 _CLIENT_GONE = str(errors.Aborted.http_status)  # for the log alone
 # Successful probes come every few seconds, and are left out of the access log.
 _UNLOGGED = ("/healthz/ready", "/healthz/live", "/health", "/ping")
+# What takes a form instead of JSON. Every page may send one, so the Origin alone keeps pages out.
+_FORM_PATHS = ("/v1/files",)
 
 
 class RequestFrame:
     """A middleware of aiohttp, and what completes the headers of each response.
 
-    `error_shapes` has the error shape of the paths that begin so; others fail in OpenAI's.
+    `error_shapes` has the error shape of the routes that begin so, the first one that fits; others fail in
+    OpenAI's. A path without a route counts as itself.
     """
 
     def __init__(
@@ -58,10 +61,10 @@ class RequestFrame:
                 raise
             except HttpRefusal as refusal:
                 record.fail(refusal, code=refusal.code)
-                response = failure_response(refusal, self._error_shape(request.path))
+                response = failure_response(refusal, self._error_shape(request, path))
             except Exception as error:
                 record.fail(error)
-                response = failure_response(error, self._error_shape(request.path))
+                response = failure_response(error, self._error_shape(request, path))
             record.status = str(response.status)
             record.is_logged = response.status >= 400 or path not in _UNLOGGED
             return response
@@ -78,7 +81,8 @@ class RequestFrame:
             headers["Connection"] = "close"
             response.force_close()
 
-    def _error_shape(self, path: str) -> ErrorShape:
+    def _error_shape(self, request: web.Request, route: str) -> ErrorShape:
+        path = request.path if route == "-" else route
         for prefix, shape in self._error_shapes.items():
             if path.startswith(prefix):
                 return shape
@@ -91,7 +95,8 @@ class RequestFrame:
         if request.match_info.http_exception is not None:
             raise _no_route(request, request.match_info.http_exception)
         if request.method == hdrs.METH_POST:
-            check_body(request.headers, content_type=request.content_type)
+            check = check_form if request.path in _FORM_PATHS else check_body
+            check(request.headers, content_type=request.content_type)
         return await handler(request)
 
 
