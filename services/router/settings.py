@@ -131,9 +131,9 @@ class RouterSettings(ServiceSettings):
         least=1,
     )
     database: str | None = setting(
-        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs; routers of one cluster share it",
+        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, files and batches; routers of one cluster share it",
         default=None,
-        default_text="none: jobs are refused",
+        default_text="none: they are refused",
         check=check_database_url,
     )
     jobs_beside_live: int = setting(

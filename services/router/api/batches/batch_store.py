@@ -11,7 +11,7 @@ import msgspec
 from libs.common import batch_bounds
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
-from services.router.api.batches.records import BATCH_PREFIX, Batch, NewBatch, new_id
+from services.router.api.batches.records import BATCH_PREFIX, NewBatch, RequestBatch, new_id
 from services.router.api.batches.schema import SCHEMA
 from services.router.api.batches.states import ACTIVE, CANCELLABLE, FINAL, BatchState
 from slipstream import errors
@@ -27,7 +27,7 @@ _ACTIVE = ", ".join(f"'{state.value}'" for state in ACTIVE)
 class HeldBatch:
     """A batch under the lease of this router."""
 
-    batch: Batch
+    batch: RequestBatch
     lease: str
 
 
@@ -41,10 +41,10 @@ class BatchStore:
 
     # ---- for tenants
 
-    async def create(self, tenant: str, new: NewBatch) -> Batch:
+    async def create(self, tenant: str, new: NewBatch) -> RequestBatch:
         """Store a batch to be validated. Raises Overloaded when the tenant has too many."""
         now_s = self.wall_clock_s()
-        batch = Batch(
+        batch = RequestBatch(
             id=new_id(BATCH_PREFIX, now_s, os.urandom(10)),
             tenant=tenant,
             endpoint=new.endpoint,
@@ -72,7 +72,7 @@ class BatchStore:
         await self._database.run(insert, is_idempotent=True)
         return batch
 
-    async def get(self, tenant: str, batch_id: str) -> Batch:
+    async def get(self, tenant: str, batch_id: str) -> RequestBatch:
         """A batch. Raises NotFound."""
         rows = await self._database.read(
             lambda tx: tx.execute(
@@ -83,7 +83,7 @@ class BatchStore:
             raise _unknown()
         return _decode(rows[0][0])
 
-    async def page(self, tenant: str, *, after: str, limit: int) -> Sequence[Batch]:
+    async def page(self, tenant: str, *, after: str, limit: int) -> Sequence[RequestBatch]:
         """Batches, newest first, beginning after the one named."""
         where, values = "tenant = ?", [tenant]
         if after:
@@ -96,11 +96,11 @@ class BatchStore:
         )
         return [_decode(row[0]) for row in rows]
 
-    async def cancel(self, tenant: str, batch_id: str) -> Batch:
+    async def cancel(self, tenant: str, batch_id: str) -> RequestBatch:
         """Ask for the end of a batch. Raises NotFound, and FailedPrecondition for one that is over."""
         now_s = self.wall_clock_s()
 
-        def mark(tx: SqlTransaction) -> Batch:
+        def mark(tx: SqlTransaction) -> RequestBatch:
             rows = tx.execute(
                 f"SELECT record FROM batches WHERE id = ? AND tenant = ?{tx.for_update}", (batch_id, tenant)
             )
@@ -124,7 +124,7 @@ class BatchStore:
         """Take the oldest batch that is not over and that no router holds."""
         now_s, lease = self.wall_clock_s(), os.urandom(8).hex()
 
-        def take(tx: SqlTransaction) -> Batch | None:
+        def take(tx: SqlTransaction) -> RequestBatch | None:
             rows = tx.execute(
                 f"SELECT id FROM batches WHERE state IN ({_ACTIVE}) AND lease_until_unix_s <= ?"
                 f" ORDER BY lease_until_unix_s, id LIMIT 1{tx.skip_locked}",
@@ -168,7 +168,7 @@ class BatchStore:
 
 def _write(
     tx: SqlTransaction,
-    batch: Batch,
+    batch: RequestBatch,
     changes: str,
     where: str,
     values: Sequence[str | float],
@@ -187,9 +187,9 @@ def _unknown() -> errors.NotFound:
     return errors.NotFound("there is no such batch", field="batch_id")
 
 
-def _encode(batch: Batch) -> str:
+def _encode(batch: RequestBatch) -> str:
     return msgspec.json.encode(batch).decode()
 
 
-def _decode(record: str) -> Batch:
-    return msgspec.json.decode(record, type=Batch)
+def _decode(record: str) -> RequestBatch:
+    return msgspec.json.decode(record, type=RequestBatch)

@@ -46,7 +46,7 @@ class TokenTotals(msgspec.Struct, frozen=True, gc=False):
     reasoning: int = 0
 
 
-class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class RequestBatch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A batch of a tenant. Points in time are None until they come."""
 
     id: str
@@ -97,7 +97,7 @@ def file_object(file: StoredFile) -> dict[str, Any]:
     }
 
 
-def batch_object(batch: Batch) -> dict[str, Any]:
+def batch_object(batch: RequestBatch) -> dict[str, Any]:
     """OpenAI's batch."""
     ended = {state: None for state in ("completed", "failed", "expired", "cancelled")}
     at: dict[str, float | None] = {

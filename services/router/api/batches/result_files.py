@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 
 from services.router.api.batches.file_store import FileStore, FileWriter, NewFile
-from services.router.api.batches.records import FILE_PREFIX, Batch, TokenTotals, new_id
+from services.router.api.batches.records import FILE_PREFIX, RequestBatch, TokenTotals, new_id
 from services.router.api.batches.results import ResultLines, add_tokens
 
 
 class ResultFile:
     """A file of a batch's results, which exists once it has a line. Written again, it replaces itself."""
 
-    def __init__(self, files: FileStore, batch: Batch, kind: str) -> None:
+    def __init__(self, files: FileStore, batch: RequestBatch, kind: str) -> None:
         digest = hashlib.blake2b(f"{batch.id}/{kind}".encode(), digest_size=10).digest()
         self._files = files
         self._new = NewFile(
@@ -41,7 +41,7 @@ class ResultFile:
 class ResultFiles:
     """Both files of a batch's results, and the sums over their lines."""
 
-    def __init__(self, files: FileStore, batch: Batch) -> None:
+    def __init__(self, files: FileStore, batch: RequestBatch) -> None:
         self.output, self.errors = ResultFile(files, batch, "output"), ResultFile(files, batch, "error")
         self.tokens, self.model = TokenTotals(), ""
         self.n_jobs = self.n_completed = self.n_unfinished = 0

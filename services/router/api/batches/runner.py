@@ -15,7 +15,7 @@ from services.router.admission.fair_threads import RunPiece
 from services.router.api.batches.batch_store import LEASE_S, BatchStore, HeldBatch
 from services.router.api.batches.file_store import FileStore
 from services.router.api.batches.lines import BatchLine, LineDefect, LineReader, SeenIds
-from services.router.api.batches.records import Batch
+from services.router.api.batches.records import RequestBatch
 from services.router.api.batches.result_files import ResultFile, ResultFiles
 from services.router.api.batches.results import result_lines, unsubmitted_lines
 from services.router.api.batches.states import BatchState, LineCounts, end_of, has_ended
@@ -128,7 +128,7 @@ class BatchRunner:
             await self._batches.save(held)
             self._kept_s = self._clock()
 
-    def _is_late(self, batch: Batch) -> bool:
+    def _is_late(self, batch: RequestBatch) -> bool:
         return self._batches.wall_clock_s() >= batch.expires_unix_s
 
     # ---- from the file to jobs
@@ -204,7 +204,7 @@ class BatchRunner:
         return held
 
     async def _read(
-        self, batch: Batch, *, skipped: int = 0
+        self, batch: RequestBatch, *, skipped: int = 0
     ) -> AsyncIterator[Sequence[BatchLine | LineDefect]]:
         """The requests of the input file, piece by piece."""
         file = await self._files.get(batch.tenant, batch.input_file, even_expired=True)

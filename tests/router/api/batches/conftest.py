@@ -12,7 +12,7 @@ import pytest
 from libs.database.database import open_database
 from services.router.api.batches.batch_store import BatchStore
 from services.router.api.batches.file_store import FileStore, NewFile
-from services.router.api.batches.records import Batch, NewBatch
+from services.router.api.batches.records import NewBatch, RequestBatch
 from services.router.api.batches.runner import BatchRunner
 from services.router.jobs.types import JobOutcome, JobState
 from tests.router.jobs.stores import JobTables
@@ -49,7 +49,7 @@ class BatchTables:
         await writer.append(content)
         return (await writer.finish(ttl_s=ttl_s)).id
 
-    async def create(self, content: bytes, *, tenant: str = TENANT) -> Batch:
+    async def create(self, content: bytes, *, tenant: str = TENANT) -> RequestBatch:
         new = NewBatch(CHAT, await self.upload(content, tenant=tenant), {}, 86_400)
         return await self.batches.create(tenant, new)
 
@@ -58,7 +58,7 @@ class BatchTables:
         self.jobs.now_s += 16
         return await self.runner.step()
 
-    async def get(self, batch: Batch) -> Batch:
+    async def get(self, batch: RequestBatch) -> RequestBatch:
         return await self.batches.get(batch.tenant, batch.id)
 
     async def end_job(self, *, status: int = 200, body: Any = None) -> None:

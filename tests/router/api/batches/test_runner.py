@@ -9,7 +9,7 @@ import pytest
 
 from libs.common import batch_bounds
 from services.router.api.batches import runner
-from services.router.api.batches.records import Batch, batch_object
+from services.router.api.batches.records import RequestBatch, batch_object
 from services.router.api.batches.states import BatchState
 from services.router.jobs.store import JobLimits, JobStore
 from slipstream import errors
@@ -222,7 +222,7 @@ async def test_an_input_that_is_gone_fails_the_batch(tables: BatchTables) -> Non
 
 
 async def test_an_input_stays_while_its_batch_runs(tables: BatchTables) -> None:
-    batch: Batch = await tables.create(line("a"))
+    batch: RequestBatch = await tables.create(line("a"))
     with pytest.raises(errors.FailedPrecondition):
         await tables.files.delete(TENANT, batch.input_file)
     tables.jobs.now_s += 2 * 86_400  # the file has expired, the batch is late
