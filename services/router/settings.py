@@ -131,7 +131,7 @@ class RouterSettings(ServiceSettings):
         least=1,
     )
     database: str | None = setting(
-        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, files and batches; routers of one cluster share it",
+        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, files and batches, for all routers of a cluster",
         default=None,
         default_text="none: they are refused",
         check=check_database_url,

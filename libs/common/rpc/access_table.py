@@ -85,6 +85,20 @@ HTTP_CLASSES: Mapping[str, CallerClass] = {
     "GET /ping": PUBLIC,
     "GET /version": PUBLIC,
     "GET /openapi.json": PUBLIC,
+    "GET /docs": PUBLIC,
+    "POST /v1/files": TENANT,
+    "GET /v1/files": TENANT,
+    "GET /v1/files/{id}": TENANT,
+    "DELETE /v1/files/{id}": TENANT,
+    "GET /v1/files/{id}/content": TENANT,
+    "POST /v1/batches": TENANT,
+    "GET /v1/batches": TENANT,
+    "GET /v1/batches/{id}": TENANT,
+    "POST /v1/batches/{id}/cancel": TENANT,
+    "POST /client/v4/accounts/{account}/ai/v1/chat/completions": TENANT,
+    "POST /client/v4/accounts/{account}/ai/v1/completions": TENANT,
+    "GET /client/v4/accounts/{account}/ai/v1/models": TENANT,
+    "POST /client/v4/accounts/{account}/ai/run/{model}": TENANT,
 }
 SCRAPE_ROUTE = "GET /metrics"
 # Of the admin port of every service, and what a router's has beside.

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from libs.common import batch_bounds
 from libs.common.http.failure import ErrorShape
+from libs.common.http.guard import check_form
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.batches.batch_body import parse_batch
 from services.router.api.batches.batch_store import BatchStore
@@ -61,13 +62,13 @@ class BatchEndpoints:
         return [
             web.post("/v1/files", self._upload),
             web.get("/v1/files", self._list_files, allow_head=False),
-            web.get("/v1/files/{id}", self._file),
-            web.delete("/v1/files/{id}", self._delete_file),
-            web.get("/v1/files/{id}/content", self._content, allow_head=False),
+            web.get("/v1/files/{id:[^/]+}", self._file),
+            web.delete("/v1/files/{id:[^/]+}", self._delete_file),
+            web.get("/v1/files/{id:[^/]+}/content", self._content, allow_head=False),
             web.post("/v1/batches", self._create),
             web.get("/v1/batches", self._list_batches, allow_head=False),
-            web.get("/v1/batches/{id}", self._batch),
-            web.post("/v1/batches/{id}/cancel", self._cancel),
+            web.get("/v1/batches/{id:[^/]+}", self._batch),
+            web.post("/v1/batches/{id:[^/]+}/cancel", self._cancel),
         ]
 
     def error_shapes(self) -> Mapping[str, ErrorShape]:
@@ -78,6 +79,7 @@ class BatchEndpoints:
 
     async def _upload(self, request: web.Request) -> web.Response:
         tenant, files = self._reader.tenant(request), self._files()
+        check_form(request.headers, content_type=request.content_type)
         check_length(request)
         try:
             async with self._uploads.receiving(tenant), asyncio.timeout(batch_bounds.FILE_UPLOAD_S):

@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler
 
 from libs.common.http.connection import SERVER_NAME
 from libs.common.http.failure import ErrorShape, HttpFailure, HttpRefusal
-from libs.common.http.guard import HttpGuard, check_body, check_form
+from libs.common.http.guard import HttpGuard, check_body
 from libs.common.http.http_errors import failure_response, new_request_id
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.request.validation import is_request_id
@@ -22,7 +22,7 @@ RECORD = web.RequestKey("record", AccessRecord)
 _CLIENT_GONE = str(errors.Aborted.http_status)  # for the log alone
 # Successful probes come every few seconds, and are left out of the access log.
 _UNLOGGED = ("/healthz/ready", "/healthz/live", "/health", "/ping")
-# What takes a form instead of JSON. Every page may send one, so the Origin alone keeps pages out.
+# What takes a form, which its handler checks. Every page may send one, so the Origin alone keeps pages out.
 _FORM_PATHS = ("/v1/files",)
 
 
@@ -94,9 +94,8 @@ class RequestFrame:
             return web.Response(status=204, headers=self._guard.preflight_headers(request.headers))
         if request.match_info.http_exception is not None:
             raise _no_route(request, request.match_info.http_exception)
-        if request.method == hdrs.METH_POST:
-            check = check_form if request.path in _FORM_PATHS else check_body
-            check(request.headers, content_type=request.content_type)
+        if request.method == hdrs.METH_POST and request.path not in _FORM_PATHS:
+            check_body(request.headers, content_type=request.content_type)
         return await handler(request)
 
 

@@ -48,6 +48,7 @@ from slipstream import bounds, errors
 from slipstream.bound import shown
 
 _ACCOUNT = "/client/v4/accounts/{account}/ai"
+_MATCHED = "/client/v4/accounts/{account:[^/]+}/ai"
 RUN_PATH = _ACCOUNT + "/run/{model}"
 # Runs of one call that run at the same time.
 _TOGETHER = 8
@@ -77,13 +78,13 @@ class RunEndpoints:
     def routes(self) -> Iterable[web.RouteDef]:
         """See `RouteFamily`."""
         openai = [
-            web.post(_ACCOUNT + path, partial(self._generation.generate, path=path, answer_format=form))
+            web.post(_MATCHED + path, partial(self._generation.generate, path=path, answer_format=form))
             for path, form in self._formats.items()
         ]
         return [
             *openai,
-            web.get(_ACCOUNT + "/v1/models", self._models, allow_head=False),
-            web.post(_ACCOUNT + "/run/{model:.+}", self._run),
+            web.get(_MATCHED + "/v1/models", self._models, allow_head=False),
+            web.post(_MATCHED + "/run/{model:.+}", self._run),
         ]
 
     def error_shapes(self) -> Mapping[str, ErrorShape]:
@@ -118,16 +119,30 @@ class RunEndpoints:
             raise RunBodyMissing("body", "Request is missing headers or body")
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-        is_queued = _flag(request, "queueRequest")
         try:
-            return await self._runs.read(
+            parsed = await self._runs.read(
                 caller,
-                lambda: _checked(parse_run(decompress(data, encoding), model), is_queued=is_queued),
+                lambda: parse_run(decompress(data, encoding), model),
                 n_bytes=n_bytes,
             )
+            is_queued = parsed.is_queued or _flag(request, "queueRequest")
+            await self._check(caller, parsed.body, is_queued=is_queued)
+            return ParsedRun(parsed.body, is_queued)
         except errors.InvalidArgument:
             self._runs.context.counters.add("slipstream_requests_refused_total")
             raise
+
+    async def _check(self, caller: Caller, body: RunBody | BatchBody | PollBody, *, is_queued: bool) -> None:
+        """Check what runs later: its client may not be there then. Each run is a piece of work."""
+        if isinstance(body, BatchBody):
+            for index, run in enumerate(body.runs):
+                await self._runs.read(
+                    caller, partial(_check_run, run, f"requests[{index}]."), n_bytes=len(run.chat)
+                )
+        elif isinstance(body, RunBody) and is_queued:
+            if body.is_streamed:
+                raise batch_bounds.RUN_STREAM.refused()
+            await self._runs.read(caller, partial(_check_run, body, ""), n_bytes=len(body.chat))
 
     # ---- the queue
 
@@ -180,20 +195,6 @@ class RunEndpoints:
         except errors.SlipstreamError as error:
             return item | {"errors": [error_item(failure_of(error))]}
         return item | {"success": True, "result": answer["result"]}
-
-
-def _checked(parsed: ParsedRun, *, is_queued: bool) -> ParsedRun:
-    """The body, with what runs later checked now: its client may not be there when it runs."""
-    is_queued = is_queued or parsed.is_queued
-    body = parsed.body
-    if isinstance(body, RunBody) and is_queued and body.is_streamed:
-        raise batch_bounds.RUN_STREAM.refused()
-    if isinstance(body, BatchBody):
-        for index, run in enumerate(body.runs):
-            _check_run(run, f"requests[{index}].")
-    elif isinstance(body, RunBody) and is_queued:
-        _check_run(body, "")
-    return ParsedRun(body, is_queued)
 
 
 def _check_run(run: RunBody, prefix: str) -> None:

@@ -11,9 +11,10 @@ import msgspec
 
 from libs.common import batch_bounds
 from services.router.admission.fair_threads import RunPiece
+from services.router.api.batches.results import groups_of
 from services.router.api.workers_ai.envelope import BAD_INPUT, envelope
 from services.router.api.workers_ai.run_body import RunBody
-from services.router.api.workers_ai.run_format import native_result
+from services.router.api.workers_ai.run_format import native_fields
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job, JobRequest, JobResult
 from slipstream import errors
@@ -29,6 +30,42 @@ _FAILED_CODE = 5001
 _OPENAI, _NATIVE, _NATIVE_JSON = "openai", "native", "native-json"
 # The code of a failed run by the status that it would have had over HTTP.
 _CODES = {400: BAD_INPUT, 413: 3006, 429: 3040, 504: 3007}
+
+
+class RunUsage(msgspec.Struct, gc=False):
+    """The tokens of all answers of a call."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+    def add(self, other: RunUsage) -> None:
+        """Add the tokens of one answer."""
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.total_tokens += other.total_tokens
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    message: _Message
+
+
+class _Answered(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+    usage: RunUsage
+
+
+class _Error(msgspec.Struct, gc=False):
+    message: str = ""
+
+
+class _Failed(msgspec.Struct, gc=False):
+    error: _Error
 
 
 class QueuedRuns:
@@ -58,35 +95,45 @@ class QueuedRuns:
         """The envelope around all answers, in pieces of a few answers."""
         head, tail = msgspec.json.encode(envelope({"responses": [], "usage": None})).split(b"]", 1)
         yield head
-        index, after, usage = 0, "", {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        index, after, usage = 0, "", RunUsage()
         while jobs := await self._jobs.results(tenant, request_id, after=after, limit=_PAGE):
-            page = await self._run_piece(tenant, partial(_encode_page, jobs, index, usage))
-            yield (b"," if after else b"") + page
-            index, after = index + len(jobs), jobs[-1][0].id
+            for group in groups_of(jobs):
+                page = await self._run_piece(tenant, partial(_encode_page, group, index, usage))
+                yield (b"," if index else b"") + page
+                index += len(group)
+            after = jobs[-1][0].id
         yield b"]" + tail.replace(b"null", msgspec.json.encode(usage), 1)
 
 
-def _encode_page(jobs: Sequence[tuple[Job, JobResult | None]], begin: int, usage: dict[str, int]) -> bytes:
+def _encode_page(jobs: Sequence[tuple[Job, JobResult | None]], begin: int, usage: RunUsage) -> bytes:
     """The answers of a page with commas between; `usage` grows by their tokens."""
-    items = [response_item(begin + index, job, result) for index, (job, result) in enumerate(jobs)]
-    for item in items:
-        for name in usage:
-            usage[name] += ((item.get("result") or {}).get("usage") or {}).get(name, 0)
-    return b",".join(map(msgspec.json.encode, items))
+    items = []
+    for index, (job, result) in enumerate(jobs):
+        items.append(msgspec.json.encode(response_item(begin + index, job, result, usage)))
+    return b",".join(items)
 
 
-def response_item(index: int, job: Job, result: JobResult | None) -> dict[str, Any]:
-    """One answer of a batch. `index` is the run's place in the call."""
+def response_item(index: int, job: Job, result: JobResult | None, usage: RunUsage) -> dict[str, Any]:
+    """One answer of a batch. `index` is the run's place in the call; `usage` grows by its tokens.
+
+    What is long in an answer, such as log probabilities, is copied and not parsed.
+    """
     kind, reference = _read_reference(job.reference)
     item: dict[str, Any] = {"id": index, "success": False, "external_reference": reference}
     if result is None:
         message = _UNFINISHED.get(job.state.value, "the request has no answer")
         return item | {"errors": [{"code": _FAILED_CODE, "message": message}]}
-    body = msgspec.json.decode(result.body)
     if result.status != _OK:
-        message = body.get("error", {}).get("message", "")
+        message = msgspec.json.decode(result.body, type=_Failed).error.message
         return item | {"errors": [{"code": _CODES.get(result.status, _FAILED_CODE), "message": message}]}
-    return item | {"success": True, "result": _result(kind, body)}
+    answer = msgspec.json.decode(result.body, type=_Answered)
+    usage.add(answer.usage)
+    if kind == _OPENAI:
+        return item | {"success": True, "result": msgspec.Raw(result.body)}
+    said = answer.choices[0].message
+    fields = native_fields(said.content, said.tool_calls or (), is_json=kind == _NATIVE_JSON)
+    plain = msgspec.json.decode(result.body, type=dict[str, msgspec.Raw])
+    return item | {"success": True, "result": {**plain, **fields}}
 
 
 def reference_of(run: RunBody) -> str:
@@ -101,7 +148,3 @@ def reference_of(run: RunBody) -> str:
 def _read_reference(text: str) -> tuple[str, str | None]:
     kind, separator, reference = text.partition("=")
     return kind, reference if separator else None
-
-
-def _result(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    return body if kind == _OPENAI else native_result(body, is_json=kind == _NATIVE_JSON)

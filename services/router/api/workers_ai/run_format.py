@@ -138,18 +138,23 @@ def native_result(chat: Mapping[str, Any], *, is_json: bool = False) -> Json:
     As Workers AI has it, `response` is the value itself where a form of the answer was asked for.
     """
     message = chat["choices"][0]["message"]
-    response = message["content"] or ""
-    result = {**chat, "response": _parsed(response) if is_json else response}
-    if message.get("tool_calls"):
-        result["tool_calls"] = [
+    return {**chat, **native_fields(message["content"], message.get("tool_calls") or (), is_json=is_json)}
+
+
+def native_fields(content: str | None, calls: Sequence[Mapping[str, Any]], *, is_json: bool) -> Json:
+    """The older fields alone, of a message's content and its calls."""
+    response = content or ""
+    fields: Json = {"response": _parsed(response) if is_json else response}
+    if calls:
+        fields["tool_calls"] = [
             {
                 "id": call["id"],
                 "name": call["function"]["name"],
                 "arguments": _parsed(call["function"]["arguments"]),
             }
-            for call in message["tool_calls"]
+            for call in calls
         ]
-    return result
+    return fields
 
 
 def _call_piece(call: router_pb2.ToolCallDelta) -> Json:

@@ -216,3 +216,10 @@ async def test_the_page_of_the_api_needs_no_key(tenants: Tenants) -> None:
         assert answer.status == 200 and answer.content_type == "text/html"
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
         assert "/v1/batches" in await answer.text()
+
+
+async def test_a_form_without_a_key_is_not_read(tenants: Tenants) -> None:
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"x", filename="a")
+    async with tenants.http.post("/v1/files", data=form) as answer:
+        assert answer.status == 401
