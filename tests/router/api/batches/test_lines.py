@@ -100,3 +100,7 @@ def test_an_id_names_one_line_and_lines_are_bounded(monkeypatch: pytest.MonkeyPa
 def test_structure_is_bounded_before_a_line_is_parsed() -> None:
     body = json.dumps({"messages": [[]] * bounds.MAX_STRUCTURE_BYTES}).encode()
     assert defect(b'{"custom_id": "a", "body": ' + body + b"}").code == "invalid_json_line"
+
+
+def test_a_piece_names_no_more_defects_than_a_batch_does() -> None:
+    assert len(LineReader(CHAT).feed(b"{\n" * 8000)) == batch_bounds.MAX_BATCH_ERRORS
