@@ -114,6 +114,11 @@ class ResponseParser:
         return self._content.stopped
 
     @property
+    def stop_string(self) -> str:
+        """The stop string that has ended the response; empty as long as none has."""
+        return self._content.matched
+
+    @property
     def may_stop(self) -> bool:
         """Whether there are stop strings, so that `stopped` may become true in the middle of a push."""
         return self._may_stop

@@ -16,7 +16,7 @@ class StopMatcher:
     the end of the text (see `take_before_marker`).
     """
 
-    __slots__ = ("_held", "_marker", "_stops", "stopped")
+    __slots__ = ("_held", "_marker", "_stops", "matched", "stopped")
 
     def __init__(self, stops: Sequence[str] = (), *, marker: str = "") -> None:
         if not all(stops):
@@ -25,6 +25,7 @@ class StopMatcher:
         self._marker = marker
         self._held = ""
         self.stopped = False
+        self.matched = ""  # the stop string that was found
 
     def feed(self, text: str) -> str:
         """Add text; returns the text that is safe to show now. After a stop string it is empty."""
@@ -35,9 +36,10 @@ class StopMatcher:
         text = self._held + text
         found = self._first_stop(text)
         if found is not None:
+            start, self.matched = found
             self.stopped = True
             self._held = ""
-            return text[:found]
+            return text[:start]
         safe = len(text) - self._hold(text)
         self._held = text[safe:]
         return text[:safe]
@@ -53,11 +55,11 @@ class StopMatcher:
         bare = held.rstrip()
         return bare.removesuffix(self._marker) if self._marker and bare.endswith(self._marker) else held
 
-    def _first_stop(self, text: str) -> int | None:
-        """Where the first stop string in `text` starts."""
-        ends = ((text.find(stop), stop) for stop in self._stops)
-        spans = [(start + len(stop), start) for start, stop in ends if start >= 0]
-        return min(spans)[1] if spans else None
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        """Where the first stop string in `text` starts, and the string."""
+        starts = ((text.find(stop), stop) for stop in self._stops)
+        spans = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        return min(spans)[1:] if spans else None
 
     def _hold(self, text: str) -> int:
         """How many characters at the end of `text` could still be part of a stop string or the marker."""

@@ -774,8 +774,11 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     index: _builtins.int
+    stop_string: _builtins.str
+    """the one of the request's stop strings that ended the answer; empty: none"""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """of this answer: each answer counts the prompt"""
@@ -789,10 +792,11 @@ class Finished(_message.Message):
         usage: Global___Usage | None = ...,
         stats: Global___RequestStats | None = ...,
         index: _builtins.int = ...,
+        stop_string: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "stats", b"stats", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "stats", b"stats", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,16 @@ def test_the_match_that_ends_first_wins() -> None:
     assert StopMatcher(["ab", "b"]).feed("xab") == "x"
 
 
+@given(_TEXT, _STOPS)
+def test_the_stop_string_that_was_found_is_named(text: str, stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown = "".join([matcher.feed(character) for character in text])
+    assert matcher.stopped is bool(matcher.matched)
+    if matcher.stopped:
+        assert matcher.matched in stops
+        assert text.startswith(shown + matcher.matched)
+
+
 def test_the_marker_is_removed_only_at_the_end() -> None:
     matcher = StopMatcher(marker="<|x|>")
     assert matcher.feed("a<|x|>b<|x") == "a<|x|>b"

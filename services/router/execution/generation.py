@@ -295,6 +295,7 @@ class GenerationTask:
         event = router_pb2.GenerateEvent()
         finished = event.finished
         finished.finish_reason = finish
+        finished.stop_string = output.stop_string
         # CopyFrom is faster than the constructor, which serializes and re-parses a submessage.
         finished.usage.CopyFrom(usage)
         if self.sink.wants_stats:

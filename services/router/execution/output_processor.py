@@ -68,6 +68,11 @@ class OutputProcessor:
         return self.may_stop and self._parser.stopped
 
     @property
+    def stop_string(self) -> str:
+        """The stop string that has ended the answer; empty without one."""
+        return self._parser.stop_string
+
+    @property
     def saw_tool_calls(self) -> bool:
         """Whether the answer calls tools."""
         return self._parser.saw_tool_calls
