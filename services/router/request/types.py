@@ -82,6 +82,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
     metadata: Mapping[str, str] = msgspec.field(default_factory=dict)
     priority: str = ""  # admission class; empty: that of the Caller
     reject_if_busy: bool = False  # refuse the request if it would wait for capacity
+    is_capped_by_context: bool = False  # a `max_tokens` beyond the context ends the answer there, unrefused
 
     @property
     def text_chars(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ def validate(
         _check_prompt(request.input, vocab_size=vocab_size)
     else:
         _check_chat(request.input)
-    _check_sampling(request.sampling, vocab_size=vocab_size, max_context_tokens=max_context_tokens)
+    longest = sys.maxsize if request.is_capped_by_context else max_context_tokens
+    _check_sampling(request.sampling, vocab_size=vocab_size, max_context_tokens=longest)
     if request.stop:
         _check_stop(request.stop)
     if request.output is not None:
@@ -90,7 +92,7 @@ def check_context(request: GenerationRequest, *, prompt_tokens: int, max_context
             prompt_field(request), prompt_tokens=prompt_tokens, max_context_tokens=max_context_tokens
         )
     wanted = request.sampling.max_tokens
-    if wanted is None:
+    if wanted is None or (wanted > room and request.is_capped_by_context):
         return room
     if wanted > room:
         raise bounds.CONTEXT.refused(
