@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from libs.common import batch_bounds
+from libs.common.api_bounds import API_SECTIONS
 from libs.common.job_bounds import JOBS
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -329,7 +330,7 @@ def render_markdown() -> str:
     lines = [
         "# Bounds",
         "",
-        "Made from `slipstream/bounds.py`, `libs/common/service_bounds.py` and `batch_bounds.py` there by",
+        "Made from `slipstream/bounds.py` and the tables of bounds in `libs/common/` by",
         "`python -m libs.common.service_bounds > docs/bounds.md`; do not edit.",
         "",
         "The router refuses a request outside these bounds before it reaches a worker: INVALID_ARGUMENT with",
@@ -337,7 +338,7 @@ def render_markdown() -> str:
         "for the body's size; NOT_FOUND and 404 for the model). The message is the field, a colon and the",
         "words below, the same in both APIs.",
     ]
-    for section in (*bounds.SECTIONS, JOBS, *batch_bounds.SECTIONS):
+    for section in (*bounds.SECTIONS, *API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
         lines += section.markdown()
     tables = (
         ("Connections", _CONNECTIONS),

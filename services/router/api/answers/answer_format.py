@@ -117,7 +117,7 @@ class AnswerFormat(abc.ABC):
     async def for_body(self, caller: Caller, data: bytes) -> AnswerFormat:
         """The format for this body, where one needs to look something up before it is parsed.
 
-        `data` is as it was sent, which may be compressed. Raises the typed errors of slipstream/errors.py.
+        Raises the typed errors of slipstream/errors.py.
         """
         return self
 

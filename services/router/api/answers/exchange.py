@@ -57,10 +57,10 @@ async def read_exchange(
     n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
     counters = runs.context.counters
     try:
+        if encoding:
+            data = await runs.read(caller, partial(decompress, data, encoding), n_bytes=n_bytes)
         answer_format = await answer_format.for_body(caller, data)
-        body = await runs.read(
-            caller, lambda: answer_format.parse(decompress(data, encoding), request_id), n_bytes=n_bytes
-        )
+        body = await runs.read(caller, partial(answer_format.parse, data, request_id), n_bytes=n_bytes)
     except errors.InvalidArgument:
         counters.add("slipstream_requests_refused_total")
         raise

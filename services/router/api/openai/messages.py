@@ -158,11 +158,11 @@ def _tool_call(given: _ToolCall, path: str, *, default_index: int) -> Json:
     return {
         "id": given.id or f"functions.{name}:{default_index}",
         "type": "function",
-        "function": {"name": name, "arguments": _arguments(function.arguments)},
+        "function": {"name": name, "arguments": arguments_text(function.arguments)},
     }
 
 
-def _arguments(given: object) -> str:
+def arguments_text(given: object) -> str:
     """The arguments as text: a model's broken JSON stays as it is, or its session could never go on."""
     if given is None or given == "":
         return "{}"

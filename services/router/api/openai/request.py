@@ -55,14 +55,14 @@ _hint_values: Callable[[_Body], tuple[object, ...]] = attrgetter(*_HINTS)
 
 if TYPE_CHECKING:
 
-    class _SamplingBody(msgspec.Struct):
+    class SamplingBody(msgspec.Struct):
         """One field for each of SAMPLING_RANGES."""
 else:
-    _SamplingBody = msgspec.defstruct(
-        "_SamplingBody",
+    SamplingBody = msgspec.defstruct(
+        "SamplingBody",
         [(name, WholeNumber if row.whole else Number, None) for name, row in SAMPLING_RANGES.items()],
     )
-_sampling_values: Callable[[_SamplingBody], tuple[float | None, ...]] = attrgetter(*SAMPLING_RANGES)
+sampling_values: Callable[[SamplingBody], tuple[float | None, ...]] = attrgetter(*SAMPLING_RANGES)
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,7 +75,7 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     reject_if_busy: Flag = None
 
 
-class _Body(_SamplingBody, forbid_unknown_fields=True, gc=False):
+class _Body(SamplingBody, forbid_unknown_fields=True, gc=False):
     """The fields of both kinds of body."""
 
     model: Text = None
@@ -238,7 +238,7 @@ def _max_tokens(body: _Body) -> tuple[int | None, str]:
 
 
 def _sampling(body: _Body, *, top_logprobs: int | None, max_tokens: tuple[int | None, str]) -> Sampling:
-    given = zip(SAMPLING_RANGES, _sampling_values(body), strict=True)
+    given = zip(SAMPLING_RANGES, sampling_values(body), strict=True)
     return Sampling(
         given={name: value for name, value in given if value is not None},
         logit_bias=_logit_bias(body.logit_bias) if body.logit_bias else {},
@@ -263,11 +263,11 @@ def _generation(
         input=source,
         model=body.model or "",
         sampling=sampling,
-        stop=_stop(body.stop),
+        stop=stop_strings(body.stop),
         output=parse_output(body, ignored.add),
         request_id=body.request_id or request_id,
-        metadata=_metadata(body.metadata) if body.metadata else {},
-        priority=_priority(body.service_tier) if body.service_tier else "",
+        metadata=metadata_of(body.metadata) if body.metadata else {},
+        priority=priority_of(body.service_tier) if body.service_tier else "",
         reject_if_busy=body.options is not None and body.options.reject_if_busy is True,
     )
 
@@ -289,13 +289,13 @@ def _response_options(
         continuous_usage=continuous,
         echo=echo,
         prompt_alone=prompt_alone,
-        session=_session(body.prompt_cache_key) if body.prompt_cache_key else None,
+        session=session_of(body.prompt_cache_key) if body.prompt_cache_key else None,
         ignored=ignored.header() if ignored.count else "",
         n_ignored=ignored.count,
     )
 
 
-def _session(key: str) -> str:
+def session_of(key: str) -> str:
     """The session of a cache key. A key that no header could hold is named by its digest."""
     if is_session(key):
         return key
@@ -320,21 +320,21 @@ def _logit_bias(given: Json) -> Mapping[int, float]:
     return biases
 
 
-def _metadata(given: Json) -> Mapping[str, str]:
+def metadata_of(given: Json) -> Mapping[str, str]:
     for key, text in given.items():
         if not isinstance(text, str | None):
             raise bounds.TYPE.refused(path_of("metadata", key), expected="a string")
     return {key: text or "" for key, text in given.items()}
 
 
-def _priority(tier: str) -> str:
+def priority_of(tier: str) -> str:
     """The class of admission for one of OpenAI's service tiers."""
     if tier not in _SERVICE_TIERS:
         raise bounds.SERVICE_TIER.refused()
     return _SERVICE_TIERS[tier]
 
 
-def _stop(value: object) -> Sequence[str]:
+def stop_strings(value: object) -> Sequence[str]:
     """The stop strings; an empty one asks for nothing."""
     if value is None or value == "":
         return ()

@@ -13,7 +13,7 @@ import msgspec
 from services.router.api.json_body import Flag
 from slipstream import bounds
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ def parse_thinking(
                 return given, keeps
     if switch is not None or effort is None:
         return switch, keeps
-    if effort not in _EFFORTS:
+    if effort not in EFFORTS:
         raise bounds.REASONING_EFFORT.refused()
     return effort != "none", keeps
 

@@ -1,0 +1,144 @@
+"""Input bounds that only one of the HTTP APIs beside chat completions has; see slipstream/bounds.py. Pure."""
+
+from __future__ import annotations
+
+from slipstream.bound import Range, Rule, Section, Size
+
+RESPONSES = Section("/v1/responses")
+INPUT = RESPONSES.add(
+    Rule("input", "must be a string or a list of items", "There is nothing to answer.", "HTTP")
+)
+INPUT_ITEMS = RESPONSES.add(Size("input", 1, 4096, "items", "As messages.", "HTTP"))
+ITEM_TYPE = RESPONSES.add(
+    Rule(
+        "input[i].type",
+        "{kind} is not served here: items are message, function_call, function_call_output, reasoning and "
+        "item_reference",
+        "Hosted tools do not run here.",
+        "HTTP",
+    )
+)
+ITEM_ROLE = RESPONSES.add(
+    Rule("input[i].role", "must be user, assistant, system or developer", "As OpenAI's.", "HTTP")
+)
+PART_TYPE = RESPONSES.add(
+    Rule(
+        "input[i].content[j].type",
+        "{kind} is not served here: parts are {allowed}",
+        "The model reads text.",
+        "HTTP",
+    )
+)
+HOSTED_TOOL = RESPONSES.add(
+    Rule(
+        "tools[i].type",
+        "{kind} is not served here: the client runs tools of type function",
+        "Hosted tools do not run here.",
+        "HTTP",
+    )
+)
+RESPONSES_CHOICE = RESPONSES.add(
+    Rule(
+        "tool_choice",
+        "must be none, auto, required, a function or allowed_tools",
+        "Hosted tools do not run here.",
+        "HTTP",
+    )
+)
+TEXT_FORMAT = RESPONSES.add(
+    Rule("text.format.type", "must be text, json_object or json_schema", "As OpenAI's.", "HTTP")
+)
+EFFORT = RESPONSES.add(
+    Rule(
+        "reasoning.effort",
+        "must be one of none, minimal, low, medium, high, xhigh, max",
+        "All but none let the model reason.",
+        "HTTP",
+    )
+)
+SUMMARY = RESPONSES.add(
+    Rule("reasoning.summary", "must be one of auto, concise, detailed, none", "As OpenAI's.", "HTTP")
+)
+TRUNCATION = RESPONSES.add(
+    Rule(
+        "truncation",
+        "must be disabled: items that do not fit are refused, not dropped",
+        "The client knows what it can leave out.",
+        "HTTP",
+    )
+)
+NO_STORE = RESPONSES.add(
+    Rule(
+        "store",
+        "needs a database: this router runs without --database",
+        "Also previous_response_id and item_reference. Left out: stored where there is one.",
+        "HTTP",
+    )
+)
+REFERENCES = RESPONSES.add(
+    Size("input", 0, 64, "earlier responses with items that are referred to", "Each is read.", "HTTP")
+)
+PAGE_LIMIT = RESPONSES.add(Range("limit", 1, 100, "Input items of one page.", whole=True, apis="HTTP"))
+PAGE_ORDER = RESPONSES.add(Rule("order", "must be asc or desc", "As OpenAI's.", "HTTP"))
+
+MESSAGES = Section("/v1/messages")
+MESSAGES_ROLE = MESSAGES.add(
+    Rule("messages[i].role", "must be user, assistant or system", "As Anthropic's.", "HTTP")
+)
+BLOCK = MESSAGES.add(
+    Rule(
+        "messages[i].content[j].type",
+        "{kind} is not supported here: blocks are {allowed}",
+        "The model reads text.",
+        "HTTP",
+    )
+)
+PREFILL = MESSAGES.add(
+    Rule(
+        "messages[i]",
+        "must not be the assistant's: an answer is not continued",
+        "The chat template begins each answer anew.",
+        "HTTP",
+    )
+)
+MAX_TOKENS = MESSAGES.add(Rule("max_tokens", "must be given", "As Anthropic's.", "HTTP"))
+THINKING = MESSAGES.add(
+    Rule(
+        "thinking.type",
+        "must be enabled, adaptive or disabled",
+        "Left out: disabled. `budget_tokens` bounds nothing.",
+        "HTTP",
+    )
+)
+BUDGET = MESSAGES.add(
+    Rule(
+        "thinking.budget_tokens", "must be a whole number from 1024 to max_tokens", "As Anthropic's.", "HTTP"
+    )
+)
+SERVER_TOOL = MESSAGES.add(
+    Rule(
+        "tools[i].type",
+        "{kind} is not served here: the client runs tools of type custom",
+        "Server tools do not run here.",
+        "HTTP",
+    )
+)
+MESSAGES_CHOICE = MESSAGES.add(
+    Rule("tool_choice.type", "must be auto, any, tool or none", "As Anthropic's.", "HTTP")
+)
+OUTPUT_FORMAT = MESSAGES.add(
+    Rule("output_config.format.type", "must be json_schema", "As Anthropic's.", "HTTP")
+)
+OUTPUT_EFFORT = MESSAGES.add(
+    Rule("output_config.effort", "must be one of low, medium, high, xhigh, max", "As Anthropic's.", "HTTP")
+)
+EDITS = MESSAGES.add(
+    Rule(
+        "context_management.edits[i].type",
+        "{kind} is not supported here: the client edits its history",
+        "clear_thinking_20251015 is taken: the template keeps the thinking of a tool loop.",
+        "HTTP",
+    )
+)
+
+API_SECTIONS = (RESPONSES, MESSAGES)
