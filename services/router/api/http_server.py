@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from functools import partial
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from libs.common.http.guard import ANY, HttpGuard
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.access_log import AccessLog
 from services.router.api.answers.answer_format import AnswerFormat
+from services.router.api.anthropic import models as anthropic
 from services.router.api.api_keys import ApiKeys
 from services.router.api.formats import FORMATS
 from services.router.api.http.frame import RequestFrame
@@ -127,7 +129,9 @@ class HttpServer:
     async def models(self, request: web.Request) -> web.Response:
         """The served model by each of its names."""
         self.reader.tenant(request)
-        models = [self._model_object(name) for name in self._card.names]
+        models = [self._model_object(name, request) for name in self._card.names]
+        if anthropic.VERSION_HEADER in request.headers:
+            return web.json_response(anthropic.model_page(models))
         return web.json_response({"object": "list", "data": models})
 
     async def _model(self, request: web.Request) -> web.Response:
@@ -136,11 +140,14 @@ class HttpServer:
         if name not in self._card.names:
             reason = bounds.MODEL.refused(model=shown(name), served=", ".join(self._card.names))
             raise errors.NotFound(reason.message, field="model")
-        return web.json_response(self._model_object(name))
+        return web.json_response(self._model_object(name, request))
 
-    def _model_object(self, name: str) -> dict[str, object]:
+    def _model_object(self, name: str, request: web.Request) -> Mapping[str, object]:
         """The context by the names that OpenRouter, vLLM and earlier clients of Slipstream read."""
         context = self._card.max_context_tokens
+        if anthropic.VERSION_HEADER in request.headers:
+            created = self._card.created_unix_s
+            return anthropic.model_object(name, created_unix_s=created, max_context_tokens=context)
         return {
             "id": name,
             "object": "model",

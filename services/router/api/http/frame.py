@@ -76,6 +76,8 @@ class RequestFrame:
         if "x-request-id" not in headers:
             record = request.get(RECORD)
             headers["x-request-id"] = new_request_id() if record is None else record.request_id
+        if "anthropic-version" in request.headers:  # its clients look for the id by this name
+            headers["request-id"] = headers["x-request-id"]
         headers.update(self._guard.cors_headers(request.headers))
         if self._is_draining():  # the client's next request needs a connection to another router
             headers["Connection"] = "close"

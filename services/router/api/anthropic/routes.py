@@ -1,0 +1,56 @@
+"""The routes of Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from aiohttp import web
+
+from libs.common.http.failure import ErrorShape
+from services.router.api.anthropic.answer_format import MessagesFormat
+from services.router.api.anthropic.errors import error_shape
+from services.router.api.anthropic.request import parse_count_body
+from services.router.api.http.content_encoding import decompress
+from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.request_reader import RequestReader
+from services.router.execution.request_manager import RequestManager
+from services.router.request.model_card import ModelCard
+from slipstream import bounds
+
+PATH = "/v1/messages"
+
+
+class MessagesRoutes:
+    """Serves /v1/messages, and counts the tokens of a body without running it."""
+
+    def __init__(
+        self, runs: RequestManager, reader: RequestReader, generation: GenerationEndpoint, card: ModelCard
+    ) -> None:
+        self._runs = runs
+        self._reader = reader
+        self._generation = generation
+        self._card = card
+        self._format = MessagesFormat(card)
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """See RouteFamily."""
+        generate = partial(self._generation.generate, path=PATH, answer_format=self._format)
+        return [web.post(PATH, generate), web.post(f"{PATH}/count_tokens", self._count)]
+
+    def error_shapes(self) -> Mapping[str, ErrorShape]:
+        """See RouteFamily."""
+        return {PATH: error_shape}
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """The number of tokens of the prompt that a body makes."""
+        caller = self._reader.caller(request, request.path)
+        data = await self._reader.body(request, caller.tenant)
+        encoding = request.headers.get("Content-Encoding", "").lower()
+        n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
+        body = await self._runs.read(
+            caller, lambda: parse_count_body(decompress(data, encoding)), n_bytes=n_bytes
+        )
+        body.paths.check(body.generation, self._card)
+        prompt = await self._runs.encode(body.generation, caller, n_bytes=n_bytes)
+        return web.json_response({"input_tokens": len(prompt.token_ids)})
