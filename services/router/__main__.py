@@ -139,6 +139,7 @@ async def serve(options: RouterSettings) -> None:
         database=None if options.database is None else open_database(options.database),
         jobs_beside_live=options.jobs_beside_live,
         webhook_hosts=parse_webhook_hosts(options.webhook_hosts),
+        response_ttl_s=options.response_ttl_s,
     )
     async with contextlib.AsyncExitStack() as stack:
         if router_options.database is not None:

@@ -9,6 +9,7 @@ from libs.common import service_bounds
 from libs.database.database import Database
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
+from services.router.api.responses.store import RESPONSE_TTL_S
 from services.router.autoscale.types import AutoscalePolicy
 from services.router.execution.context import RECOVERY_WAIT_S
 from services.router.jobs.webhook_policy import WebhookHosts
@@ -44,6 +45,8 @@ class RouterOptions:
     allow_pinning: bool = False
     region_ms: Mapping[str, float] = field(default_factory=dict)
     share_ports: bool = False  # other router processes listen on the same ports
+    database: Database | None = None  # None: nothing is stored; its caller closes it after the router
+    response_ttl_s: float = RESPONSE_TTL_S
     recovery_wait_s: float = RECOVERY_WAIT_S
     silence_s: float = SILENCE_S
     body_read_s: float = bounds.BODY_READ_S
@@ -51,7 +54,6 @@ class RouterOptions:
     idle_connection_s: float = service_bounds.IDLE_CONNECTION_S
     autoscale: AutoscalePolicy = field(default_factory=AutoscalePolicy)
     scaler_is_public: bool = False
-    database: Database | None = None  # of jobs; its caller closes it after the router
     jobs_beside_live: int = 0
     webhook_hosts: WebhookHosts = field(default_factory=lambda: WebhookHosts({}))
 

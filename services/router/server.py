@@ -177,7 +177,7 @@ class RouterServer:
             body_read_s=options.body_read_s,
             write_stall_s=options.write_stall_s,
         )
-        self._tasks = add_families(self._http, self.runs, options.database, self.jobs)
+        self._tasks = add_families(self._http, self.runs, card, options, self.jobs)
         http_tls = options.tls if options.http_tls else None
         self.console = make_console(
             RouterIdentity(

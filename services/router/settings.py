@@ -12,6 +12,7 @@ from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
 from libs.database.database import check_database_url
+from services.router.api.responses.store import RESPONSE_TTL_S
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from slipstream.rpc.tls import TlsFiles
@@ -62,6 +63,12 @@ def parse_origins(text: str) -> list[str]:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ValueError(f"{origin!r} is not SCHEME://HOST[:PORT] without a path, or *")
     return origins
+
+
+def check_database(text: str) -> None:
+    """Raises ValueError for the URL of no database; empty = none."""
+    if text:
+        check_database_url(text)
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,9 @@ class RouterSettings(ServiceSettings):
         default="",
         default_text="none",
         check=parse_webhook_hosts,
+    )
+    response_ttl_s: int = setting(
+        "seconds until a stored response of /v1/responses is forgotten", default=int(RESPONSE_TTL_S), least=1
     )
     processes: int = setting("router processes that share the ports", default=1, least=1)
     allow_pinning: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)

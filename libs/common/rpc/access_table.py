@@ -75,6 +75,13 @@ RPC_CLASSES: Mapping[str, Mapping[str, CallerClass]] = {
 HTTP_CLASSES: Mapping[str, CallerClass] = {
     "POST /v1/chat/completions": TENANT,
     "POST /v1/completions": TENANT,
+    "POST /v1/responses": TENANT,
+    "POST /v1/responses/input_tokens": TENANT,
+    "GET /v1/responses/{response_id}": TENANT,
+    "DELETE /v1/responses/{response_id}": TENANT,
+    "GET /v1/responses/{response_id}/input_items": TENANT,
+    "POST /v1/messages": TENANT,
+    "POST /v1/messages/count_tokens": TENANT,
     "POST /tokenize": TENANT,
     "POST /detokenize": TENANT,
     "GET /v1/models": TENANT,

@@ -1,28 +1,53 @@
-"""The APIs of a router that need its jobs: Workers AI's runs, files and batches."""
+"""The APIs beside OpenAI's completions, which the HTTP server takes as families of routes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
 from libs.database.database import Database
+from services.router.api.anthropic.routes import MessagesRoutes
 from services.router.api.batches.assembly import make_batches
-from services.router.api.formats import FORMATS
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import RouterJobs
+from services.router.api.responses.routes import PATH as RESPONSES_PATH
+from services.router.api.responses.routes import ResponsesRoutes
+from services.router.api.responses.store import ResponseStore
 from services.router.api.workers_ai.endpoint import RunEndpoints
 from services.router.execution.request_manager import RequestManager
+from services.router.request.model_card import ModelCard
+
+
+class StoreOptions(Protocol):
+    """The router's options for what it stores. `database` None: nothing is stored."""
+
+    @property
+    def database(self) -> Database | None: ...
+
+    @property
+    def response_ttl_s(self) -> float: ...
 
 
 def add_families(
-    http: HttpServer, runs: RequestManager, database: Database | None, jobs: RouterJobs
+    http: HttpServer, runs: RequestManager, card: ModelCard, options: StoreOptions, jobs: RouterJobs
 ) -> list[asyncio.Task[None]]:
-    """Add their routes, before the server listens. The tasks work until they are cancelled."""
+    """Add their routes, before the server listens, and the formats that jobs may name.
+
+    The tasks work until they are cancelled.
+    """
+    database, store = options.database, None
+    if database is not None:
+        store = ResponseStore(database, wall_clock_s=time.time, ttl_s=options.response_ttl_s)
+    responses = ResponsesRoutes(runs, http.reader, http.generation, card, store=store)
+    jobs.formats[RESPONSES_PATH] = responses.format
+    http.add(MessagesRoutes(runs, http.reader, http.generation, card))
+    http.add(responses)
     batches, runner = make_batches(
         runs, http.reader, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time
     )
     http.add(batches)
     http.add(
-        RunEndpoints(runs, http.reader, http.generation, jobs.store, formats=FORMATS, models=http.models)
+        RunEndpoints(runs, http.reader, http.generation, jobs.store, formats=jobs.formats, models=http.models)
     )
     return [] if runner is None else [asyncio.create_task(runner.run(), name="batches")]

@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from services.router.api.anthropic.request import MESSAGES_BODIES
 from services.router.api.batches.batch_body import CreateBatchBody
 from services.router.api.openai.request import BODIES
 from services.router.api.openai.token_bodies import TOKEN_BODIES
+from services.router.api.responses.request import RESPONSE_BODIES
 from slipstream import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -31,6 +33,10 @@ _GETS: Mapping[str, str] = {
 _POSTS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     "/v1/chat/completions": ("A chat completion", BODIES["/v1/chat/completions"]),
     "/v1/completions": ("Completions of texts or token ids", BODIES["/v1/completions"]),
+    "/v1/responses": ("A response of the Responses API", RESPONSE_BODIES["/v1/responses"]),
+    "/v1/responses/input_tokens": ("Its tokens", RESPONSE_BODIES["/v1/responses"]),
+    "/v1/messages": ("A message of Anthropic's API", MESSAGES_BODIES["/v1/messages"]),
+    "/v1/messages/count_tokens": ("Its tokens", MESSAGES_BODIES["/v1/messages/count_tokens"]),
     "/tokenize": ("Token ids of a text or a conversation", TOKEN_BODIES["/tokenize"]),
     "/detokenize": ("The text of token ids", TOKEN_BODIES["/detokenize"]),
     "/v1/batches": ("A batch of the requests in a file", CreateBatchBody),
@@ -63,7 +69,7 @@ _PARAMETER = re.compile(r"{(\w+)}")
 
 @functools.cache
 def openapi_json() -> bytes:
-    """The document. Answers are those of OpenAI's API, and have no schema here."""
+    """The document. Answers are those of the APIs that the paths name, and have no schema here."""
     bodies = [body for _, body in _POSTS.values()]
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     paths: dict[str, Any] = {path: {"get": _operation(path, text)} for path, text in _GETS.items()}

@@ -1,0 +1,69 @@
+"""The items of a response's output, and the parts that they are made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from services.router.api.answers.answer_blocks import AnswerBlock
+from slipstream.v1 import router_pb2
+
+Json = dict[str, Any]
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+class OutputItems:
+    """Makes items of blocks. `key` is the part of the response's id that makes those of its items unique.
+
+    `has_summary`: reasoning is shown as its summary, which is where clients that asked for one look.
+    """
+
+    def __init__(self, key: str, *, has_summary: bool) -> None:
+        self._key = key
+        self.has_summary = has_summary
+
+    def id_of(self, block: AnswerBlock) -> str:
+        """The id of the block's item."""
+        return f"{_PREFIXES[block.kind]}_{self._key}_{block.index}"
+
+    def begun(self, block: AnswerBlock) -> Json:
+        """The item as it is when it opens: without content."""
+        item: Json = {"id": self.id_of(block), "type": "message", "status": "in_progress"}
+        match block.kind:
+            case "text":
+                return item | {"role": "assistant", "content": []}
+            case "reasoning":
+                return item | {"type": "reasoning", "summary": [], "content": []}
+            case "call":
+                names = {"call_id": block.call_id, "name": block.name}
+                return item | {"type": "function_call", **names, "arguments": ""}
+
+    def whole(self, block: AnswerBlock, status: str) -> Json:
+        """The item as it is at its end, or as far as it is."""
+        item = self.begun(block) | {"status": status}
+        match block.kind:
+            case "text":
+                item["content"] = [self.part(block)]
+            case "reasoning":
+                item["summary" if self.has_summary else "content"] = [self.part(block)]
+            case "call":
+                item["arguments"] = block.text
+        return item
+
+    def part(self, block: AnswerBlock, *, is_empty: bool = False) -> Json:
+        """The one part of a message or of reasoning."""
+        text = "" if is_empty else block.text
+        if block.kind == "reasoning":
+            return {"type": "summary_text" if self.has_summary else "reasoning_text", "text": text}
+        logprobs = [] if is_empty else logprob_objects(block.logprobs)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def logprob_objects(items: Iterable[router_pb2.TextLogprob]) -> list[Json]:
+    """Log probabilities of tokens, with those of the most likely ones."""
+    return [{**_token(item), "top_logprobs": [_token(top) for top in item.top]} for item in items]
+
+
+def _token(item: router_pb2.TextLogprob) -> Json:
+    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}

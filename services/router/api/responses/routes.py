@@ -1,0 +1,98 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from aiohttp import web
+
+from libs.common import api_bounds
+from libs.common.http.failure import ErrorShape
+from services.router.api.answers.exchange import read_exchange
+from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.request_reader import RequestReader
+from services.router.api.responses.answer_format import ResponsesFormat
+from services.router.api.responses.errors import error_shape
+from services.router.api.responses.store import ResponseStore, StoredResponse
+from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
+from services.router.execution.request_manager import RequestManager
+from services.router.request.model_card import ModelCard
+from slipstream import bounds
+
+PATH = "/v1/responses"
+_ONE = PATH + "/{response_id:[^/]+}"
+
+
+class ResponsesRoutes:
+    """Serves /v1/responses and what is stored of it. `store` None: nothing is stored."""
+
+    def __init__(
+        self,
+        runs: RequestManager,
+        reader: RequestReader,
+        generation: GenerationEndpoint,
+        card: ModelCard,
+        *,
+        store: ResponseStore | None,
+    ) -> None:
+        self._runs = runs
+        self._reader = reader
+        self._generation = generation
+        self._store = store
+        self.format = ResponsesFormat(runs, card, store=store, new_key=partial(secrets.token_hex, 16))
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """See RouteFamily."""
+        generate = partial(self._generation.generate, path=PATH, answer_format=self.format)
+        return [
+            web.post(PATH, generate),
+            web.post(f"{PATH}/input_tokens", self._count),
+            web.get(_ONE, self._show),
+            web.delete(_ONE, self._delete),
+            web.get(f"{_ONE}/input_items", self._input_items),
+        ]
+
+    def error_shapes(self) -> Mapping[str, ErrorShape]:
+        """See RouteFamily."""
+        return {PATH: error_shape}
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """The number of tokens of the prompt that a body makes."""
+        caller = self._reader.caller(request, request.path)
+        data = await self._reader.body(request, caller.tenant)
+        encoding = request.headers.get("Content-Encoding", "").lower()
+        read = await read_exchange(self._runs, self.format, caller, data, request_id="", encoding=encoding)
+        prompt = await self._runs.encode(read.body.requests[0], caller, n_bytes=read.n_bytes)
+        body = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return web.json_response(body)
+
+    async def _show(self, request: web.Request) -> web.Response:
+        if request.query.get("stream", "false") != "false":
+            raise bounds.UNSUPPORTED.refused("stream")
+        return web.json_response((await self._find(request)).body)
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
+        await self._opened().delete(tenant, response_id)
+        return web.json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def _input_items(self, request: web.Request) -> web.Response:
+        query = request.query
+        page = page_of(
+            (await self._find(request)).items,
+            after=query.get("after"),
+            order=query.get("order", "desc"),
+            limit=api_bounds.PAGE_LIMIT.parse(query.get("limit", str(PAGE_ITEMS))),
+        )
+        return web.json_response(page)
+
+    async def _find(self, request: web.Request) -> StoredResponse:
+        tenant = self._reader.tenant(request)
+        return await self._opened().find(tenant, request.match_info["response_id"])
+
+    def _opened(self) -> ResponseStore:
+        if self._store is None:
+            raise api_bounds.NO_STORE.refused("response_id")
+        return self._store

@@ -1,0 +1,195 @@
+"""Events of a request -> responses of OpenAI's Responses API: whole ones and the events of a stream. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.router.api.answers.answer_blocks import AnswerBlock, AnswerBlocks, Step
+from services.router.api.answers.answer_format import AnswerWriter
+from services.router.api.responses.output_items import OutputItems, logprob_objects
+from slipstream.v1 import common_pb2, router_pb2
+
+Json = dict[str, Any]
+
+# The names of a block's part in events: its addition, a delta, the end of its text, its end.
+_MESSAGE_EVENTS = ("content_part.added", "output_text.delta", "output_text.done", "content_part.done")
+_REASONING_EVENTS = ("content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done")
+_SUMMARY_EVENTS = (
+    "reasoning_summary_part.added",
+    "reasoning_summary_text.delta",
+    "reasoning_summary_text.done",
+    "reasoning_summary_part.done",
+)
+
+
+class ResponsesShape(msgspec.Struct, frozen=True):
+    """How a response is written; `echo` are its fields that repeat the request."""
+
+    key: str
+    echo: Mapping[str, Any]
+    has_summary: bool = False
+
+    @property
+    def response_id(self) -> str:
+        """The id by which the client finds the response again."""
+        return f"resp_{self.key}"
+
+
+class ResponsesWriter(AnswerWriter):
+    """One response as it grows. The numbers of its events grow from 0.
+
+    `response` is the whole one, as soon as it is made.
+    """
+
+    def __init__(self, started: router_pb2.Started, shape: ResponsesShape) -> None:
+        self._started = started
+        self._shape = shape
+        self._answer = AnswerBlocks()
+        self._items = OutputItems(shape.key, has_summary=shape.has_summary)
+        self._n_events = 0
+        self._n_logprobs = 0  # of the open block, in events so far
+        self.response: Json | None = None
+
+    # ---- streaming, in server-sent events
+
+    def opening(self) -> bytes:
+        """The events before all others."""
+        response = self._response("in_progress", [], None)
+        created = self._event("response.created", {"response": response})
+        return created + self._event("response.in_progress", {"response": response})
+
+    def delta_event(self, delta: router_pb2.Delta) -> bytes:
+        """The events of one piece of the answer."""
+        return b"".join([self._step(step, "completed") for step in self._answer.add(delta)])
+
+    def closing(self, finished: router_pb2.Finished) -> bytes:
+        """The events after all pieces. The last one holds the whole response."""
+        status = _status(finished)
+        closed = b"".join([self._step(step, status) for step in self._answer.end()])
+        return closed + self._event(f"response.{status}", {"response": self.body(finished)})
+
+    def failure(self, error: Json) -> bytes:
+        """The last event of a stream whose request failed. It holds the output so far."""
+        output = [self._items.whole(block, "incomplete") for block in self._answer.blocks]
+        response = self._response("failed", output, None)
+        response["error"] = error
+        return self._event("response.failed", {"response": response})
+
+    # ---- whole
+
+    def add(self, delta: router_pb2.Delta) -> None:
+        """Fold a piece into the whole answer."""
+        self._answer.add(delta)
+
+    def body(self, finished: router_pb2.Finished) -> Json:
+        """The whole response, after all pieces were added."""
+        status, blocks = _status(finished), self._answer.blocks
+        output = [self._items.whole(block, "completed") for block in blocks[:-1]]
+        output += [self._items.whole(block, status) for block in blocks[-1:]]
+        response = self._response(status, output, usage_object(finished.usage))
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response = response
+        return response
+
+    # ---- common
+
+    def _response(self, status: str, output: list[Json], usage: Json | None) -> Json:
+        return {
+            "id": self._shape.response_id,
+            "object": "response",
+            "created_at": self._started.created_unix_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._started.model,
+            "output": output,
+            "usage": usage,
+            **self._shape.echo,
+        }
+
+    def _step(self, step: Step, status: str) -> bytes:
+        action, block, text = step
+        if action == "open":
+            return self._opened(block)
+        if action == "delta":
+            return self._grown(block, text)
+        return self._closed(block, status)
+
+    def _opened(self, block: AnswerBlock) -> bytes:
+        self._n_logprobs = 0
+        where = {"output_index": block.index, "item": self._items.begun(block)}
+        opened = self._event("response.output_item.added", where)
+        if block.kind == "call":
+            return opened
+        part = {**self._place(block), "part": self._items.part(block, is_empty=True)}
+        return opened + self._event(f"response.{self._names(block)[0]}", part)
+
+    def _grown(self, block: AnswerBlock, text: str) -> bytes:
+        piece = {**self._place(block), "delta": text}
+        if block.kind == "call":
+            return self._event("response.function_call_arguments.delta", piece)
+        if block.kind == "text":
+            piece["logprobs"] = logprob_objects(block.logprobs[self._n_logprobs :])
+            self._n_logprobs = len(block.logprobs)
+        return self._event(f"response.{self._names(block)[1]}", piece)
+
+    def _closed(self, block: AnswerBlock, status: str) -> bytes:
+        place = self._place(block)
+        if block.kind == "call":
+            arguments = {"name": block.name, "arguments": block.text}
+            closed = self._event("response.function_call_arguments.done", {**place, **arguments})
+        else:
+            _, _, text_done, part_done = self._names(block)
+            part = self._items.part(block)
+            said: Json = {"text": block.text}
+            if block.kind == "text":
+                said["logprobs"] = part["logprobs"]
+            closed = self._event(f"response.{text_done}", {**place, **said})
+            closed += self._event(f"response.{part_done}", {**place, "part": part})
+        item = {"output_index": block.index, "item": self._items.whole(block, status)}
+        return closed + self._event("response.output_item.done", item)
+
+    def _names(self, block: AnswerBlock) -> tuple[str, str, str, str]:
+        if block.kind == "text":
+            return _MESSAGE_EVENTS
+        return _SUMMARY_EVENTS if self._shape.has_summary else _REASONING_EVENTS
+
+    def _place(self, block: AnswerBlock) -> Json:
+        """Where an event belongs: its item, and the part of it."""
+        place: Json = {"item_id": self._items.id_of(block), "output_index": block.index}
+        if block.kind == "call":
+            return place
+        is_summary = block.kind == "reasoning" and self._shape.has_summary
+        return place | {"summary_index" if is_summary else "content_index": 0}
+
+    def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
+        event = event_bytes(name, {"sequence_number": self._n_events, **fields})
+        self._n_events += 1
+        return event
+
+
+def event_bytes(name: str, fields: Mapping[str, Any]) -> bytes:
+    """One server-sent event, whose data repeats its name."""
+    data = json.dumps({"type": name, **fields}, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {data}\n\n".encode()
+
+
+def usage_object(usage: router_pb2.Usage) -> Json:
+    """The tokens of an answer."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _status(finished: router_pb2.Finished) -> str:
+    is_cut = finished.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    return "incomplete" if is_cut else "completed"

@@ -1,0 +1,136 @@
+"""Stored responses: found by their tenant alone, for their life time, within their tenant's bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libs.database.database import Database, open_database
+from services.router.api.responses.request import ResponseDraft, decode_response
+from services.router.api.responses.store import ResponseStore, StoredResponse
+from services.router.api.responses.stored_items import items_to_store, page_of
+from slipstream.errors import InvalidArgument, NotFound
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    opened = open_database(f"sqlite:{tmp_path}/test.db")
+    yield opened
+    await opened.close()
+
+
+def response(key: str, text: str = "Hello.", *, earlier: Any = ()) -> StoredResponse:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    output = [{"id": f"msg_{key}_0", "type": "message", "role": "assistant", "content": [part]}]
+    items = items_to_store([{"role": "user", "content": f"hi {key}"}], key)
+    return StoredResponse({"id": f"resp_{key}", "output": output}, items, earlier)
+
+
+def draft(**body: Any) -> ResponseDraft:
+    return decode_response(json.dumps({"input": "hi", **body}).encode())
+
+
+async def test_only_its_tenant_finds_and_deletes_a_response(database: Database) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    saved = response("k", "caf\u00e9", earlier=[])
+    await store.save("alice", saved)
+    assert await store.find("alice", "resp_k") == saved
+    for refused in (
+        store.find("bob", "resp_k"),
+        store.delete("bob", "resp_k"),
+        store.find("alice", "resp_x"),
+    ):
+        with pytest.raises(NotFound):
+            await refused
+    with pytest.raises(NotFound):
+        await store.earlier_items("bob", draft(previous_response_id="resp_k"))
+    await store.delete("alice", "resp_k")
+    with pytest.raises(NotFound):
+        await store.find("alice", "resp_k")
+
+
+async def test_a_conversation_goes_on_without_its_earlier_responses(database: Database) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    await store.save("alice", response("a"))
+    first = await store.earlier_items("alice", draft(previous_response_id="resp_a"))
+    assert [item["id"] for item in first.items] == ["msg_a_i0", "msg_a_0"]
+    await store.save("alice", response("b", earlier=first.items))
+    await store.delete("alice", "resp_a")
+    second = await store.earlier_items("alice", draft(previous_response_id="resp_b"))
+    assert [item["id"] for item in second.items] == ["msg_a_i0", "msg_a_0", "msg_b_i0", "msg_b_0"]
+
+
+async def test_items_are_found_by_their_ids(database: Database) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    await store.save("alice", response("a"))
+    references = [{"type": "item_reference", "id": "msg_a_0"}, {"id": "msg_a_i0"}]
+    found = await store.earlier_items("alice", draft(input=references))
+    assert found.by_id["msg_a_0"]["role"] == "assistant"
+    assert found.by_id["msg_a_i0"]["content"] == [{"type": "input_text", "text": "hi a"}]
+    for unknown in ("msg_a_7", "msg_b_0", "x"):
+        with pytest.raises(NotFound, match=unknown):
+            await store.earlier_items("alice", draft(input=[{"id": unknown}]))
+
+
+async def test_a_response_is_gone_after_its_life_time(database: Database) -> None:
+    clock = Clock()
+    store = ResponseStore(database, wall_clock_s=clock, ttl_s=60)
+    await store.save("alice", response("a"))
+    clock.now_s += 59
+    await store.find("alice", "resp_a")
+    clock.now_s += 1
+    with pytest.raises(NotFound):
+        await store.find("alice", "resp_a")
+    with pytest.raises(NotFound):
+        await store.delete("alice", "resp_a")
+    for index in range(16):  # a sweep is among them
+        await store.save("bob", response(f"b{index}"))
+    left = await database.read(
+        lambda tx: tx.execute("SELECT id FROM stored_responses WHERE tenant = 'alice'")
+    )
+    assert left == []
+
+
+@pytest.mark.parametrize("bounds", [{"max_responses": 3}, {"max_bytes": 1000}])
+async def test_a_tenants_oldest_responses_make_room(database: Database, bounds: dict[str, int]) -> None:
+    clock = Clock()
+    store = ResponseStore(database, wall_clock_s=clock, **bounds)
+    await store.save("bob", response("bob"))
+    for index in range(32):
+        clock.now_s += 1
+        await store.save("alice", response(f"a{index}"))
+    sql = "SELECT id, n_bytes FROM stored_responses WHERE tenant = 'alice' ORDER BY created_unix_s"
+    left = await database.read(lambda tx: tx.execute(sql))
+    # A sweep was at the last save, and the newest ones are left.
+    assert [row[0] for row in left] == [f"resp_a{index}" for index in range(32 - len(left), 32)]
+    if "max_responses" in bounds:
+        assert len(left) == 3
+    else:
+        assert sum(row[1] for row in left) <= 1000
+    await store.find("bob", "resp_bob")
+
+
+def test_pages_of_input_items() -> None:
+    items = items_to_store([{"role": "user", "content": str(index)} for index in range(5)], "k")
+    first = page_of(items, after=None, order="desc", limit=2)
+    assert [item["id"] for item in first["data"]] == ["msg_k_i4", "msg_k_i3"]
+    assert (first["first_id"], first["last_id"], first["has_more"]) == ("msg_k_i4", "msg_k_i3", True)
+    rest = page_of(items, after="msg_k_i3", order="desc", limit=3)
+    assert [item["id"] for item in rest["data"]] == ["msg_k_i2", "msg_k_i1", "msg_k_i0"]
+    assert rest["has_more"] is False
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}):
+        with pytest.raises(InvalidArgument):
+            page_of(items, **{"after": None, "order": "asc", "limit": 20, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(NotFound):
+        page_of(items, after="msg_k_i9", order="asc", limit=20)
