@@ -34,6 +34,7 @@ SHORTEST = {
     "bench.fuzz": "--inputs 1000 --json",
     "bench.headline": "--rates 1 --rounds 1 --sessions 1 --turns 2 --first-prompt-tokens 64 --json",
     "bench.heal": "--links router-decode --faults reset --rounds 1 --json",
+    "bench.jobs": "--jobs 200 --rounds 2 --requests 2 --queued 5 --json",
     "bench.keyless": "--connections 4 --message-bytes 65536 --json",
     "bench.kvstore": "--turns 1 --json",
     "bench.kvstore.faults": "--prompt-tokens 256 --rounds 1 --only EIO --json",

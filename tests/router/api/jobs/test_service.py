@@ -86,7 +86,9 @@ async def test_an_answer_is_the_same_in_each_attempt(stub: Any, router: RouterSe
 
     def undo(tx: Any) -> None:
         tx.execute("DELETE FROM job_results")
-        tx.execute("UPDATE jobs SET state = 'queued', ended_unix_s = 0")
+        tx.execute(
+            "UPDATE jobs SET state = 'queued', ended_unix_s = 0, created_unix_s = created_unix_s - 1000"
+        )
         tx.execute("UPDATE job_tenants SET live = 1")
 
     await store._database.run(undo)
@@ -96,8 +98,12 @@ async def test_an_answer_is_the_same_in_each_attempt(stub: Any, router: RouterSe
     second = await stub.GetJob(jobs_pb2.GetJobRequest(id=first.job.id))
     assert second.job.attempt == first.job.attempt + 1
 
+    assert json.loads(second.result)["created"] == int(second.job.created_unix_s)
+    assert second.job.created_unix_s == first.job.created_unix_s - 1000
+
     def comparable(data: bytes) -> Any:
         answer = json.loads(data)
+        answer.pop("created")
         answer["usage"].pop("prompt_tokens_details", None)  # what the cache held
         return answer
 
