@@ -6,6 +6,11 @@
     scope = "tenant"                  # or "operator"; left out: "tenant"
     sha256 = "9f86d081..."            # of the key, 64 hex digits
     expires = 2027-01-31T00:00:00Z    # optional
+    requests_per_minute = 60          # optional limits: metering/rate_limits.py
+
+    [[tenant]]                        # optional: limits of all keys of a tenant together
+    name = "anna"
+    spend_per_month = 100
 
 A key has 256 random bits, which no search finds, so a slow hash would protect nothing.
 Messages of errors name the file and a line, and never show a value: it could be a key.
@@ -14,6 +19,7 @@ Messages of errors name the file and a line, and never show a value: it could be
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -23,19 +29,24 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from slipstream.bounds import MAX_KEY_FILE_BYTES
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
+from slipstream.metering.rate_limits import LIMIT_FIELDS, NO_LIMITS, RateLimits, parse_limits
 
 KEY_PREFIX = "sk-slipstream-"
 _KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_FIELDS = ("name", "tenant", "scope", "sha256", "expires")
+_FIELDS = ("name", "tenant", "scope", "sha256", "expires", *LIMIT_FIELDS)
+_TENANT_FIELDS = ("name", *LIMIT_FIELDS)
+_TABLE = re.compile(r"\s*\[\[\s*(key|tenant)\s*\]\]")
+_NO_TENANTS: Mapping[str, RateLimits] = {}
 _HEADER = "# API keys by their hashes. `slipstream keys` writes this file.\n"
 
 
@@ -55,10 +66,19 @@ class KeyRecord:
     scope: KeyScope
     sha256: bytes
     expires_s: float | None = None
+    limits: RateLimits = NO_LIMITS
 
     def is_expired(self, now_s: float) -> bool:
         """Whether the key has expired at the Unix time `now_s`."""
         return self.expires_s is not None and now_s >= self.expires_s
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """A whole file: its keys, and the limits of tenants by name."""
+
+    keys: tuple[KeyRecord, ...] = ()
+    tenants: Mapping[str, RateLimits] = dataclasses.field(default_factory=dict)
 
 
 def key_hash(key: str) -> bytes:
@@ -66,23 +86,28 @@ def key_hash(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def parse_keys(text: str, *, source: str) -> tuple[KeyRecord, ...]:
-    """The records of a file's text. Raises ValueError that begins with `source:line`."""
+def parse_key_file(text: str, *, source: str) -> KeyFile:
+    """What a file's text says. Raises ValueError that begins with `source:line`."""
     try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = tomllib.loads(text, parse_float=Decimal)
+    except (ValueError, RecursionError, ArithmeticError) as error:
         found = re.search(r"at line (\d+)", str(error))
         line = found.group(1) if found else str(text.count("\n") + 1)
         raise ValueError(f"{source}:{line}: is not TOML; keys are tables [[key]]") from None
-    tables = document.get("key", [])
-    if set(document) - {"key"} or not isinstance(tables, list):
-        raise ValueError(f"{source}:1: holds something else than tables [[key]]")
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[", line)]
+    tables = {kind: document.get(kind, []) for kind in ("key", "tenant")}
+    if set(document) - set(tables) or not all(isinstance(found, list) for found in tables.values()):
+        raise ValueError(f"{source}:1: holds something else than tables [[key]] and [[tenant]]")
     records: dict[str, KeyRecord] = {}
     hashes: set[bytes] = set()
-    for index, table in enumerate(tables):
-        where = f"{source}:{lines[index] if index < len(lines) else 1}"
+    tenants: dict[str, RateLimits] = {}
+    for where, kind, table in _placed(text, tables, source):
         try:
+            if kind == "tenant":
+                name, limits = _tenant(table)
+                if name in tenants:
+                    raise ValueError("repeats the name of an earlier tenant")
+                tenants[name] = limits
+                continue
             record = _record(table)
             if record.name in records or record.sha256 in hashes:
                 raise ValueError("repeats the name or the hash of an earlier key")
@@ -90,11 +115,28 @@ def parse_keys(text: str, *, source: str) -> tuple[KeyRecord, ...]:
             raise ValueError(f"{where}: {error}") from None
         records[record.name] = record
         hashes.add(record.sha256)
-    return tuple(records.values())
+    return KeyFile(tuple(records.values()), tenants)
 
 
-def format_keys(records: Sequence[KeyRecord]) -> str:
-    """The text of a file with these records."""
+def _placed(text: str, tables: Mapping[str, Sequence[Any]], source: str) -> Iterator[tuple[str, str, Any]]:
+    """The tables with their kind and their place, `source:line`."""
+    lines: dict[str, list[int]] = {kind: [] for kind in tables}
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := _TABLE.match(line):
+            lines[found.group(1)].append(number)
+    for kind, found_tables in tables.items():
+        for index, table in enumerate(found_tables):
+            line_number = lines[kind][index] if index < len(lines[kind]) else 1
+            yield f"{source}:{line_number}", kind, table
+
+
+def parse_keys(text: str, *, source: str) -> tuple[KeyRecord, ...]:
+    """The keys of a file's text. Raises ValueError that begins with `source:line`."""
+    return parse_key_file(text, source=source).keys
+
+
+def format_keys(records: Sequence[KeyRecord], tenants: Mapping[str, RateLimits] = _NO_TENANTS) -> str:
+    """The text of a file with these keys, and these limits of tenants."""
     parts = [_HEADER]
     for record in records:
         lines = [
@@ -107,12 +149,14 @@ def format_keys(records: Sequence[KeyRecord]) -> str:
         if record.expires_s is not None:
             expires = datetime.fromtimestamp(record.expires_s, UTC)
             lines.append(f"expires = {expires.strftime('%Y-%m-%dT%H:%M:%SZ')}")
-        parts.append("\n".join(lines) + "\n")
+        parts.append("\n".join([*lines, *record.limits.lines()]) + "\n")
+    for name, limits in tenants.items():
+        parts.append("\n".join(["[[tenant]]", f'name = "{name}"', *limits.lines()]) + "\n")
     return "\n".join(parts)
 
 
-def read_keys(path: Path) -> tuple[KeyRecord, ...]:
-    """The keys of a file. Raises ValueError that names the file and the line."""
+def read_key_file(path: Path) -> KeyFile:
+    """What a file says. Raises ValueError that names the file and the line."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_KEY_FILE_BYTES + 1)
@@ -125,11 +169,22 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ValueError(f"{path}:{line}: is not UTF-8") from None
-    return parse_keys(text, source=str(path))
+    return parse_key_file(text, source=str(path))
+
+
+def read_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """The keys of a file. Raises ValueError that names the file and the line."""
+    return read_key_file(path).keys
 
 
 def add_key(
-    path: Path, *, name: str, tenant: str, scope: KeyScope = KeyScope.TENANT, expires_s: float | None = None
+    path: Path,
+    *,
+    name: str,
+    tenant: str,
+    scope: KeyScope = KeyScope.TENANT,
+    expires_s: float | None = None,
+    limits: RateLimits = NO_LIMITS,
 ) -> str:
     """Add a new random key and return it; only its hash is kept.
 
@@ -142,7 +197,7 @@ def add_key(
     with _changing(path) as records:
         if name in records:
             raise InvalidArgument("--name", f"{name!r} is the name of another key")
-        records[name] = KeyRecord(name, tenant, scope, key_hash(key), expires_s)
+        records[name] = KeyRecord(name, tenant, scope, key_hash(key), expires_s, limits)
     return key
 
 
@@ -165,12 +220,13 @@ def _changing(path: Path) -> Iterator[dict[str, KeyRecord]]:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)  # of two changes at a time, none is lost
         try:
-            records = {record.name: record for record in read_keys(path)} if path.exists() else {}
+            file = read_key_file(path) if path.exists() else KeyFile()
         except ValueError as error:
             raise FailedPrecondition(str(error)) from None
+        records = {record.name: record for record in file.keys}
         yield records
         try:
-            _replace(path, format_keys(list(records.values())))
+            _replace(path, format_keys(list(records.values()), file.tenants))
         except OSError as error:
             raise FailedPrecondition(f"{path} cannot be written: {error.strerror}") from None
     finally:
@@ -212,6 +268,17 @@ def _record(table: Any) -> KeyRecord:
     expires = table.get("expires")
     if expires is not None and (not isinstance(expires, datetime) or expires.tzinfo is None):
         raise ValueError("expires must be a date and time with an offset, as 2027-01-31T00:00:00Z")
-    return KeyRecord(
-        str(name), str(tenant), scope, bytes.fromhex(sha256), None if expires is None else expires.timestamp()
-    )
+    expires_s = None if expires is None else expires.timestamp()
+    return KeyRecord(str(name), str(tenant), scope, bytes.fromhex(sha256), expires_s, parse_limits(table))
+
+
+def _tenant(table: Any) -> tuple[str, RateLimits]:
+    """The name and the limits of a tenant's table. Raises ValueError without a value of the table."""
+    if not isinstance(table, Mapping):
+        raise ValueError("tenant must be a table: [[tenant]]")
+    if set(table) - set(_TENANT_FIELDS):
+        raise ValueError(f"has an unknown field; fields are {', '.join(_TENANT_FIELDS)}")
+    name = table.get("name")
+    if not isinstance(name, str) or not _TENANT.fullmatch(name):
+        raise ValueError(f"name must be text that matches {_TENANT.pattern}")
+    return name, parse_limits(table)

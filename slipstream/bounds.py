@@ -22,6 +22,9 @@ MAX_OUTPUT_DEPTH = 128
 # What a parser does per byte outside of texts takes a hundred times as long as per byte of a text.
 MAX_STRUCTURE_BYTES = 256 << 10
 MAX_KEY_FILE_BYTES = 4 << 20
+# A limit of an API key in requests or tokens, and one in the currency of the prices.
+MAX_LIMIT = 10**12
+MAX_SPEND = 10**6
 
 _request = Section("The request")
 BODY = _request.add(Size("body", 0, MAX_BODY_BYTES, "bytes", "256k tokens are about 1 MiB of text."))
@@ -351,7 +354,14 @@ CONTEXT = _sampling.add(
     )
 )
 
-SECTIONS = (_request, _messages, _tools, _sampling)
+_usage = Section("Usage")
+USAGE_DAY = _usage.add(Rule("from", "must be a day as 2027-01-31", "Of UTC; also `to`."))
+USAGE_DAYS = _usage.add(Rule("from", "must not be after `to`", "Both days count."))
+USAGE_GROUP = _usage.add(
+    Rule("group_by", "must be names of day, tenant, key, model, endpoint, each once", "They are columns.")
+)
+
+SECTIONS = (_request, _messages, _tools, _sampling, _usage)
 BOUNDS: dict[str, Bound] = {
     **{name.upper(): row for name, row in SAMPLING_RANGES.items()},
     **{name: row for name, row in list(globals().items()) if name.isupper() and isinstance(row, Bound)},

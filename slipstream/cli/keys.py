@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from slipstream.api_key_file import KeyRecord, KeyScope, add_key, read_keys, revoke_key
 from slipstream.cli.options import AsJson
 from slipstream.errors import FailedPrecondition, InvalidArgument
+from slipstream.metering.rate_limits import LIMIT_FIELDS, RateLimits, parse_limits
+
+_MAX_DIGITS = 20
 
 keys_app = typer.Typer(
     help="Make, list and revoke the API keys of a router. Routers follow the file.",
@@ -43,12 +47,16 @@ def new(
     expires: Annotated[
         str | None, typer.Option(help="End of the key, as 2027-01-31 or 2027-01-31T12:00:00Z (UTC).")
     ] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option(help=f"NAME=NUMBER, may repeat; names: {', '.join(LIMIT_FIELDS)}.")
+    ] = None,
 ) -> None:
     """Make a key, print it once and keep its hash."""
     expires_s = None if expires is None else _unix_s(expires)
     if expires_s is not None and expires_s <= time.time():
         raise InvalidArgument("--expires", "must be in the future")
-    key = add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s)
+    limits = _limits(limit or [])
+    key = add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits)
     print(key)
 
 
@@ -78,7 +86,7 @@ def show_console_key(secret_file: SecretFile) -> None:
 
 @keys_app.command("list")
 def show(file: KeyFile, as_json: AsJson = False) -> None:
-    """List the keys: names, tenants, scopes and ends."""
+    """List the keys: names, tenants, scopes, ends and limits."""
     try:
         records = read_keys(file)
     except ValueError as error:
@@ -94,10 +102,11 @@ def show(file: KeyFile, as_json: AsJson = False) -> None:
     if not rows:
         print("no keys")
         return
-    table = figures_table(("key", "tenant", "scope", "expires"), ())
+    table = figures_table(("key", "tenant", "scope", "expires", "limits"), ())
     for row in rows:
         ends = f"{row['expires'] or 'never'}{' (expired)' if row['is_expired'] else ''}"
-        table.add_row(*(escape(str(cell)) for cell in (row["name"], row["tenant"], row["scope"], ends)))
+        cells = (row["name"], row["tenant"], row["scope"], ends, ", ".join(row["limits"]) or "none")
+        table.add_row(*(escape(str(cell)) for cell in cells))
     print_table(table)
 
 
@@ -111,7 +120,7 @@ def revoke(
     print(f"revoked {name}")
 
 
-def _row(record: KeyRecord, now_s: float) -> dict[str, object]:
+def _row(record: KeyRecord, now_s: float) -> dict[str, Any]:
     expires = None if record.expires_s is None else datetime.fromtimestamp(record.expires_s, UTC).isoformat()
     return {
         "name": record.name,
@@ -119,7 +128,23 @@ def _row(record: KeyRecord, now_s: float) -> dict[str, object]:
         "scope": str(record.scope),
         "expires": expires,
         "is_expired": record.is_expired(now_s),
+        "limits": record.limits.lines(),
     }
+
+
+def _limits(given: Sequence[str]) -> RateLimits:
+    """The limits of the flags. Raises InvalidArgument."""
+    table: dict[str, object] = {}
+    for item in given:
+        name, _, text = item.partition("=")
+        if name not in LIMIT_FIELDS or name in table:
+            raise InvalidArgument("--limit", f"must be NAME=NUMBER, each once, of {', '.join(LIMIT_FIELDS)}")
+        is_whole = text.isascii() and text.isdigit()
+        table[name] = int(text) if is_whole and len(text) < _MAX_DIGITS else text
+    try:
+        return parse_limits(table)
+    except ValueError as error:
+        raise InvalidArgument("--limit", str(error)) from None
 
 
 def _unix_s(text: str) -> float:

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from slipstream.api_key_file import KeyScope, key_hash, read_keys
 from slipstream.cli.app import app
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
+from slipstream.metering.money import PICO
+from slipstream.metering.rate_limits import RateLimits
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.console_key import console_key
 from slipstream.rpc.scrape_token import scrape_token
@@ -68,3 +70,16 @@ def test_refusals_name_the_flag(tmp_path: Path) -> None:
         except kind:
             continue
         raise AssertionError(arguments)
+
+
+def test_limits_are_flags_and_stand_in_the_list(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    limits = ("--limit", "requests_per_minute=60", "--limit", "spend_per_day=2.50")
+    run("new", "--name", "a", "--tenant", "t", *limits, file=file)
+    (record,) = read_keys(file)
+    assert record.limits == RateLimits(requests_per_minute=60, spend_per_day=5 * PICO // 2)
+    (row,) = json.loads(run("list", "--json", file=file))
+    assert row["limits"] == ["requests_per_minute = 60", "spend_per_day = 2.5"]
+    for wrong in ("rpm=1", "requests_per_minute", "requests_per_minute=x", "spend_per_day=1e99"):
+        with pytest.raises(InvalidArgument, match="--limit"):
+            run("new", "--name", "b", "--tenant", "t", "--limit", wrong, file=file)

@@ -14,12 +14,16 @@ from slipstream.api_key_file import (
     add_key,
     format_keys,
     key_hash,
+    parse_key_file,
     parse_keys,
+    read_key_file,
     read_keys,
     revoke_key,
 )
 from slipstream.bounds import MAX_KEY_FILE_BYTES
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
+from slipstream.metering.money import PICO
+from slipstream.metering.rate_limits import NO_LIMITS, RateLimits
 
 SECRET = "sk-slipstream-do-not-show-me"
 HASH = key_hash(SECRET).hex()
@@ -83,6 +87,42 @@ def test_a_broken_file_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match="keys:1"):
         add_key(path, name="a", tenant="t")
     assert path.read_text() == f"{SECRET} anna\n"
+
+
+def test_limits_of_keys_and_tenants_are_written_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    limits = RateLimits(60, 100_000, 8, spend_per_day=5 * PICO // 2, spend_per_month=PICO // 10**6)
+    add_key(path, name="a", tenant="anna", limits=limits)
+    with path.open("a") as file:
+        file.write('\n[[tenant]]\nname = "anna"\nspend_per_month = 99.5\n')
+    add_key(path, name="b", tenant="anna")
+    found = read_key_file(path)
+    assert [record.limits for record in found.keys] == [limits, NO_LIMITS]
+    assert found.tenants == {"anna": RateLimits(spend_per_month=199 * PICO // 2)}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("requests_per_minute = 0", "keys:5: requests_per_minute must be a whole number from 1"),
+        ("requests_per_minute = 1.5", "keys:5: requests_per_minute must be a whole number"),
+        ("tokens_per_minute = true", "keys:5: tokens_per_minute must be a whole number"),
+        ("concurrent_requests = 1_000_000_000_001", "keys:5: concurrent_requests must be a whole number"),
+        ("spend_per_day = 0", "keys:5: spend_per_day must be above 0"),
+        ("spend_per_day = -1", "keys:5: spend_per_day must be a number from 0"),
+        ("spend_per_day = inf", "keys:5: spend_per_day must be a number from 0"),
+        ("spend_per_month = 0.0000001", "keys:5: spend_per_month must have at most 6 decimals"),
+        ("spend_per_month = 1_000_001", "keys:5: spend_per_month must be above 0 and at most 1000000"),
+        ("requests_per_hour = 1", "keys:5: has an unknown field"),
+        ('sha256 = "0"', "keys:5: has an unknown field"),
+        ('[[tenant]]\nname = "t"', "keys:7: repeats the name of an earlier tenant"),
+        ('[[tenant]]\nname = "a b"', "keys:7: name must be text"),
+    ],
+)
+def test_a_wrong_limit_names_its_line_and_field(line: str, said: str) -> None:
+    text = f'[[tenant]]\nname = "t"\n\n\n[[tenant]]\nname = "u"\n{line}\n'
+    with pytest.raises(ValueError, match=f"^{said}"):
+        parse_key_file(text, source="keys")
 
 
 def test_what_is_written_is_read_again() -> None:

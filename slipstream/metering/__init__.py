@@ -1,0 +1,4 @@
+"""Amounts of money, limits of keys, and what was used, as routers and clients state them.
+
+Must not import the clients.
+"""
