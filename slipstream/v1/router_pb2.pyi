@@ -83,6 +83,29 @@ TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
 TOOL_CHOICE_MODE_FUNCTION: ToolChoiceMode.ValueType  # 4
 Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
 
+class _UsageGroup:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UsageGroupEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UsageGroup.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    USAGE_GROUP_UNSPECIFIED: _UsageGroup.ValueType  # 0
+    USAGE_GROUP_DAY: _UsageGroup.ValueType  # 1
+    USAGE_GROUP_TENANT: _UsageGroup.ValueType  # 2
+    USAGE_GROUP_KEY: _UsageGroup.ValueType  # 3
+    USAGE_GROUP_MODEL: _UsageGroup.ValueType  # 4
+    USAGE_GROUP_ENDPOINT: _UsageGroup.ValueType  # 5
+
+class UsageGroup(_UsageGroup, metaclass=_UsageGroupEnumTypeWrapper): ...
+
+USAGE_GROUP_UNSPECIFIED: UsageGroup.ValueType  # 0
+USAGE_GROUP_DAY: UsageGroup.ValueType  # 1
+USAGE_GROUP_TENANT: UsageGroup.ValueType  # 2
+USAGE_GROUP_KEY: UsageGroup.ValueType  # 3
+USAGE_GROUP_MODEL: UsageGroup.ValueType  # 4
+USAGE_GROUP_ENDPOINT: UsageGroup.ValueType  # 5
+Global___UsageGroup: _TypeAlias = UsageGroup  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -811,6 +834,7 @@ class Usage(_message.Message):
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """including cached tokens"""
     completion_tokens: _builtins.int
@@ -820,6 +844,10 @@ class Usage(_message.Message):
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CachedTokens]:
         """the cached tokens by tier"""
 
+    @_builtins.property
+    def cost(self) -> Global___Cost:
+        """Unset without prices. Of several answers to one prompt the first pays the prompt."""
+
     def __init__(
         self,
         *,
@@ -828,14 +856,41 @@ class Usage(_message.Message):
         reasoning_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         cached: _abc.Iterable[_common_pb2.CachedTokens] | None = ...,
+        cost: Global___Cost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "cost", b"cost", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class Cost(_message.Message):
+    """Cost is an exact amount of money."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    AMOUNT_PICO_FIELD_NUMBER: _builtins.int
+    currency: _builtins.str
+    """as "USD" """
+    amount_pico: _builtins.int
+    """in 10^-12 of the currency"""
+    def __init__(
+        self,
+        *,
+        currency: _builtins.str = ...,
+        amount_pico: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount_pico", b"amount_pico", "currency", b"currency"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cost: _TypeAlias = Cost  # noqa: Y015
 
 @_typing.final
 class RequestStats(_message.Message):
@@ -1062,23 +1117,178 @@ class Model(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    PRICE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_context_tokens: _builtins.int
     created_unix_s: _builtins.int
+    @_builtins.property
+    def price(self) -> Global___ModelPrice:
+        """unset without prices"""
+
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         max_context_tokens: _builtins.int = ...,
         created_unix_s: _builtins.int = ...,
+        price: Global___ModelPrice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["price", b"price"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "id", b"id", "max_context_tokens", b"max_context_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "id", b"id", "max_context_tokens", b"max_context_tokens", "price", b"price"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ModelPrice(_message.Message):
+    """ModelPrice is the price of one token of each kind, in 10^-12 of the currency."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    INPUT_PICO_FIELD_NUMBER: _builtins.int
+    CACHED_INPUT_PICO_FIELD_NUMBER: _builtins.int
+    OUTPUT_PICO_FIELD_NUMBER: _builtins.int
+    currency: _builtins.str
+    """as "USD" """
+    input_pico: _builtins.int
+    cached_input_pico: _builtins.int
+    output_pico: _builtins.int
+    def __init__(
+        self,
+        *,
+        currency: _builtins.str = ...,
+        input_pico: _builtins.int = ...,
+        cached_input_pico: _builtins.int = ...,
+        output_pico: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_input_pico", b"cached_input_pico", "currency", b"currency", "input_pico", b"input_pico", "output_pico", b"output_pico"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelPrice: _TypeAlias = ModelPrice  # noqa: Y015
+
+@_typing.final
+class GetUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_DAY_FIELD_NUMBER: _builtins.int
+    TO_DAY_FIELD_NUMBER: _builtins.int
+    GROUP_BY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    from_day: _builtins.str
+    """of UTC, as 2027-01-31; empty: 30 days until `to_day`"""
+    to_day: _builtins.str
+    """included; empty: today"""
+    tenant: _builtins.str
+    """empty: the caller's own, for an operator all"""
+    @_builtins.property
+    def group_by(self) -> _containers.RepeatedScalarFieldContainer[Global___UsageGroup.ValueType]:
+        """empty: one row for each currency"""
+
+    def __init__(
+        self,
+        *,
+        from_day: _builtins.str = ...,
+        to_day: _builtins.str = ...,
+        group_by: _abc.Iterable[Global___UsageGroup.ValueType] | None = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_day", b"from_day", "group_by", b"group_by", "tenant", b"tenant", "to_day", b"to_day"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetUsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    FROM_DAY_FIELD_NUMBER: _builtins.int
+    TO_DAY_FIELD_NUMBER: _builtins.int
+    from_day: _builtins.str
+    to_day: _builtins.str
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageRow]:
+        """in the order of the groups' values"""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___UsageRow] | None = ...,
+        from_day: _builtins.str = ...,
+        to_day: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_day", b"from_day", "rows", b"rows", "to_day", b"to_day"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
+
+@_typing.final
+class UsageRow(_message.Message):
+    """UsageRow is a sum over requests. Of the first fields those are set by which rows are grouped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    day: _builtins.str
+    tenant: _builtins.str
+    key: _builtins.str
+    """the name of the API key; empty: without one"""
+    model: _builtins.str
+    endpoint: _builtins.str
+    """an HTTP path, or an RPC"""
+    requests: _builtins.int
+    prompt_tokens: _builtins.int
+    """including cached tokens"""
+    cached_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    currency: _builtins.str
+    """empty: had no price"""
+    cost: _builtins.str
+    """an exact decimal number"""
+    def __init__(
+        self,
+        *,
+        day: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        key: _builtins.str = ...,
+        model: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        currency: _builtins.str = ...,
+        cost: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "cost", b"cost", "currency", b"currency", "day", b"day", "endpoint", b"endpoint", "key", b"key", "model", b"model", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageRow: _TypeAlias = UsageRow  # noqa: Y015
 
 @_typing.final
 class ListSessionsRequest(_message.Message):

@@ -75,6 +75,11 @@ class RouterServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_router__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/slipstream.v1.RouterService/GetUsage',
+                request_serializer=slipstream_dot_v1_dot_router__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_router__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -147,6 +152,14 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """GetUsage returns what the caller's tenant has used, to an operator what all have. It includes what this
+        router has counted; what others have counted follows within a second. It has no effect. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +197,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=slipstream_dot_v1_dot_router__pb2.ListWorkersRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_router__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=slipstream_dot_v1_dot_router__pb2.GetUsageRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_router__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -381,6 +399,33 @@ class RouterService(object):
             '/slipstream.v1.RouterService/ListWorkers',
             slipstream_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
             slipstream_dot_v1_dot_router__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.RouterService/GetUsage',
+            slipstream_dot_v1_dot_router__pb2.GetUsageRequest.SerializeToString,
+            slipstream_dot_v1_dot_router__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

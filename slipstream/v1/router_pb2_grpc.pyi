@@ -70,6 +70,10 @@ class RouterServiceStub:
     """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
     Operators see endpoints. It has no effect. Idempotent.
     """
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetUsageRequest, _router_pb2.GetUsageResponse]
+    """GetUsage returns what the caller's tenant has used, to an operator what all have. It includes what this
+    router has counted; what others have counted follows within a second. It has no effect. Idempotent.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -112,6 +116,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
     Operators see endpoints. It has no effect. Idempotent.
+    """
+    GetUsage: _aio.UnaryUnaryMultiCallable[_router_pb2.GetUsageRequest, _router_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """GetUsage returns what the caller's tenant has used, to an operator what all have. It includes what this
+    router has counted; what others have counted follows within a second. It has no effect. Idempotent.
     """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -194,6 +202,16 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_router_pb2.ListWorkersResponse, _abc.Awaitable[_router_pb2.ListWorkersResponse]]:
         """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
         Operators see endpoints. It has no effect. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _router_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.GetUsageResponse, _abc.Awaitable[_router_pb2.GetUsageResponse]]:
+        """GetUsage returns what the caller's tenant has used, to an operator what all have. It includes what this
+        router has counted; what others have counted follows within a second. It has no effect. Idempotent.
         """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
