@@ -8,7 +8,9 @@
     ├── Unauthenticated        no or wrong credentials
     ├── PermissionDenied       valid credentials of a class that may not do this
     ├── Overloaded             no capacity now; retry after `retry_after_ms`
-    │   └── OutOfPages         no free KV pages on this worker
+    │   ├── OutOfPages         no free KV pages on this worker
+    │   ├── RateLimited        a limit of the API key or its tenant is reached, for a moment
+    │   └── QuotaExceeded      the key or its tenant has spent what it may in a day or a month
     ├── Unavailable            a peer is gone or not ready; safe to retry elsewhere
     │   ├── Draining           this process is about to end; what it ran goes on elsewhere
     │   └── TransferError      KV bytes did not arrive (see its children in libs.common.transport)
@@ -124,6 +126,14 @@ class Overloaded(SlipstreamError):
 
 class OutOfPages(Overloaded):
     """The worker has no free KV pages for this sequence."""
+
+
+class RateLimited(Overloaded):
+    """The API key or its tenant has as many requests or tokens as it may have now."""
+
+
+class QuotaExceeded(Overloaded):
+    """The API key or its tenant has spent what it may in a day or a month. Not worth a quick retry."""
 
 
 class Unavailable(SlipstreamError):

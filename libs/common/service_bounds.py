@@ -47,6 +47,17 @@ GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
 LOAD_WATCHERS = 256
 # Streams of KEDA's scaler at one router: one for each tier and replica of KEDA's operator is usual.
 
+# The file of prices, and a price of a million tokens in it.
+MAX_PRICE_FILE_BYTES = 256 << 10
+MAX_PRICE = 10_000
+# Counters of usage that wait for the database are written so often; a lease of a limit is renewed so often.
+USAGE_WRITE_S = 1.0
+LIMIT_RENEW_S = 0.25
+# What a router holds in advance of a limit is free again when it has not renewed it for so long.
+LIMIT_LEASE_S = 10.0
+# The rows of one answer about usage.
+MAX_USAGE_ROWS = 10_000
+
 # Admission, by class: interactive, default, bulk, jobs. The queue is limited in number and in time.
 MAX_RUNNING_REQUESTS = 256
 MAX_WAITING_REQUESTS = (256, 512, 1024, 64)
@@ -275,6 +286,20 @@ _TOGETHER: tuple[_Row, ...] = (
         "further ones are not used, until others leave",
     ),
     ("The file of API keys", f"{bounds.MAX_KEY_FILE_BYTES} bytes", "the keys stay as they were"),
+    ("The file of prices", f"{MAX_PRICE_FILE_BYTES} bytes", "the prices stay as they were"),
+    ("A price of a million tokens", f"{MAX_PRICE}", "the prices stay as they were"),
+    (
+        "A limit of requests or tokens / of spend",
+        f"{bounds.MAX_LIMIT} / {bounds.MAX_SPEND}",
+        "the keys stay as they were",
+    ),
+    ("Usage that is not in the database yet", f"{USAGE_WRITE_S:g} s", "lost if the router is killed"),
+    ("Rows of one answer about usage", f"{MAX_USAGE_ROWS}", "400, INVALID_ARGUMENT"),
+    (
+        "Use beyond a shared limit: of each of several routers",
+        "limit / (4 x routers), at least 1",
+        "429 until its lease is renewed",
+    ),
     ("Token ids of `/detokenize` and `Detokenize`", f"{MAX_DECODED_TOKENS}", "400, INVALID_ARGUMENT"),
     ("A file of settings (`--config`)", f"{MAX_CONFIGURATION_BYTES} bytes", "refused by name"),
     (

@@ -10,6 +10,7 @@ from libs.common.telemetry.metric import Metric, counter, gauge
 from libs.common.telemetry.router_metrics import (
     ADMISSION_METRICS,
     JOB_METRICS,
+    METERING_METRICS,
     REQUEST_METRICS,
     ROUTER_METRICS,
 )
@@ -64,6 +65,7 @@ SECTIONS: tuple[MetricSection, ...] = (
     MetricSection("Requests accepted", ("router", *_ENGINES), _ACCEPTED),
     MetricSection("Requests", ("router",), REQUEST_METRICS),
     MetricSection("Admission", ("router",), ADMISSION_METRICS),
+    MetricSection("Metering", ("router",), METERING_METRICS),
     MetricSection("Router", ("router",), ROUTER_METRICS),
     MetricSection("Jobs", ("router",), JOB_METRICS),
     MetricSection("KV cache", ("router", *_ENGINES), _KV_CACHE),

@@ -54,6 +54,12 @@ ADMISSION_METRICS: tuple[Metric, ...] = (
     counter("admission_expired_total", "Requests that waited too long for capacity."),
     counter("admission_preempted_total", "Requests returned to the queue for a higher class."),
 )
+METERING_METRICS: tuple[Metric, ...] = (
+    counter("cost_total", "Cost of answers, in the currency of the price file.", "model", "currency"),
+    counter("limited_total", "Requests refused by a limit of their API key or tenant.", "limit"),
+    gauge("usage_unwritten_requests", "Requests whose usage waits for the database."),
+    counter("usage_write_failures_total", "Times the database did not take the usage that waited."),
+)
 ROUTER_METRICS: tuple[Metric, ...] = (
     gauge("workers", "Workers that are ready at this router.", "worker_role"),
     gauge(

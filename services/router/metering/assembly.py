@@ -1,0 +1,123 @@
+"""Builds the meter of a router, and runs its background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from libs.common.cluster.discovery import Fleet
+from libs.common.cluster.worker_record import Role
+from libs.common.runtime.followed_file import FollowedFile
+from libs.common.telemetry.counters import Counters
+from libs.database.database import Database
+from services.router.metering.lease_renewal import LeaseRenewal
+from services.router.metering.lease_store import LeaseStore
+from services.router.metering.limiter import Limiter, LimitSource
+from services.router.metering.metering import Metering
+from services.router.metering.price_list import read_prices
+from services.router.metering.usage_ledger import UsageLedger
+from services.router.metering.usage_store import UsageStore
+from slipstream.api_key_file import KeyFile
+
+log = logging.getLogger(__name__)
+
+
+class MeteringTasks:
+    """What runs in the background. `close` ends it, and writes what there is."""
+
+    def __init__(self, renewal: LeaseRenewal | None, ledger: UsageLedger | None) -> None:
+        self._renewal = renewal
+        self._ledger = ledger
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run this until `close`."""
+        self._tasks.append(asyncio.create_task(work, name=name))
+
+    async def close(self) -> None:
+        """End the tasks; then write the usage and give leases back."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ledger is not None and not await self._ledger.write():
+            log.error("the usage of %d requests is lost", self._ledger.unwritten_requests)
+        if self._renewal is not None:
+            await self._renewal.close()
+
+
+class MeteringOptions(Protocol):
+    """The options of a router that the meter reads."""
+
+    @property
+    def instance(self) -> str:
+        """The router's name."""
+
+    @property
+    def prices(self) -> Path | None:
+        """The price file."""
+
+    @property
+    def database(self) -> Database | None:
+        """What keeps usage, and shares limits."""
+
+    @property
+    def tenants(self) -> LimitSource:
+        """The API keys."""
+
+
+def make_metering(
+    options: MeteringOptions,
+    names: Sequence[str],
+    counters: Counters,
+    members: Fleet,
+    *,
+    wall_clock_s: Callable[[], float] = time.time,
+) -> Metering:
+    """The meter of a router whose model has these names. `members`: where the other routers are found.
+
+    Needs a running event loop. Raises ValueError for a price file that is wrong.
+    """
+    # No other process has this name, not even the next one of this instance.
+    writer = f"{options.instance}.{os.urandom(8).hex()}"
+    limiter = Limiter(
+        options.tenants,
+        wall_clock_s=wall_clock_s,
+        n_routers=lambda: len(members.current.with_role(Role.ROUTER)),
+        is_shared=options.database is not None,
+        on_refused=lambda kind: counters.add("slipstream_limited_total", labels=(kind.value,)),
+    )
+    ledger = renewal = None
+    if options.database is not None:
+        store = UsageStore(options.database, writer)
+        ledger = UsageLedger(store, wall_clock_s=wall_clock_s, counters=counters)
+        renewal = LeaseRenewal(limiter, LeaseStore(options.database, writer))
+    tasks = MeteringTasks(renewal, ledger)
+    metering = Metering(
+        options.tenants,
+        names=names,
+        limiter=limiter,
+        ledger=ledger,
+        counters=counters,
+        wall_clock_s=wall_clock_s,
+        tasks=tasks,
+    )
+    if options.prices is not None:
+        followed = FollowedFile(options.prices, read_prices, metering.set_prices, noun="prices")
+        tasks.start(followed.run(), "prices")
+    if ledger is not None:
+        tasks.start(ledger.run(), "usage")
+    if renewal is not None:
+        tasks.start(renewal.run(), "limits")
+    return metering
+
+
+def check_limits(file: KeyFile, *, has_prices: bool, has_database: bool) -> None:
+    """Raises ValueError for limits that the flags of this router do not allow to hold."""
+    limits = [*(key.limits for key in file.keys), *file.tenants.values()]
+    if any(each.limits_spend for each in limits) and not (has_prices and has_database):
+        raise ValueError("limits of spend need a router's --prices and --database")
