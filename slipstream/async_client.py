@@ -14,6 +14,7 @@ from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
 from slipstream.endpoints import Endpoints
 from slipstream.errors import Unavailable
 from slipstream.jobs.calls import AsyncJobs
+from slipstream.metering.usage import UsageRecord, usage_records, usage_request
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
@@ -140,6 +141,20 @@ class AsyncClient:
     def jobs(self) -> AsyncJobs:
         """Requests that run when the cluster has room."""
         return AsyncJobs(self._endpoints, call_metadata(self._api_key, None, {}))
+
+    async def usage(
+        self,
+        *,
+        from_day: str = "",
+        to_day: str = "",
+        group_by: Sequence[str] = (),
+        tenant: str = "",
+        timeout_s: float = 10.0,
+    ) -> list[UsageRecord]:
+        """What the key's tenant has used, grouped by day, tenant, key, model or endpoint."""
+        request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
+        _, channel = self._endpoints.current()
+        return usage_records(await self._unary(channel, "GetUsage", request, timeout_s))
 
     async def close(self) -> None:
         """Close the connection; running streams end."""

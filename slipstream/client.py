@@ -21,6 +21,7 @@ import grpc
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import BlockingJobs
+from slipstream.metering.usage import UsageRecord, usage_records, usage_request
 from slipstream.replies import Event, Reply
 from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
 from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
@@ -183,6 +184,20 @@ class Client:
     def jobs(self) -> BlockingJobs:
         """Requests that run when the cluster has room."""
         return BlockingJobs(self._endpoints, call_metadata(self._api_key, None, {}))
+
+    def usage(
+        self,
+        *,
+        from_day: str = "",
+        to_day: str = "",
+        group_by: Sequence[str] = (),
+        tenant: str = "",
+        timeout_s: float = 10.0,
+    ) -> list[UsageRecord]:
+        """What the key's tenant has used, grouped by day, tenant, key, model or endpoint."""
+        request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
+        _, channel = self._endpoints.current()
+        return usage_records(self._unary(channel, "GetUsage", request, timeout_s))
 
     def close(self) -> None:
         """Close the connections; running streams end."""

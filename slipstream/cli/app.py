@@ -34,6 +34,7 @@ from slipstream.cli.options import (
     tls_from,
 )
 from slipstream.cli.top.command import top
+from slipstream.cli.usage import usage
 from slipstream.errors import FailedPrecondition, InvalidArgument, SlipstreamError
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ def build_app() -> typer.Typer:
         "status": status,
         "top": top,
         "undrain": undrain,
+        "usage": usage,
     }
     installed = {point.name: point.load() for point in entry_points(group=COMMAND_GROUP)}
     for name, command in {**own, **installed}.items():
