@@ -57,7 +57,7 @@ _UP_FIELDS = {"router": "routers", "kvstore": "kvstores", "drafter": "drafters"}
 _NEEDED: Mapping[Role, tuple[str, ...]] = {
     Role.ROUTER: (
         *("model", "served_model_name", "api_keys", "shared_prefix", "allowed_hosts", "cors_origins"),
-        *("access_log", "allow_pinning", "tls_client_ca", "etcd", "etcd_ca", "etcd_certificate"),
+        *("prices", "access_log", "allow_pinning", "tls_client_ca", "etcd", "etcd_ca", "etcd_certificate"),
         *("etcd_key", "etcd_user", "etcd_password_file", "log_level", "log_format", "drain_s", "http"),
     ),
     Role.DECODE: ("draft_model", "drafts", "transport"),

@@ -115,6 +115,7 @@ def _check_access(config: ClusterConfig) -> None:
     files = [("--shared-prefix", config.shared_prefix), ("--etcd-password-file", config.etcd_password_file)]
     files += [("--etcd-ca", config.etcd_ca), ("--etcd-key", config.etcd_key)]
     files += [("--etcd-certificate", config.etcd_certificate), ("--tls-client-ca", config.tls_client_ca)]
+    files += [("--prices", config.prices)]
     for flag, file in files:
         if file is not None and not os.access(file, os.R_OK):
             raise InvalidArgument(flag, f"{file} cannot be read")

@@ -45,6 +45,7 @@ class ClusterConfig:
     served_model_name: str | None = None  # None: the model directory's
     api_keys: Path | None = None  # of all routers; None: requests need no key
     shared_prefix: Path | None = None  # of all routers
+    prices: Path | None = None  # of all routers
     allowed_hosts: str | None = None  # these three are settings of all routers; None: the router's default
     cors_origins: str | None = None
     access_log: str | None = None
@@ -191,6 +192,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
             ("--served-model-name", config.served_model_name),
             ("--api-keys", config.api_keys),
             ("--shared-prefix", config.shared_prefix),
+            ("--prices", config.prices),
             ("--allowed-hosts", config.allowed_hosts),
             ("--cors-origins", config.cors_origins),
             ("--access-log", config.access_log),

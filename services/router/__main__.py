@@ -12,6 +12,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from libs.common.block_hash import SALT_LABEL
@@ -36,9 +37,9 @@ from slipstream.errors import InvalidArgument, SlipstreamError
 
 try:
     from services.router.api.access_log import AccessLog, open_access_log
-    from services.router.api.api_keys import ApiKeys
-    from services.router.api.key_reload import KeyReload
+    from services.router.api.api_keys import ApiKeys, follow_keys
     from services.router.autoscale.settings import policy_of
+    from services.router.metering.assembly import check_limits
     from services.router.multiprocess import die_with, run_processes
     from services.router.options import RouterOptions
     from services.router.request.model_card import ModelCard, load_model_card
@@ -112,7 +113,8 @@ async def serve(options: RouterSettings) -> None:
             load_model_card, options.model, names=options.model_names(), thinks=options.thinks()
         )
     tenants = ApiKeys()
-    key_reload = None if options.api_keys is None else KeyReload(options.api_keys, tenants)
+    check = partial(check_limits, has_prices=bool(options.prices), has_database=bool(options.database))
+    followed_keys = None if options.api_keys is None else follow_keys(options.api_keys, tenants, check=check)
     router_options = RouterOptions(
         instance=options.instance,
         region_ms=parse_region_ms(options.region_ms),
@@ -140,12 +142,13 @@ async def serve(options: RouterSettings) -> None:
         jobs_beside_live=options.jobs_beside_live,
         webhook_hosts=parse_webhook_hosts(options.webhook_hosts),
         response_ttl_s=options.response_ttl_s,
+        prices=options.prices,
     )
     async with contextlib.AsyncExitStack() as stack:
         if router_options.database is not None:
             stack.push_async_callback(router_options.database.close)
-        if key_reload is not None:
-            stack.callback(asyncio.create_task(key_reload.run(), name="api-keys").cancel)
+        if followed_keys is not None:
+            stack.callback(asyncio.create_task(followed_keys.run(), name="api-keys").cancel)
         discovery: Discovery = InMemoryDiscovery()
         placements: Placements = InMemoryPlacements()
         deaths: ExitReports = NoExitReports()

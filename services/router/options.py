@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from libs.common import service_bounds
 from libs.database.database import Database
@@ -56,6 +57,7 @@ class RouterOptions:
     scaler_is_public: bool = False
     jobs_beside_live: int = 0
     webhook_hosts: WebhookHosts = field(default_factory=lambda: WebhookHosts({}))
+    prices: Path | None = None
 
     def peer_tokens(self) -> TokenMinter | None:
         """What mints this router's tokens towards workers and other routers; None without a secret."""

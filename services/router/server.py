@@ -43,6 +43,7 @@ from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.sessions import Sessions
+from services.router.metering.assembly import make_metering
 from services.router.operators import fleet_service
 from services.router.operators.process_calls import ProcessCalls
 from services.router.operators.request_rates import RequestRates
@@ -131,6 +132,7 @@ class RouterServer:
                 recovery_wait_s=options.recovery_wait_s,
                 token_cache=self._memory,
                 salts=options.salts,
+                metering=make_metering(options, card.names, self.counters, self._members),
             ),
             max_requests=options.max_requests,
             allow_pinning=options.allow_pinning,

@@ -65,12 +65,6 @@ def parse_origins(text: str) -> list[str]:
     return origins
 
 
-def check_database(text: str) -> None:
-    """Raises ValueError for the URL of no database; empty = none."""
-    if text:
-        check_database_url(text)
-
-
 @dataclass(frozen=True)
 class RouterSettings(ServiceSettings):
     """The settings of a router."""
@@ -127,6 +121,11 @@ class RouterSettings(ServiceSettings):
         default=None,
         check=check_readable,
     )
+    prices: Path | None = setting(
+        "file of prices (docs/metering.md), followed; none = answers state no cost",
+        default=None,
+        check=check_readable,
+    )
     shared_prefix: Path | None = setting(
         "file with a system prompt whose KV all tenants share; the same for all routers",
         default=None,
@@ -138,9 +137,9 @@ class RouterSettings(ServiceSettings):
         least=1,
     )
     database: str | None = setting(
-        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, files and batches, for all routers of a cluster",
+        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, batches, stored responses and usage, for all routers",
         default=None,
-        default_text="none: they are refused",
+        default_text="none: nothing is stored",
         check=check_database_url,
     )
     jobs_beside_live: int = setting(

@@ -53,6 +53,9 @@ ServedModelName = Annotated[
 ApiKeyFile = Annotated[
     Path | None, typer.Option("--api-keys", help="File of API keys (`slipstream keys`); default: no keys.")
 ]
+PriceFile = Annotated[
+    Path | None, typer.Option("--prices", help="File of prices (docs/metering.md); default: no costs.")
+]
 SharedPrefix = Annotated[
     Path | None, typer.Option(help="File with a system prompt whose KV all tenants share.")
 ]

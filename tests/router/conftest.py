@@ -136,7 +136,9 @@ class open_router:
             card,
             cluster.discovery,
             InMemoryPlacements(),
-            RouterOptions(instance="router-0", **{"silence_s": WAIT_S, "recovery_wait_s": WAIT_S, **options}),
+            RouterOptions(
+                **{"instance": "router-0", "silence_s": WAIT_S, "recovery_wait_s": WAIT_S, **options}
+            ),
         )
         self._server.fleet.worker_models = FixedSpeeds()
         self._server.runs.context.failover.hedge_policy = HedgePolicy(NEVER_HEDGE)

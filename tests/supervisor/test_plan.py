@@ -126,6 +126,7 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         tls=tls,
         api_keys=tmp_path / "keys.toml",
         shared_prefix=tmp_path / "prompt.txt",
+        prices=tmp_path / "prices.toml",
         cors_origins="https://chat.example",
         access_log="off",
         log_format="json",
@@ -144,6 +145,7 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         assert flag(process, "--etcd-password-file") == str(tmp_path / "password")
         is_router = process.role == Role.ROUTER
         assert flag(process, "--api-keys") == (str(tmp_path / "keys.toml") if is_router else None)
+        assert flag(process, "--prices") == (str(tmp_path / "prices.toml") if is_router else None)
         assert flag(process, "--cors-origins") == ("https://chat.example" if is_router else None)
         assert flag(process, "--access-log") == ("off" if is_router else None)
         assert flag(process, "--log-format") == "json"

@@ -18,6 +18,11 @@ log = logging.getLogger(__name__)
 UNAVAILABLE_RETRY_S = 1
 # The code of a refusal for lack of capacity: 3040 of the Workers AI error table.
 BUSY_CODE = "3040"
+# OpenAI's codes of limits.
+_LIMIT_CODES: Mapping[type[errors.SlipstreamError], str] = {
+    errors.RateLimited: "rate_limit_exceeded",
+    errors.QuotaExceeded: "insufficient_quota",
+}
 
 
 class HttpRefusal(Exception):
@@ -99,7 +104,7 @@ def _code(error: errors.SlipstreamError) -> str | None:
     if isinstance(error, errors.ContextExceeded):
         return "context_length_exceeded"
     if isinstance(error, errors.Overloaded):
-        return BUSY_CODE
+        return _LIMIT_CODES.get(type(error), BUSY_CODE)
     return "invalid_api_key" if isinstance(error, errors.Unauthenticated) else None
 
 

@@ -25,6 +25,7 @@ RPC_CLASSES: Mapping[str, Mapping[str, CallerClass]] = {
         "ListModels": TENANT,
         "ListSessions": TENANT,
         "ListWorkers": TENANT,
+        "GetUsage": TENANT,
     },
     "slipstream.v1.JobService": {
         "SubmitJobs": TENANT,
@@ -85,6 +86,7 @@ HTTP_CLASSES: Mapping[str, CallerClass] = {
     "POST /tokenize": TENANT,
     "POST /detokenize": TENANT,
     "GET /v1/models": TENANT,
+    "GET /v1/usage": TENANT,
     "GET /v1/models/{name}": TENANT,
     "GET /healthz/live": PUBLIC,
     "GET /healthz/ready": PUBLIC,

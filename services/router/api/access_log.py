@@ -60,6 +60,7 @@ class AccessRecord:
     error: str = ""  # what ended the call: the class of an error, or the code of a refusal
     trace_id: str = ""
     answer: AnswerCounts | None = None  # of a generation
+    key_sha256: bytes | None = None  # of the API key, whose limits the answer's headers state
     is_logged: bool = True
     # Other lines of the call's tasks name the same request.
     logged: LoggedRequest = field(default_factory=LoggedRequest)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
+from libs.common.runtime.followed_file import FollowedFile
+from slipstream.api_key_file import KeyFile, KeyRecord, KeyScope, key_hash, read_key_file
 from slipstream.errors import Unauthenticated
+from slipstream.metering.rate_limits import NO_LIMITS, RateLimits
 from slipstream.rpc.caller_class import CallerClass, CallerIdentity
 
 DEFAULT_TENANT = "default"
@@ -31,6 +34,7 @@ _BY_GRPC = (
 )
 _NOT_BEARER = _MISSING + "Authorization has another scheme than Bearer; send `Authorization: Bearer KEY`"
 
+_NO_TENANTS: Mapping[str, RateLimits] = {}
 _OPEN = KeyIdentity("", DEFAULT_TENANT, KeyScope.TENANT)
 
 
@@ -43,6 +47,8 @@ class ApiKeys:
         """With None as `records` requests need no key, and every client is the default tenant."""
         self._wall_clock_s = wall_clock_s
         self._records: dict[bytes, KeyRecord] | None = None
+        self._tenants: Mapping[str, RateLimits] = {}
+        self._has_limits = False
         if records is not None:
             self.replace(records)
 
@@ -51,9 +57,12 @@ class ApiKeys:
         """Whether no keys are configured."""
         return self._records is None
 
-    def replace(self, records: Iterable[KeyRecord]) -> None:
+    def replace(self, records: Iterable[KeyRecord], tenants: Mapping[str, RateLimits] = _NO_TENANTS) -> None:
         """Let these keys count from now on, and no others. The router ends what runs of the others."""
         self._records = {record.sha256: record for record in records}
+        self._tenants = tenants
+        limits = [*tenants.values(), *(record.limits for record in self._records.values())]
+        self._has_limits = any([each != NO_LIMITS for each in limits])
 
     def identify(self, headers: Mapping[str, str], *, over_http: bool = False) -> KeyIdentity:
         """The key in the headers or metadata of a request. Raises Unauthenticated.
@@ -79,6 +88,23 @@ class ApiKeys:
         record = self._records.get(sha256)
         return record is not None and not record.is_expired(self._wall_clock_s())
 
+    def key_name(self, sha256: bytes) -> str:
+        """The name of the key with this hash; empty without one."""
+        record = (self._records or {}).get(sha256)
+        return "" if record is None else record.name
+
+    def limits_of(self, tenant: str, sha256: bytes) -> Sequence[tuple[str, RateLimits]]:
+        """The limits of a key and its tenant, by names that routers share: `key:NAME`, `tenant:NAME`."""
+        if not self._has_limits or self._records is None:
+            return ()
+        found: list[tuple[str, RateLimits]] = []
+        record = self._records.get(sha256)
+        if record is not None and record.limits != NO_LIMITS:
+            found.append((f"key:{record.name}", record.limits))
+        if tenant in self._tenants:
+            found.append((f"tenant:{tenant}", self._tenants[tenant]))
+        return found
+
     def hash_of(self, headers: Mapping[str, str]) -> bytes:
         """The hash of the key in the headers; empty without one, or where none is needed."""
         key = "" if self._records is None else given_key(headers)
@@ -97,6 +123,21 @@ class ApiKeys:
         identity = self.identify(headers)
         kind = CallerClass.OPERATOR if identity.scope is KeyScope.OPERATOR else CallerClass.TENANT
         return CallerIdentity(kind, identity.name, identity.tenant)
+
+
+def follow_keys(
+    path: Path, keys: ApiKeys, *, check: Callable[[KeyFile], None] = lambda _: None
+) -> FollowedFile:
+    """Let the keys of a file count, and those of its later contents. Raises ValueError, as `check` may."""
+
+    def apply(file: KeyFile) -> None:
+        try:
+            check(file)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        keys.replace(file.keys, file.tenants)
+
+    return FollowedFile(path, read_key_file, apply, noun="API keys")
 
 
 def given_key(headers: Mapping[str, str]) -> str:

@@ -169,6 +169,9 @@ def sum_usage(usages: Sequence[router_pb2.Usage], leaders: frozenset[int]) -> ro
     for index, usage in enumerate(usages):
         total.completion_tokens += usage.completion_tokens
         total.reasoning_tokens += usage.reasoning_tokens
+        if usage.HasField("cost"):  # without the prompt, where another choice paid it
+            total.cost.currency = usage.cost.currency
+            total.cost.amount_pico += usage.cost.amount_pico
         if index in leaders:
             total.prompt_tokens += usage.prompt_tokens
             total.cached_tokens += usage.cached_tokens

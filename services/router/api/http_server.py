@@ -26,11 +26,13 @@ from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.http.route_family import RouteFamily
 from services.router.api.http.tokens import TokenEndpoint
+from services.router.api.http.usage import UsageEndpoint
 from services.router.api.openai.answer_format import CHAT_COMPLETIONS
 from services.router.api.openai.docs_page import PAGE_HEADERS, docs_html
 from services.router.api.openai.openapi import openapi_json
 from services.router.api.readiness import readiness_of
 from services.router.execution.request_manager import RequestManager
+from services.router.metering.metering import price_of
 from services.router.request.model_card import ModelCard
 from services.router.workers.fleet import RouterFleet
 from slipstream import __version__, bounds, errors
@@ -65,6 +67,7 @@ class HttpServer:
             runs, self.reader, clock=self._clock, write_stall_s=write_stall_s
         )
         self._tokens = TokenEndpoint(runs, self.reader, card)
+        self._usage = UsageEndpoint(runs.context.metering, self.reader)
         self._families: list[RouteFamily] = []
 
     def add(self, family: RouteFamily) -> None:
@@ -84,6 +87,7 @@ class HttpServer:
             self._access_log,
             is_draining=lambda: self._runs.draining,
             error_shapes={start: shape for f in self._families for start, shape in f.error_shapes().items()},
+            metering=self._runs.context.metering,
         )
         application = web.Application(middlewares=[frame.serve], client_max_size=bounds.MAX_BODY_BYTES)
         application.on_response_prepare.append(frame.complete_headers)
@@ -92,6 +96,7 @@ class HttpServer:
                 *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
                 _post("/tokenize", self._tokens.tokenize),
                 _post("/detokenize", self._tokens.detokenize),
+                _get("/v1/usage", self._usage.show),
                 _get("/v1/models", self.models),
                 _get("/v1/models/{name:.*}", self._model),
                 _get("/healthz/ready", self._ready),
@@ -148,6 +153,7 @@ class HttpServer:
         if anthropic.VERSION_HEADER in request.headers:
             created = self._card.created_unix_s
             return anthropic.model_object(name, created_unix_s=created, max_context_tokens=context)
+        price = price_of(self._runs.context.metering)
         return {
             "id": name,
             "object": "model",
@@ -157,6 +163,7 @@ class HttpServer:
             "context_length": context,
             "max_model_len": context,
             "max_context_tokens": context,
+            **({} if price is None else {"pricing": price.pricing()}),
         }
 
     async def _live(self, request: web.Request) -> web.Response:

@@ -11,6 +11,7 @@ from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState
 from services.router.execution.policies.start_pacer import StartPacer
 from services.router.execution.sessions import Sessions
+from services.router.metering.metering import Metering
 from services.router.recording.recorder import RequestRecorder
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt_salts import PromptSalts
@@ -40,3 +41,4 @@ class RouterContext:
     threads: FairThreads = field(default_factory=FairThreads)
     salts: PromptSalts = field(default_factory=PromptSalts)
     start_pacer: StartPacer = field(default_factory=StartPacer)
+    metering: Metering | None = None  # None: no prices, no limits, and usage is not counted

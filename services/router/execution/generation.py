@@ -19,6 +19,7 @@ from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.retry_loop import run_attempts
 from services.router.execution.worker_selection import await_fingerprint
+from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
 from services.router.request.prompt import Encoded, Prompt, PromptDraft
@@ -86,6 +87,7 @@ class GenerationTask:
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs work that a cancel must not stop
     began_s: float  # when the request arrived, on the context's clock
     trail: RequestTrail = field(default_factory=RequestTrail)
+    metered: MeteredRequest | None = None
     _decision: PlacementDecision | None = None  # of the last attempt
     _state: RequestState | None = None  # while attempts run
     _is_closed: bool = False
@@ -151,6 +153,8 @@ class GenerationTask:
             context.counters.add("slipstream_quarantined_total")
             raise
         finally:
+            if self.metered is not None and state.output.tokens:
+                self.metered.usage = self._usage(state)
             state.end_move()
             self.sink.producer = None
             self._state, self._decision = None, state.decision
@@ -266,6 +270,14 @@ class GenerationTask:
         )
         self.context.dispatcher.ended(end.assignment, hashes, tenant=self.caller.tenant)
 
+    def _usage(self, state: RequestState) -> router_pb2.Usage:
+        """What the answer has used until now."""
+        return state.stats.usage(
+            prompt_tokens=len(self._prompt.token_ids),
+            completion_tokens=len(state.output.tokens),
+            reasoning_tokens=state.output.reasoning_tokens,
+        )
+
     def _finished(
         self, state: RequestState, finish: common_pb2.FinishReason.ValueType
     ) -> router_pb2.GenerateEvent:
@@ -275,11 +287,9 @@ class GenerationTask:
         if finish == common_pb2.FINISH_REASON_STOP and output.saw_tool_calls:
             finish = common_pb2.FINISH_REASON_TOOL_CALLS
         completion_tokens = len(output.tokens)
-        usage = stats.usage(
-            prompt_tokens=len(self._prompt.token_ids),
-            completion_tokens=completion_tokens,
-            reasoning_tokens=output.reasoning_tokens,
-        )
+        usage = self._usage(state)
+        if self.metered is not None:
+            self.metered.state_cost(usage)
         stats.finish(usage, finish_reason=finish_name(finish))
         self.context.counters.add("slipstream_requests_finished_total", labels=(finish_name(finish),))
         if tracing.enabled():

@@ -17,6 +17,7 @@ from services.router.admission.tenant_shares import TextShares
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest, Priority
 from services.router.execution.context import RouterContext
 from services.router.execution.generation import GenerationTask, encode_prompt
+from services.router.execution.request_stats import count_end
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.recording.trail import RequestTrail
 from services.router.request.output_constraints import OutputConstraints
@@ -121,9 +122,12 @@ class RequestManager:
             admission = self._admission(request, caller, request_id, chars)
             self.texts.take(caller.tenant, chars)
             try:
+                if self.context.metering is not None:
+                    run.metered = self.context.metering.begin(caller, admission, counts_prompt=not is_checked)
                 run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
-            except BaseException:
+            except BaseException as refusal:
                 self.texts.give_back(caller.tenant, chars)
+                run.end_metering(refusal)
                 raise
         except errors.SlipstreamError as refusal:
             self.context.counters.add("slipstream_requests_refused_total")
@@ -197,6 +201,8 @@ class RequestManager:
             run.end(errors.Draining("the router is stopping"))
         for run in list(self._runs.values()):
             await run.released.wait()
+        if self.context.metering is not None:
+            await self.context.metering.close()
         self.gate.close()
         if self._unread_timer is not None:
             self._unread_timer.cancel()
@@ -256,6 +262,7 @@ class RequestManager:
             spawn=run.spawn_release,
             began_s=began_s,
             trail=run.trail,
+            metered=run.metered,
         )
         return generation
 
@@ -353,12 +360,13 @@ class RequestManager:
     ) -> None:
         """Clean up after a request's task, which may have been cancelled before its first step."""
         error = run.ended_by if task.cancelled() else task.result()
-        self._count(error)
+        count_end(self.context.counters, error)
         run.trail.ended(
             code=type(error).__name__ if error is not None else "",
             error=error.message if error is not None else "",
             is_cancelled=isinstance(error, (errors.Aborted, errors.Draining)),
         )
+        run.end_metering(error)
         run.finish()
         sink = run.sink
         sink.close(error)
@@ -383,15 +391,3 @@ class RequestManager:
             run.ticket.end(output_tokens=run.sink.completion_tokens)
         del self._runs[key]
         run.released.set()
-
-    def _count(self, error: errors.SlipstreamError | None) -> None:
-        counters = self.context.counters
-        if error is None:  # the generation has counted it
-            return
-        # Another router counts a resumed request. A request whose key is revoked is Unauthenticated.
-        if isinstance(error, (errors.Aborted, errors.Draining, errors.Unauthenticated)):
-            counters.add("slipstream_requests_aborted_total")
-        elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
-            counters.add("slipstream_requests_refused_total")
-        else:
-            counters.add("slipstream_requests_failed_total")

@@ -8,6 +8,7 @@ from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
+from slipstream import errors
 from slipstream.enum_names import tier_name, transport_value
 from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
@@ -157,3 +158,16 @@ def acceptance_length(stats: decode_pb2.SequenceStats) -> float:
     if stats.drafted_steps:
         return 1.0 + stats.accepted_drafts / stats.drafted_steps
     return stats.generated_tokens / stats.decode_steps if stats.decode_steps else 0.0
+
+
+def count_end(counters: Counters, error: errors.SlipstreamError | None) -> None:
+    """Count how a request ended; the generation has counted one that succeeded."""
+    if error is None:
+        return
+    # Another router counts a resumed request. A request whose key is revoked is Unauthenticated.
+    if isinstance(error, (errors.Aborted, errors.Draining, errors.Unauthenticated)):
+        counters.add("slipstream_requests_aborted_total")
+    elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
+        counters.add("slipstream_requests_refused_total")
+    else:
+        counters.add("slipstream_requests_failed_total")

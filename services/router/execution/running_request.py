@@ -14,6 +14,7 @@ from typing import Any
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.generation import GenerationTask
+from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
 from slipstream import errors
@@ -43,6 +44,7 @@ class RunningRequest:
         self.released = asyncio.Event()
         self.generation: GenerationTask | None = None  # while the request is admitted and not over
         self.ticket: AdmissionTicket | None = None
+        self.metered: MeteredRequest | None = None
         self._decision: PlacementDecision | None = None  # the last one of a finished request
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
@@ -119,6 +121,11 @@ class RunningRequest:
         """Wait until the workers hold nothing of the request."""
         while self._releases:
             await asyncio.wait(self._releases)
+
+    def end_metering(self, error: BaseException | None) -> None:
+        """Count what the request has used, and end its place in the limits of its key."""
+        if self.metered is not None:
+            self.metered.end(error)
 
     def finish(self) -> None:
         """Drop the finished task, the prompt and the answer now, not at the next garbage collection."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from services.router.api.api_keys import ApiKeys, KeyIdentity
-from services.router.api.key_reload import KeyReload
+from services.router.api.api_keys import ApiKeys, KeyIdentity, follow_keys
+from services.router.metering.assembly import check_limits
 from slipstream.api_key_file import KeyRecord, KeyScope, add_key, key_hash, revoke_key
 from slipstream.errors import Unauthenticated
+from slipstream.metering.money import PICO
+from slipstream.metering.rate_limits import RateLimits
 
 RECORDS = (
     KeyRecord("laptop", "anna", KeyScope.TENANT, key_hash("one")),
@@ -104,7 +107,7 @@ def test_without_a_file_all_are_the_default_tenant_and_an_empty_file_refuses_all
 async def test_new_and_revoked_keys_count_after_a_poll(tmp_path: Path) -> None:
     path, keys = tmp_path / "keys.toml", ApiKeys()
     first = add_key(path, name="a", tenant="anna")
-    following = KeyReload(path, keys)
+    following = follow_keys(path, keys)
     assert keys.tenant_of({"api-key": first}) == "anna"
     second = add_key(path, name="b", tenant="bert")
     await following.poll()
@@ -121,7 +124,7 @@ async def test_a_broken_file_keeps_the_keys_and_logs_one_line_without_the_key(
 ) -> None:
     path, keys = tmp_path / "keys.toml", ApiKeys()
     key = add_key(path, name="a", tenant="anna")
-    following = KeyReload(path, keys)
+    following = follow_keys(path, keys)
     with caplog.at_level(logging.INFO):
         path.write_text(f"# new\n{key} bert\n")
         for _ in range(3):
@@ -144,7 +147,7 @@ async def test_a_file_that_is_being_rewritten_in_place_drops_no_key(tmp_path: Pa
     path, keys = tmp_path / "keys.toml", ApiKeys()
     first, second = add_key(path, name="a", tenant="anna"), add_key(path, name="b", tenant="bert")
     whole = path.read_text()
-    following = KeyReload(path, keys)
+    following = follow_keys(path, keys)
     for cut in ("", whole[: whole.rindex("[[key]]")], whole):
         path.write_text(cut)
         await following.poll()
@@ -163,7 +166,7 @@ async def test_a_file_that_is_being_rewritten_in_place_drops_no_key(tmp_path: Pa
 async def test_the_file_is_polled_every_second(tmp_path: Path) -> None:
     path, keys = tmp_path / "keys.toml", ApiKeys()
     add_key(path, name="a", tenant="anna")
-    following = KeyReload(path, keys)
+    following = follow_keys(path, keys)
     waits: list[float] = []
     second = ""
 
@@ -185,5 +188,28 @@ def test_a_broken_file_is_refused_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("secret anna\n")
     with pytest.raises(ValueError, match=r"keys\.toml:1") as refused:
-        KeyReload(path, ApiKeys())
+        follow_keys(path, ApiKeys())
     assert "secret" not in str(refused.value).removeprefix(str(path))
+
+
+async def test_a_file_that_the_router_cannot_hold_to_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path, keys = tmp_path / "keys.toml", ApiKeys()
+    spend = RateLimits(spend_per_day=PICO)
+    add_key(path, name="a", tenant="anna", limits=spend)
+    check = partial(check_limits, has_prices=True, has_database=False)
+    with pytest.raises(ValueError, match=r"keys\.toml: limits of spend need a router's --prices"):
+        follow_keys(path, keys, check=check)
+    revoke_key(path, "a")
+    first = add_key(path, name="b", tenant="bert", limits=RateLimits(requests_per_minute=1))
+    following = follow_keys(path, keys, check=check)
+    add_key(path, name="c", tenant="bert", limits=spend)
+    await following.poll()
+    assert keys.limits_of("bert", key_hash(first)) == [("key:b", RateLimits(requests_per_minute=1))]
+    assert keys.key_name(key_hash(first)) == "b"
+    revoke_key(path, "c")
+    with path.open("a") as file:
+        file.write('\n[[tenant]]\nname = "bert"\nconcurrent_requests = 2\n')
+    for _ in range(2):
+        await following.poll()
+    assert keys.limits_of("bert", key_hash(first))[1] == ("tenant:bert", RateLimits(concurrent_requests=2))
+    assert keys.limits_of("anna", b"") == []

@@ -12,8 +12,7 @@ import aiohttp
 import pytest
 
 from services.router import server
-from services.router.api.api_keys import ApiKeys
-from services.router.api.key_reload import KeyReload
+from services.router.api.api_keys import ApiKeys, follow_keys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.api_key_file import KeyRecord, KeyScope, add_key, key_hash, revoke_key
@@ -31,7 +30,7 @@ class Keys:
         self.lost = add_key(path, name="lost", tenant="anna")
         self.kept = add_key(path, name="kept", tenant="anna")
         self.known = ApiKeys()
-        self._reload = KeyReload(path, self.known)
+        self._reload = follow_keys(path, self.known)
 
     async def revoke(self) -> None:
         revoke_key(self.path, "lost")

@@ -29,15 +29,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
 
 
 def test_keys_certificates_and_etcd_access_are_flags(tmp_path: Path, started: list[ClusterConfig]) -> None:
-    files = [tmp_path / name for name in ("etcd-ca", "password", "keys", "prompt")]
+    files = [tmp_path / name for name in ("etcd-ca", "password", "keys", "prompt", "prices")]
     for file in files:
         file.touch()
-    etcd_ca, password, keys, prompt = files
+    etcd_ca, password, keys, prompt, prices = files
     ca, pem, key = (PEMS / name for name in ("ca.pem", "peer.pem", "peer.key"))
     arguments = ["up", "--tls-ca", ca, "--tls-certificate", pem, "--tls-key", key]
     arguments += ["--etcd", "e:1", "--etcd-ca", etcd_ca, "--etcd-certificate", pem, "--etcd-key", key]
     arguments += ["--etcd-user", "u", "--etcd-password-file", password, "--api-keys", keys]
     arguments += ["--shared-prefix", prompt, "--served-model-name", "helper", "--disk-bytes", "0"]
+    arguments += ["--prices", prices]
     # The shell's variables of a client's certificate do not become the services'.
     done = CliRunner().invoke(app, [str(part) for part in arguments], env={"SLIPSTREAM_TLS_CA": "/other"})
     assert done.exit_code == 0, done.output
@@ -45,7 +46,7 @@ def test_keys_certificates_and_etcd_access_are_flags(tmp_path: Path, started: li
     assert config.tls == TlsFiles(ca, pem, key)
     assert (config.etcd_ca, config.etcd_certificate, config.etcd_key) == (etcd_ca, pem, key)
     assert (config.etcd_user, config.etcd_password_file) == ("u", password)
-    assert (config.api_keys, config.shared_prefix) == (keys, prompt)
+    assert (config.api_keys, config.shared_prefix, config.prices) == (keys, prompt, prices)
     assert (config.served_model_name, config.disk_bytes) == ("helper", 0)
 
 

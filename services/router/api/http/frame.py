@@ -13,6 +13,7 @@ from libs.common.http.failure import ErrorShape, HttpFailure, HttpRefusal
 from libs.common.http.guard import HttpGuard, check_body
 from libs.common.http.http_errors import failure_response, new_request_id
 from services.router.api.access_log import AccessLog, AccessRecord
+from services.router.metering.metering import Metering
 from services.router.request.validation import is_request_id
 from slipstream import errors
 from slipstream.bound import shown
@@ -40,7 +41,9 @@ class RequestFrame:
         *,
         is_draining: Callable[[], bool] = lambda: False,
         error_shapes: Mapping[str, ErrorShape] | None = None,
+        metering: Metering | None = None,
     ) -> None:
+        self._metering = metering
         self._guard = guard
         self._access_log = access_log
         self._is_draining = is_draining
@@ -73,8 +76,10 @@ class RequestFrame:
         """Add the headers that every response has. aiohttp calls it before it sends them."""
         headers = response.headers
         headers["Server"] = SERVER_NAME
+        record = request.get(RECORD)
+        if self._metering is not None and record is not None and record.key_sha256 is not None:
+            headers.update(self._metering.limit_headers(record.tenant, record.key_sha256))
         if "x-request-id" not in headers:
-            record = request.get(RECORD)
             headers["x-request-id"] = new_request_id() if record is None else record.request_id
         if "anthropic-version" in request.headers:  # its clients look for the id by this name
             headers["request-id"] = headers["x-request-id"]

@@ -15,6 +15,7 @@ from services.router.api.http.frame import RECORD
 from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
 from slipstream import bounds, errors
+from slipstream.api_key_file import KeyScope
 
 
 class RequestReader:
@@ -44,6 +45,11 @@ class RequestReader:
             raise
         return tenant
 
+    def sees_all_tenants(self, request: web.Request) -> bool:
+        """Whether the caller sees what belongs to other tenants, too. Raises Unauthenticated."""
+        scope = self._tenants.identify(request.headers, over_http=True).scope
+        return self._tenants.open or scope is KeyScope.OPERATOR
+
     def caller(self, request: web.Request, path: str) -> Caller:
         """The tenant and the options of the headers. `path`: the endpoint that is called."""
         headers = request.headers
@@ -53,14 +59,16 @@ class RequestReader:
         deadline_s = None
         if timeout is not None:
             deadline_s = self._clock() + bounds.TIMEOUT.parse(timeout) / 1e3
+        tenant = self.tenant(request)
+        key_sha256 = request[RECORD].key_sha256 = self._tenants.hash_of(headers)
         return Caller(
-            tenant=self.tenant(request),
+            tenant=tenant,
             session=headers.get("x-session-affinity"),
             deadline_s=deadline_s,
             pinned_prefill=headers.get("x-slipstream-prefill"),
             priority=headers.get("x-slipstream-priority", ""),
             reject_if_busy="?" in request.raw_path and _reject_if_busy(request.query.get("rejectIfBusy")),
-            key_sha256=self._tenants.hash_of(headers),
+            key_sha256=key_sha256,
             endpoint=path,
         )
 

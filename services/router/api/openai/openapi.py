@@ -21,6 +21,7 @@ _REF = "#/components/schemas/{name}"
 _RUNS = "/client/v4/accounts/{account}/ai"
 _GETS: Mapping[str, str] = {
     "/v1/models": "The served model by each of its names",
+    "/v1/usage": "What the caller's tenant has used and what it costs, by day, key, model or endpoint",
     "/health": "200 while requests can run, else 503",
     "/version": "The version of the router",
     "/v1/files": "A page of files",

@@ -11,6 +11,7 @@ import msgspec
 
 from services.router.api.answers.answer_format import AnswerWriter, Json
 from slipstream.enum_names import transport_name
+from slipstream.metering.money import amount_number
 from slipstream.v1 import common_pb2, router_pb2
 
 _FINISH: Mapping[int, str] = {
@@ -248,15 +249,19 @@ def stats_object(finished: router_pb2.Finished) -> Json:
 
 def usage_object(usage: router_pb2.Usage, shape: ResponseShape) -> Json:
     """The tokens of an answer. An answer that is the prompt alone has none."""
+    cost = usage.cost if usage.HasField("cost") else None
     if shape.prompt_alone:
         usage = router_pb2.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
-    return {
+    found: Json = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+    if cost is not None:
+        found["cost"], found["currency"] = amount_number(cost.amount_pico), cost.currency
+    return found
 
 
 def _call_piece(call: router_pb2.ToolCallDelta) -> Json:

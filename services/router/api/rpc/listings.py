@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.router.api.rpc.callers import Callers, Context, is_operator
 from services.router.execution.sessions import Sessions
+from services.router.metering.metering import Metering, price_of
 from services.router.request.model_card import ModelCard
 from services.router.workers.fleet import RouterFleet
 from slipstream.enum_names import role_value
@@ -13,8 +14,17 @@ from slipstream.v1 import router_pb2
 class ListMethods:
     """The methods. None of them waits."""
 
-    def __init__(self, callers: Callers, *, fleet: RouterFleet, sessions: Sessions, card: ModelCard) -> None:
+    def __init__(
+        self,
+        callers: Callers,
+        *,
+        fleet: RouterFleet,
+        sessions: Sessions,
+        card: ModelCard,
+        metering: Metering | None,
+    ) -> None:
         self._callers = callers
+        self._metering = metering
         self._fleet = fleet
         self._sessions = sessions
         self._card = card
@@ -23,15 +33,20 @@ class ListMethods:
         self, request: router_pb2.ListModelsRequest, context: Context
     ) -> router_pb2.ListModelsResponse:
         """ListModels."""
-        models = [
-            router_pb2.Model(
+        response = router_pb2.ListModelsResponse()
+        price = price_of(self._metering)
+        for name in self._card.names:
+            model = response.models.add(
                 id=name,
                 max_context_tokens=self._card.max_context_tokens,
                 created_unix_s=self._card.created_unix_s,
             )
-            for name in self._card.names
-        ]
-        return router_pb2.ListModelsResponse(models=models)
+            if price is not None:
+                model.price.currency = price.currency
+                model.price.input_pico = price.input_pico
+                model.price.cached_input_pico = price.cached_input_pico
+                model.price.output_pico = price.output_pico
+        return response
 
     async def list_sessions(
         self, request: router_pb2.ListSessionsRequest, context: Context

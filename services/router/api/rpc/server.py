@@ -18,6 +18,7 @@ from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate import GenerateMethod
 from services.router.api.rpc.listings import ListMethods
 from services.router.api.rpc.token_methods import TokenMethods
+from services.router.api.rpc.usage_method import UsageMethod
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.sessions import Sessions
 from services.router.request.model_card import ModelCard
@@ -51,7 +52,9 @@ class GrpcServer:
         self.generation = GenerateMethod(
             runs, self.callers, self._access_log, clock=clock, write_stall_s=write_stall_s
         )
-        self._lists = ListMethods(self.callers, fleet=fleet, sessions=sessions, card=card)
+        metering = runs.context.metering
+        self._lists = ListMethods(self.callers, fleet=fleet, sessions=sessions, card=card, metering=metering)
+        self._usage = UsageMethod(metering, self.callers)
         self._tokens = TokenMethods(runs, self.callers, card)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -62,6 +65,7 @@ class GrpcServer:
             "Detokenize": (self._tokens.detokenize, None),
             "ListModels": (self._lists.list_models, router_pb2.ListModelsRequest),
             "ListSessions": (self._lists.list_sessions, router_pb2.ListSessionsRequest),
+            "GetUsage": (self._usage.get_usage, router_pb2.GetUsageRequest),
             "ListWorkers": (self._lists.list_workers, router_pb2.ListWorkersRequest),
         }
         handlers: dict[str, Any] = {
