@@ -18,7 +18,7 @@ from tests.support.clusters.local_cluster import until
 from tests.support.fixture_dirs import lasting_dir
 
 PUBLIC_PORT = "router-0 public"
-PUBLIC_SERVICES = {"slipstream.v1.RouterService", HEALTH_SERVICE}
+PUBLIC_SERVICES = {"slipstream.v1.RouterService", "slipstream.v1.JobService", HEALTH_SERVICE}
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 HELLO = [{"role": "user", "content": "hello"}]
 
