@@ -210,9 +210,7 @@ class RouterServer:
         )
         # What bounds idle connections bounds a request header that never ends, too.
         self._http_listener = self._http.listener(
-            self.ports.http,
-            tls=http_tls,
-            keepalive_s=options.idle_connection_s,
+            self.ports.http, tls=http_tls, keepalive_s=options.idle_connection_s
         )
         self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
 
