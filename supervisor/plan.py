@@ -20,6 +20,7 @@ DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"
 POOLS = ("mooncake",)
 DRAFTS = ("auto", "on", "off")
+DRAFTERS = ("remote", "local")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 ACCESS_LOG = ("on", "off")

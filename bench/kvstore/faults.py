@@ -32,7 +32,7 @@ from typing import Any
 from bench.faults.faulty_disk import FaultyDisk
 from bench.ledgers import held, statuses
 from bench.load import percentiles
-from bench.serve import WORDS
+from bench.serve.workloads import WORDS
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial

@@ -31,7 +31,7 @@ from typing import Any
 import grpc
 
 from bench.ledgers import held, statuses
-from bench.serve import WORDS
+from bench.serve.workloads import WORDS
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor

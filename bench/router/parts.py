@@ -16,7 +16,7 @@ from bench.router.ratio import SMG, median_row, ratios
 from bench.router.rig import RouterUnderTest
 from bench.router.smg import SmgUnderTest
 from bench.router.stream import StreamLog
-from bench.serve import WORDS
+from bench.serve.workloads import WORDS
 from libs.text.tokenizer import Tokenizer
 from supervisor.plan import DEFAULT_MODEL
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import serve
+from bench.serve import __main__ as serve
 from tests.support.processes.etcd_process import free_port
 
 

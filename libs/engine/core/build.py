@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.eagle.config import load_head_config
 from libs.engine.eagle.drafter import DrafterEngine
 from libs.engine.eagle.head import EagleHead
+from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.library import load_library
+from libs.engine.kernels.native import NativeKernels
 from libs.engine.kv.cache import CacheShape
 from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import ModelRunner, RunnerOptions
@@ -76,10 +81,19 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
 
 
 def build_drafter(
-    head_dir: Path, target_dir: Path, *, window_tokens: int = 512, max_sequences: int = 1024
+    head_dir: Path,
+    target_dir: Path,
+    *,
+    kernels: Kernels | None = None,
+    window_tokens: int = 512,
+    max_sequences: int = 1024,
 ) -> DrafterEngine:
-    """Load an EAGLE-3 head. Tensors that it shares with the target come from the target's directory."""
-    head = EagleHead.load(head_dir, target_dir)
+    """Load an EAGLE-3 head. Tensors that it shares with the target come from the target's directory.
+
+    `kernels`: those of an engine on the same thread; None = own ones, with the threads of torch.
+    """
+    kernels = kernels or NativeKernels(load_library(), torch.get_num_threads())
+    head = EagleHead.load(head_dir, target_dir, kernels)
     return DrafterEngine(head, window_tokens=window_tokens, max_sequences=max_sequences)
 
 

@@ -1,7 +1,8 @@
-"""The configuration of an EAGLE-3 head directory, in the public Llama-type format.
+"""The configuration of an EAGLE-3 head directory, in the public formats.
 
-Accepted: `LlamaForCausalLMEagle3` (or the older `LlamaForCausalLM`), grouped or full attention, plain
-rotary positions, `norm_before_residual`, `norm_output`, a draft vocabulary smaller than the target's.
+Accepted: `LlamaForCausalLMEagle3` (or the older `LlamaForCausalLM`) with grouped or full attention and plain
+rotary positions; `Eagle3DeepseekV2ForCausalLM` with MLA, where the rotary positions may be YaRN's. Both with
+`norm_before_residual`, `norm_output`, `fc_norm`, `norm_before_fc` and a smaller draft vocabulary.
 `load_head_config` refuses every other variant of the arithmetic, and names it. With other rules than in its
 training a head would only propose useless drafts, and no error would show why.
 """
@@ -15,11 +16,33 @@ from typing import Any
 
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.config_section import ConfigSection
-from libs.engine.model_spec.known_keys import HEAD_FLAG_KEYS, HEAD_KEYS
-from libs.engine.model_spec.rope_config import parse_rope
+from libs.engine.model_spec.known_keys import HEAD_FLAG_KEYS, HEAD_KEYS, LATENT_HEAD_KEYS
+from libs.engine.model_spec.rope_config import YarnConfig, parse_rope, yarn_mscale
 from slipstream.errors import InvalidArgument
 
-_ARCHITECTURES = (["LlamaForCausalLMEagle3"], ["LlamaForCausalLM"])
+_GROUPED = (["LlamaForCausalLMEagle3"], ["LlamaForCausalLM"])
+_LATENT = (["Eagle3DeepseekV2ForCausalLM"],)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedShape:
+    """Attention of a Llama-type head."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """MLA, with the names of the target's configuration."""
+
+    n_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +53,31 @@ class HeadConfig:
     draft_vocab_size: int
     hidden_size: int
     intermediate_size: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
+    attention: GroupedShape | LatentShape
     rms_norm_eps: float
     rope_theta: float
+    yarn: YarnConfig | None
     norm_before_residual: bool
     norm_output: bool
+    fc_norm: bool
+    norm_before_fc: bool
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Rotated values of a key."""
+        shape = self.attention
+        return shape.head_dim if isinstance(shape, GroupedShape) else shape.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """As `ModelConfig.softmax_scale`."""
+        shape = self.attention
+        if isinstance(shape, GroupedShape):
+            return float(shape.head_dim**-0.5)
+        scale = float((shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5)
+        if self.yarn is not None and self.yarn.mscale_all_dim:
+            scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
+        return scale
 
 
 def load_head_config(head_dir: Path) -> HeadConfig:
@@ -46,38 +87,66 @@ def load_head_config(head_dir: Path) -> HeadConfig:
 
 def parse_head_config(raw: Mapping[str, Any]) -> HeadConfig:
     """Parse the decoded `config.json` of a head. Flags may be at the top or in `eagle_config`."""
-    head = ConfigSection(raw, HEAD_KEYS)
+    is_latent = raw.get("architectures") in _LATENT
+    head = ConfigSection(raw, LATENT_HEAD_KEYS if is_latent else HEAD_KEYS)
     nested = ConfigSection(raw.get("eagle_config") or {}, HEAD_FLAG_KEYS, "eagle_config.")
-    if head.get("architectures") not in _ARCHITECTURES:
+    if head.get("architectures") not in (*_GROUPED, *_LATENT):
         raise head.refusal(
             "architectures",
-            f"{head.get('architectures')!r} is not supported; supported: one of {_ARCHITECTURES}",
+            f"{head.get('architectures')!r} is not supported; supported: one of {[*_GROUPED, *_LATENT]}",
         )
-    hidden_size, n_heads = head.integer("hidden_size"), head.integer("num_attention_heads")
+    hidden_size = head.integer("hidden_size")
     vocab_size = head.integer("vocab_size")
-    rope_theta, _ = parse_rope(head, kinds=("default",))
+    rope_theta, yarn = parse_rope(head, kinds=("yarn", "default") if is_latent else ("default",))
     config = HeadConfig(
         vocab_size=vocab_size,
         draft_vocab_size=head.integer("draft_vocab_size", vocab_size),
         hidden_size=hidden_size,
         intermediate_size=head.integer("intermediate_size"),
-        n_heads=n_heads,
-        n_kv_heads=head.integer("num_key_value_heads", n_heads),
-        head_dim=head.integer("head_dim", max(hidden_size // n_heads, 1)),
+        attention=_latent_shape(head) if is_latent else _grouped_shape(head, hidden_size),
         rms_norm_eps=head.number("rms_norm_eps", 1e-6, above=0.0),
         rope_theta=rope_theta,
+        yarn=yarn,
         norm_before_residual=_flag(head, nested, "norm_before_residual"),
         norm_output=_flag(head, nested, "norm_output"),
+        fc_norm=_flag(head, nested, "fc_norm"),
+        norm_before_fc=_flag(head, nested, "norm_before_fc"),
     )
     for section in (head, nested):
         section.agrees("target_hidden_size", hidden_size, "features are as wide as the head's hidden_size")
+    if config.fc_norm and config.norm_before_fc:
+        raise InvalidArgument("norm_before_fc", "contradicts fc_norm: the features have one norm")
     if config.draft_vocab_size > config.vocab_size:
         raise InvalidArgument("draft_vocab_size", f"exceeds vocab_size {config.vocab_size}")
-    if config.n_heads % config.n_kv_heads:
-        raise InvalidArgument("num_key_value_heads", f"does not divide {config.n_heads} heads")
-    if config.head_dim % 2:
-        raise InvalidArgument("head_dim", "must be even")
     return config
+
+
+def _grouped_shape(head: ConfigSection, hidden_size: int) -> GroupedShape:
+    n_heads = head.integer("num_attention_heads")
+    shape = GroupedShape(
+        n_heads=n_heads,
+        n_kv_heads=head.integer("num_key_value_heads", n_heads),
+        head_dim=head.integer("head_dim", max(hidden_size // n_heads, 1)),
+    )
+    if shape.n_heads % shape.n_kv_heads:
+        raise InvalidArgument("num_key_value_heads", f"does not divide {shape.n_heads} heads")
+    if shape.head_dim % 2:
+        raise InvalidArgument("head_dim", "must be even")
+    return shape
+
+
+def _latent_shape(head: ConfigSection) -> LatentShape:
+    shape = LatentShape(
+        n_heads=head.integer("num_attention_heads"),
+        q_lora_rank=None if head.get("q_lora_rank") is None else head.integer("q_lora_rank"),
+        kv_lora_rank=head.integer("kv_lora_rank"),
+        qk_nope_head_dim=head.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=head.integer("qk_rope_head_dim"),
+        v_head_dim=head.integer("v_head_dim"),
+    )
+    if shape.qk_rope_head_dim % 2:
+        raise InvalidArgument("qk_rope_head_dim", "must be even")
+    return shape
 
 
 def _flag(head: ConfigSection, nested: ConfigSection, key: str) -> bool:

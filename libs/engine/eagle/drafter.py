@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from libs.common.block_hash import TokenArray
-from libs.engine.eagle.head import EagleHead
+from libs.engine.eagle.head import EagleHead, HeadInputs, join_inputs
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 from slipstream.errors import InvalidArgument
 
@@ -96,13 +96,12 @@ class DrafterEngine:
         tokens = torch.from_numpy(np.concatenate([e.next_tokens for e in kept]).astype(np.int64))
         positions = torch.cat([torch.arange(e.start_position, e.end_position) for e in kept])
         inputs = self._head.project(features, tokens, positions)
-        sizes = [len(e.next_tokens) for e in kept]
-        split = (torch.split(x, sizes) for x in (inputs.k, inputs.v, features))
-        parts = zip(kept, *split, strict=True)
-        for extension, keys, values, rows in parts:
+        end = 0
+        for extension in kept:
+            start, end = end, end + len(extension.next_tokens)
             context = self._context(extension.seq_id)
-            context.append(extension.start_position, keys, values)
-            context.last_feature, context.last_token = rows[-1].clone(), int(extension.next_tokens[-1])
+            context.append(extension.start_position, inputs.rows.keys[start:end], inputs.rows.values[start:end])
+            context.newest = inputs.last_of(end - 1)
 
     def base_tokens(self, seq_id: str) -> int:
         """The number of tokens (prompt and output) before a proposal; 0 for an unknown sequence."""
@@ -110,13 +109,19 @@ class DrafterEngine:
         return context.end_position + 1 if context else 0
 
     @torch.inference_mode()
-    def propose_batch(self, seq_ids: Sequence[str], n_drafts: int) -> dict[str, list[int]]:
-        """Draft the next `n_drafts` tokens (at most MAX_DRAFTS) of each known sequence, greedily chained."""
+    def propose_batch(
+        self, seq_ids: Sequence[str], n_drafts: int, *, min_confidence: float = 0.0
+    ) -> dict[str, list[int]]:
+        """Draft up to `n_drafts` tokens (at most MAX_DRAFTS) of each known sequence, greedily chained.
+
+        A chain ends before the draft at which the product of the head's probabilities falls below
+        `min_confidence`.
+        """
         contexts = {s: self._contexts[s] for s in seq_ids if s in self._contexts}
         n_drafts = min(n_drafts, MAX_DRAFTS)
         if not contexts or n_drafts < 1:
             return {}
-        drafts = self._chain(list(contexts.values()), n_drafts)
+        drafts = self._chain(list(contexts.values()), n_drafts, min_confidence)
         return dict(zip(contexts, drafts, strict=True))
 
     def close(self, seq_id: str) -> None:
@@ -132,20 +137,29 @@ class DrafterEngine:
             self._contexts.popitem(last=False)
         return context
 
-    def _chain(self, contexts: Sequence[_Context], n_drafts: int) -> list[list[int]]:
+    def _chain(
+        self, contexts: Sequence[_Context], n_drafts: int, min_confidence: float
+    ) -> list[list[int]]:
         """Draft by a chain, whose rows are temporary and follow each context's own rows."""
-        hidden = torch.stack([c.last_feature for c in contexts])
-        tokens = torch.tensor([c.last_token for c in contexts])
-        last = torch.tensor([c.end_position - 1 for c in contexts])
-        chain: list[torch.Tensor] = []
+        drafts: list[list[int]] = [[] for _ in contexts]
+        running = list(range(len(contexts)))
+        inputs = join_inputs([c.newest_row() for c in contexts])
+        confidence = torch.ones(len(contexts))
         for j in range(n_drafts):
-            inputs = self._head.project(hidden, tokens, last + j)
-            if j:
-                for context, key, value in zip(contexts, inputs.k, inputs.v, strict=True):
-                    context.write_behind(j - 1, key, value)
-            hidden, tokens = self._head.attend(inputs, [c.view(j) for c in contexts])
-            chain.append(tokens)
-        drafts: list[list[int]] = torch.stack(chain, dim=1).tolist()
+            outputs = self._head.attend(inputs, [contexts[i].view(j) for i in running])
+            confidence = confidence * outputs.confidence
+            kept = (confidence >= min_confidence).nonzero().flatten()
+            running = [running[i] for i in kept.tolist()]
+            tokens = outputs.tokens[kept]
+            for i, token in zip(running, tokens.tolist(), strict=True):
+                drafts[i].append(token)
+            if not running or j + 1 == n_drafts:
+                break
+            confidence = confidence[kept]
+            positions = torch.tensor([contexts[i].end_position + j for i in running])
+            inputs = self._head.project(outputs.hidden[kept], tokens, positions)
+            for i, key, value in zip(running, inputs.rows.keys, inputs.rows.values, strict=True):
+                contexts[i].write_behind(j, key, value)
         return drafts
 
     def _check(self, e: Extension) -> None:
@@ -170,16 +184,21 @@ class _Context:
     """
 
     def __init__(self, head: EagleHead, window_tokens: int) -> None:
-        c = head.config
-        shape = (c.n_kv_heads, 2 * window_tokens + MAX_DRAFTS, c.head_dim)
-        self._keys = torch.empty(shape, dtype=head.dtype)
-        self._values = torch.empty(shape, dtype=head.dtype)
+        attention, n_rows = head.attention, 2 * window_tokens + MAX_DRAFTS
+        self._keys = torch.empty(attention.n_kv_heads, n_rows, attention.key_width)
+        self._values = self._keys[..., : attention.value_width]
+        if not attention.values_in_keys:
+            self._values = torch.empty(attention.n_kv_heads, n_rows, attention.value_width)
         self._window_tokens = window_tokens
         self._first = 0
         self._n_rows = 0
         self.end_position = 0  # one past the newest row
-        self.last_feature = torch.empty(0)
-        self.last_token = 0
+        self.newest: HeadInputs | None = None
+
+    def newest_row(self) -> HeadInputs:
+        """The projection of the newest row; a context has one from its first rows on."""
+        assert self.newest is not None
+        return self.newest
 
     def view(self, n_behind: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, D] of the context's rows and `n_behind` chained ones."""

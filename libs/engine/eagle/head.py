@@ -17,95 +17,89 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear, silu
 
+from libs.engine.eagle.attention import ContextKv, ProjectedRows, make_attention
 from libs.engine.eagle.config import HeadConfig, load_head_config
 from libs.engine.eagle.weights import HeadWeights, load_head_weights
+from libs.engine.kernels.interface import Kernels
 from libs.engine.model.checkpoint import weights_digest
+from libs.engine.model_spec.matrix import DenseMatrix
 
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """Rows through the first projection. `residual` [T, H], `q` [T, heads, D], `k`, `v` [T, kv_heads, D]."""
+    """Rows through the first projection; `residual` is [T, H]."""
 
     residual: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    rows: ProjectedRows
+
+    def last_of(self, index: int) -> HeadInputs:
+        """Row `index` alone, in memory that nothing else shares."""
+        at = slice(index, index + 1)
+        rows = self.rows
+        kept = ProjectedRows(rows.q[at].clone(), rows.keys[at].clone(), rows.values[at].clone())
+        return HeadInputs(self.residual[at].clone(), kept)
+
+
+def join_inputs(inputs: Sequence[HeadInputs]) -> HeadInputs:
+    """The rows of all, in order."""
+    rows = ProjectedRows(
+        torch.cat([i.rows.q for i in inputs]),
+        torch.cat([i.rows.keys for i in inputs]),
+        torch.cat([i.rows.values for i in inputs]),
+    )
+    return HeadInputs(torch.cat([i.residual for i in inputs]), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutputs:
+    """One step of S sequences: next hidden states [S, H], drafted token ids [S] and their probabilities [S]."""
+
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    confidence: torch.Tensor
 
 
 class EagleHead:
     """A loaded head, without state. `libs/engine/eagle/drafter.py` keeps the contexts."""
 
-    def __init__(self, config: HeadConfig, weights: HeadWeights, digest: str = "") -> None:
+    def __init__(self, config: HeadConfig, weights: HeadWeights, kernels: Kernels, digest: str = "") -> None:
         self.config = config
         self.digest = digest  # hex, over the head's files
-        self._weights = weights
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        self._frequencies = (config.rope_theta**-half).float()
+        self.attention = make_attention(config, weights.attention, kernels)
+        self._kernels = kernels
+        self._embedding, self._target_ids = weights.embedding, weights.target_ids
+        self._input_norm, self._hidden_norm = weights.input_norm.float(), weights.hidden_norm.float()
+        self._post_norm, self._norm = weights.post_norm.float(), weights.norm.float()
+        self._o_proj, self._lm_head = (
+            kernels.pack(DenseMatrix(weight)) for weight in (weights.o_proj, weights.lm_head)
+        )
+        gate, up, down = (DenseMatrix(weight) for weight in (weights.gate, weights.up, weights.down))
+        self._mlp = kernels.pack_mlp((gate, up, down))
 
     @classmethod
-    def load(cls, head_dir: Path, target_dir: Path, *, dtype: torch.dtype = torch.float32) -> EagleHead:
+    def load(cls, head_dir: Path, target_dir: Path, kernels: Kernels) -> EagleHead:
         """Load a head. Raises InvalidArgument or CheckpointError, naming the missing or unsupported part."""
         config = load_head_config(head_dir)
-        weights = load_head_weights(head_dir, target_dir, config, dtype=dtype)
-        return cls(config, weights, weights_digest(head_dir))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._weights.qkv.dtype
+        return cls(config, load_head_weights(head_dir, target_dir, config), kernels, weights_digest(head_dir))
 
     def project(self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> HeadInputs:
-        """Project rows: hidden [T, H], tokens [T] i64, positions [T] i64."""
-        c, w = self.config, self._weights
-        hidden = hidden.to(w.qkv.dtype)
-        normed = _rms_norm(hidden, w.hidden_norm, c.rms_norm_eps)
-        embedded = _rms_norm(w.embedding[tokens], w.input_norm, c.rms_norm_eps)
-        qkv = linear(torch.cat([embedded, normed], dim=-1), w.qkv)
-        heads = qkv.view(len(tokens), c.n_heads + 2 * c.n_kv_heads, c.head_dim)
-        q, k, v = torch.split(heads, [c.n_heads, c.n_kv_heads, c.n_kv_heads], dim=1)
-        cos, sin = self._angles(positions)
-        return HeadInputs(
-            residual=normed if c.norm_before_residual else hidden,
-            q=_rotate(q, cos, sin),
-            k=_rotate(k, cos, sin),
-            v=v,
-        )
+        """Project rows: hidden [T, H] fp32, tokens [T] i64, positions [T] i64."""
+        kernels, eps = self._kernels, self.config.rms_norm_eps
+        normed = kernels.rms_norm(hidden, self._hidden_norm, eps)
+        embedded = kernels.rms_norm(self._embedding[tokens].float(), self._input_norm, eps)
+        rows = self.attention.project(torch.cat([embedded, normed], dim=-1), positions)
+        return HeadInputs(normed if self.config.norm_before_residual else hidden, rows)
 
-    def attend(
-        self, inputs: HeadInputs, contexts: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from one row of each of S sequences to its keys and values [kv_heads, n, D].
-
-        Contexts differ in length, and a padded copy of all of them would cost more than the attention.
-        Returns the next hidden states [S, H] and the drafted token ids [S].
-        """
-        c, w = self.config, self._weights
-        q = inputs.q.view(len(contexts), c.n_kv_heads, -1, c.head_dim) * c.head_dim**-0.5
-        mixed = torch.empty_like(q)
-        for i, (keys, values) in enumerate(contexts):
-            torch.matmul((q[i] @ keys.transpose(1, 2)).softmax(dim=-1), values, out=mixed[i])
-        x = inputs.residual + linear(mixed.flatten(1), w.o_proj)
-        gate, up = linear(_rms_norm(x, w.post_norm, c.rms_norm_eps), w.gate_up).chunk(2, dim=-1)
-        hidden = x + linear(silu(gate) * up, w.down)
-        normed = _rms_norm(hidden, w.norm, c.rms_norm_eps)
-        drafts = w.target_ids[linear(normed, w.lm_head).argmax(dim=-1)]
-        return normed if c.norm_output else hidden, drafts
-
-    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[:, None].float() * self._frequencies
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
-        dtype = self._weights.qkv.dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Llama's rotary positions, with the pairs (x_i, x_{i + D/2})."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    def attend(self, inputs: HeadInputs, contexts: Sequence[ContextKv]) -> HeadOutputs:
+        """Attend from one row of each sequence to its context, and draft the next token."""
+        kernels, eps = self._kernels, self.config.rms_norm_eps
+        mixed = self.attention.attend(inputs.rows.q, contexts)
+        hidden = kernels.linear(mixed, self._o_proj, inputs.residual.clone())
+        hidden = kernels.mlp(kernels.rms_norm(hidden, self._post_norm, eps), self._mlp, hidden)
+        normed = kernels.rms_norm(hidden, self._norm, eps)
+        logits = kernels.linear(normed, self._lm_head)
+        best, drafts = logits.max(dim=-1)
+        confidence = (best - logits.logsumexp(dim=-1)).exp()
+        next_hidden = normed if self.config.norm_output else hidden
+        return HeadOutputs(next_hidden, self._target_ids[drafts], confidence)

@@ -2,80 +2,106 @@
 
 Names: `midlayer.*` or `layers.0.*`, `norm.weight`, `lm_head.weight`, `embed_tokens.weight`, `d2t`, each
 with or without the prefix `model.`. No embedding -> the target's. No lm_head and a full draft
-vocabulary -> the target's. No d2t -> draft ids are target ids. The target's engine uses `fc.weight` to fuse
-the features; only training uses `t2d`.
+vocabulary -> the target's. No d2t -> draft ids are target ids. The target's engine uses `fc.weight` and the
+norms before it to fuse the features; only training uses `t2d`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from libs.engine.eagle.config import HeadConfig
+from libs.engine.eagle.attention import GroupedWeights, LatentWeights
+from libs.engine.eagle.config import GroupedShape, HeadConfig
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """All of one dtype; matrices [out, in] as stored, q|k|v and gate|up stacked by rows."""
+    """In the dtypes of the files; matrices [out, in] as stored."""
 
     embedding: torch.Tensor  # [vocab, H]
     input_norm: torch.Tensor  # [H], of the token's embedding
     hidden_norm: torch.Tensor  # [H], of the feature
-    qkv: torch.Tensor  # [(heads + 2 kv_heads) * head_dim, 2H]
+    attention: GroupedWeights | LatentWeights
     o_proj: torch.Tensor  # [H, heads * head_dim]
     post_norm: torch.Tensor  # [H]
-    gate_up: torch.Tensor  # [2 * intermediate, H]
+    gate: torch.Tensor  # [intermediate, H]
+    up: torch.Tensor  # [intermediate, H]
     down: torch.Tensor  # [H, intermediate]
     norm: torch.Tensor  # [H]
     lm_head: torch.Tensor  # [draft_vocab, H]
     target_ids: torch.Tensor  # [draft_vocab] i64: token id of each draft id
 
 
-def load_head_weights(
-    head_dir: Path, target_dir: Path, config: HeadConfig, *, dtype: torch.dtype = torch.float32
-) -> HeadWeights:
+def load_head_weights(head_dir: Path, target_dir: Path, config: HeadConfig) -> HeadWeights:
     """Load a head's tensors. Raises CheckpointError naming the tensor that is missing or of a wrong shape."""
     c = config
     with Checkpoint(head_dir) as head, Checkpoint(target_dir) as target:
         names = _Names(head)
 
         def tensor(name: str, *shape: int) -> torch.Tensor:
-            return head.dense(names.find(name), shape).to(dtype)
+            return head.dense(names.find(f"{name}.weight"), shape)
 
-        inputs = 2 * c.hidden_size
-        q_rows, kv_rows = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        layer = names.layer
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        layer, mlp = names.layer, f"{names.layer}.mlp"
+        attention = _attention(tensor, f"{layer}.self_attn", c)
+        for name in feature_norms(c):
+            if names.find(name) not in head:
+                raise CheckpointError(name, "not in the head, whose config.json implies it")
         weights = HeadWeights(
-            embedding=_embedding(head, names, target, c).to(dtype),
-            input_norm=tensor(f"{layer}.input_layernorm.weight", c.hidden_size),
-            hidden_norm=tensor(f"{layer}.hidden_norm.weight", c.hidden_size),
-            qkv=torch.cat(
-                [
-                    tensor(f"{attention}.q_proj.weight", q_rows, inputs),
-                    tensor(f"{attention}.k_proj.weight", kv_rows, inputs),
-                    tensor(f"{attention}.v_proj.weight", kv_rows, inputs),
-                ]
-            ),
-            o_proj=tensor(f"{attention}.o_proj.weight", c.hidden_size, q_rows),
-            post_norm=tensor(f"{layer}.post_attention_layernorm.weight", c.hidden_size),
-            gate_up=torch.cat(
-                [
-                    tensor(f"{mlp}.gate_proj.weight", c.intermediate_size, c.hidden_size),
-                    tensor(f"{mlp}.up_proj.weight", c.intermediate_size, c.hidden_size),
-                ]
-            ),
-            down=tensor(f"{mlp}.down_proj.weight", c.hidden_size, c.intermediate_size),
-            norm=tensor("norm.weight", c.hidden_size),
-            lm_head=_lm_head(head, names, target, c).to(dtype),
+            embedding=_embedding(head, names, target, c),
+            input_norm=tensor(f"{layer}.input_layernorm", c.hidden_size),
+            hidden_norm=tensor(f"{layer}.hidden_norm", c.hidden_size),
+            attention=attention,
+            o_proj=tensor(f"{layer}.self_attn.o_proj", c.hidden_size, _mixed_width(c)),
+            post_norm=tensor(f"{layer}.post_attention_layernorm", c.hidden_size),
+            gate=tensor(f"{mlp}.gate_proj", c.intermediate_size, c.hidden_size),
+            up=tensor(f"{mlp}.up_proj", c.intermediate_size, c.hidden_size),
+            down=tensor(f"{mlp}.down_proj", c.hidden_size, c.intermediate_size),
+            norm=tensor("norm", c.hidden_size),
+            lm_head=_lm_head(head, names, target, c),
             target_ids=_target_ids(head, names, c),
         )
         names.refuse_others()
         return weights
+
+
+def _attention(
+    tensor: Callable[..., torch.Tensor], name: str, config: HeadConfig
+) -> GroupedWeights | LatentWeights:
+    shape, inputs = config.attention, 2 * config.hidden_size
+    if isinstance(shape, GroupedShape):
+        q_rows, kv_rows = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+        return GroupedWeights(
+            q=tensor(f"{name}.q_proj", q_rows, inputs),
+            k=tensor(f"{name}.k_proj", kv_rows, inputs),
+            v=tensor(f"{name}.v_proj", kv_rows, inputs),
+        )
+    q_rows = shape.n_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+    lora, rank = shape.kv_lora_rank, shape.q_lora_rank
+    return LatentWeights(
+        q_a=None if rank is None else tensor(f"{name}.q_a_proj", rank, inputs),
+        q_norm=None if rank is None else tensor(f"{name}.q_a_layernorm", rank),
+        q_b=tensor(f"{name}.q_proj", q_rows, inputs) if rank is None else tensor(f"{name}.q_b_proj", q_rows, rank),
+        kv_a=tensor(f"{name}.kv_a_proj_with_mqa", lora + shape.qk_rope_head_dim, inputs),
+        kv_norm=tensor(f"{name}.kv_a_layernorm", lora),
+        kv_b=tensor(f"{name}.kv_b_proj", shape.n_heads * (shape.qk_nope_head_dim + shape.v_head_dim), lora),
+    )
+
+
+def feature_norms(config: HeadConfig) -> list[str]:
+    """The tensors that the target's engine needs beside `fc.weight`."""
+    norms = [f"fc_norm.{slot}.weight" for slot in range(3)] if config.fc_norm else []
+    return [*norms, "input_norm.weight"] if config.norm_before_fc else norms
+
+
+def _mixed_width(config: HeadConfig) -> int:
+    shape = config.attention
+    return shape.n_heads * (shape.head_dim if isinstance(shape, GroupedShape) else shape.v_head_dim)
 
 
 class _Names:

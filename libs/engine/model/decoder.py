@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from libs.engine.kernels.interface import Kernels
+from libs.engine.model.feature_head import FeatureHead
 from libs.engine.model.stack import Stack
-from libs.engine.model.weights import FeatureHead, ModelWeights
+from libs.engine.model.weights import ModelWeights
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.step.stop_flag import StopFlag
@@ -36,8 +37,7 @@ class Decoder:
             self.stack.run(x, plan, (), stop)
             return x, None
         captured = self.stack.run(x, plan, self.feature_head.layers, stop)
-        fused = torch.cat([captured[layer] for layer in self.feature_head.layers], dim=-1)
-        return x, self.kernels.linear(fused, self.feature_head.fc)
+        return x, self.feature_head.fuse(captured, self.kernels)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Residual stream [R, H] -> [R, V] fp32."""

@@ -18,9 +18,10 @@ from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.decoder import Decoder
+from libs.engine.model.feature_head import load_feature_head
 from libs.engine.model.inventory import check_inventory
 from libs.engine.model.stack import PlainStack, Stack
-from libs.engine.model.weights import ModelWeights, WeightDtype, WeightLoader, load_feature_head
+from libs.engine.model.weights import ModelWeights, WeightDtype, WeightLoader
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope

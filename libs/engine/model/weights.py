@@ -22,14 +22,6 @@ WeightDtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureHead:
-    """EAGLE-3 feature fusion: fc [H, 3H] over the residual stream after `layers` (low, mid, high)."""
-
-    layers: tuple[int, ...]
-    fc: Packed
-
-
-@dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding: torch.Tensor
     layers: tuple[Layer, ...]
@@ -156,33 +148,3 @@ class WeightLoader:
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self._dtype == "auto" else weight.to(getattr(torch, self._dtype))
-
-
-def load_feature_head(head_dir: Path, config: ModelConfig, kernels: Kernels) -> FeatureHead:
-    """`fc.weight` of an EAGLE-3 head directory, and the layers whose outputs it fuses."""
-    with Checkpoint(head_dir) as checkpoint:
-        name = "fc.weight" if "fc.weight" in checkpoint else "model.fc.weight"
-        fc = checkpoint.dense(name, (config.hidden_size, 3 * config.hidden_size))
-        return FeatureHead(_feature_layers(head_dir, config), kernels.pack(DenseMatrix(fc)))
-
-
-def default_feature_layers(n_layers: int) -> tuple[int, int, int]:
-    """Output indices of the residual-stream inputs of layers {2, n//2, n-3} (EAGLE-3), clamped."""
-    low, mid, high = (min(max(index, 0), n_layers - 1) for index in (1, n_layers // 2 - 1, n_layers - 4))
-    return low, mid, high
-
-
-def _feature_layers(head_dir: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The stated output indices, at the top or in `eagle_config`, or the default ones."""
-    raw = read_config_json(head_dir, "draft_model_dir")
-    key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
-    inner = nested.get(key) if isinstance(nested, dict) else None
-    field, layers = (key, raw.get(key)) if inner is None else (f"eagle_config.{key}", inner)
-    if inner is not None and raw.get(key) not in (None, inner):
-        raise InvalidArgument(field, f"{inner!r} contradicts {key} {raw[key]!r} at the top level")
-    if layers is None:
-        return default_feature_layers(config.n_layers)
-    valid = isinstance(layers, list) and len(layers) == 3
-    if not valid or not all(type(i) is int and 0 <= i < config.n_layers for i in layers):
-        raise InvalidArgument(field, f"expected 3 layers below {config.n_layers}, got {layers!r}")
-    return tuple(layers)

@@ -152,7 +152,10 @@ YARN_KEYS = KeyTable(
 
 # An EAGLE-3 head; `eagle_config` may nest the second table, whose keys may also be at the top.
 HEAD_FLAG_KEYS = KeyTable(
-    used=_names("norm_before_residual norm_output eagle_aux_hidden_state_layer_ids target_hidden_size"),
+    used=_names(
+        "norm_before_residual norm_output fc_norm norm_before_fc eagle_aux_hidden_state_layer_ids "
+        "target_hidden_size"
+    ),
     without_effect=_why(_STORED_HEAD, "has_lm_head"),
     fixed={
         "use_aux_hidden_state": ((True,), "an EAGLE-3 head reads features of three layers"),
@@ -160,8 +163,6 @@ HEAD_FLAG_KEYS = KeyTable(
         "use_input_layernorm_in_first_layer": ((True,), "the token's embedding is normed"),
         "use_last_layernorm": ((True,), "the output is normed before the head"),
         "use_mtp_layernorm": ((False,), "this variant of the head is not run"),
-        "fc_norm": ((False,), "this variant of the head is not run"),
-        "norm_before_fc": ((False,), "this variant of the head is not run"),
         "parallel_draft_step": ((1,), "one token is drafted at a time"),
     },
 )
@@ -191,6 +192,28 @@ HEAD_KEYS = KeyTable(
         "use_sliding_window": ((False,), "attention reaches the whole window"),
         "position_embedding_type": (("rope",), "positions are rotary"),
         **_ROPE_FIXED,
+    },
+)
+
+_DENSE = "the head's MLP is dense"
+LATENT_HEAD_KEYS = KeyTable(
+    used=HEAD_KEYS.used
+    | _names("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
+    - _names("num_key_value_heads head_dim"),
+    without_effect={
+        **HEAD_KEYS.without_effect,
+        **_why("MLA has one latent for all heads", "num_key_value_heads head_dim qk_head_dim"),
+        **_why(
+            _DENSE,
+            "moe_intermediate_size n_routed_experts num_experts_per_tok n_shared_experts moe_layer_freq n_group "
+            "topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method first_k_dense_replace",
+        ),
+        **_why("a head has no such module", "num_nextn_predict_layers num_mtp_layers"),
+    },
+    fixed={
+        **HEAD_KEYS.fixed,
+        "model_type": (("kimi_k2", "deepseek_v3"), "a head is one layer of these types"),
+        "rope_interleave": ((True,), "rotary pairs are interleaved"),
     },
 )
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
-from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.rope_config import YarnConfig
+
+
+class RotaryConfig(Protocol):
+    """What of a model's or a draft head's configuration makes the angles."""
+
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def yarn(self) -> YarnConfig | None: ...
 
 
 class Rope:
     """Angles of one model. Frequencies are fp32, as in transformers' `_compute_yarn_parameters`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: RotaryConfig) -> None:
         self.inv_freq = inverse_frequencies(config)
         self._scale = 1.0 if config.yarn is None else config.yarn.attention_factor
 
@@ -31,7 +45,7 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+def inverse_frequencies(config: RotaryConfig) -> torch.Tensor:
     """[rope_dim / 2] fp32: theta^(-2i/dim), interpolated by `factor` above the YaRN ramp."""
     dim = config.qk_rope_head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -44,7 +58,7 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     return base / yarn.factor * ramp + base * (1 - ramp)
 
 
-def correction_range(config: ModelConfig) -> tuple[float, float]:
+def correction_range(config: RotaryConfig) -> tuple[float, float]:
     """The pair indices between which YaRN ramps from no interpolation to full interpolation."""
     yarn = config.yarn
     if yarn is None:

@@ -10,6 +10,8 @@ import torch
 
 from libs.engine.eagle.drafter import DrafterEngine, Extension
 from libs.engine.eagle.head import EagleHead
+from libs.engine.kernels.library import load_library
+from libs.engine.kernels.native import NativeKernels
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.shards import CheckpointError
@@ -17,6 +19,7 @@ from slipstream.errors import InvalidArgument
 from tests.engine.eagle.plain_head import plain_drafts
 from tests.engine.random_head import RandomHead, write_random_head
 
+KERNELS = NativeKernels(load_library(), 1)
 RNG = np.random.default_rng(0)
 
 
@@ -44,7 +47,7 @@ SPECS = {
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_drafts_equal_plain_recomputation(tmp_path: Path, target_dir: Path, spec: RandomHead) -> None:
     tensors = write_random_head(tmp_path, spec)
-    drafter = DrafterEngine(EagleHead.load(tmp_path, target_dir))
+    drafter = DrafterEngine(EagleHead.load(tmp_path, target_dir, KERNELS))
     expected = {}
     for i, (n, start) in enumerate([(1, 0), (9, 0), (5, 40)]):
         tokens, features = rows(n)
@@ -58,7 +61,7 @@ def test_drafts_equal_plain_recomputation(tmp_path: Path, target_dir: Path, spec
 @pytest.fixture
 def drafter(tmp_path: Path, target_dir: Path) -> DrafterEngine:
     write_random_head(tmp_path, RandomHead(draft_vocab_size=200))
-    return DrafterEngine(EagleHead.load(tmp_path, target_dir), window_tokens=16, max_sequences=3)
+    return DrafterEngine(EagleHead.load(tmp_path, target_dir, KERNELS), window_tokens=16, max_sequences=3)
 
 
 def test_rows_may_arrive_in_any_pieces(drafter: DrafterEngine) -> None:
@@ -143,7 +146,7 @@ def test_rows_that_do_not_fit_are_refused(
 def test_parts_missing_in_the_head_are_taken_from_the_target(tmp_path: Path, target_dir: Path) -> None:
     spec = RandomHead(own_embedding=False, own_lm_head=False)
     tensors = write_random_head(tmp_path, spec)
-    drafter = DrafterEngine(EagleHead.load(tmp_path, target_dir))
+    drafter = DrafterEngine(EagleHead.load(tmp_path, target_dir, KERNELS))
     with Checkpoint(target_dir) as target:
         tensors["embed_tokens.weight"] = target.tensor("language_model.model.embed_tokens.weight")
         tensors["lm_head.weight"] = target.tensor("language_model.lm_head.weight")
@@ -156,16 +159,16 @@ def test_parts_missing_in_the_head_are_taken_from_the_target(tmp_path: Path, tar
 def test_a_draft_vocabulary_needs_its_own_head(tmp_path: Path, target_dir: Path) -> None:
     write_random_head(tmp_path, RandomHead(draft_vocab_size=100, own_lm_head=False))
     with pytest.raises(CheckpointError, match="lm_head"):
-        EagleHead.load(tmp_path, target_dir)
+        EagleHead.load(tmp_path, target_dir, KERNELS)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "field"),
     [
-        ("architectures", ["Eagle3DeepseekV2ForCausalLM"], "architectures"),
+        ("architectures", ["Eagle2LlamaForCausalLM"], "architectures"),
         ("rope_scaling", {"type": "yarn", "factor": 4}, "rope_scaling.type"),
-        ("fc_norm", True, "fc_norm"),
-        ("eagle_config", {"norm_before_fc": True}, "eagle_config.norm_before_fc"),
+        ("use_mtp_layernorm", True, "use_mtp_layernorm"),
+        ("eagle_config", {"norm_before_fc": "yes"}, "eagle_config.norm_before_fc"),
         ("target_hidden_size", 128, "target_hidden_size"),
         ("num_hidden_layers", 2, "num_hidden_layers"),
         ("hidden_act", "gelu", "hidden_act"),
@@ -178,5 +181,5 @@ def test_unsupported_head_variants_are_refused(
 ) -> None:
     write_random_head(tmp_path, RandomHead(extra=((key, value),)))
     with pytest.raises(InvalidArgument) as caught:
-        EagleHead.load(tmp_path, target_dir)
+        EagleHead.load(tmp_path, target_dir, KERNELS)
     assert caught.value.field == field

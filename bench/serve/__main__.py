@@ -4,11 +4,15 @@
     python -m bench.serve --endpoint 127.0.0.1:7000 --rate 4 --sessions 60
     python -m bench.serve --up --streams 1,8,32 --prompt-tokens 128 --output-tokens 128
     python -m bench.serve --up --make DIR --streams 1,8,32     # the shape of bench.engine, random weights
+    python -m bench.serve --up --drafts off,auto,on --streams 1,4,16     # what drafts cost and save
 
 `--rate`: sessions of held-out help-desk dialogues arrive as a Poisson process, and each sends its turns one
 after another (open loop: a slow cluster does not slow the arrivals). `--streams`: so many concurrent requests
 with prompts of a fixed length, end tokens ignored. Prints TTFT and ITL (p50, p90, p99), goodput and the
 cached share.
+
+`--drafts off,auto,on` starts a cluster for each way of drafting, and lets them take turns with held-out chat
+turns at each number of streams. It prints medians, and ratios to the first way (`bench/serve/drafts.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import sys
 import tempfile
 import time
@@ -24,93 +27,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.load import RequestLog, summarise
-from slipstream.async_client import AsyncClient, AsyncStream
+from bench.load import summarise
+from bench.serve.drafts import DraftRuns, DraftsWay, compare_drafts
+from bench.serve.workloads import run_sessions, run_streams
+from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
-
-# Common words that every tokenizer trained on English splits into few tokens.
-WORDS = [
-    "order",
-    "status",
-    "refund",
-    "please",
-    "ticket",
-    "today",
-    "thanks",
-    "check",
-    "number",
-    "email",
-    "help",
-]
-
-
-async def measure(stream: AsyncStream, clock: Any = time.perf_counter) -> RequestLog:
-    """Read one stream to its end and log the arrivals of its tokens."""
-    log = RequestLog(sent_s=clock())
-    try:
-        async for event in stream:
-            log.arrivals.append((clock(), event.completion_tokens))
-    except SlipstreamError as error:
-        log.error = type(error).__name__
-        return log
-    usage, stats = stream.reply.usage, stream.reply.stats
-    if usage is not None and stats is not None:
-        log.prompt_tokens, log.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        log.completion_tokens, log.decode_steps = usage.completion_tokens, stats.decode_steps
-        log.acceptance_length = stats.acceptance_length
-    return log
-
-
-async def run_sessions(
-    client: AsyncClient, dialogues: Sequence[Any], *, rate_per_s: float, seed: int
-) -> list[RequestLog]:
-    """Open loop: each arrival is a session, which sends the recorded user messages turn by turn."""
-    random_ = random.Random(seed)
-
-    async def session(index: int, dialogue: Any) -> list[RequestLog]:
-        logs = []
-        for turn, message in enumerate(dialogue.messages):
-            if message["role"] != "assistant":
-                continue
-            stream = client.stream_chat(
-                dialogue.messages[:turn],
-                tools=dialogue.tools,
-                session=f"bench-{seed}-{index}",
-                temperature=0.0,
-                max_tokens=160,
-            )
-            logs.append(await measure(stream))
-        return logs
-
-    tasks = []
-    for index, dialogue in enumerate(dialogues):
-        tasks.append(asyncio.create_task(session(index, dialogue)))
-        await asyncio.sleep(random_.expovariate(rate_per_s))
-    return [log for logs in await asyncio.gather(*tasks) for log in logs]
-
-
-async def run_streams(
-    client: AsyncClient, *, streams: int, requests: int, prompt_words: int, output_tokens: int, seed: int
-) -> list[RequestLog]:
-    """Closed loop: `streams` concurrent requests with different prompts."""
-    queue = iter(range(requests))
-
-    async def worker() -> list[RequestLog]:
-        logs = []
-        for index in queue:
-            random_ = random.Random(seed * 100_003 + index)
-            prompt = " ".join(random_.choices(WORDS, k=prompt_words))
-            request = client.stream_complete(
-                prompt, temperature=0.0, max_tokens=output_tokens, ignore_eos=True
-            )
-            logs.append(await measure(request))
-        return logs
-
-    done = await asyncio.gather(*(worker() for _ in range(streams)))
-    return [log for logs in done for log in logs]
-
 
 async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, Any]]:
     """Run every workload on the command line; returns one report each."""
@@ -165,6 +88,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not arguments.up and (arguments.model or arguments.make):
         parser.error("--model and --make need --up: a running cluster has its model")
+    if arguments.drafts and (not arguments.up or arguments.model or arguments.make):
+        parser.error("--drafts needs --up and the shipped model, whose draft head it uses")
     if min(arguments.rate, arguments.sessions, arguments.prompt_tokens, arguments.output_tokens) <= 0:
         parser.error("--rate, --sessions, --prompt-tokens and --output-tokens must be more than 0")
     return arguments
@@ -214,6 +139,25 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="goodput: TTFT at most this")
     parser.add_argument("--itl-limit-ms", type=float, default=50.0, help="goodput: mean ITL at most this")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and prompts")
+    parser.add_argument(
+        "--drafts",
+        type=drafts_ways,
+        default=[],
+        metavar="WAY[,WAY..]",
+        help="with --up: compare off, on and auto, each also with :local or :remote",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="with --drafts: turns of each way")
+    parser.add_argument(
+        "--pace-ms", type=float, default=0.0, help="with --drafts: a decode step takes at least this"
+    )
+
+
+def drafts_ways(text: str) -> list[DraftsWay]:
+    """Parse `off,auto,on:local`. Raises ArgumentTypeError."""
+    try:
+        return [DraftsWay.parse(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def stream_counts(text: str) -> list[int]:
@@ -227,6 +171,15 @@ def stream_counts(text: str) -> list[int]:
 async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str, Any]]:
     """Start a cluster, and `run` on it."""
     drafts = arguments.model is None and not arguments.no_drafts
+    if arguments.drafts:
+        runs = DraftRuns(
+            ways=arguments.drafts,
+            streams=arguments.streams or (1, 4, 16),
+            rounds=arguments.rounds,
+            turns=3 * arguments.requests,
+            pace_ms=arguments.pace_ms,
+        )
+        return await compare_drafts(runs, run_dir)
     config = ClusterConfig(
         run_dir=run_dir,
         model=arguments.model or DEFAULT_MODEL,
@@ -244,7 +197,7 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     if arguments.make is not None:
-        from bench.serve_model import make_serve_model
+        from bench.serve.model import make_serve_model
 
         make_serve_model(arguments.make)
         arguments.model = arguments.make

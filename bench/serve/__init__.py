@@ -1,0 +1,1 @@
+"""Load on a cluster through its public API. Must not import services."""
