@@ -148,7 +148,8 @@ def _mix(q: torch.Tensor, contexts: Sequence[ContextKv], scale: float, n_kv_head
         scaled_dot_product_attention(grouped[i], keys[None], values[None], scale=scale)
         for i, (keys, values) in enumerate(contexts)
     ]
-    return torch.cat(mixed).reshape(n_sequences, n_heads, -1)
+    joined = mixed[0] if n_sequences == 1 else torch.cat(mixed)
+    return joined.reshape(n_sequences, n_heads, -1)
 
 
 def _interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from libs.common.block_hash import TokenArray
@@ -92,16 +94,16 @@ class DrafterEngine:
         kept = [e.last(self._window_tokens) for e in extensions]
         if not kept:
             return
-        features = torch.from_numpy(np.concatenate([e.features for e in kept]).astype(np.float32))
-        tokens = torch.from_numpy(np.concatenate([e.next_tokens for e in kept]).astype(np.int64))
+        features = torch.from_numpy(_joined([e.features for e in kept], np.float32))
+        tokens = torch.from_numpy(_joined([e.next_tokens for e in kept], np.int64))
         positions = torch.cat([torch.arange(e.start_position, e.end_position) for e in kept])
-        inputs = self._head.project(features, tokens, positions)
+        inputs, rows = self._head.project(features, tokens, positions)
         end = 0
         for extension in kept:
             start, end = end, end + len(extension.next_tokens)
             context = self._context(extension.seq_id)
-            context.append(extension.start_position, inputs.rows.keys[start:end], inputs.rows.values[start:end])
-            context.newest = inputs.last_of(end - 1)
+            context.append(extension.start_position, rows.keys[start:end], rows.values[start:end])
+            context.newest = inputs.row(end - 1)
 
     def base_tokens(self, seq_id: str) -> int:
         """The number of tokens (prompt and output) before a proposal; 0 for an unknown sequence."""
@@ -142,24 +144,24 @@ class DrafterEngine:
     ) -> list[list[int]]:
         """Draft by a chain, whose rows are temporary and follow each context's own rows."""
         drafts: list[list[int]] = [[] for _ in contexts]
-        running = list(range(len(contexts)))
+        running, confidence = list(range(len(contexts))), [1.0] * len(contexts)
         inputs = join_inputs([c.newest_row() for c in contexts])
-        confidence = torch.ones(len(contexts))
         for j in range(n_drafts):
             outputs = self._head.attend(inputs, [contexts[i].view(j) for i in running])
-            confidence = confidence * outputs.confidence
-            kept = (confidence >= min_confidence).nonzero().flatten()
-            running = [running[i] for i in kept.tolist()]
-            tokens = outputs.tokens[kept]
+            hidden, tokens, likely = outputs.hidden, outputs.tokens, outputs.confidence.tolist()
+            confidence = [whole * own for whole, own in zip(confidence, likely, strict=True)]
+            kept = [at for at, whole in enumerate(confidence) if whole >= min_confidence]
+            if len(kept) < len(running):
+                hidden, tokens = hidden[kept], tokens[kept]
+                running, confidence = [running[at] for at in kept], [confidence[at] for at in kept]
             for i, token in zip(running, tokens.tolist(), strict=True):
                 drafts[i].append(token)
             if not running or j + 1 == n_drafts:
                 break
-            confidence = confidence[kept]
             positions = torch.tensor([contexts[i].end_position + j for i in running])
-            inputs = self._head.project(outputs.hidden[kept], tokens, positions)
-            for i, key, value in zip(running, inputs.rows.keys, inputs.rows.values, strict=True):
-                contexts[i].write_behind(j, key, value)
+            inputs, rows = self._head.project(hidden, tokens, positions)
+            for at, i in enumerate(running):
+                contexts[i].write_behind(j, rows.keys[at], rows.values[at])
         return drafts
 
     def _check(self, e: Extension) -> None:
@@ -174,6 +176,11 @@ class DrafterEngine:
             raise InvalidArgument("next_tokens", "a token lies outside the vocabulary")
         if not np.isfinite(e.features).all():
             raise InvalidArgument("features", "not finite")
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """All rows as one writable array of `dtype`."""
+    return np.concatenate(parts, dtype=dtype, casting="unsafe")
 
 
 class _Context:

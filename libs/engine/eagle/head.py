@@ -28,27 +28,22 @@ from libs.engine.model_spec.matrix import DenseMatrix
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """Rows through the first projection; `residual` is [T, H]."""
+    """What `attend` needs of rows: residuals [T, H] and queries [T, n_heads, key_width]."""
 
     residual: torch.Tensor
-    rows: ProjectedRows
+    q: torch.Tensor
 
-    def last_of(self, index: int) -> HeadInputs:
+    def row(self, index: int) -> HeadInputs:
         """Row `index` alone, in memory that nothing else shares."""
         at = slice(index, index + 1)
-        rows = self.rows
-        kept = ProjectedRows(rows.q[at].clone(), rows.keys[at].clone(), rows.values[at].clone())
-        return HeadInputs(self.residual[at].clone(), kept)
+        return HeadInputs(self.residual[at].clone(), self.q[at].clone())
 
 
 def join_inputs(inputs: Sequence[HeadInputs]) -> HeadInputs:
     """The rows of all, in order."""
-    rows = ProjectedRows(
-        torch.cat([i.rows.q for i in inputs]),
-        torch.cat([i.rows.keys for i in inputs]),
-        torch.cat([i.rows.values for i in inputs]),
-    )
-    return HeadInputs(torch.cat([i.residual for i in inputs]), rows)
+    if len(inputs) == 1:
+        return inputs[0]
+    return HeadInputs(torch.cat([i.residual for i in inputs]), torch.cat([i.q for i in inputs]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +78,23 @@ class EagleHead:
         config = load_head_config(head_dir)
         return cls(config, load_head_weights(head_dir, target_dir, config), kernels, weights_digest(head_dir))
 
-    def project(self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> HeadInputs:
+    def project(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[HeadInputs, ProjectedRows]:
         """Project rows: hidden [T, H] fp32, tokens [T] i64, positions [T] i64."""
         kernels, eps = self._kernels, self.config.rms_norm_eps
         normed = kernels.rms_norm(hidden, self._hidden_norm, eps)
         embedded = kernels.rms_norm(self._embedding[tokens].float(), self._input_norm, eps)
         rows = self.attention.project(torch.cat([embedded, normed], dim=-1), positions)
-        return HeadInputs(normed if self.config.norm_before_residual else hidden, rows)
+        return HeadInputs(normed if self.config.norm_before_residual else hidden, rows.q), rows
 
     def attend(self, inputs: HeadInputs, contexts: Sequence[ContextKv]) -> HeadOutputs:
         """Attend from one row of each sequence to its context, and draft the next token."""
         kernels, eps = self._kernels, self.config.rms_norm_eps
-        mixed = self.attention.attend(inputs.rows.q, contexts)
+        mixed = self.attention.attend(inputs.q, contexts)
         hidden = kernels.linear(mixed, self._o_proj, inputs.residual.clone())
         hidden = kernels.mlp(kernels.rms_norm(hidden, self._post_norm, eps), self._mlp, hidden)
         normed = kernels.rms_norm(hidden, self._norm, eps)
-        logits = kernels.linear(normed, self._lm_head)
-        best, drafts = logits.max(dim=-1)
-        confidence = (best - logits.logsumexp(dim=-1)).exp()
+        confidence, drafts = kernels.linear(normed, self._lm_head).softmax(dim=-1).max(dim=-1)
         next_hidden = normed if self.config.norm_output else hidden
         return HeadOutputs(next_hidden, self._target_ids[drafts], confidence)
