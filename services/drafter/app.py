@@ -11,7 +11,8 @@ from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
 from libs.worker.process.settings import WorkerSettings
 from services.drafter.batcher import Batcher
-from services.drafter.drafts import DraftHead, FakeHead, load_eagle_head
+from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import DraftHead
 from services.drafter.service import DrafterService
 from slipstream.v1 import drafter_pb2_grpc, worker_pb2
 
@@ -36,7 +37,9 @@ class DrafterApp(WorkerApp):
 
             torch.set_num_threads(options.threads)
         assert options.draft_model is not None and options.model is not None
-        return load_eagle_head(options.draft_model, options.model)
+        from libs.engine.core.build import build_drafter
+
+        return build_drafter(options.draft_model, options.model)
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
         self._stop = stop

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.drafter.drafts import ContextRows, DraftHead
+from libs.engine.step.draft_head import ContextRows, DraftHead
 from slipstream.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Work:
     closed: Sequence[str]
     draft_tokens: Sequence[int]  # for each of `rows`; 0 = only extend
     answer: Callable[[list[Proposal]], None]
+    min_confidence: float = 0.0  # see DraftHead.propose_batch
 
 
 class Batcher:
@@ -143,8 +144,8 @@ def warm_up(head: DraftHead) -> None:
     """One small sequence through a fresh head, so that the first request does not pay for first uses."""
     for start, n_rows in ((0, 32), (32, 1)):
         features = np.zeros((n_rows, head.feature_width), np.float32)
-        head.extend([ContextRows(_WARM_UP, start, np.zeros(n_rows, np.uint32), features)])
-        head.propose([_WARM_UP], MAX_DRAFT_TOKENS)
+        head.extend_batch([ContextRows(_WARM_UP, start, np.zeros(n_rows, np.uint32), features)])
+        head.propose_batch([_WARM_UP], MAX_DRAFT_TOKENS)
     head.close(_WARM_UP)
 
 
@@ -161,7 +162,8 @@ def answer_batch(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]
         for rows, n_drafts in zip(work.rows, work.draft_tokens, strict=True):
             if n_drafts and newest.get(rows.seq_id) is rows:
                 wanted[rows.seq_id] = min(n_drafts, MAX_DRAFT_TOKENS)
-    tokens = _propose(head, wanted)
+    # One chain serves all streams: the longest that any of them asks for.
+    tokens = _propose(head, wanted, min((work.min_confidence for work in batch if work.rows), default=0.0))
     for work in batch:
         for seq_id in work.closed:
             head.close(seq_id)
@@ -191,13 +193,13 @@ def _extend(head: DraftHead, rows: Sequence[ContextRows]) -> set[int]:
     if not rows:
         return set()
     try:
-        head.extend(rows)
+        head.extend_batch(rows)
         return {id(r) for r in rows}
     except InvalidArgument:
         accepted = set()
         for r in rows:
             try:
-                head.extend([r])
+                head.extend_batch([r])
                 accepted.add(id(r))
             except InvalidArgument as error:
                 log.warning("rows of %s are refused: %s", r.seq_id, error)
@@ -205,8 +207,8 @@ def _extend(head: DraftHead, rows: Sequence[ContextRows]) -> set[int]:
         return accepted
 
 
-def _propose(head: DraftHead, wanted: dict[str, int]) -> dict[str, list[int]]:
+def _propose(head: DraftHead, wanted: dict[str, int], min_confidence: float) -> dict[str, list[int]]:
     if not wanted:
         return {}
-    proposed = head.propose(list(wanted), max(wanted.values()))
+    proposed = head.propose_batch(list(wanted), max(wanted.values()), min_confidence=min_confidence)
     return {seq_id: tokens[: wanted[seq_id]] for seq_id, tokens in proposed.items()}

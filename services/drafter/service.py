@@ -18,7 +18,7 @@ from libs.worker.requests.messages import parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, Proposal, Work
 from services.drafter.draft_spans import DraftSpans
-from services.drafter.drafts import ContextRows
+from libs.engine.step.draft_head import ContextRows
 from slipstream.errors import Draining, InvalidArgument
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc, worker_pb2
 
@@ -88,7 +88,13 @@ class DraftStream(ServerStream[None, Sequence[Proposal]]):
         for seq_id in closed:
             self._spans.closed(seq_id)
         draft_tokens = [extend.draft_tokens for extend in request.extends]
-        return Work(rows=rows, closed=closed, draft_tokens=draft_tokens, answer=self.put)
+        return Work(
+            rows=rows,
+            closed=closed,
+            draft_tokens=draft_tokens,
+            answer=self.put,
+            min_confidence=request.min_confidence,
+        )
 
     def _rows(self, extend: drafter_pb2.ExtendContext) -> ContextRows:
         seq_id = self._prefix + extend.seq_id

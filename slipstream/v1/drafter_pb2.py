@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/drafter.proto\x12\rslipstream.v1\"M\n\x0c\x44raftRequest\x12-\n\x07\x65xtends\x18\x01 \x03(\x0b\x32\x1c.slipstream.v1.ExtendContext\x12\x0e\n\x06\x63losed\x18\x02 \x03(\t\"\xe9\x01\n\rExtendContext\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x13\n\x0bnext_tokens\x18\x03 \x01(\x0c\x12\r\n\x05width\x18\x04 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0c\x12\x14\n\x0c\x64raft_tokens\x18\x06 \x01(\r\x12\x36\n\x05trace\x18\x07 \x03(\x0b\x32\'.slipstream.v1.ExtendContext.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\";\n\rDraftResponse\x12*\n\tproposals\x18\x01 \x03(\x0b\x32\x17.slipstream.v1.Proposal\"?\n\x08Proposal\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61se_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x32X\n\x0e\x44rafterService\x12\x46\n\x05\x44raft\x12\x1b.slipstream.v1.DraftRequest\x1a\x1c.slipstream.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/drafter.proto\x12\rslipstream.v1\"e\n\x0c\x44raftRequest\x12-\n\x07\x65xtends\x18\x01 \x03(\x0b\x32\x1c.slipstream.v1.ExtendContext\x12\x0e\n\x06\x63losed\x18\x02 \x03(\t\x12\x16\n\x0emin_confidence\x18\x03 \x01(\x02\"\xe9\x01\n\rExtendContext\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x13\n\x0bnext_tokens\x18\x03 \x01(\x0c\x12\r\n\x05width\x18\x04 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0c\x12\x14\n\x0c\x64raft_tokens\x18\x06 \x01(\r\x12\x36\n\x05trace\x18\x07 \x03(\x0b\x32\'.slipstream.v1.ExtendContext.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\";\n\rDraftResponse\x12*\n\tproposals\x18\x01 \x03(\x0b\x32\x17.slipstream.v1.Proposal\"?\n\x08Proposal\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61se_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x32X\n\x0e\x44rafterService\x12\x46\n\x05\x44raft\x12\x1b.slipstream.v1.DraftRequest\x1a\x1c.slipstream.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXTENDCONTEXT_TRACEENTRY']._loaded_options = None
   _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_options = b'8\001'
   _globals['_DRAFTREQUEST']._serialized_start=46
-  _globals['_DRAFTREQUEST']._serialized_end=123
-  _globals['_EXTENDCONTEXT']._serialized_start=126
-  _globals['_EXTENDCONTEXT']._serialized_end=359
-  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_start=315
-  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_end=359
-  _globals['_DRAFTRESPONSE']._serialized_start=361
-  _globals['_DRAFTRESPONSE']._serialized_end=420
-  _globals['_PROPOSAL']._serialized_start=422
-  _globals['_PROPOSAL']._serialized_end=485
-  _globals['_DRAFTERSERVICE']._serialized_start=487
-  _globals['_DRAFTERSERVICE']._serialized_end=575
+  _globals['_DRAFTREQUEST']._serialized_end=147
+  _globals['_EXTENDCONTEXT']._serialized_start=150
+  _globals['_EXTENDCONTEXT']._serialized_end=383
+  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_start=339
+  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_end=383
+  _globals['_DRAFTRESPONSE']._serialized_start=385
+  _globals['_DRAFTRESPONSE']._serialized_end=444
+  _globals['_PROPOSAL']._serialized_start=446
+  _globals['_PROPOSAL']._serialized_end=509
+  _globals['_DRAFTERSERVICE']._serialized_start=511
+  _globals['_DRAFTERSERVICE']._serialized_end=599
 # @@protoc_insertion_point(module_scope)

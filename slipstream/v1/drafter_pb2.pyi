@@ -24,6 +24,9 @@ class DraftRequest(_message.Message):
 
     EXTENDS_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    MIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    min_confidence: _builtins.float
+    """A proposal ends where the head gives all of its tokens together less than this probability; 0 = never."""
     @_builtins.property
     def extends(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExtendContext]: ...
     @_builtins.property
@@ -35,10 +38,11 @@ class DraftRequest(_message.Message):
         *,
         extends: _abc.Iterable[Global___ExtendContext] | None = ...,
         closed: _abc.Iterable[_builtins.str] | None = ...,
+        min_confidence: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "extends", b"extends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "extends", b"extends", "min_confidence", b"min_confidence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

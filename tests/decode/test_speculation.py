@@ -13,7 +13,7 @@ from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import Speculation
-from services.drafter.drafts import FakeHead
+from libs.engine.core.fake_head import FakeHead
 from slipstream.v1 import decode_pb2
 from tests.drafter.nodes import running_drafter
 from tests.worker.nodes import (
@@ -172,10 +172,10 @@ class StuckHead(FakeHead):
         self.stuck = False
         self.release = threading.Event()
 
-    def propose(self, seq_ids: Sequence[str], n_drafts: int) -> dict[str, list[int]]:
+    def propose_batch(self, seq_ids: Sequence[str], n_drafts: int, *, min_confidence: float = 0.0) -> dict[str, list[int]]:
         if self.stuck:
             assert self.release.wait(WAIT_S)
-        return super().propose(seq_ids, n_drafts)
+        return super().propose_batch(seq_ids, n_drafts)
 
 
 async def test_hanging_drafter_costs_its_patience_once() -> None:

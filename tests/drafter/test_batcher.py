@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.drafter.batcher import MAX_DRAFT_TOKENS, Proposal, Work, answer_batch
-from services.drafter.drafts import ContextRows, FakeHead
+from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import ContextRows
 from slipstream.errors import InvalidArgument
 
 
@@ -54,10 +55,10 @@ def test_closed_sequences_have_no_context() -> None:
 
 
 class Picky(FakeHead):
-    def extend(self, rows: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
         if any(13 in r.next_tokens for r in rows):
             raise InvalidArgument("next_tokens", "is unlucky")
-        super().extend(rows)
+        super().extend_batch(rows)
 
 
 def test_rows_that_do_not_fit_spoil_no_others() -> None:

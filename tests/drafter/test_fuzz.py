@@ -8,7 +8,7 @@ import random
 import pytest
 
 from libs.common.cluster.worker_service import held
-from services.drafter.drafts import FakeHead
+from libs.engine.core.fake_head import FakeHead
 from slipstream.v1 import drafter_pb2
 from tests.drafter.nodes import running_drafter
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz

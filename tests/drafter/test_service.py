@@ -14,7 +14,8 @@ from libs.common.cluster.worker_service import held
 from libs.worker.process.settings import WorkerSettings
 from services.drafter.app import DrafterApp
 from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
-from services.drafter.drafts import ContextRows, FakeHead
+from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import ContextRows
 from slipstream.errors import Draining, InvalidArgument
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
@@ -120,8 +121,8 @@ class Faulty(FakeHead):
 
     faults = 0
 
-    def extend(self, rows: Sequence[ContextRows]) -> None:
-        super().extend(rows)
+    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+        super().extend_batch(rows)
         if self.faults:
             self.faults -= 1
             raise RuntimeError("out of memory")

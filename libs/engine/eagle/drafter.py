@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,32 +17,12 @@ import torch
 
 from libs.common.block_hash import TokenArray
 from libs.engine.eagle.head import EagleHead, HeadInputs, join_inputs
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 from slipstream.errors import InvalidArgument
 
 MAX_DRAFTS = 16  # drafts of one proposal
 _MAX_SEQUENCES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """Rows start_position, ... of one sequence: next_tokens [rows], features [rows, H]."""
-
-    seq_id: str
-    start_position: int
-    next_tokens: TokenArray
-    features: FloatArray
-
-    @property
-    def end_position(self) -> int:
-        return self.start_position + len(self.next_tokens)
-
-    def last(self, n_rows: int) -> Extension:
-        """An extension with the newest `n_rows` rows."""
-        surplus = max(len(self.next_tokens) - n_rows, 0)
-        return Extension(
-            self.seq_id, self.start_position + surplus, self.next_tokens[surplus:], self.features[surplus:]
-        )
 
 
 class DrafterEngine:
@@ -80,18 +59,18 @@ class DrafterEngine:
 
     def extend(self, seq_id: str, start_position: int, next_tokens: TokenArray, features: FloatArray) -> None:
         """`extend_batch` of one."""
-        self.extend_batch([Extension(seq_id, start_position, next_tokens, features)])
+        self.extend_batch([ContextRows(seq_id, start_position, next_tokens, features)])
 
     @torch.inference_mode()
-    def extend_batch(self, extensions: Sequence[Extension]) -> None:
+    def extend_batch(self, rows_of_all: Sequence[ContextRows]) -> None:
         """Add rows to their contexts, in order.
 
         They replace the rows that a context has from `start_position` on; a gap restarts the context. Raises
         InvalidArgument, before any change, when shapes or tokens do not fit the head.
         """
-        for extension in extensions:
+        for extension in rows_of_all:
             self._check(extension)
-        kept = [e.last(self._window_tokens) for e in extensions]
+        kept = [e.last(self._window_tokens) for e in rows_of_all]
         if not kept:
             return
         features = torch.from_numpy(_joined([e.features for e in kept], np.float32))
@@ -164,7 +143,7 @@ class DrafterEngine:
                 contexts[i].write_behind(j, rows.keys[at], rows.values[at])
         return drafts
 
-    def _check(self, e: Extension) -> None:
+    def _check(self, e: ContextRows) -> None:
         width = self._head.config.hidden_size
         if e.features.ndim != 2 or e.features.shape[1] != width or not len(e.features):
             raise InvalidArgument("features", f"expected [rows >= 1, {width}], got {list(e.features.shape)}")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.core.engine import PagedEngine
-from libs.engine.eagle.drafter import DrafterEngine, Extension
+from libs.engine.eagle.drafter import DrafterEngine
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
 from slipstream.errors import InvalidArgument, OutOfPages
@@ -248,7 +249,7 @@ class LocalDrafts:
         for o in outputs:
             if o.features is not None and o.feature_tokens is not None:
                 self.drafter.extend_batch(
-                    [Extension(o.seq_id, o.feature_start, o.feature_tokens, o.features)]
+                    [ContextRows(o.seq_id, o.feature_start, o.feature_tokens, o.features)]
                 )
         return self.drafter.propose_batch([o.seq_id for o in outputs if not o.finish], self.n_drafts)
 

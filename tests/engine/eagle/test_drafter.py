@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from libs.engine.eagle.drafter import DrafterEngine, Extension
+from libs.engine.eagle.drafter import DrafterEngine
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.eagle.head import EagleHead
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
@@ -71,8 +72,8 @@ def test_rows_may_arrive_in_any_pieces(drafter: DrafterEngine) -> None:
         drafter.extend("single", 3 + i, tokens[i : i + 1], features[i : i + 1])
     drafter.extend_batch(
         [
-            Extension("mixed", 3, tokens[:5], features[:5]),
-            Extension("mixed", 8, tokens[5:], features[5:]),
+            ContextRows("mixed", 3, tokens[:5], features[:5]),
+            ContextRows("mixed", 8, tokens[5:], features[5:]),
         ]
     )
     found = drafter.propose_batch(["whole", "single", "mixed"], 5)

@@ -14,7 +14,7 @@ from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import Speculation
-from services.drafter.drafts import FakeHead
+from libs.engine.core.fake_head import FakeHead
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.drafter.nodes import running_drafter
