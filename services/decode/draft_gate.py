@@ -1,110 +1,204 @@
 """Whether drafts pay here and now: measured, not assumed. Pure; times are given.
 
-A draft saves steps and costs a wait and a wider step. Which of the two is more depends on model, machine,
-text and batch, so both ways are timed: the cost of a way is the time in which one sequence advances by one
-token. The cheaper way is kept for a while, then the other one is tried again for a few steps.
+Drafts save steps and cost work, waits and wider steps. What prevails depends on model, machine, text, batch
+and context length. So the gate keeps the time of one token of a sequence in the way that runs now, and tries
+the other way from time to time. Trials take a bounded share of the time, whatever one of them costs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
+
+from services.decode.step_costs import StepWindow
+
+
+class DraftMode(Enum):
+    """What a step does. FEATURES computes what a drafter needs, and asks for nothing."""
+
+    OFF = "off"
+    FEATURES = "features"
+    ON = "on"
 
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """Counts of steps. `kept_steps` doubles up to `most_kept_steps` each time the verdict stays the same."""
+    """`trial_share`: of all time, what trials of the worse way may cost. Steps are those of one bucket."""
 
-    tried_steps: int = 16
-    # The first steps after a change are not timed: the drafter first receives the rows that it missed.
-    skipped_steps: int = 2
-    kept_steps: int = 256
-    most_kept_steps: int = 4096
-    # The other way must be better by this share; noise alone changes nothing.
-    margin: float = 0.05
+    window_steps: int = 64
+    baseline_steps: int = 16  # known of a way before the other one is tried
+    feature_steps: int = 6  # with features alone, before drafts are tried
+    skipped_steps: int = 2  # the first ones with drafts: the head takes in the context
+    trial_steps: int = 16
+    given_up_steps: int = 5  # after these, a trial at twice the cost ends
+    checked_steps: int = 16  # how often drafts are compared with the last trial without them
+    trial_share: float = 0.01
+    longest_pause_ms: float = 120_000.0
+    # A trial waits for sequences with whole contexts, until it is overdue by this factor.
+    patience: float = 3.0
+    margin: float = 0.02
 
 
-@dataclass(slots=True)
-class _Way:
-    """One way of stepping: what its last trial cost."""
-
-    elapsed_ms: float = 0.0
-    advanced_tokens: float = 0.0
-
-    @property
-    def cost_ms(self) -> float:
-        return self.elapsed_ms / self.advanced_tokens if self.advanced_tokens else float("inf")
+class _Phase(Enum):
+    SETTLED = 0
+    FEATURES = 1
+    SKIPPED = 2
+    TRIAL = 3
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Batches of about one size."""
+    """Batches of about one size, with contexts of about one length."""
 
-    drafts: bool = True
-    ways: dict[bool, _Way] = field(default_factory=lambda: {True: _Way(), False: _Way()})
-    trying: bool = True
+    window: StepWindow
+    trial: StepWindow
+    features: StepWindow
+    on: bool = False
+    phase: _Phase = _Phase.SETTLED
     steps_left: int = 0
-    kept_steps: int = 0
-    best: bool | None = None
+    other_ms: float | None = None  # the other way's cost at its last trial
+    settled_ms: float = 0.0  # since the last trial
+    settled_steps: int = 0
+    due_ms: float = 0.0
+    trial_ms: float = 0.0  # all time of the running trial
+    trial_tokens: float = 0.0
+
+    @property
+    def mode(self) -> DraftMode:
+        if self.phase is _Phase.SETTLED:
+            return DraftMode.ON if self.on else DraftMode.OFF
+        if self.on or self.phase is _Phase.FEATURES:
+            return DraftMode.FEATURES
+        return DraftMode.ON
 
 
 @dataclass(slots=True)
 class DraftGate:
-    """One for a decode worker. Batches of 1, 2-3, 4-7, ... sequences are judged apart."""
+    """One for a decode worker. Batches of 1, 2-3, 4-7, ... sequences and contexts below 1k, 4k, 16k, ...
+    tokens are judged apart; a new bucket begins with the verdict of its nearest neighbour."""
 
     limits: GateLimits = field(default_factory=GateLimits)
-    _buckets: dict[int, _Bucket] = field(default_factory=dict)
+    feature_factor: float = 1.0  # a plain step with features, of one without
+    _buckets: dict[tuple[int, int], _Bucket] = field(default_factory=dict)
 
-    def open(self, n_sequences: int) -> bool:
-        """Whether the next step of so many sequences should use drafts."""
-        return self._bucket(n_sequences).drafts
+    def choose(self, n_sequences: int, context_tokens: int, *, fresh: bool = True) -> DraftMode:
+        """The mode of the next step of so many sequences with so many tokens on average.
 
-    def record(self, n_sequences: int, *, drafts: bool, elapsed_ms: float, n_tokens: int) -> None:
-        """A step of `n_sequences` took `elapsed_ms`, its wait for drafts included, and gave `n_tokens`.
+        `fresh`: the drafter's contexts would be whole, because no step ran without features.
+        """
+        bucket = self._bucket(n_sequences, context_tokens)
+        if bucket.phase is _Phase.SETTLED and self._is_due(bucket, fresh):
+            self._begin(bucket)
+        return bucket.mode
 
-        A step that ran otherwise than `open` said (the drafter was gone) is not counted.
+    def record(
+        self,
+        mode: DraftMode,
+        n_sequences: int,
+        context_tokens: int,
+        *,
+        elapsed_ms: float,
+        n_tokens: int,
+        n_drafts: int = 0,
+    ) -> None:
+        """A step took `elapsed_ms`, from the end of the step before it, and gave `n_tokens`.
+
+        A step in another mode than `choose` said (the drafter was gone) is not counted.
         """
         if n_sequences < 1 or n_tokens < 1:
             return
-        bucket = self._bucket(n_sequences)
-        if drafts != bucket.drafts:
+        bucket = self._bucket(n_sequences, context_tokens)
+        if mode is not bucket.mode:
             return
+        tokens = n_tokens / n_sequences
+        if bucket.phase is _Phase.SETTLED:
+            bucket.window.add(elapsed_ms, tokens, n_drafts)
+            bucket.settled_ms += elapsed_ms
+            bucket.settled_steps += 1
+            return
+        bucket.trial_ms += elapsed_ms
+        bucket.trial_tokens += tokens
+        if bucket.phase is _Phase.FEATURES:
+            bucket.features.add(elapsed_ms, tokens, n_drafts)
+        elif bucket.phase is _Phase.TRIAL:
+            bucket.trial.add(elapsed_ms, tokens, n_drafts)
         bucket.steps_left -= 1
-        if bucket.trying and bucket.steps_left < self.limits.tried_steps:
-            way = bucket.ways[drafts]
-            way.elapsed_ms += elapsed_ms
-            way.advanced_tokens += n_tokens / n_sequences
-        if bucket.steps_left <= 0:
-            self._next(bucket)
+        if bucket.steps_left <= 0 or self._is_hopeless(bucket):
+            self._advance(bucket)
 
-    def _bucket(self, n_sequences: int) -> _Bucket:
-        key = n_sequences.bit_length()
-        if key not in self._buckets:
-            self._buckets[key] = bucket = _Bucket()
-            self._try(bucket, drafts=True)
-        return self._buckets[key]
+    def draft_costs(self, n_sequences: int, context_tokens: int) -> StepWindow | None:
+        """The steps with drafts of this bucket; None before there are enough."""
+        bucket = self._bucket(n_sequences, context_tokens)
+        window = bucket.window if bucket.on else bucket.trial
+        return window if len(window) >= self.limits.given_up_steps else None
 
-    def _next(self, bucket: _Bucket) -> None:
-        if not bucket.trying:
-            bucket.ways = {True: _Way(), False: _Way()}
-        for drafts in (bucket.drafts, not bucket.drafts):
-            if not bucket.ways[drafts].advanced_tokens:
-                self._try(bucket, drafts=drafts)
-                return
-        self._judge(bucket)
+    # ---- trials
 
-    def _try(self, bucket: _Bucket, *, drafts: bool) -> None:
-        bucket.drafts, bucket.trying = drafts, True
-        bucket.steps_left = self.limits.skipped_steps + self.limits.tried_steps
+    def _is_due(self, bucket: _Bucket, fresh: bool) -> bool:
+        if len(bucket.window) < self.limits.baseline_steps:
+            return False
+        if bucket.on:
+            return bucket.settled_ms >= bucket.due_ms or self._got_worse(bucket)
+        return bucket.settled_ms >= bucket.due_ms * (1.0 if fresh else self.limits.patience)
+
+    def _got_worse(self, bucket: _Bucket) -> bool:
+        """Whether drafts now cost more than steps without them did; looked at once in a while."""
+        if bucket.settled_steps % self.limits.checked_steps or not bucket.window.is_full:
+            return False
+        return bucket.other_ms is None or bucket.window.cost_ms > bucket.other_ms
+
+    def _begin(self, bucket: _Bucket) -> None:
+        bucket.trial.clear()
+        bucket.features.clear()
+        bucket.trial_ms = bucket.trial_tokens = 0.0
+        if bucket.on:
+            bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
+        else:
+            bucket.phase, bucket.steps_left = _Phase.FEATURES, self.limits.feature_steps
+
+    def _is_hopeless(self, bucket: _Bucket) -> bool:
+        return (
+            len(bucket.trial) >= self.limits.given_up_steps
+            and bucket.trial.cost_ms > 2 * bucket.window.cost_ms
+        )
+
+    def _advance(self, bucket: _Bucket) -> None:
+        if bucket.phase is _Phase.FEATURES:
+            ratio = bucket.features.median_ms / max(bucket.window.median_ms, 1e-9)
+            self.feature_factor += 0.3 * (min(max(ratio, 1.0), 1.25) - self.feature_factor)
+            bucket.phase, bucket.steps_left = _Phase.SKIPPED, self.limits.skipped_steps
+        elif bucket.phase is _Phase.SKIPPED:
+            bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
+        else:
+            self._judge(bucket)
 
     def _judge(self, bucket: _Bucket) -> None:
-        cost = {way: bucket.ways[way].cost_ms for way in (True, False)}
-        best = bucket.best
-        if best is None:
-            best = cost[True] <= cost[False]
-        elif cost[not best] < cost[best] * (1 - self.limits.margin):
-            best = not best
-        kept = self.limits.kept_steps
-        if best == bucket.best:
-            kept = min(bucket.kept_steps * 2, self.limits.most_kept_steps)
-        bucket.best, bucket.kept_steps = best, kept
-        bucket.drafts, bucket.trying, bucket.steps_left = best, False, kept
+        own_ms, other_ms = bucket.window.cost_ms, bucket.trial.cost_ms
+        if bucket.on:
+            other_ms /= self.feature_factor
+        excess_ms = max(bucket.trial_ms - bucket.trial_tokens * own_ms, 0.0)
+        if other_ms < own_ms * (1 - self.limits.margin):
+            bucket.on = not bucket.on
+            # A trial of the way that is left now costs about what this one has saved.
+            excess_ms = max(own_ms - other_ms, 0.0) * self.limits.trial_steps
+            own_ms, other_ms = other_ms, own_ms
+            bucket.window.clear()
+        bucket.phase, bucket.other_ms = _Phase.SETTLED, other_ms
+        bucket.settled_ms, bucket.settled_steps = 0.0, 0
+        bucket.due_ms = min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
+
+    def _bucket(self, n_sequences: int, context_tokens: int) -> _Bucket:
+        key = n_sequences.bit_length(), max(context_tokens.bit_length() - 9, 0) // 2
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            steps = self.limits.window_steps
+            bucket = _Bucket(StepWindow(steps), StepWindow(steps), StepWindow(steps))
+            if self._buckets:
+                nearest = min(self._buckets, key=lambda other: _distance(key, other))
+                bucket.on = self._buckets[nearest].on
+            self._buckets[key] = bucket
+        return bucket
+
+
+def _distance(key: tuple[int, int], other: tuple[int, int]) -> int:
+    return 2 * abs(key[0] - other[0]) + abs(key[1] - other[1])

@@ -177,7 +177,9 @@ class PagedEngine:
     # ---- the loop
 
     @locked
-    def step(self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS) -> list[StepOutput]:
+    def step(
+        self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS, *, features: bool = True
+    ) -> list[StepOutput]:
         outputs = self._report_finished()
         prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
         copied = self._shared.copy_new(prefilling)
@@ -195,7 +197,7 @@ class PagedEngine:
         if not slices:
             return outputs + self._fail_one(starved)
         rows = [self._rows(s, drafts) for s in slices]
-        result = self._compute(rows)
+        result = self._compute(rows, want_features=features and self._want_features(rows))
         if result is None:  # aborted: copied blocks stay valid, and a later step computes the rows again
             return outputs + [self._progress(i, n_tokens) for i, n_tokens in copied.items() if i in computed]
         add_waited_tokens(prefilling, rows)
@@ -260,9 +262,9 @@ class PagedEngine:
         guesses = drafts[piece.seq_id][: piece.n_drafts] if piece.n_drafts else ()
         return sequence.rows(piece.n_tokens, guesses)
 
-    def _compute(self, rows: Sequence[SequenceRows]) -> StepResult | None:
+    def _compute(self, rows: Sequence[SequenceRows], *, want_features: bool) -> StepResult | None:
         """Run the rows; None when the step was aborted."""
-        batch = lay_out(rows, block_tokens=self.info.block_tokens, want_features=self._want_features(rows))
+        batch = lay_out(rows, block_tokens=self.info.block_tokens, want_features=want_features)
         aborted = False
         self._step_abort.begin({part.seq_id: part.n_rows for part in rows})
         try:

@@ -234,8 +234,10 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self, drafts: Mapping[str, Sequence[int]] = ...) -> list[StepOutput]:
+    def step(self, drafts: Mapping[str, Sequence[int]] = ..., *, features: bool = ...) -> list[StepOutput]:
         """Run one forward pass over chunked prefills and all decoding sequences, and verify `drafts`.
+
+        Without `features` no output has any, also where the engine could compute them.
 
         Any drafts are safe: right ones save steps, and wrong, stale or unknown ones change no token. The
         result is empty if the pass was aborted (see `abandon`).

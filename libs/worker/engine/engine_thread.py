@@ -55,6 +55,11 @@ class Drafter(Protocol):
         """Drafts for the next step; may wait for them within its budget."""
         ...
 
+    @property
+    def wants_features(self) -> bool:
+        """Whether the next step computes features; asked after `drafts`."""
+        ...
+
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
         """Receive the outputs of the last step."""
         ...
@@ -220,7 +225,7 @@ class EngineThread:
         self._run_commands(engine)
         started = time.perf_counter()
         try:
-            outputs = engine.step(drafts)
+            outputs = engine.step(drafts, features=self._drafter is None or self._drafter.wants_features)
         except Exception as error:
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS_IN_ROW:

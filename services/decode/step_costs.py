@@ -1,0 +1,77 @@
+"""Times of recent steps, robust against single slow ones. Pure."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from dataclasses import dataclass
+
+# A step beyond this many medians counts as so many: a preempted process says nothing about drafts.
+_OUTLIER_MEDIANS = 4.0
+_LEAST_CONFIDENCE, _MOST_CONFIDENCE = 0.1, 0.7
+DEFAULT_CONFIDENCE = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class _StepCost:
+    elapsed_ms: float
+    tokens: float  # of each sequence
+    n_drafts: int
+
+
+class StepWindow:
+    """The last steps of one way of stepping."""
+
+    def __init__(self, n_steps: int) -> None:
+        self._steps: collections.deque[_StepCost] = collections.deque(maxlen=n_steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._steps) == self._steps.maxlen
+
+    def add(self, elapsed_ms: float, tokens: float, n_drafts: int) -> None:
+        """A step that advanced each sequence by `tokens` on average."""
+        self._steps.append(_StepCost(elapsed_ms, tokens, n_drafts))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._steps.clear()
+
+    @property
+    def median_ms(self) -> float:
+        """Of a step; 0 without steps."""
+        return statistics.median(step.elapsed_ms for step in self._steps) if self._steps else 0.0
+
+    @property
+    def cost_ms(self) -> float:
+        """Time in which each sequence advances by a token; infinite without steps."""
+        tokens = sum(step.tokens for step in self._steps)
+        return sum(self._bounded()) / tokens if tokens else float("inf")
+
+    @property
+    def draft_ms(self) -> float | None:
+        """What one more draft costs a step: the slope of time over drafts; None where they hardly differ."""
+        if len(self._steps) < 2:
+            return None
+        drafts = [float(step.n_drafts) for step in self._steps]
+        if statistics.pvariance(drafts) < 0.25:
+            return None
+        return max(statistics.linear_regression(drafts, self._bounded()).slope, 0.0)
+
+    def _bounded(self) -> list[float]:
+        bound = _OUTLIER_MEDIANS * self.median_ms
+        return [min(step.elapsed_ms, bound) for step in self._steps]
+
+
+def least_confidence(window: StepWindow | None, n_sequences: int) -> float:
+    """The probability from which one more draft of one sequence is worth its cost.
+
+    A right draft saves one sequence a token. That is worth the time of a token of all, over their number.
+    """
+    draft_ms = window.draft_ms if window is not None else None
+    if window is None or draft_ms is None or not window.cost_ms:
+        return DEFAULT_CONFIDENCE
+    return min(max(draft_ms * n_sequences / window.cost_ms, _LEAST_CONFIDENCE), _MOST_CONFIDENCE)
