@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from libs.common.cluster.discovery import Discovery, Fleet
 from libs.common.cluster.worker_record import Role, Worker
+from libs.engine.step.types import Engine
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp
 from libs.worker.process.identity import head_fingerprint
+from libs.worker.process.settings import load_local_head
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
 from services.decode.service import DecodeService
-from services.decode.settings import DecodeSettings
-from services.decode.speculation import Speculation
+from services.decode.local_speculation import LocalSpeculation
+from services.decode.settings import LOCAL, DecodeSettings
+from services.decode.speculation import RemoteSpeculation
 from slipstream.v1 import decode_pb2_grpc
 
 
@@ -24,22 +29,40 @@ class DecodeApp(EngineApp):
     service_name = "slipstream.v1.DecodeService"
     options: DecodeSettings
     _servicer: DecodeService
-    _speculation: Speculation | None = None
+    _speculation: RemoteSpeculation | LocalSpeculation | None = None
     _fleet: Fleet | None = None
 
     async def make_drafter(self, discovery: Discovery) -> Drafter | None:
         options = self.options
-        if options.draft_tokens < 1 or options.drafts == "off":
+        has_head = options.draft_model is not None or options.engine == "fake"
+        if options.draft_tokens < 1 or options.drafts == "off" or not has_head:
             return None
+        gate = DraftGate() if options.drafts == "auto" else None
+        if options.drafter == LOCAL:
+            self._speculation = LocalSpeculation(
+                draft_tokens=options.draft_tokens, max_sequences=options.draft_max_sequences, gate=gate
+            )
+            return self._speculation
         self._fleet = await Fleet(discovery).__aenter__()
         limits = DraftLimits(
             draft_tokens=options.draft_tokens,
             wait_cap_ms=options.draft_budget_ms,
             max_sequences=options.draft_max_sequences,
         )
-        gate = DraftGate() if options.drafts == "auto" else None
-        self._speculation = Speculation(self._find_drafter, limits, gate=gate, dial=options.dial())
+        self._speculation = RemoteSpeculation(self._find_drafter, limits, gate=gate, dial=options.dial())
         return self._speculation
+
+    def make_builder(self) -> Callable[[], Engine]:
+        build, local = super().make_builder(), self._speculation
+        if not isinstance(local, LocalSpeculation):
+            return build
+
+        def build_both() -> Engine:
+            engine = build()
+            local.load(load_local_head(self.options, engine))
+            return engine
+
+        return build_both
 
     def make_service(self, core: WorkerCore, endpoint: str) -> DecodeService:
         speculation = self._speculation if core.info.feature_width else None

@@ -53,6 +53,7 @@ class _Bucket:
     window: StepWindow
     trial: StepWindow
     features: StepWindow
+    n_sequences: int
     on: bool = False
     phase: _Phase = _Phase.SETTLED
     steps_left: int = 0
@@ -79,6 +80,8 @@ class DraftGate:
 
     limits: GateLimits = field(default_factory=GateLimits)
     feature_factor: float = 1.0  # a plain step with features, of one without
+    setup_ms: float = 0.0  # of a sequence with drafts: its context is taken in once
+    sequence_tokens: float = 0.0  # that such a sequence gave
     _buckets: dict[tuple[int, int], _Bucket] = field(default_factory=dict)
 
     def choose(self, n_sequences: int, context_tokens: int, *, fresh: bool = True) -> DraftMode:
@@ -126,6 +129,12 @@ class DraftGate:
         if bucket.steps_left <= 0 or self._is_hopeless(bucket):
             self._advance(bucket)
 
+    def record_setup(self, setup_ms: float, n_tokens: int) -> None:
+        """A sequence ended whose context took a head `setup_ms` to take in."""
+        weight = 0.1 if self.sequence_tokens else 1.0
+        self.setup_ms += weight * (setup_ms - self.setup_ms)
+        self.sequence_tokens += weight * (n_tokens - self.sequence_tokens)
+
     def draft_costs(self, n_sequences: int, context_tokens: int) -> StepWindow | None:
         """The steps with drafts of this bucket; None before there are enough."""
         bucket = self._bucket(n_sequences, context_tokens)
@@ -145,7 +154,7 @@ class DraftGate:
         """Whether drafts now cost more than steps without them did; looked at once in a while."""
         if bucket.settled_steps % self.limits.checked_steps or not bucket.window.is_full:
             return False
-        return bucket.other_ms is None or bucket.window.cost_ms > bucket.other_ms
+        return bucket.other_ms is None or bucket.window.cost_ms + self._setup(bucket) > bucket.other_ms
 
     def _begin(self, bucket: _Bucket) -> None:
         bucket.trial.clear()
@@ -175,7 +184,9 @@ class DraftGate:
     def _judge(self, bucket: _Bucket) -> None:
         own_ms, other_ms = bucket.window.cost_ms, bucket.trial.cost_ms
         if bucket.on:
-            other_ms /= self.feature_factor
+            own_ms, other_ms = own_ms + self._setup(bucket), other_ms / self.feature_factor
+        else:
+            other_ms += self._setup(bucket)
         excess_ms = max(bucket.trial_ms - bucket.trial_tokens * own_ms, 0.0)
         if other_ms < own_ms * (1 - self.limits.margin):
             bucket.on = not bucket.on
@@ -187,12 +198,16 @@ class DraftGate:
         bucket.settled_ms, bucket.settled_steps = 0.0, 0
         bucket.due_ms = min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
 
+    def _setup(self, bucket: _Bucket) -> float:
+        """Share of a token in the setups of all sequences of the batch: each one delays the others."""
+        return bucket.n_sequences * self.setup_ms / max(self.sequence_tokens, 1.0)
+
     def _bucket(self, n_sequences: int, context_tokens: int) -> _Bucket:
         key = n_sequences.bit_length(), max(context_tokens.bit_length() - 9, 0) // 2
         bucket = self._buckets.get(key)
         if bucket is None:
             steps = self.limits.window_steps
-            bucket = _Bucket(StepWindow(steps), StepWindow(steps), StepWindow(steps))
+            bucket = _Bucket(StepWindow(steps), StepWindow(steps), StepWindow(steps), n_sequences)
             if self._buckets:
                 nearest = min(self._buckets, key=lambda other: _distance(key, other))
                 bucket.on = self._buckets[nearest].on

@@ -59,6 +59,7 @@ class DraftMessage:
     rows: tuple[Rows, ...]
     closed: tuple[str, ...]
     draft_tokens: int
+    min_confidence: float = 0.0  # see DraftHead.propose_batch
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ class DraftState:
     limits: DraftLimits = field(default_factory=DraftLimits)
     connected: bool = False
     paused: bool = False  # drafts do not pay now: nothing is asked for, rows wait
+    min_confidence: float = 0.0  # of the drafts that are asked for
     round_trip_ms: float | None = None
     deviation_ms: float = 0.0
     _sequences: dict[str, _Sequence] = field(default_factory=dict)
@@ -142,6 +144,12 @@ class DraftState:
         sequence.base_tokens = start + len(tokens) + 1
         sequence.wanted, sequence.proposal = self.drafting, None
 
+    def skip(self, seq_id: str) -> None:
+        """The sequence advanced without features: what waits for it no longer follows on."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            sequence.pending, sequence.wanted, sequence.proposal = None, False, None
+
     @property
     def drafting(self) -> bool:
         """Whether proposals are asked for at all."""
@@ -163,7 +171,8 @@ class DraftState:
         closed, self._closed = tuple(self._closed), []
         if rows:
             self._in_flight.append(_InFlight(now_ms, {r.seq_id: r.base_tokens for r in rows}))
-        return DraftMessage(rows, closed, self.limits.draft_tokens if self.drafting else 0)
+        n_drafts = self.limits.draft_tokens if self.drafting else 0
+        return DraftMessage(rows, closed, n_drafts, self.min_confidence)
 
     def answer(self, seq_id: str, base_tokens: int, tokens: Sequence[int], now_ms: float) -> None:
         """A proposal came; it is kept when it is for the sequence's length of this moment."""

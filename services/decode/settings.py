@@ -8,11 +8,14 @@ from libs.common.runtime.settings import setting
 from libs.worker.process.settings import EngineSettings
 
 
+LOCAL = "local"
+
+
 @dataclass(frozen=True)
 class DecodeSettings(EngineSettings):
     """What a decode worker is given."""
 
-    draft_tokens: int = setting("drafts for each sequence and step; 0 = none", default=3)
+    draft_tokens: int = setting("most drafts for each sequence and step; 0 = none", default=5)
     drafts: str = setting(
         "auto: use drafts where they are measured to save time (text is the same either way)",
         default="auto",
@@ -20,4 +23,8 @@ class DecodeSettings(EngineSettings):
     )
     draft_budget_ms: float = setting("longest wait of a step for the drafter, milliseconds", default=25.0)
     draft_max_sequences: int = setting("with more sequences running, no drafts are used", default=16)
-    drafter: str = setting("HOST:PORT of the drafter", default="", default_text="by discovery")
+    drafter: str = setting(
+        "local: the draft head runs in this process; HOST:PORT: the drafter's service there",
+        default="",
+        default_text="a service, by discovery",
+    )

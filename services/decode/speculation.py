@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import numpy as np
@@ -26,7 +26,8 @@ from libs.common.telemetry.tracing import trace_metadata
 from libs.engine.step.types import FloatArray, StepOutput
 from libs.worker.requests.messages import pack_features
 from libs.worker.requests.request_spec import pack_tokens
-from services.decode.draft_gate import DraftGate
+from services.decode.draft_control import DraftControl
+from services.decode.draft_gate import DraftGate, DraftMode
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
@@ -41,17 +42,52 @@ _CONNECT_S = 1.0
 FindDrafter = Callable[[], Awaitable[str | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _StepBegun:
-    """A step as it was when it began; `drafting`: it has drafts, or waited for some in vain."""
+class Speculation(Protocol):
+    """Drafts for a decode worker, from wherever they come; an `engine_thread.Drafter`, too.
 
-    at_ms: float
-    n_sequences: int
-    drafting: bool
+    `start`, `close`, `open` and `end` are called on the event loop.
+    """
+
+    drafts_due: int  # so far, over all steps and sequences
+    drafts_missed: int
+
+    @property
+    def wants_features(self) -> bool: ...
+
+    def start(self) -> None:
+        """Begin to look for drafts."""
+        ...
+
+    async def close(self) -> None:
+        """End everything."""
+        ...
+
+    def open(
+        self,
+        seq_id: str,
+        *,
+        start_position: int = 0,
+        next_tokens: TokenArray | None = None,
+        features: FloatArray | None = None,
+    ) -> None:
+        """The sequence needs drafts; the rows, if any, are the end of its prompt."""
+        ...
+
+    def end(self, seq_id: str) -> int:
+        """The sequence ended; returns how many of its steps went on without an answer in time."""
+        ...
+
+    def drafts(self) -> Mapping[str, Sequence[int]]:
+        """See `engine_thread.Drafter`."""
+        ...
+
+    def stepped(self, outputs: Sequence[StepOutput]) -> None:
+        """See `engine_thread.Drafter`."""
+        ...
 
 
-class Speculation:
-    """Implements `engine_thread.Drafter`. `start` on the event loop, `close` at the end."""
+class RemoteSpeculation:
+    """Implements `Speculation` with a drafter's service."""
 
     def __init__(
         self,
@@ -66,8 +102,7 @@ class Speculation:
         self._dial = dial
         self._clock = clock
         self._state = DraftState(limits)
-        self._gate = gate
-        self._step: _StepBegun | None = None
+        self._control = DraftControl(gate, lambda: clock() * 1e3, limits.max_sequences)
         self._changed = threading.Condition()
         self._missed: Counter[str] = Counter()
         self.drafts_due = self.drafts_missed = 0  # so far, over all steps and sequences
@@ -103,6 +138,8 @@ class Speculation:
         is below the current one."""
         with self._changed:
             self._state.open(seq_id, trace=trace_metadata())
+            rows = 0 if next_tokens is None else len(next_tokens)
+            self._control.open(seq_id, is_whole=rows > 0, context_tokens=start_position + rows)
             if next_tokens is not None and features is not None:
                 self._state.extend(seq_id, start_position, next_tokens, features)
         self._to_send.set()
@@ -111,6 +148,7 @@ class Speculation:
         """The sequence ended; returns how many of its steps went on without an answer in time."""
         with self._changed:
             self._state.close(seq_id)
+            self._control.close(seq_id)
             missed = self._missed.pop(seq_id, 0)
             self._changed.notify_all()
         self._to_send.set()
@@ -118,17 +156,23 @@ class Speculation:
 
     # ---- on the engine's thread
 
+    @property
+    def wants_features(self) -> bool:
+        """Whether the next step's rows will be sent."""
+        return self._control.mode is not DraftMode.OFF
+
     def drafts(self) -> Mapping[str, Sequence[int]]:
         """Proposals for the next step; waits a bounded moment for those on their way."""
         with self._changed:
-            now_ms = self._clock() * 1e3
-            if self._gate is not None:
-                self._state.pause(not self._gate.open(len(self._state)))
-            wait_ms = self._state.wait_ms(now_ms)
+            mode = self._control.begin(available=self._state.connected)
+            self._state.pause(mode is not DraftMode.ON)
+            if mode is not DraftMode.ON:
+                return {}
+            self._state.min_confidence = self._control.least_confidence()
+            wait_ms = self._state.wait_ms(self._clock() * 1e3)
             if wait_ms:
                 self._changed.wait_for(lambda: self._state.complete, wait_ms / 1e3)
             drafts, missed = self._state.take_drafts()
-            self._step = _StepBegun(now_ms, len(self._state), bool(drafts) or wait_ms > 0)
             self._missed.update(missed)
             self.drafts_due += len(drafts) + len(missed)
             self.drafts_missed += len(missed)
@@ -137,31 +181,26 @@ class Speculation:
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
         """Send the drafter what was committed."""
         with self._changed:
-            self._judge(outputs)
+            self._control.end(outputs, sum(output.proposed_drafts for output in outputs))
+            has_news = False
             for output in outputs:
                 if output.finish is not None or output.failure is not None:
                     self._state.close(output.seq_id)
+                    self._control.close(output.seq_id)
+                    has_news = True
                 elif output.features is not None and output.feature_tokens is not None:
                     self._state.extend(
                         output.seq_id, output.feature_start, output.feature_tokens, output.features
                     )
-        if self._loop is not None:
+                    has_news = True
+                elif output.tokens:
+                    self._state.skip(output.seq_id)
+        # A step that neither sends nor ends anything leaves the event loop alone.
+        if self._loop is not None and has_news and self._control.mode is not DraftMode.FEATURES:
             try:
                 self._loop.call_soon_threadsafe(self._to_send.set)
             except RuntimeError:  # the loop is closed: the process ends
                 log.debug("event loop closed before the engine thread ended")
-
-    def _judge(self, outputs: Sequence[StepOutput]) -> None:
-        """Record the cost of the step at the gate, unless some sequences did not decode in it."""
-        begun, self._step = self._step, None
-        if self._gate is None or begun is None or len(outputs) != begun.n_sequences:
-            return
-        self._gate.record(
-            begun.n_sequences,
-            drafts=begun.drafting,
-            elapsed_ms=self._clock() * 1e3 - begun.at_ms,
-            n_tokens=sum(len(output.tokens) for output in outputs),
-        )
 
     # ---- on the event loop
 
@@ -238,6 +277,7 @@ def as_request(message: DraftMessage) -> drafter_pb2.DraftRequest:
             for rows in message.rows
         ],
         closed=message.closed,
+        min_confidence=message.min_confidence,
     )
     for extend, rows in zip(request.extends, message.rows, strict=True):
         if rows.trace:  # a map is touched only for what it holds: an empty one costs as much as all the rest

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from services.decode.draft_state import DraftLimits
-from services.decode.speculation import Speculation
+from services.decode.speculation import RemoteSpeculation
 from libs.engine.core.fake_head import FakeHead
 from slipstream.v1 import decode_pb2
 from tests.drafter.nodes import running_drafter
@@ -40,14 +40,14 @@ def guess(token: int) -> int:
     return (token * 7 + 3) % 1000
 
 
-def speculation_with(endpoint: str | None, limits: DraftLimits = LIMITS) -> Speculation:
+def speculation_with(endpoint: str | None, limits: DraftLimits = LIMITS) -> RemoteSpeculation:
     async def find() -> str | None:
         return endpoint
 
-    return Speculation(find, limits)
+    return RemoteSpeculation(find, limits)
 
 
-async def trust(node: Node, speculation: Speculation) -> None:
+async def trust(node: Node, speculation: RemoteSpeculation) -> None:
     """From now on the drafter is known to answer, and answers are waited for."""
     await eventually(lambda: speculation.connected)
     async with asyncio.timeout(WAIT_S):

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from libs.engine.core.engine import PagedEngine
+from libs.engine.core.paced_model import PacedModel
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.eagle.config import load_head_config
 from libs.engine.eagle.drafter import DrafterEngine
@@ -21,6 +22,7 @@ from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.step.load_progress import LoadProgress
+from libs.engine.step.types import Engine
 from slipstream.errors import InvalidArgument
 
 # The default size of the KV cache: pages for so many full context windows, within a bound in bytes.
@@ -52,6 +54,7 @@ class EngineOptions:
     kernels: Literal["native", "torch"] = "native"
     threads: int | None = None
     progress: LoadProgress | None = None
+    least_step_s: float = 0.0
 
 
 def build_engine(model_dir: Path, options: EngineOptions | None = None) -> PagedEngine:
@@ -77,7 +80,8 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         max_draft_tokens=options.max_draft_tokens,
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
     )
-    return PagedEngine(model, step_tokens=options.step_tokens)
+    paced = PacedModel(model, options.least_step_s) if options.least_step_s else model
+    return PagedEngine(paced, step_tokens=options.step_tokens)
 
 
 def build_drafter(
@@ -95,6 +99,14 @@ def build_drafter(
     kernels = kernels or NativeKernels(load_library(), torch.get_num_threads())
     head = EagleHead.load(head_dir, target_dir, kernels)
     return DrafterEngine(head, window_tokens=window_tokens, max_sequences=max_sequences)
+
+
+def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> DrafterEngine:
+    """Load an EAGLE-3 head that runs on the thread and with the kernels of `engine`."""
+    model = engine.model if isinstance(engine, PagedEngine) else None
+    model = model.model if isinstance(model, PacedModel) else model
+    kernels = model.kernels if isinstance(model, TorchModel) else None
+    return build_drafter(head_dir, target_dir, kernels=kernels)
 
 
 def _check_head(head_dir: Path, config: ModelConfig) -> None:

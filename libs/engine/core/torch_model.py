@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libs.engine.kernels.interface import Kernels
 from libs.engine.kv.cache import LAYOUT_VERSION
 from libs.engine.model.runner import ModelRunner
 from libs.engine.sampling.sampler import sample
@@ -46,6 +47,11 @@ class TorchModel:
     @property
     def memory_address(self) -> int:
         return self._runner.cache.address
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of the model, for what else runs on its thread."""
+        return self._runner.decoder.kernels
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         masks = self._mask_thread.begin(rows, self.info.vocab_size)

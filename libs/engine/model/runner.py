@@ -75,7 +75,7 @@ class ModelRunner:
         self.kernels = kernels  # "native" or "torch"
         self.feature_width = feature_width  # hidden size of the features, 0 without a head
         self.weights_digest = weights_digest  # hex; equal for equal checkpoints
-        self._decoder = decoder
+        self.decoder = decoder
         self._rope = Rope(config)
 
     @classmethod
@@ -110,9 +110,9 @@ class ModelRunner:
         """
         plan = plan_batch(batch, self.config, self._rope, self.cache)
         token_ids = torch.from_numpy(batch.token_ids).long()
-        x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
+        x, features = self.decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
         wanted = torch.from_numpy(batch.logit_rows).long()
-        return ForwardOutput(self._decoder.logits(x[wanted]), features)
+        return ForwardOutput(self.decoder.logits(x[wanted]), features)
 
 
 def _choose_kernels(options: RunnerOptions) -> Kernels:

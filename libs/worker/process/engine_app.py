@@ -13,6 +13,7 @@ from libs.common.checksum import KvChecksum
 from libs.common.cluster.address_book import open_address_book, session_digest
 from libs.common.cluster.discovery import Discovery
 from libs.common.transport.open import open_transport
+from libs.engine.step.types import Engine
 from libs.worker.engine.engine_thread import Drafter
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.core import WorkerCore
@@ -52,6 +53,10 @@ class EngineApp(WorkerApp):
         """The source of drafts; prefill needs none."""
         return None
 
+    def make_builder(self) -> Callable[[], Engine]:
+        """What builds the engine, on the thread that will own it; called after `make_drafter`."""
+        return engine_builder(self.options, self.progress)
+
     @abstractmethod
     def make_service(self, core: WorkerCore, endpoint: str) -> EngineService:
         """The servicer, not yet registered."""
@@ -69,7 +74,7 @@ class EngineApp(WorkerApp):
         transport = open_transport(options.transport, host_of(endpoint), bind=options.kv_bind())
         drafter = await self.make_drafter(discovery)
         core = WorkerCore(
-            engine_builder(options, self.progress),
+            self.make_builder(),
             transport,
             instance=options.instance,
             dial=options.dial(),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
+from libs.engine.step.draft_head import DraftHead
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
@@ -49,6 +50,9 @@ class EngineSettings(WorkerSettings):
         "how long any prompt may wait for KV of others, however quick it is to compute", default=FLOOR_MS
     )
     max_waiting: int = setting("sequences that may wait for KV pages", default=256)
+    bench_step_ms: float = setting(
+        "for benchmarks: a step takes at least so long, as on a larger model", default=0.0
+    )
     fake_pace_s: float = setting("with --engine fake: seconds each token takes", default=0.0)
 
 
@@ -61,6 +65,18 @@ def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[
         raise SystemExit("--model is required")
     model_dir = options.model
     return lambda: _torch(options, model_dir, progress)
+
+
+def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
+    """The draft head beside an engine of `engine_builder`, on its thread."""
+    if options.engine == "fake":
+        from libs.engine.core.fake_head import FakeHead
+
+        return FakeHead(feature_width=engine.info.feature_width)
+    from libs.engine.core.build import build_local_drafter
+
+    assert options.draft_model is not None and options.model is not None
+    return build_local_drafter(engine, options.draft_model, options.model)
 
 
 def _torch(options: EngineSettings, model_dir: Path, progress: LoadProgress) -> Engine:
@@ -76,6 +92,7 @@ def _torch(options: EngineSettings, model_dir: Path, progress: LoadProgress) -> 
             step_tokens=options.step_tokens,
             threads=options.threads,
             progress=progress,
+            least_step_s=options.bench_step_ms / 1e3,
         ),
     )
 

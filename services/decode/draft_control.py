@@ -1,0 +1,114 @@
+"""What a step does about drafts: the gate's question before a step, and its measurement after it.
+
+Time counts from the end of one step to the end of the next one, as long as the same sequences run: that
+covers all that drafts cost a decode worker, also between its steps. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from libs.engine.step.types import StepOutput
+from services.decode.draft_gate import DraftGate, DraftMode
+from services.decode.step_costs import DEFAULT_CONFIDENCE, least_confidence
+
+
+@dataclass(slots=True)
+class _RunningSequence:
+    context_tokens: int = 0
+    is_whole: bool = True  # no step of it ran without features
+    setup_ms: float = 0.0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _StepBegun:
+    mode: DraftMode
+    began_ms: float
+    seq_ids: frozenset[str]
+    context_tokens: int
+    setup_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class DraftControl:
+    """One for a decode worker. Without a gate, drafts are always on."""
+
+    gate: DraftGate | None
+    clock_ms: Callable[[], float]
+    max_sequences: int
+    mode: DraftMode = DraftMode.OFF
+    _running: dict[str, _RunningSequence] = field(default_factory=dict)
+    _begun: _StepBegun | None = None
+    _ended_ms: float | None = None
+    _ended_ids: frozenset[str] = frozenset()
+
+    def open(self, seq_id: str, *, is_whole: bool, context_tokens: int) -> None:
+        """A sequence begins. `is_whole`: the features of its prompt's end are known."""
+        self._running[seq_id] = _RunningSequence(context_tokens, is_whole)
+
+    def close(self, seq_id: str) -> None:
+        """A sequence ended. Idempotent."""
+        sequence = self._running.pop(seq_id, None)
+        if sequence is not None and self.gate is not None and sequence.setup_ms:
+            self.gate.record_setup(sequence.setup_ms, sequence.tokens)
+
+    def begin(self, *, available: bool) -> DraftMode:
+        """The mode of the step that begins. `available`: there is a drafter."""
+        n_sequences = len(self._running)
+        context_tokens = self._mean_context()
+        if not available or not 0 < n_sequences <= self.max_sequences:
+            self.mode = DraftMode.OFF
+        elif self.gate is None:
+            self.mode = DraftMode.ON
+        else:
+            whole = all(sequence.is_whole for sequence in self._running.values())
+            self.mode = self.gate.choose(n_sequences, context_tokens, fresh=whole)
+        ids = frozenset(self._running)
+        self._begun = _StepBegun(self.mode, self.clock_ms(), ids, context_tokens)
+        return self.mode
+
+    def least_confidence(self) -> float:
+        """The probability that a draft of the step that begins must have."""
+        if self.gate is None:
+            return DEFAULT_CONFIDENCE
+        n_sequences = len(self._running)
+        costs = self.gate.draft_costs(n_sequences, self._mean_context())
+        return least_confidence(costs, n_sequences)
+
+    def add_setup(self, seq_ids: Collection[str], elapsed_ms: float) -> None:
+        """The step that began took in contexts for so long: a cost of whole sequences, not of the step."""
+        if self._begun is not None:
+            self._begun.setup_ms += elapsed_ms
+        for seq_id in seq_ids:
+            if seq_id in self._running:
+                self._running[seq_id].setup_ms += elapsed_ms / len(seq_ids)
+
+    def end(self, outputs: Sequence[StepOutput], n_drafts: int) -> None:
+        """The step that began is complete."""
+        begun, self._begun = self._begun, None
+        now_ms, ids = self.clock_ms(), frozenset(output.seq_id for output in outputs)
+        for output in outputs:
+            sequence = self._running.get(output.seq_id)
+            if sequence is not None:
+                sequence.context_tokens = output.computed_tokens
+                sequence.tokens += len(output.tokens)
+                sequence.is_whole = sequence.is_whole and output.features is not None
+        if begun is not None and self.gate is not None and ids == begun.seq_ids:
+            continues = self._ended_ms is not None and self._ended_ids == ids
+            began_ms = self._ended_ms if continues and self._ended_ms is not None else begun.began_ms
+            self.gate.record(
+                begun.mode,
+                len(ids),
+                begun.context_tokens,
+                elapsed_ms=now_ms - began_ms - begun.setup_ms,
+                n_tokens=sum(len(output.tokens) for output in outputs),
+                n_drafts=n_drafts,
+            )
+        done = any(output.finish is not None or output.failure is not None for output in outputs)
+        self._ended_ms, self._ended_ids = (None, frozenset()) if done else (now_ms, ids)
+
+    def _mean_context(self) -> int:
+        total = sum(sequence.context_tokens for sequence in self._running.values())
+        return total // max(len(self._running), 1)
