@@ -14,7 +14,7 @@ from libs.common.transport.open import TransportChoice
 from slipstream.api_key_file import read_keys
 from slipstream.errors import InvalidArgument
 from supervisor.forking.launcher import STARTS
-from supervisor.plan import ACCESS_LOG, DRAFTS, ETCD, LOG_FORMATS, LOG_LEVELS, POOLS, ClusterConfig
+from supervisor.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_FORMATS, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free
 
 # What Mooncake's engine and its master are linked to, by Debian's package.
@@ -37,6 +37,7 @@ def check_config(config: ClusterConfig) -> None:
         if path is not None:
             _check_model(flag, path)
     _check_choice("--drafts", config.drafts, DRAFTS)
+    _check_choice("--drafts-from", config.drafts_from, DRAFTERS)
     _check_choice("--start", config.start, STARTS)
     _check_choice("--log-level", config.log_level, LOG_LEVELS)
     _check_choice("--log-format", config.log_format, LOG_FORMATS)

@@ -39,7 +39,7 @@ class ClusterConfig:
     kvstores: int = 1
     drafters: int = 1
     drafts: str = "auto"  # one of DRAFTS
-    drafter: str = "remote"  # one of DRAFTERS: where the draft head runs
+    drafts_from: str = "remote"  # one of DRAFTERS: where the draft head runs
     etcd: str | None = None  # an external etcd; None: one of our own
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router
@@ -82,7 +82,7 @@ class ClusterConfig:
             Role.KVSTORE: self.kvstores,
             Role.PREFILL: self.prefill,
             Role.DECODE: self.decode,
-            Role.DRAFTER: self.drafters if self.drafter == "remote" else 0,
+            Role.DRAFTER: self.drafters if self.drafts_from == "remote" else 0,
             Role.ROUTER: self.routers,
         }
 
@@ -186,7 +186,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
             arguments += ["--draft-model", str(config.draft_model)]
     if role is Role.DECODE:
         arguments += ["--drafts", config.drafts]
-        arguments += ["--drafter", config.drafter] if config.drafter == "local" else []
+        arguments += ["--drafter", "local"] if config.drafts_from == "local" else []
     if http is not None:
         arguments += ["--drain-s", f"{config.drain_s:g}"]
         arguments += ["--database", f"sqlite:{config.run_dir.resolve() / DATABASE_NAME}"]

@@ -66,19 +66,15 @@ class DraftRuns:
 
 def cluster_config(run_dir: Path, way: DraftsWay, pace_ms: float) -> ClusterConfig:
     """One prefill and one decode worker of the shipped model."""
-    extra = {Role.DECODE: ["--bench-step-ms", f"{pace_ms:g}"]} if pace_ms else {}
-    drafters = int(way.drafts != "off" and way.drafter != "local")
-    named = {"drafter": way.drafter} if way.drafter else {}
-    draft_model = None if way.drafts == "off" else DEFAULT_DRAFT_MODEL
     return ClusterConfig(
         run_dir=run_dir,
         prefill=1,
         decode=1,
         drafts=way.drafts,
-        draft_model=draft_model,
-        drafters=drafters,
-        extra_arguments=extra,
-        **named,
+        drafts_from=way.drafter or DRAFTERS[0],
+        draft_model=None if way.drafts == "off" else DEFAULT_DRAFT_MODEL,
+        drafters=int(way.drafts != "off"),
+        extra_arguments={Role.DECODE: ["--bench-step-ms", f"{pace_ms:g}"]} if pace_ms else {},
     )
 
 

@@ -27,6 +27,9 @@ Drafters = Annotated[int, typer.Option("--drafter", min=0, help="Number of draft
 Drafts = Annotated[
     str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")
 ]
+DraftsFrom = Annotated[
+    str, typer.Option(help="remote: drafters run the draft head; local: each decode worker runs it.")
+]
 Etcd = Annotated[str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")]
 EtcdCa = Annotated[Path | None, typer.Option(help="PEM of the CA of that etcd: TLS to it.")]
 EtcdCertificate = Annotated[Path | None, typer.Option(help="PEM of a certificate, where it asks for one.")]

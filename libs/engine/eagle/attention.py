@@ -113,7 +113,7 @@ class LatentAttention:
             latent = kernels.rms_norm(kernels.linear(x, self._q_a), self._q_norm, LATENT_NORM_EPS)
         q = kernels.linear(latent, self._q_b).view(len(x), shape.n_heads, -1)
         kernels.rotate_queries(q, shape.qk_rope_head_dim, cos_sin)
-        plain, rotated = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
+        plain, rotated = q[..., : shape.qk_nope_head_dim], q[..., shape.qk_nope_head_dim :]
         absorbed = torch.matmul(plain.transpose(0, 1), self._uk).transpose(0, 1)
         kv = kernels.linear(x, self._kv_a)
         values = kernels.rms_norm(kv[:, : shape.kv_lora_rank], self._kv_norm, LATENT_NORM_EPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class FeatureHead:
     input_norm: torch.Tensor | None = None
     eps: float = 1e-6
 
-    def fuse(self, outputs: dict[int, torch.Tensor], kernels: Kernels) -> torch.Tensor:
+    def fuse(self, outputs: Mapping[int, torch.Tensor], kernels: Kernels) -> torch.Tensor:
         """Outputs [T, H] of `layers` -> features [T, H]."""
         slots = [outputs[layer] for layer in self.layers]
         if self.slot_norms:

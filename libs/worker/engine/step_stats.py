@@ -63,6 +63,14 @@ class StepStats:
             self.generated_tokens += len(output.tokens)
             proposed += output.proposed_drafts
             accepted += output.accepted_drafts
+            if output.proposed_drafts:
+                labels = (context_label(output.computed_tokens),)
+                self._counters.add(
+                    "slipstream_drafts_proposed_by_context_total", output.proposed_drafts, labels
+                )
+                self._counters.add(
+                    "slipstream_drafts_accepted_by_context_total", output.accepted_drafts, labels
+                )
         self._counters.observe("slipstream_engine_step_seconds", step_ms / 1e3)
         self.prefilled_tokens += prefilled
         if prefilled:
@@ -79,6 +87,14 @@ class StepStats:
         if proposed:
             self._counters.add("slipstream_draft_tokens_proposed_total", proposed)
             self._counters.add("slipstream_draft_tokens_accepted_total", accepted)
+
+
+def context_label(context_tokens: int) -> str:
+    """The upper end of the context lengths among which this one counts."""
+    for limit in (1, 4, 16, 64, 256):
+        if context_tokens <= limit * 1024:
+            return f"{limit}k"
+    return "more"
 
 
 def _mean(before: float, sample: float) -> float:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from libs.engine.eagle.head import EagleHead
+from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.inventory import check_inventory
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
@@ -264,8 +265,8 @@ def test_tensors_of_a_draft_head_are_checked(
 ) -> None:
     head_dir = tmp_path / "head"
     tensors = write_random_head(head_dir, RandomHead())
-    EagleHead.load(head_dir, model_dir)
+    EagleHead.load(head_dir, model_dir, TorchKernels())
     save_file(tensors | {name: tensor}, head_dir / "model.safetensors")
     with pytest.raises(CheckpointError, match=reason) as caught:
-        EagleHead.load(head_dir, model_dir)
+        EagleHead.load(head_dir, model_dir, TorchKernels())
     assert caught.value.tensor == name

@@ -123,11 +123,13 @@ class FlakyEngine(PagedEngine):
 
     failures = 0
 
-    def step(self, drafts: Mapping[str, Sequence[int]] = {}) -> list[StepOutput]:
+    def step(
+        self, drafts: Mapping[str, Sequence[int]] = {}, *, features: bool = True
+    ) -> list[StepOutput]:
         if self.failures:
             self.failures -= 1
             raise ValueError("a kernel failed")
-        return super().step(drafts)
+        return super().step(drafts, features=features)
 
 
 def flaky_engine(failures: int) -> FlakyEngine:

@@ -1,0 +1,128 @@
+"""A draft head in the decode worker: it saves steps, changes no token, and may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from libs.engine.core.fake import expected_tokens
+from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.types import SamplingParams
+from services.decode.draft_gate import DraftGate
+from services.decode.local_speculation import LocalSpeculation
+from tests.decode.test_speculation import generate, guess
+from tests.worker.nodes import (
+    PrefillCall,
+    RouterStream,
+    greedy,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+    script,
+    start_request,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class StrictHead(FakeHead):
+    """Refuses rows that leave a gap, and proposals without the newest row."""
+
+    def __init__(self) -> None:
+        super().__init__(guess=guess)
+        self.ends: dict[str, int] = {}
+        self.fails = False
+
+    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+        if self.fails:
+            raise ValueError("a kernel failed")
+        for r in rows:
+            self.ends[r.seq_id] = r.end_position
+        super().extend_batch(rows)
+
+
+def local(head: FakeHead, gate: DraftGate | None = None) -> LocalSpeculation:
+    speculation = LocalSpeculation(draft_tokens=3, max_sequences=16, gate=gate)
+    speculation.load(head)
+    return speculation
+
+
+async def test_right_drafts_save_steps_and_change_nothing() -> None:
+    tokens, head = prompt_tokens(20), StrictHead()
+    async with running_nodes() as nodes:
+        node = await nodes.decode(speculation=local(head), next_token=script)
+        answer, stats = await generate(node, tokens)
+        assert answer == expected_tokens(node.engine, tokens, GREEDY, n=40)
+        assert stats.accepted_drafts >= 27
+        assert stats.decode_steps <= 12
+        plain, without = await generate(node, tokens, "plain", disable_drafts=True)
+        assert (plain, without.proposed_drafts) == (answer, 0)
+        await generate(node, tokens, "next")  # the head closes contexts with the next step
+        assert head.sequences <= 1
+        await node.wait_idle()
+
+
+async def test_wrong_drafts_change_nothing() -> None:
+    tokens = prompt_tokens(20)
+    async with running_nodes() as nodes:
+        node = await nodes.decode(speculation=local(FakeHead(guess=lambda token: token)))
+        answer, stats = await generate(node, tokens)
+        assert answer == expected_tokens(node.engine, tokens, GREEDY, n=40)
+        assert stats.proposed_drafts > 50
+        await node.wait_idle()
+
+
+async def test_the_first_step_after_a_handoff_has_drafts() -> None:
+    tokens = prompt_tokens(30)
+    async with running_nodes() as nodes:
+        decode = await nodes.decode(speculation=local(StrictHead()), next_token=script)
+        prefill = await nodes.prefill(next_token=script)
+        call = PrefillCall(prefill, prefill_request(prefill, tokens, sampling=greedy(41)))
+        ticket = (await call.opened()).ticket
+        first = await call.first_token()
+        stream = RouterStream(decode)
+        await stream.call.write(start_request(decode, tokens, ticket=ticket, sampling=greedy(41)))
+        stats = (await stream.last()).stats
+        assert [first.token_id, *stream.tokens()] == expected_tokens(prefill.engine, tokens, GREEDY, n=41)
+        assert stats.decode_steps == 10
+        await stream.close()
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+async def test_a_head_that_fails_is_given_up() -> None:
+    tokens, head = prompt_tokens(20), StrictHead()
+    async with running_nodes() as nodes:
+        node = await nodes.decode(speculation=local(head), next_token=script)
+        head.fails = True
+        answer, stats = await generate(node, tokens)
+        assert answer == expected_tokens(node.engine, tokens, GREEDY, n=40)
+        assert (stats.decode_steps, stats.proposed_drafts) == (40, 0)
+        await node.wait_idle()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_text_is_the_same_while_the_gate_switches(seed: int) -> None:
+    """Steps with drafts, with features alone and with neither follow each other."""
+    tokens = prompt_tokens(20, seed=seed)
+    async with running_nodes() as nodes:
+        node = await nodes.decode(
+            speculation=local(StrictHead(), DraftGate()), next_token=script, n_pages=256
+        )
+        answer, stats = await generate(node, tokens, n=300)
+        assert answer == expected_tokens(node.engine, tokens, GREEDY, n=300)
+        assert 0 < stats.drafted_steps
+        assert stats.proposed_drafts < 3 * stats.generated_tokens
+        await node.wait_idle()
+
+
+def test_steps_without_drafts_ask_for_no_features() -> None:
+    speculation = LocalSpeculation(draft_tokens=3, max_sequences=16)
+    speculation.open("a")
+    assert speculation.drafts() == {}
+    assert not speculation.wants_features  # no head yet
+    speculation.load(FakeHead())
+    speculation.drafts()
+    assert speculation.wants_features
