@@ -24,7 +24,8 @@ _SECTIONS: tuple[tuple[str, KeyTable], ...] = (
     ("A group in `config_groups`", known_keys.GROUP_KEYS),
     ("`weights` of a group", known_keys.INT4_KEYS),
     ("`quantization_config` of FP8", known_keys.FP8_KEYS),
-    ("A draft head (EAGLE-3)", known_keys.HEAD_KEYS),
+    ("A draft head (EAGLE-3) of Llama's type", known_keys.HEAD_KEYS),
+    ("A draft head (EAGLE-3) with MLA", known_keys.LATENT_HEAD_KEYS),
     ("`eagle_config` of a draft head", known_keys.HEAD_FLAG_KEYS),
 )
 

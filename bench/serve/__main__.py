@@ -35,6 +35,7 @@ from slipstream.errors import SlipstreamError
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 
+
 async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, Any]]:
     """Run every workload on the command line; returns one report each."""
     reports = []

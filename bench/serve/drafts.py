@@ -126,12 +126,13 @@ def sample_of(logs: Sequence[RequestLog], *, wall_s: float, cpu_s: float) -> dic
     after_first = sum(log.arrivals[-1][1] - log.arrivals[0][1] for log in done)
     decode_s = sum(log.arrivals[-1][0] - log.arrivals[0][0] for log in done)
     steps = sum(log.decode_steps for log in done)
+    decoded = sum(log.completion_tokens - 1 for log in done)  # the first token is that of prefill
     tokens = sum(log.completion_tokens for log in logs)
     return {
         "ms_per_token": decode_s * 1e3 / max(after_first, 1),
         "tokens_per_s": tokens / wall_s,
         "cpu_ms_per_token": cpu_s * 1e3 / max(tokens, 1),
-        "tokens_per_step": after_first / max(steps, 1),
+        "tokens_per_step": decoded / max(steps, 1),
         "failed": float(sum(bool(log.error) for log in logs)),
     }
 
@@ -159,9 +160,7 @@ def _reports(
 
 def speed_ratio(own: Sequence[Mapping[str, float]], first: Sequence[Mapping[str, float]]) -> float:
     """How much faster a token comes than in the first way: the median over rounds."""
-    ratios = [
-        f["ms_per_token"] / max(s["ms_per_token"], 1e-9) for s, f in zip(own, first, strict=True)
-    ]
+    ratios = [f["ms_per_token"] / max(s["ms_per_token"], 1e-9) for s, f in zip(own, first, strict=True)]
     return round(statistics.median(ratios), 3)
 
 
@@ -182,4 +181,3 @@ def _rotated(items: range, by: int) -> list[int]:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-

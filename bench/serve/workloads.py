@@ -125,9 +125,7 @@ async def run_turns(
     async def worker() -> list[RequestLog]:
         return [
             await measure(
-                client.stream_chat(
-                    turn.messages, tools=turn.tools, temperature=0.0, max_tokens=output_tokens
-                )
+                client.stream_chat(turn.messages, tools=turn.tools, temperature=0.0, max_tokens=output_tokens)
             )
             for turn in queue
         ]

@@ -16,8 +16,8 @@ from libs.worker.process.identity import head_fingerprint
 from libs.worker.process.settings import load_local_head
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
-from services.decode.service import DecodeService
 from services.decode.local_speculation import LocalSpeculation
+from services.decode.service import DecodeService
 from services.decode.settings import LOCAL, DecodeSettings
 from services.decode.speculation import RemoteSpeculation
 from slipstream.v1 import decode_pb2_grpc

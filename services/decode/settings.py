@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from libs.common.runtime.settings import setting
 from libs.worker.process.settings import EngineSettings
 
-
 LOCAL = "local"
 
 

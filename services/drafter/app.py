@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 import grpc
 
 from libs.common.cluster.discovery import Discovery
+from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import DraftHead
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
 from libs.worker.process.settings import WorkerSettings
 from services.drafter.batcher import Batcher
-from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import DraftHead
 from services.drafter.service import DrafterService
 from slipstream.v1 import drafter_pb2_grpc, worker_pb2
 

@@ -14,11 +14,11 @@ import grpc
 from libs.common.rpc.multiplexed_server import MultiplexedServer, ServerStream
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.recent_rate import RecentRate
+from libs.engine.step.draft_head import ContextRows
 from libs.worker.requests.messages import parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, Proposal, Work
 from services.drafter.draft_spans import DraftSpans
-from libs.engine.step.draft_head import ContextRows
 from slipstream.errors import Draining, InvalidArgument
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc, worker_pb2
 

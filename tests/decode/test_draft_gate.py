@@ -46,7 +46,9 @@ class Machine:
     def cost_ms(self, mode: DraftMode, n_sequences: int = 1) -> float:
         """Of a token of each sequence in the long run."""
         rows = n_sequences * (1 + N_DRAFTS if mode is DraftMode.ON else 1)
-        compute_ms = (self.base_ms + self.row_ms * (rows - 1)) * (1 if mode is DraftMode.OFF else self.features)
+        compute_ms = (self.base_ms + self.row_ms * (rows - 1)) * (
+            1 if mode is DraftMode.OFF else self.features
+        )
         return (compute_ms + self.drafter_ms) / (1 + self.accepted) if mode is DraftMode.ON else compute_ms
 
 

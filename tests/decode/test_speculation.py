@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 
 from libs.engine.core.fake import expected_tokens
+from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.types import SamplingParams
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import RemoteSpeculation
-from libs.engine.core.fake_head import FakeHead
 from slipstream.v1 import decode_pb2
 from tests.drafter.nodes import running_drafter
 from tests.worker.nodes import (
@@ -172,7 +172,9 @@ class StuckHead(FakeHead):
         self.stuck = False
         self.release = threading.Event()
 
-    def propose_batch(self, seq_ids: Sequence[str], n_drafts: int, *, min_confidence: float = 0.0) -> dict[str, list[int]]:
+    def propose_batch(
+        self, seq_ids: Sequence[str], n_drafts: int, *, min_confidence: float = 0.0
+    ) -> dict[str, list[int]]:
         if self.stuck:
             assert self.release.wait(WAIT_S)
         return super().propose_batch(seq_ids, n_drafts)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import grpc
 
 from libs.common.rpc.serve import ServiceHost
-from services.drafter.batcher import Batcher
 from libs.engine.step.draft_head import DraftHead
+from services.drafter.batcher import Batcher
 from services.drafter.service import DrafterService
 from slipstream.rpc.dial import dial
 from slipstream.v1 import drafter_pb2_grpc

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.engine.core.fake_head import FakeHead
 from services.drafter.batcher import Proposal
 from services.drafter.draft_spans import DraftSpans
-from libs.engine.core.fake_head import FakeHead
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
 from tests.drafter.nodes import running_drafter
 from tests.support.processes.process_checks import eventually

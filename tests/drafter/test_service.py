@@ -11,11 +11,11 @@ import pytest
 
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.worker_service import held
+from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import ContextRows
 from libs.worker.process.settings import WorkerSettings
 from services.drafter.app import DrafterApp
 from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
-from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import ContextRows
 from slipstream.errors import Draining, InvalidArgument
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc

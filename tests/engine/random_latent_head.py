@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-YARN = {
+YARN: dict[str, Any] = {
     "type": "yarn",
     "factor": 4.0,
     "beta_fast": 32.0,

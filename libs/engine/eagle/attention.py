@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from libs.engine.eagle.config import GroupedShape, HeadConfig, LatentShape
-from libs.engine.kernels.interface import Kernels, Packed
+from libs.engine.kernels.interface import Kernels
 from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.rope import Rope, rotate
 
@@ -25,7 +25,7 @@ ContextKv = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProjectedRows:
-    """`q` [T, n_heads, key_width], `keys` [T, n_kv_heads, key_width], `values` [T, n_kv_heads, value_width]."""
+    """q [T, n_heads, key_width], keys [T, n_kv_heads, key_width], values [T, n_kv_heads, value_width]."""
 
     q: torch.Tensor
     keys: torch.Tensor

@@ -118,9 +118,7 @@ class DrafterEngine:
             self._contexts.popitem(last=False)
         return context
 
-    def _chain(
-        self, contexts: Sequence[_Context], n_drafts: int, min_confidence: float
-    ) -> list[list[int]]:
+    def _chain(self, contexts: Sequence[_Context], n_drafts: int, min_confidence: float) -> list[list[int]]:
         """Draft by a chain, whose rows are temporary and follow each context's own rows."""
         drafts: list[list[int]] = [[] for _ in contexts]
         running, confidence = list(range(len(contexts))), [1.0] * len(contexts)

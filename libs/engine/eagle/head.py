@@ -48,7 +48,7 @@ def join_inputs(inputs: Sequence[HeadInputs]) -> HeadInputs:
 
 @dataclass(frozen=True, slots=True)
 class HeadOutputs:
-    """One step of S sequences: next hidden states [S, H], drafted token ids [S] and their probabilities [S]."""
+    """One step of S sequences: next hidden states [S, H], drafted token ids [S], their probabilities [S]."""
 
     hidden: torch.Tensor
     tokens: torch.Tensor

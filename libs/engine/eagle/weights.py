@@ -86,7 +86,9 @@ def _attention(
     return LatentWeights(
         q_a=None if rank is None else tensor(f"{name}.q_a_proj", rank, inputs),
         q_norm=None if rank is None else tensor(f"{name}.q_a_layernorm", rank),
-        q_b=tensor(f"{name}.q_proj", q_rows, inputs) if rank is None else tensor(f"{name}.q_b_proj", q_rows, rank),
+        q_b=tensor(f"{name}.q_proj", q_rows, inputs)
+        if rank is None
+        else tensor(f"{name}.q_b_proj", q_rows, rank),
         kv_a=tensor(f"{name}.kv_a_proj_with_mqa", lora + shape.qk_rope_head_dim, inputs),
         kv_norm=tensor(f"{name}.kv_a_layernorm", lora),
         kv_b=tensor(f"{name}.kv_b_proj", shape.n_heads * (shape.qk_nope_head_dim + shape.v_head_dim), lora),

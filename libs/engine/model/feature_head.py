@@ -44,7 +44,7 @@ class FeatureHead:
 
 
 def load_feature_head(head_dir: Path, config: ModelConfig, kernels: Kernels) -> FeatureHead:
-    """`fc.weight` of an EAGLE-3 head directory, the norms before it, and the layers whose outputs it fuses."""
+    """`fc.weight` of an EAGLE-3 head directory, the norms before it, and the layers that it fuses."""
     raw = read_config_json(head_dir, "draft_model_dir")
     width = config.hidden_size
     with Checkpoint(head_dir) as checkpoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,9 +13,7 @@ from libs.engine.kernels.layer import Attention, Layer
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Matrix
-from slipstream.errors import InvalidArgument
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 

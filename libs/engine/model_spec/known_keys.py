@@ -205,8 +205,8 @@ LATENT_HEAD_KEYS = KeyTable(
         **_why("MLA has one latent for all heads", "num_key_value_heads head_dim qk_head_dim"),
         **_why(
             _DENSE,
-            "moe_intermediate_size n_routed_experts num_experts_per_tok n_shared_experts moe_layer_freq n_group "
-            "topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method first_k_dense_replace",
+            "moe_intermediate_size n_routed_experts num_experts_per_tok n_shared_experts moe_layer_freq "
+            "n_group topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method first_k_dense_replace",
         ),
         **_why("a head has no such module", "num_nextn_predict_layers num_mtp_layers"),
     },

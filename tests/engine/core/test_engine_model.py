@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.eagle.drafter import DrafterEngine
-from libs.engine.step.draft_head import ContextRows
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
 from slipstream.errors import InvalidArgument, OutOfPages
 from tests.engine.random_head import RandomHead, write_random_head

@@ -1,4 +1,4 @@
-"""Heads in the layout of nvidia/Kimi-K2.5-Thinking-Eagle3 draft as a plain reference, flags of 3.1 included."""
+"""Heads in the layout of nvidia/Kimi-K2.5-Thinking-Eagle3 draft as a plain reference does."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_missing_norm_is_named(tmp_path: Path, target_dir: Path) -> None:
         lambda: EagleHead.load(tmp_path, target_dir, KERNELS),
         lambda: load_feature_head(tmp_path, load_config(target_dir), KERNELS),
     ):
-        with pytest.raises(CheckpointError, match="fc_norm.1"):
+        with pytest.raises(CheckpointError, match=r"fc_norm\.1"):
             load()
 
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from bench.engine.transformers_peer import load_transformers
+from libs.engine.model.feature_head import default_feature_layers
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import CheckpointError
-from libs.engine.model.feature_head import default_feature_layers
 from libs.engine.step.batch import Batch
 from slipstream.errors import InvalidArgument
 

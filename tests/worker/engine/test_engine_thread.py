@@ -123,9 +123,7 @@ class FlakyEngine(PagedEngine):
 
     failures = 0
 
-    def step(
-        self, drafts: Mapping[str, Sequence[int]] = {}, *, features: bool = True
-    ) -> list[StepOutput]:
+    def step(self, drafts: Mapping[str, Sequence[int]] = {}, *, features: bool = True) -> list[StepOutput]:
         if self.failures:
             self.failures -= 1
             raise ValueError("a kernel failed")

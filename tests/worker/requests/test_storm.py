@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from libs.engine.core.fake import expected_tokens
+from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.types import SamplingParams
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import RemoteSpeculation
-from libs.engine.core.fake_head import FakeHead
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.drafter.nodes import running_drafter
@@ -122,7 +122,8 @@ async def test_many_requests_that_end_at_random_points(seed: int) -> None:
 
         prefills = [await nodes.prefill(f"prefill-{i}", **paced) for i in range(2)]
         decodes = [
-            await nodes.decode(f"decode-{i}", RemoteSpeculation(find, DraftLimits()), **paced) for i in range(2)
+            await nodes.decode(f"decode-{i}", RemoteSpeculation(find, DraftLimits()), **paced)
+            for i in range(2)
         ]
         streams = [RouterStream(decodes[i % 2]) for i in range(3)]
         storm = Storm(rng, prefills, streams, kvstore)
