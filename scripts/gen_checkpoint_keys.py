@@ -26,6 +26,8 @@ _SECTIONS: tuple[tuple[str, KeyTable], ...] = (
     ("`quantization_config` of FP8", known_keys.FP8_KEYS),
     ("A draft head (EAGLE-3) of Llama's type", known_keys.HEAD_KEYS),
     ("A draft head (EAGLE-3) with MLA", known_keys.LATENT_HEAD_KEYS),
+    ("A block drafter (DFlash)", known_keys.BLOCK_HEAD_KEYS),
+    ("`dflash_config` of a block drafter", known_keys.BLOCK_FLAG_KEYS),
     ("`eagle_config` of a draft head", known_keys.HEAD_FLAG_KEYS),
 )
 

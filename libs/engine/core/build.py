@@ -11,8 +11,10 @@ import torch
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.paced_model import PacedModel
 from libs.engine.core.torch_model import TorchModel
-from libs.engine.eagle.config import load_head_config
-from libs.engine.eagle.drafter import DrafterEngine
+from libs.engine.eagle.block_config import is_block_head, parse_block_config
+from libs.engine.eagle.block_head import BlockHead
+from libs.engine.eagle.config import parse_head_config
+from libs.engine.eagle.drafter import ContextHead, DrafterEngine
 from libs.engine.eagle.head import EagleHead
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
@@ -21,6 +23,7 @@ from libs.engine.kv.cache import CacheShape
 from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
+from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from slipstream.errors import InvalidArgument
@@ -92,12 +95,16 @@ def build_drafter(
     window_tokens: int = 512,
     max_sequences: int = 1024,
 ) -> DrafterEngine:
-    """Load an EAGLE-3 head. Tensors that it shares with the target come from the target's directory.
+    """Load an EAGLE-3 head or a block drafter. Tensors that it shares with the target come from the target.
 
     `kernels`: those of an engine on the same thread; None = own ones, with the threads of torch.
     """
     kernels = kernels or NativeKernels(load_library(), torch.get_num_threads())
-    head = EagleHead.load(head_dir, target_dir, kernels)
+    head: ContextHead = (
+        BlockHead(head_dir, target_dir, kernels)
+        if is_block_head(read_config_json(head_dir, "draft_model_dir"))
+        else EagleHead.load(head_dir, target_dir, kernels)
+    )
     return DrafterEngine(head, window_tokens=window_tokens, max_sequences=max_sequences)
 
 
@@ -110,7 +117,8 @@ def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> Dra
 
 
 def _check_head(head_dir: Path, config: ModelConfig) -> None:
-    head = load_head_config(head_dir)
+    raw = read_config_json(head_dir, "draft_model_dir")
+    head = parse_block_config(raw) if is_block_head(raw) else parse_head_config(raw)
     if (head.hidden_size, head.vocab_size) != (config.hidden_size, config.vocab_size):
         raise InvalidArgument(
             "draft_model_dir",

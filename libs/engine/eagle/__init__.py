@@ -1,4 +1,4 @@
-"""EAGLE-3 draft heads.
+"""Draft heads: EAGLE-3 chains and block drafters.
 
 Must not import `core` or `scheduling`.
 """

@@ -66,7 +66,7 @@ class GroupedAttention:
         self._shape, self._kernels = shape, kernels
         self._scale, self._rope = config.softmax_scale, Rope(config)
         # Llama rotates the pairs (i, i + D/2), the kernels neighbours: equal scores from reordered rows.
-        parts = (_interleaved(weights.q, shape.head_dim), _interleaved(weights.k, shape.head_dim), weights.v)
+        parts = (interleaved(weights.q, shape.head_dim), interleaved(weights.k, shape.head_dim), weights.v)
         self._qkv = kernels.pack(DenseMatrix(torch.cat(parts)))
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> ProjectedRows:
@@ -152,7 +152,7 @@ def _mix(q: torch.Tensor, contexts: Sequence[ContextKv], scale: float, n_kv_head
     return joined.reshape(n_sequences, n_heads, -1)
 
 
-def _interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+def interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Rows of each head in the order 0, D/2, 1, D/2 + 1, ..."""
     halves = weight.view(-1, 2, head_dim // 2, weight.shape[1])
     return halves.transpose(1, 2).reshape(weight.shape)

@@ -20,30 +20,11 @@ import torch
 
 from libs.engine.eagle.attention import ContextKv, ProjectedRows, make_attention
 from libs.engine.eagle.config import HeadConfig, load_head_config
+from libs.engine.eagle.context import DraftContext, HeadInputs, KvShape, join_inputs
 from libs.engine.eagle.weights import HeadWeights, load_head_weights
 from libs.engine.kernels.interface import Kernels
 from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model_spec.matrix import DenseMatrix
-
-
-@dataclass(frozen=True, slots=True)
-class HeadInputs:
-    """What `attend` needs of rows: residuals [T, H] and queries [T, n_heads, key_width]."""
-
-    residual: torch.Tensor
-    q: torch.Tensor
-
-    def row(self, index: int) -> HeadInputs:
-        """Row `index` alone, in memory that nothing else shares."""
-        at = slice(index, index + 1)
-        return HeadInputs(self.residual[at].clone(), self.q[at].clone())
-
-
-def join_inputs(inputs: Sequence[HeadInputs]) -> HeadInputs:
-    """The rows of all, in order."""
-    if len(inputs) == 1:
-        return inputs[0]
-    return HeadInputs(torch.cat([i.residual for i in inputs]), torch.cat([i.q for i in inputs]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +79,42 @@ class EagleHead:
         confidence, drafts = kernels.linear(normed, self._lm_head).softmax(dim=-1).max(dim=-1)
         next_hidden = normed if self.config.norm_output else hidden
         return HeadOutputs(next_hidden, self._target_ids[drafts], confidence)
+
+    # ---- ContextHead
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Of the attention."""
+        a = self.attention
+        return KvShape(a.n_kv_heads, a.key_width, a.value_width, a.values_in_keys)
+
+    def take_in(
+        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[HeadInputs, ProjectedRows]:
+        """As `project`."""
+        return self.project(features, tokens, positions)
+
+    def draft(
+        self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
+    ) -> list[list[int]]:
+        """Draft by a chain, whose rows are temporary and follow each context's own rows."""
+        drafts: list[list[int]] = [[] for _ in contexts]
+        running, confidence = list(range(len(contexts))), [1.0] * len(contexts)
+        inputs = join_inputs([c.newest_row() for c in contexts])
+        for j in range(n_drafts):
+            outputs = self.attend(inputs, [contexts[i].view(j) for i in running])
+            hidden, tokens, likely = outputs.hidden, outputs.tokens, outputs.confidence.tolist()
+            confidence = [whole * own for whole, own in zip(confidence, likely, strict=True)]
+            kept = [at for at, whole in enumerate(confidence) if whole >= min_confidence]
+            if len(kept) < len(running):
+                hidden, tokens = hidden[kept], tokens[kept]
+                running, confidence = [running[at] for at in kept], [confidence[at] for at in kept]
+            for i, token in zip(running, tokens.tolist(), strict=True):
+                drafts[i].append(token)
+            if not running or j + 1 == n_drafts:
+                break
+            positions = torch.tensor([contexts[i].end_position + j for i in running])
+            inputs, rows = self.project(hidden, tokens, positions)
+            for at, i in enumerate(running):
+                contexts[i].write_behind(j, rows.keys[at], rows.values[at])
+        return drafts

@@ -19,7 +19,7 @@ from slipstream.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class FeatureHead:
-    """fc [H, 3H] over the residual stream after `layers` (low, mid, high).
+    """fc [H, n x H] over the residual stream after the n `layers`: three for EAGLE-3 (low, mid, high).
 
     slot_norms  a norm for each layer's output (`fc_norm` of EAGLE-3.1); empty = none
     input_norm  one norm over all three (`norm_before_fc`)
@@ -47,18 +47,20 @@ def load_feature_head(head_dir: Path, config: ModelConfig, kernels: Kernels) -> 
     """`fc.weight` of an EAGLE-3 head directory, the norms before it, and the layers that it fuses."""
     raw = read_config_json(head_dir, "draft_model_dir")
     width = config.hidden_size
+    layers = _feature_layers(raw, config)
+    joined_width = len(layers) * width
     with Checkpoint(head_dir) as checkpoint:
 
         def tensor(name: str, *shape: int) -> torch.Tensor:
             return checkpoint.dense(name if name in checkpoint else f"model.{name}", shape)
 
-        slots = range(3) if _flag(raw, "fc_norm") else ()
+        slots = range(len(layers)) if _flag(raw, "fc_norm") else ()
         joined = _flag(raw, "norm_before_fc")
         return FeatureHead(
-            _feature_layers(raw, config),
-            kernels.pack(DenseMatrix(tensor("fc.weight", width, 3 * width))),
+            layers,
+            kernels.pack(DenseMatrix(tensor("fc.weight", width, joined_width))),
             tuple(tensor(f"fc_norm.{slot}.weight", width).float() for slot in slots),
-            tensor("input_norm.weight", 3 * width).float() if joined else None,
+            tensor("input_norm.weight", joined_width).float() if joined else None,
             float(raw.get("rms_norm_eps") or 1e-6),
         )
 
@@ -75,7 +77,16 @@ def default_feature_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 def _feature_layers(raw: dict[str, Any], config: ModelConfig) -> tuple[int, ...]:
-    """The stated output indices, at the top or in `eagle_config`, or the default ones."""
+    """The stated output indices: those of a block drafter; else at the top or in `eagle_config`, or the
+    default ones."""
+    block = raw.get("dflash_config")
+    if block is not None:
+        layers = tuple(block["target_layer_ids"])
+        if max(layers) >= config.n_layers:
+            raise InvalidArgument(
+                "dflash_config.target_layer_ids", f"expected layers below {config.n_layers}, got {layers!r}"
+            )
+        return layers
     key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
     inner = nested.get(key) if isinstance(nested, dict) else None
     field, layers = (key, raw.get(key)) if inner is None else (f"eagle_config.{key}", inner)

@@ -206,7 +206,8 @@ LATENT_HEAD_KEYS = KeyTable(
         **_why(
             _DENSE,
             "moe_intermediate_size n_routed_experts num_experts_per_tok n_shared_experts moe_layer_freq "
-            "n_group topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method first_k_dense_replace",
+            "n_group topk_group norm_topk_prob routed_scaling_factor scoring_func topk_method "
+            "first_k_dense_replace",
         ),
         **_why("a head has no such module", "num_nextn_predict_layers num_mtp_layers"),
     },
@@ -214,6 +215,33 @@ LATENT_HEAD_KEYS = KeyTable(
         **HEAD_KEYS.fixed,
         "model_type": (("kimi_k2", "deepseek_v3"), "a head is one layer of these types"),
         "rope_interleave": ((True,), "rotary pairs are interleaved"),
+    },
+)
+
+BLOCK_FLAG_KEYS = KeyTable(used=_names("mask_token_id target_layer_ids"))
+BLOCK_HEAD_KEYS = KeyTable(
+    used=_names(
+        "architectures vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads "
+        "head_dim num_hidden_layers rms_norm_eps rope_theta rope_scaling rope_parameters block_size "
+        "dflash_config"
+    ),
+    without_effect={
+        **_COMMON,
+        **_why("the stored tensors show their type", "dtype torch_dtype"),
+        **_why(_RECORD, "num_target_layers"),
+        **_why("use_sliding_window switches them on", "sliding_window max_window_layers"),
+        **_why("a draft reads a window of the context", "max_position_embeddings"),
+        **_why(_STORED_HEAD, "tie_word_embeddings"),
+    },
+    fixed={
+        **_COMMON_FIXED,
+        "model_type": (("qwen3",), "layers of this type are run"),
+        "hidden_act": (("silu",), "the MLPs are gated by silu"),
+        "attention_bias": ((False,), "the projections have no bias"),
+        "use_sliding_window": ((False,), "attention reaches the whole window"),
+        "final_logit_softcapping": ((), "logits are not capped"),
+        "embed_scale": ((1.0,), "embeddings are not scaled"),
+        **_ROPE_FIXED,
     },
 )
 

@@ -1,0 +1,199 @@
+"""A block drafter (DFlash): all drafts of a block come from one pass, not from a chain.
+
+    context: c = hidden_norm(feature); layer l has keys k_norm(k_proj(c)) and values v_proj(c)
+    block:   x = embed([token, MASK, MASK, ...]) at the positions after the context
+             x = x + attention(input_norm(x)); x = x + mlp(post_norm(x))   over context and block, not causal
+             draft j = argmax lm_head(norm(x_j)), j >= 1
+
+The context of all layers is one row of `n_layers * n_kv_heads` heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from libs.engine.eagle.attention import ProjectedRows, interleaved
+from libs.engine.eagle.block_config import BlockHeadConfig, parse_block_config
+from libs.engine.eagle.context import DraftContext, KvShape
+from libs.engine.kernels.interface import Kernels, Packed
+from libs.engine.model.checkpoint import Checkpoint, weights_digest
+from libs.engine.model.shards import CheckpointError
+from libs.engine.model_spec.config_json import read_config_json
+from libs.engine.model_spec.matrix import DenseMatrix
+from libs.engine.model_spec.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockLayer:
+    input_norm: torch.Tensor
+    q: Packed
+    kv: Packed
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    o: Packed
+    post_norm: torch.Tensor
+    mlp: Packed
+
+
+class BlockHead:
+    """A loaded block drafter, without state: a `ContextHead`."""
+
+    def __init__(self, head_dir: Path, target_dir: Path, kernels: Kernels) -> None:
+        """Load it. Raises InvalidArgument or CheckpointError, naming the missing or unsupported part."""
+        self.config = parse_block_config(read_config_json(head_dir, "draft_model_dir"))
+        self.digest = weights_digest(head_dir)
+        self._kernels, self._rope = kernels, Rope(self.config)
+        with Checkpoint(head_dir) as head, Checkpoint(target_dir) as target:
+            tensors = _Tensors(head, self.config, kernels)
+            self._hidden_norm = tensors.vector("hidden_norm", self.config.hidden_size)
+            self._norm = tensors.vector("norm", self.config.hidden_size)
+            self._layers = [tensors.layer(i) for i in range(self.config.n_layers)]
+            self._embedding, lm_head = tensors.shared(target)
+            self._lm_head = kernels.pack(DenseMatrix(lm_head))
+            tensors.refuse_others()
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Of all layers together."""
+        c = self.config
+        return KvShape(c.n_layers * c.n_kv_heads, c.head_dim, c.head_dim)
+
+    def take_in(
+        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[None, ProjectedRows]:
+        """Keys and values of every layer. The tokens are in the features already."""
+        normed = self._kernels.rms_norm(features, self._hidden_norm, self.config.rms_norm_eps)
+        cos_sin = self._rope.cos_sin(positions)
+        parts = [self._keys_values(layer, normed, cos_sin) for layer in self._layers]
+        keys, values = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return None, ProjectedRows(keys, keys, values)
+
+    def draft(
+        self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
+    ) -> list[list[int]]:
+        """One pass over the blocks of all contexts."""
+        c, kernels = self.config, self._kernels
+        rows = min(n_drafts + 1, c.block_size)
+        tokens = torch.full((len(contexts), rows), c.mask_token_id)
+        tokens[:, 0] = torch.tensor([context.last_token for context in contexts])
+        starts = torch.tensor([context.end_position for context in contexts])
+        cos_sin = self._rope.cos_sin((starts[:, None] + torch.arange(rows)).flatten())
+        x = self._embedding[tokens.flatten()].float()
+        for index, layer in enumerate(self._layers):
+            x = self._run_layer(index, layer, x, cos_sin, contexts)
+        x = x.view(len(contexts), rows, -1)[:, 1:].reshape(-1, c.hidden_size)
+        logits = kernels.linear(kernels.rms_norm(x, self._norm, c.rms_norm_eps), self._lm_head)
+        confidence, drafts = logits.softmax(dim=-1).max(dim=-1)
+        shape = (len(contexts), rows - 1)
+        whole = confidence.view(shape).cumprod(dim=1)
+        counts = (whole >= min_confidence).sum(dim=1).tolist()
+        return [row[:count] for row, count in zip(drafts.view(shape).tolist(), counts, strict=True)]
+
+    def _run_layer(
+        self,
+        index: int,
+        layer: _BlockLayer,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        contexts: Sequence[DraftContext],
+    ) -> torch.Tensor:
+        c, kernels = self.config, self._kernels
+        normed = kernels.rms_norm(x, layer.input_norm, c.rms_norm_eps)
+        q = self._heads(kernels.linear(normed, layer.q), layer.q_norm, cos_sin)
+        keys, values = self._keys_values(layer, normed, cos_sin)
+        own = slice(index * c.n_kv_heads, (index + 1) * c.n_kv_heads)
+        rows, mixed = len(x) // len(contexts), []
+        for i, context in enumerate(contexts):
+            at = slice(i * rows, (i + 1) * rows)
+            past_keys, past_values = context.view(0)
+            k = torch.cat([past_keys[own], keys[at].transpose(0, 1)], dim=1)
+            v = torch.cat([past_values[own], values[at].transpose(0, 1)], dim=1)
+            # [rows, kv, group, D] -> [kv, rows * group, D]: all rows of the block see all keys.
+            grouped = q[at].view(rows, c.n_kv_heads, -1, c.head_dim).transpose(0, 1).flatten(1, 2)
+            out = scaled_dot_product_attention(grouped[None], k[None], v[None])[0]
+            mixed.append(out.view(c.n_kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1))
+        x = kernels.linear(torch.cat(mixed), layer.o, x.clone())
+        return kernels.mlp(kernels.rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.mlp, x)
+
+    def _keys_values(
+        self, layer: _BlockLayer, x: torch.Tensor, cos_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H] -> keys and values [T, n_kv_heads, D]."""
+        width = self.config.n_kv_heads * self.config.head_dim
+        rows = self._kernels.linear(x, layer.kv)
+        values = rows[:, width:].reshape(len(x), -1, self.config.head_dim)
+        return self._heads(rows[:, :width], layer.k_norm, cos_sin), values
+
+    def _heads(self, rows: torch.Tensor, norm: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """[T, heads * D] -> [T, heads, D], each head normed and rotated."""
+        c = self.config
+        flat = rows.reshape(-1, c.head_dim)
+        heads = self._kernels.rms_norm(flat, norm, c.rms_norm_eps).view(len(rows), -1, c.head_dim)
+        self._kernels.rotate_queries(heads, c.head_dim, cos_sin)
+        return heads
+
+
+class _Tensors:
+    """Reads the tensors of a block drafter, with or without the prefix `model.`."""
+
+    def __init__(self, head: Checkpoint, config: BlockHeadConfig, kernels: Kernels) -> None:
+        self._head, self._config, self._kernels = head, config, kernels
+        self._known = {"fc.weight"}
+
+    def vector(self, name: str, width: int) -> torch.Tensor:
+        return self._tensor(name, width).float()
+
+    def layer(self, index: int) -> _BlockLayer:
+        c, pack, name = self._config, self._kernels.pack, f"layers.{index}"
+        attention, q_rows, kv_rows = f"{name}.self_attn", c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        q = self._tensor(f"{attention}.q_proj", q_rows, c.hidden_size)
+        k = self._tensor(f"{attention}.k_proj", kv_rows, c.hidden_size)
+        v = self._tensor(f"{attention}.v_proj", kv_rows, c.hidden_size)
+        norms = [self.vector(f"{attention}.{which}_norm", c.head_dim) for which in "qk"]
+        # The kernels rotate neighbours: see GroupedAttention.
+        q_norm, k_norm = (interleaved(norm[:, None], c.head_dim)[:, 0].contiguous() for norm in norms)
+        mlp = [
+            DenseMatrix(self._tensor(f"{name}.mlp.gate_proj", c.intermediate_size, c.hidden_size)),
+            DenseMatrix(self._tensor(f"{name}.mlp.up_proj", c.intermediate_size, c.hidden_size)),
+            DenseMatrix(self._tensor(f"{name}.mlp.down_proj", c.hidden_size, c.intermediate_size)),
+        ]
+        return _BlockLayer(
+            input_norm=self.vector(f"{name}.input_layernorm", c.hidden_size),
+            q=pack(DenseMatrix(interleaved(q, c.head_dim))),
+            kv=pack(DenseMatrix(torch.cat([interleaved(k, c.head_dim), v]))),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=pack(DenseMatrix(self._tensor(f"{attention}.o_proj", c.hidden_size, q_rows))),
+            post_norm=self.vector(f"{name}.post_attention_layernorm", c.hidden_size),
+            mlp=self._kernels.pack_mlp((mlp[0], mlp[1], mlp[2])),
+        )
+
+    def shared(self, target: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedding and lm_head, the target's where the head has none."""
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        theirs = f"{target.text_prefix()}embed_tokens.weight"
+        own = [self._find(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
+        embedding, lm_head = (self._head.dense(name, shape) if name in self._head else None for name in own)
+        return (
+            target.dense(theirs, shape) if embedding is None else embedding,
+            target.dense(target.head_name() or theirs, shape) if lm_head is None else lm_head,
+        )
+
+    def refuse_others(self) -> None:
+        """Raise CheckpointError for a stored tensor that no part of the head uses."""
+        for name in sorted(self._head.names()):
+            if name.removeprefix("model.") not in self._known:
+                raise CheckpointError(name, "unexpected: the head's config.json implies no such tensor")
+
+    def _tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self._head.dense(self._find(f"{name}.weight"), shape)
+
+    def _find(self, name: str) -> str:
+        self._known.add(name)
+        prefixed = f"model.{name}"
+        return prefixed if prefixed in self._head and name not in self._head else name
