@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.load import RequestLog
-from bench.serve import WORDS, measure
+from bench.serve.workloads import WORDS, measure
 from slipstream.async_client import AsyncClient
 
 # The further arguments of a request: of the session with this index, its turn with this index.

@@ -81,12 +81,12 @@ def _feature_layers(raw: dict[str, Any], config: ModelConfig) -> tuple[int, ...]
     default ones."""
     block = raw.get("dflash_config")
     if block is not None:
-        layers = tuple(block["target_layer_ids"])
-        if max(layers) >= config.n_layers:
+        stated: tuple[int, ...] = tuple(block["target_layer_ids"])
+        if max(stated) >= config.n_layers:
             raise InvalidArgument(
-                "dflash_config.target_layer_ids", f"expected layers below {config.n_layers}, got {layers!r}"
+                "dflash_config.target_layer_ids", f"expected layers below {config.n_layers}, got {stated!r}"
             )
-        return layers
+        return stated
     key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
     inner = nested.get(key) if isinstance(nested, dict) else None
     field, layers = (key, raw.get(key)) if inner is None else (f"eagle_config.{key}", inner)

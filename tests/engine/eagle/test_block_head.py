@@ -47,7 +47,7 @@ def test_drafts_equal_plain_recomputation(tmp_path: Path, target_dir: Path, n_kv
     longest = drafter.propose_batch(list(expected), 16)
     assert {len(drafts) for drafts in longest.values()} == {spec.block_size - 1}
     sure = drafter.propose_batch(list(expected), 4, min_confidence=1.1)
-    assert sure == dict.fromkeys(expected, [])
+    assert sure == {name: [] for name in expected}
 
 
 def test_an_engine_fuses_the_layers_that_the_drafter_states(tmp_path: Path, target_dir: Path) -> None:
