@@ -97,6 +97,8 @@ async def compare_drafts(runs: DraftRuns, folder: Path) -> list[dict[str, Any]]:
                 # Rounds begin with another way each, so that none always follows the same one.
                 for i in _rotated(range(len(runs.ways)), round_):
                     samples[i].append(await _sample(clients[i], records[i], runs, streams, first))
+                    rounded = {name: round(value, 3) for name, value in samples[i][-1].items()}
+                    _say(f"{streams} streams, {runs.ways[i].name}: {rounded}")
             reports += _reports(runs, streams, samples)
         return reports
 
