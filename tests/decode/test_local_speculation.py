@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from libs.engine.core.fake import expected_tokens
 from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import ContextRows
-from libs.engine.step.types import SamplingParams
+from libs.engine.step.types import SamplingParams, StepOutput
 from services.decode.draft_gate import DraftGate
 from services.decode.local_speculation import LocalSpeculation
 from tests.decode.test_speculation import generate, guess
@@ -126,3 +127,13 @@ def test_steps_without_drafts_ask_for_no_features() -> None:
     speculation.load(FakeHead())
     speculation.drafts()
     assert speculation.wants_features
+
+
+def test_rows_before_a_step_without_features_are_not_used() -> None:
+    """The gate is closed at first: the prompt's rows no longer follow on after a plain step."""
+    speculation = local(StrictHead(), DraftGate())
+    rows = np.array([1, 2], np.uint32), np.zeros((2, 8), np.float32)
+    speculation.open("a", next_tokens=rows[0], features=rows[1])
+    assert speculation.drafts() == {}
+    speculation.stepped([StepOutput("a", (3,), 3)])
+    assert speculation._rows == {"a": []}
