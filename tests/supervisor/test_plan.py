@@ -5,7 +5,6 @@ import random
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,54 +29,10 @@ def flag(process: ProcessPlan, name: str) -> str | None:
 
 def test_default_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    plans = plan(ClusterConfig(run_dir=Path("/run")))
-    assert list(plans) == [
-        "kvstore-0",
-        "prefill-0",
-        "prefill-1",
-        "decode-0",
-        "decode-1",
-        "drafter-0",
-        "router-0",
-    ]
-    addresses = [p.endpoint for p in plans.values()] + [p.http for p in plans.values() if p.http]
-    addresses += [p.admin_http for p in plans.values() if p.admin_http] + [
-        p.admin for p in plans.values() if p.admin
-    ]
-    assert len(set(addresses)) == len(addresses) == 8 + 7 + 1
-    assert {p.env["OMP_NUM_THREADS"] for p in plans.values()} == {"4"}
-    assert {instance for instance, p in plans.items() if p.wave == 1} == {"router-0"}
-    for instance, process in plans.items():
-        assert process.command[1:3] == ("-m", f"services.{process.role}")
-        assert flag(process, "--instance") == instance
-        assert flag(process, "--listen") == process.endpoint
-        assert flag(process, "--admin-http") == process.admin_http
-        assert flag(process, "--http") == process.http
-        assert (flag(process, "--model") is None) == (process.role == Role.KVSTORE)
-    assert flag(plans["kvstore-0"], "--data-dir") == "/run/data/kvstore-0"
-
-
-def test_a_router_has_its_drain_before_the_grace_time_of_all() -> None:
-    plans = plan(ClusterConfig(drain_s=30.0))
-    assert flag(plans["router-0"], "--drain-s") == "30"
-    assert {p.instance: p.drain_s for p in plans.values() if p.drain_s} == {"router-0": 30.0}
-
-
-def test_counts_addresses_and_extra_arguments() -> None:
-    config = ClusterConfig(
-        routers=2, prefill=0, decode=3, drafters=0, http="0.0.0.0:80", grpc="0.0.0.0:81", draft_model=None
-    )
-    plans = plan(replace(config, extra_arguments={Role.DECODE: ["--engine", "fake"]}))
-    assert list(plans) == ["kvstore-0", "decode-0", "decode-1", "decode-2", "router-0", "router-1"]
-    assert (plans["router-0"].endpoint, plans["router-0"].http) == ("0.0.0.0:81", "0.0.0.0:80")
-    assert plans["router-1"].endpoint.startswith("127.0.0.1:")
-    assert {flag(p, "--draft-model") for p in plans.values()} == {None}
-    engines = {instance: flag(p, "--engine") for instance, p in plans.items()}
-    assert {instance for instance, engine in engines.items() if engine} == {
-        "decode-0",
-        "decode-1",
-        "decode-2",
-    }
+    plans = plan(ClusterConfig(decode=1, drafts_from="local"))
+    assert "drafter-0" not in plans
+    assert flag(plans["decode-0"], "--drafter") == "local"
+    assert flag(plan(ClusterConfig(decode=1))["decode-0"], "--drafter") is None
 
 
 def test_free_ports_are_free_and_different() -> None:
