@@ -24,11 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent
 _SHARED = ("-O3", "-pthread", "-fPIC", "-shared")
 # Without -ffast-math, because masks are infinities. Products and sums are contracted to fused multiply-adds.
 _KERNELS: tuple[str, ...] = (*_SHARED, "-ffp-contract=fast", "-fno-math-errno")
-# The flags of each level of x86-64: SSE4.2, AVX2 with FMA, AVX-512.
+# The flags of each variant for x86-64: SSE4.2, AVX2 with FMA, AVX-512, AVX-512 with products of bf16 pairs.
 _X86_FLAGS = {
-    2: ("-msse4.2", "-mpopcnt"),
-    3: ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
-    4: ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"),
+    "v2": ("-msse4.2", "-mpopcnt"),
+    "v3": ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
+    "v4": ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"),
+    "v4_bf16": ("-mavx512bf16",),
 }
 _COMPILE_TIMEOUT_S = 600.0
 
@@ -82,9 +83,9 @@ def libraries(machine: str | None = None) -> list[NativeLibrary]:
     kernels = "libs.engine.kernels._kernels"
     if (machine or platform.machine()).lower() in ("x86_64", "amd64"):
         found, flags = [], _KERNELS
-        for level, added in _X86_FLAGS.items():
+        for variant, added in _X86_FLAGS.items():
             flags += added
-            found.append(NativeLibrary(f"{kernels}_x86_64_v{level}", flags))
+            found.append(NativeLibrary(f"{kernels}_x86_64_{variant}", flags))
     else:
         found = [NativeLibrary(f"{kernels}_generic", _KERNELS)]
     return [*found, NativeLibrary("services.kvstore.disk.native._disk_io", _SHARED)]

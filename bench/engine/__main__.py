@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -66,9 +66,8 @@ class Subject(Protocol):
 class EngineSubject:
     """The engine as a service drives it: reserve, start, step, release."""
 
-    name = "slipstream"
-
-    def __init__(self, engine: PagedEngine) -> None:
+    def __init__(self, engine: PagedEngine, name: str = "slipstream") -> None:
+        self.name = name
         self.torch_threads = torch.get_num_threads()
         self._engine = engine
         self._n_sequences = 0
@@ -140,7 +139,13 @@ def measure(shape: Shape, subjects: Sequence[Subject], vocab_size: int) -> dict[
 
 
 def build_subjects(
-    model_dir: Path, shape: Shape, dtype: Dtype, kernels: Any, peer: str | None, threads: int
+    model_dir: Path,
+    shape: Shape,
+    dtype: Dtype,
+    kernels: Any,
+    peer: str | None,
+    threads: int,
+    step_tokens: int,
 ) -> list[Subject]:
     block_tokens = 64
     longest = max(shape.prefill_tokens + 1, shape.prompt_tokens + shape.output_tokens)
@@ -149,13 +154,16 @@ def build_subjects(
         n_pages=n_pages,
         block_tokens=block_tokens,
         max_batch=max(shape.decode_batches, default=1),
-        step_tokens=max(shape.prefill_tokens, 512),
+        step_tokens=step_tokens or max(shape.prefill_tokens, 512),
         weight_dtype=dtype,
         kernels=kernels,
         threads=threads,
     )
     subjects: list[Subject] = [EngineSubject(build_engine(model_dir, options))]
-    if peer == "transformers":
+    if peer == "float32":
+        reference = build_engine(model_dir, replace(options, compute_dtype="float32"))
+        subjects.append(EngineSubject(reference, "float32"))
+    elif peer == "transformers":
         from bench.engine.transformers_peer import TransformersSubject
 
         subjects.append(TransformersSubject(model_dir, torch_dtype(model_dir, dtype), threads))
@@ -188,7 +196,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint directory; default: the one of --make")
     parser.add_argument("--make", type=Path, metavar="DIR", help="write the random benchmark checkpoint here")
     parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
-    parser.add_argument("--peer", choices=["transformers"], help="also measure this one")
+    parser.add_argument("--peer", choices=["transformers", "float32"], help="also measure this one")
     add = parser.add_argument
     dtypes = ["auto", "float32", "bfloat16"]
     add("--dtype", choices=dtypes, default="auto", help="auto: as the checkpoint says")
@@ -200,6 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=defaults.prompt_tokens, help=f"before decode {shown}")
     add("--output-tokens", type=int, default=defaults.output_tokens, help=f"of each sequence {shown}")
     add("--repeats", type=int, default=defaults.repeats, help=f"runs, the median counts {shown}")
+    add("--step-tokens", type=int, default=0, help="rows of a step (default: a whole prompt)")
     add("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for one thread")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
@@ -228,7 +237,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         subjects = build_subjects(
-            model_dir, shape, arguments.dtype, arguments.kernels, arguments.peer, arguments.threads
+            model_dir,
+            shape,
+            arguments.dtype,
+            arguments.kernels,
+            arguments.peer,
+            arguments.threads,
+            arguments.step_tokens,
         )
     except SlipstreamError as error:
         sys.exit(f"bench.engine: {error.message}")

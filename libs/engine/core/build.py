@@ -38,15 +38,18 @@ class EngineOptions:
     """How to run a model.
 
     n_pages, kv_memory_bytes  size of the KV cache; at most one of them
+    memory_bytes              what weights and KV cache may take together; None = what the process may use
     draft_model_dir           EAGLE-3 head whose features the engine computes; None = none
     max_batch                 sequences in one step
     step_tokens               rows in one step: the budget that chunked prefill shares with decode
+    compute_dtype             of products with bf16 and INT4 weights; auto = bf16 where a unit exists
     threads                   CPU threads of a step; None = OMP_NUM_THREADS, or all cores
     progress                  follows the weights that are read
     """
 
     n_pages: int | None = None
     kv_memory_bytes: int | None = None
+    memory_bytes: int | None = None
     block_tokens: int = 64
     draft_model_dir: Path | None = None
     max_batch: int = 64
@@ -55,6 +58,7 @@ class EngineOptions:
     weight_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: Literal["native", "torch"] = "native"
+    compute_dtype: Literal["auto", "float32"] = "auto"
     threads: int | None = None
     progress: LoadProgress | None = None
     least_step_s: float = 0.0
@@ -73,8 +77,10 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         weight_dtype=options.weight_dtype,
         kv_dtype=kv_dtype,
         kernels=options.kernels,
+        compute_dtype=options.compute_dtype,
         head_dir=options.draft_model_dir,
         threads=options.threads,
+        memory_bytes=options.memory_bytes,
         progress=options.progress,
     )
     model = TorchModel(

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels: the variant for the level of x86-64 that this processor has.
+"""Loads the compiled kernels: the variant for the level of x86-64 and the units that this processor has.
 
 The wheel's build and editable installs compile every variant (`server/native_build.py`). This module only
 loads one.
@@ -15,18 +15,23 @@ from slipstream.errors import FailedPrecondition
 
 LIBRARY_DIR = Path(__file__).parent
 _LOWEST_LEVEL = 2
+_BF16_LEVEL = 4
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @cache
-def load_library(level: int | None = None) -> ctypes.CDLL:
+def load_library(level: int | None = None, *, bf16: bool = False) -> ctypes.CDLL:
     """Load the kernels for this processor, or those of a lower `level` of x86-64.
 
-    Raises FailedPrecondition when they are missing, or this processor cannot run them.
+    With `bf16`, products of bf16 and INT4 weights round activations to bf16 where the processor has a unit
+    for that (AVX512_BF16). Raises FailedPrecondition when the kernels are missing, or this processor cannot
+    run them.
     """
     if not _IS_X86:
         return _open("_kernels_generic.so")
     supported = processor_level()
+    if bf16 and level is None and has_bf16_unit():
+        return _open("_kernels_x86_64_v4_bf16.so")
     wanted = supported if level is None else level
     if not _LOWEST_LEVEL <= wanted <= supported:
         raise FailedPrecondition(
@@ -41,6 +46,13 @@ def processor_level() -> int:
     if not _IS_X86:
         return 0
     return int(_open(f"_kernels_x86_64_v{_LOWEST_LEVEL}.so").ss_processor_level())
+
+
+def has_bf16_unit() -> bool:
+    """Whether this machine multiplies pairs of bf16 values (AVX512_BF16)."""
+    return processor_level() == _BF16_LEVEL and bool(
+        _open(f"_kernels_x86_64_v{_LOWEST_LEVEL}.so").ss_processor_has_bf16()
+    )
 
 
 def _open(name: str) -> ctypes.CDLL:

@@ -182,7 +182,7 @@ class NativeKernels:
         scale_kind, scale = self._dense_panels(matrix.scale)
         words = matrix.packed.contiguous()
         data = torch.empty(_padded(matrix.rows), words.shape[1], dtype=torch.int32)
-        self._library.ss_pack_u32(words.data_ptr(), matrix.rows, words.shape[1], data.data_ptr())
+        self._library.ss_pack_int4(words.data_ptr(), matrix.rows, words.shape[1], data.data_ptr())
         struct = MATRIX(
             data.data_ptr(), scale.data_ptr(), matrix.rows, matrix.cols, _INT4, scale_kind, matrix.group, 0
         )
@@ -192,7 +192,7 @@ class NativeKernels:
         kind = _BF16 if weight.dtype == torch.bfloat16 else _F32
         source = weight.contiguous() if kind == _BF16 else weight.float().contiguous()
         rows, cols = source.shape
-        data = torch.empty(_padded(rows), cols, dtype=source.dtype)
+        data = torch.empty(_padded(rows), cols + cols % 2 if kind == _BF16 else cols, dtype=source.dtype)
         pack = self._library.ss_pack_bf16 if kind == _BF16 else self._library.ss_pack_f32
         pack(source.data_ptr(), rows, cols, data.data_ptr())
         return kind, data

@@ -141,7 +141,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ss_context_free": (None, (_POINTER,)),
     "ss_pack_f32": (None, (_POINTER, _LONG, _LONG, _POINTER)),
     "ss_pack_bf16": (None, (_POINTER, _LONG, _LONG, _POINTER)),
-    "ss_pack_u32": (None, (_POINTER, _LONG, _LONG, _POINTER)),
+    "ss_pack_int4": (None, (_POINTER, _LONG, _LONG, _POINTER)),
     "ss_linear": (_INT, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
     "ss_rms_norm": (None, (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _FLOAT, _POINTER)),
     "ss_rotate_queries": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER)),

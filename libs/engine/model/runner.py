@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from libs.common.runtime.memory_limit import memory_limit_bytes
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
@@ -21,7 +21,7 @@ from libs.engine.model.decoder import Decoder
 from libs.engine.model.feature_head import load_feature_head
 from libs.engine.model.inventory import check_inventory
 from libs.engine.model.stack import PlainStack, Stack
-from libs.engine.model.weights import ModelWeights, WeightDtype, WeightLoader
+from libs.engine.model.weights import ComputeDtype, ModelWeights, WeightDtype, WeightLoader
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
@@ -38,9 +38,11 @@ class RunnerOptions:
     weight_dtype    dtype the weights are held in; "auto" keeps the checkpoint's own (int4 experts stay int4)
     kv_dtype        dtype of the latent cache; "auto" = bfloat16 when the checkpoint is, else float32
     kernels         "native" = compiled C, "torch" = the reference path, several times slower
+    compute_dtype   "auto" = products of bf16 and INT4 weights in bf16 with fp32 sums where the processor has
+                    a unit for them, else fp32; "float32" = always fp32
     latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as others
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
-    memory_bytes    what weights and cache may take together; None = the machine's memory
+    memory_bytes    what weights and cache may take together; None = the machine's or the container's
     threads         CPU threads of the kernels; None = what torch started with (OMP_NUM_THREADS, or all cores)
     progress        follows the weights that are read; None = it is not followed
     """
@@ -50,6 +52,7 @@ class RunnerOptions:
     weight_dtype: WeightDtype = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernels: Literal["native", "torch"] = "native"
+    compute_dtype: ComputeDtype = "auto"
     latent_norm_eps: float | None = 1e-6
     head_dir: Path | None = None
     memory_bytes: int | None = None
@@ -118,7 +121,11 @@ class ModelRunner:
 def _choose_kernels(options: RunnerOptions) -> Kernels:
     threads = options.threads or _threads_at_start()
     torch.set_num_threads(threads)
-    return TorchKernels() if options.kernels == "torch" else NativeKernels(load_library(), threads)
+    return (
+        TorchKernels()
+        if options.kernels == "torch"
+        else NativeKernels(load_library(bf16=options.compute_dtype == "auto"), threads)
+    )
 
 
 @cache
@@ -130,7 +137,7 @@ def _check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) 
     cache_bytes = cache.n_pages * cache.page_bytes
     limit = options.memory_bytes
     if limit is None:
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit = memory_limit_bytes()
     if weight_bytes + cache_bytes > limit:
         raise FailedPrecondition(
             f"weights of {weight_bytes / 1e9:.1f} GB and a KV cache of {cache_bytes / 1e9:.1f} GB "

@@ -16,6 +16,7 @@ from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Matrix
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
+ComputeDtype = Literal["auto", "float32"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,20 @@ def test_the_best_variant_for_the_processor_is_loaded() -> None:
 
 
 @X86
+def test_kernels_for_bf16_pairs_are_loaded_where_the_processor_has_the_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert library.has_bf16_unit() == (processor_level() == 4 and "avx512_bf16" in flags)
+    plain = Path(load_library()._name).name
+    found = Path(load_library(bf16=True)._name).name
+    assert found == ("_kernels_x86_64_v4_bf16.so" if library.has_bf16_unit() else plain)
+    load_library.cache_clear()
+    monkeypatch.setattr(library, "has_bf16_unit", lambda: False)
+    assert Path(load_library(bf16=True)._name).name == plain
+
+
+@X86
 @pytest.mark.parametrize("level", [1, 5])
 def test_a_processor_without_the_level_is_refused(level: int) -> None:
     with pytest.raises(FailedPrecondition, match="this processor has x86-64-v"):
@@ -154,7 +168,7 @@ def test_builds_are_portable() -> None:
         for built in BUILD["libraries"](machine):
             assert not [flag for flag in built.flags if "native" in flag or flag.startswith("-march")]
     levels = [built.path.name for built in BUILD["libraries"]("AMD64") if "kernels" in built.path.name]
-    assert levels == [f"_kernels_x86_64_v{level}.so" for level in (2, 3, 4)]
+    assert levels == [f"_kernels_x86_64_v{level}.so" for level in ("2", "3", "4", "4_bf16")]
     assert "_kernels_generic.so" in [built.path.name for built in BUILD["libraries"]("aarch64")]
 
 

@@ -53,7 +53,9 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def load(model_dir: Path, head_dir: Path | None, kernels: Any = "torch") -> ModelRunner:
-    options = RunnerOptions(n_pages=2, kv_dtype="float32", kernels=kernels, head_dir=head_dir)
+    options = RunnerOptions(
+        n_pages=2, kv_dtype="float32", kernels=kernels, compute_dtype="float32", head_dir=head_dir
+    )
     return ModelRunner.load(model_dir, options)
 
 

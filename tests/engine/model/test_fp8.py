@@ -108,7 +108,12 @@ def test_logits_equal_those_of_the_dequantised_model(
     bf16 = weight_dtype == "auto" and spec.dtype == "bfloat16"
     write_dense_copy(tmp_path / "fp8", tmp_path / "dense", spec.fp8_block, bf16=bf16)
     options = RunnerOptions(
-        n_pages=64, block_tokens=16, weight_dtype=weight_dtype, kv_dtype="float32", kernels=kernels
+        n_pages=64,
+        block_tokens=16,
+        weight_dtype=weight_dtype,
+        kv_dtype="float32",
+        kernels=kernels,
+        compute_dtype="float32",
     )
     runner = ModelRunner.load(tmp_path / "fp8", options)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 200).astype(np.int32)

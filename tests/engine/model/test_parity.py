@@ -80,7 +80,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def pair(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Pair:
     model_dir, reference, references = checkpoint
     options = RunnerOptions(
-        n_pages=N_PAGES, block_tokens=BLOCK_TOKENS, kv_dtype="float32", kernels=request.param
+        n_pages=N_PAGES,
+        block_tokens=BLOCK_TOKENS,
+        kv_dtype="float32",
+        kernels=request.param,
+        compute_dtype="float32",
     )
     runner = ModelRunner.load(model_dir, options)
     assert runner.kernels == request.param

@@ -30,6 +30,12 @@ INLINE int64_t width_of(const attention_t *a) { return a->lora + a->rope; }
 INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Whether scores and mixed values are products of pairs: cache and weights hold bf16, and no pair crosses a part. */
+INLINE int attends_pairs(const attention_t *a) {
+    return HAS_PAIRS && a->is_bf16 && a->uk->kind == MATRIX_BF16 && a->uv->kind == MATRIX_BF16 &&
+           (a->nope | a->rope | a->lora) % 2 == 0;
+}
+
 INLINE const char *cache_row(const attention_t *a, int64_t sequence, int64_t token) {
     int64_t page = a->page_table[sequence * a->table_stride + token / a->block_tokens];
     int64_t row_bytes = width_of(a) * (a->is_bf16 ? 2 : 4);

@@ -18,7 +18,7 @@ typedef struct {
 
 typedef struct {
     float *query;  /* [GROUP_LANES / 16][width][16], scaled */
-    float *latent; /* [BLOCK_TOKENS][latent_stride]: widened cache rows */
+    float *latent; /* [BLOCK_TOKENS][latent_stride]: widened cache rows, or [BLOCK_TOKENS / 2][lora_pad] pairs of rows */
     float *score;  /* [BLOCK_TOKENS][16] */
 } workspace_t;
 
@@ -27,24 +27,52 @@ typedef struct {
     const float *folded; /* [rows][heads][lora]: queries times uk, by batch row */
     int64_t row0;        /* batch row of folded[0] */
     int64_t lora_pad, latent_stride;
-    int in_place;
+    int in_place, is_pairs; /* is_pairs: queries and latents hold pairs, scores and mixed latents pairs of tokens */
 } task_t;
 
 static int64_t rows_of(const attention_t *a, int64_t s) { return a->query_start[s + 1] - a->query_start[s]; }
 
 static void pack_queries(const task_t *t, const item_t *item, float *query) {
     const attention_t *a = t->a;
-    int64_t width = width_of(a), head_dim = a->nope + a->rope;
-    memset(query, 0, sizeof(float) * (size_t)(round_up(item->n_lanes, LANES) * width));
+    int64_t width = width_of(a), n = width / per_element(t->is_pairs), head_dim = a->nope + a->rope;
+    float scaled[width];
+    memset(query, 0, sizeof(float) * (size_t)(round_up(item->n_lanes, LANES) * n));
     for (int64_t i = 0; i < item->n_lanes; i++) {
         int64_t lane = item->first_lane + i, head = lane % a->n_heads;
         int64_t row = a->query_start[item->sequence] + lane / a->n_heads;
         const float *folded = t->folded + ((row - t->row0) * a->n_heads + head) * a->lora;
         const float *rope = a->q + row * a->q_stride + head * head_dim + a->nope;
-        float *out = query + i / LANES * width * LANES + i % LANES;
-        for (int64_t j = 0; j < a->lora; j++) out[j * LANES] = folded[j] * a->scale;
-        for (int64_t j = 0; j < a->rope; j++) out[(a->lora + j) * LANES] = rope[j] * a->scale;
+        float *out = query + i / LANES * n * LANES + i % LANES;
+        for (int64_t j = 0; j < a->lora; j++) scaled[j] = folded[j] * a->scale;
+        for (int64_t j = 0; j < a->rope; j++) scaled[a->lora + j] = rope[j] * a->scale;
+        if (t->is_pairs) narrow_row(scaled, width, scaled);
+        for (int64_t j = 0; j < n; j++) out[j * LANES] = scaled[j];
     }
+}
+
+/* Joins the latents of tokens 2i and 2i + 1 to pairs [lora_pad]; zeros beside an odd last one. */
+static void join_tokens(const task_t *t, const uint16_t *rows, int64_t n_tokens, float *pairs) {
+    int64_t width = width_of(t->a), lora = t->a->lora;
+    for (int64_t i = 0; i < n_tokens; i += 2) {
+        const uint16_t *even = rows + i * width, *odd = even + width;
+        uint32_t words[t->lora_pad];
+        if (i + 1 < n_tokens)
+            for (int64_t j = 0; j < lora; j++) words[j] = even[j] | (uint32_t)odd[j] << 16;
+        else
+            for (int64_t j = 0; j < lora; j++) words[j] = even[j];
+        for (int64_t j = lora; j < t->lora_pad; j++) words[j] = 0;
+        memcpy(pairs + i / 2 * t->lora_pad, words, sizeof words);
+    }
+}
+
+/* Joins the probabilities of tokens 2i and 2i + 1 of 16 lanes, in place. */
+static void join_scores(float *score, int64_t n_tokens) {
+    for (int64_t i = 0; i < n_tokens; i += 2)
+        UNROLL for (int v = 0; v < NV; v++) {
+            vf even = load(score + i * LANES + v * VL);
+            vf odd = i + 1 < n_tokens ? load(score + (i + 1) * LANES + v * VL) : splat(0);
+            store_words(score + i / 2 * LANES + v * VL, join_pairs(even, odd));
+        }
 }
 
 /* Widens n cache rows of one page into `latent`. */
@@ -100,22 +128,30 @@ static void softmax_block(const task_t *t, const item_t *item, int64_t lane0, in
 static void attend_block(const task_t *t, const item_t *item, const workspace_t *w, int64_t token0,
                          int64_t n_tokens) {
     const attention_t *a = t->a;
-    int64_t width = width_of(a);
-    const float *latent = (const float *)cache_row(a, item->sequence, token0);
-    if (!t->in_place) {
-        widen_rows(t, (const char *)latent, n_tokens, w->latent);
-        latent = w->latent;
+    int64_t unit = per_element(t->is_pairs), width = width_of(a) / unit, stride = t->latent_stride;
+    const char *row = cache_row(a, item->sequence, token0);
+    const float *latent = (const float *)row, *mixable = latent; /* for scores, and for mixed values */
+    if (t->is_pairs) {
+        join_tokens(t, (const uint16_t *)row, n_tokens, w->latent);
+        mixable = w->latent;
+    } else if (!t->in_place) {
+        widen_rows(t, row, n_tokens, w->latent);
+        latent = mixable = w->latent;
     }
     const float *tokens[BLOCK_TOKENS], *lanes[LANES];
-    for (int64_t i = 0; i < n_tokens; i++) tokens[i] = latent + i * t->latent_stride;
+    for (int64_t i = 0; i < n_tokens; i++) tokens[i] = latent + i * stride;
     for (int64_t i = 0; i < LANES; i++) lanes[i] = w->score + i;
     for (int64_t lane0 = 0; lane0 < item->n_lanes; lane0 += LANES) {
-        tile_rows(tokens, n_tokens, 0, 1, w->query + lane0 * width, LANES, w->score, LANES, width, 0);
+        run_tiles((tiles_t){.is_pairs = t->is_pairs, .a = tokens, .n_rows = n_tokens, .step = 1,
+                            .b = w->query + lane0 * width, .b_stride = LANES, .c = w->score, .c_stride = LANES,
+                            .n = width, .n_panels = 1});
         softmax_block(t, item, lane0, token0, n_tokens, w->score);
-        float *mixed = item->mixed + lane0 * t->lora_pad;
-        for (int64_t j = 0; j < t->lora_pad; j += LANES)
-            tile_rows(lanes, smaller(LANES, item->n_lanes - lane0), 0, LANES, latent + j, t->latent_stride,
-                      mixed + j, t->lora_pad, n_tokens, 1);
+        if (t->is_pairs) join_scores(w->score, n_tokens);
+        run_tiles((tiles_t){.is_pairs = t->is_pairs, .accumulate = 1, .a = lanes,
+                            .n_rows = smaller(LANES, item->n_lanes - lane0), .step = LANES, .b = mixable,
+                            .b_stride = t->is_pairs ? t->lora_pad : stride, .b_panel = LANES,
+                            .c = item->mixed + lane0 * t->lora_pad, .c_stride = t->lora_pad, .c_panel = LANES,
+                            .n = (n_tokens + unit - 1) / unit, .n_panels = t->lora_pad / LANES});
     }
 }
 
@@ -178,18 +214,36 @@ static int64_t count_items(const attention_t *a) {
     return n;
 }
 
-/* Makes the products of `w` by head for every run of consecutive sequences; returns their number. The x of
- * consecutive heads are x_step apart. */
-static int64_t head_products(const attention_t *a, const matrix_t *w, const float *x, int64_t x_stride,
-                             int64_t x_step, int64_t x_row0, float *out, int64_t out_row0, product_t *products) {
+/* The input of the products by head: of consecutive heads x_step apart, of batch row r at x + (r - row0) * x_stride. */
+typedef struct {
+    const float *x;
+    int64_t x_stride, x_step, row0;
+    int is_pairs;
+} heads_t;
+
+/* `heads` of n_rows rows, narrowed into `words` if `w` takes pairs. */
+static heads_t narrow_heads(const attention_t *a, const matrix_t *w, heads_t heads, int64_t row0, int64_t n_rows,
+                            float *words, pool_t *pool) {
+    int64_t n = pairs_of(w->cols);
+    if (!takes_pairs(w)) return heads;
+    for (int64_t head = 0; head < a->n_heads; head++)
+        narrow_rows(heads.x + (row0 - heads.row0) * heads.x_stride + head * heads.x_step, heads.x_stride, n_rows,
+                    w->cols, words + head * n, a->n_heads * n, pool);
+    return (heads_t){words, a->n_heads * n, n, row0, 1};
+}
+
+/* Makes the products of `w` by head for every run of consecutive sequences; returns their number. */
+static int64_t head_products(const attention_t *a, const matrix_t *w, const heads_t *heads, float *out,
+                             int64_t out_row0, product_t *products) {
     int64_t out_width = w->rows;
     int64_t n = 0;
     for (int64_t i = 0, next; i < a->n_sequences; i = next) {
         for (next = i + 1; next < a->n_sequences && a->sequences[next] == a->sequences[next - 1] + 1;) next++;
         int64_t row = a->query_start[a->sequences[i]], end = a->query_start[a->sequences[next - 1] + 1];
         for (int64_t head = 0; head < a->n_heads; head++)
-            products[n++] = (product_t){.x = x + (row - x_row0) * x_stride + head * x_step,
-                                        .x_stride = x_stride,
+            products[n++] = (product_t){.x = heads->x + (row - heads->row0) * heads->x_stride + head * heads->x_step,
+                                        .x_stride = heads->x_stride,
+                                        .is_pairs = heads->is_pairs,
                                         .n_rows = end - row,
                                         .w = w + head,
                                         .out = out + ((row - out_row0) * a->n_heads + head) * out_width,
@@ -209,6 +263,7 @@ typedef struct {
     const item_t *items;
     char *scratch;
     size_t room; /* of one thread */
+    int64_t latent_room;
     const int32_t *stop;
 } share_t;
 
@@ -218,7 +273,7 @@ static void share_item(void *arguments, int64_t i, int thread) {
     char *cursor = share->scratch + (size_t)thread * share->room;
     workspace_t w;
     w.query = TAKE(cursor, float, GROUP_LANES * width_of(share->task->a));
-    w.latent = TAKE(cursor, float, BLOCK_TOKENS * share->task->latent_stride + LANES);
+    w.latent = TAKE(cursor, float, share->latent_room);
     w.score = TAKE(cursor, float, BLOCK_TOKENS * LANES);
     run_item(share->task, share->items + i, &w);
 }
@@ -228,26 +283,33 @@ int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
     int64_t n_items = count_items(a), lora_pad = round_up(a->lora, LANES), width = width_of(a);
     int64_t row0 = a->query_start[a->sequences[0]];
     int64_t n_rows = a->query_start[a->sequences[a->n_sequences - 1] + 1] - row0;
-    int in_place = !a->is_bf16 && lora_pad == a->lora;
-    task_t t = {a, NULL, row0, lora_pad, in_place ? width : round_up(width, LANES) + LANES, in_place};
-    size_t thread_room = ROOM(float, GROUP_LANES * width) + ROOM(float, BLOCK_TOKENS * t.latent_stride + LANES) +
+    int in_place = !a->is_bf16 && lora_pad == a->lora, is_pairs = attends_pairs(a);
+    int64_t latent_stride = is_pairs ? width / 2 : in_place ? width : round_up(width, LANES) + LANES;
+    task_t t = {a, NULL, row0, lora_pad, latent_stride, in_place, is_pairs};
+    int64_t latent_room = BLOCK_TOKENS * (round_up(width, LANES) + LANES) + LANES;
+    size_t thread_room = ROOM(float, GROUP_LANES * width) + ROOM(float, latent_room) +
                          ROOM(float, BLOCK_TOKENS * LANES);
     int64_t n_products = a->n_heads * a->n_sequences, folded_size = n_rows * a->n_heads * a->lora;
+    int64_t words_size = n_rows * a->n_heads * pairs_of(a->lora > a->nope ? a->lora : a->nope);
     char *cursor = context_scratch(context, ROOM(item_t, n_items) + ROOM(float, n_items * GROUP_LANES * (lora_pad + 2)) +
                                                 ROOM(float, folded_size) + ROOM(product_t, n_products) +
+                                                ROOM(float, words_size) +
                                                 products_room(n_products) + (size_t)pool_threads(pool) * thread_room);
     if (!cursor) return -1;
     item_t *items = TAKE(cursor, item_t, n_items);
     float *partial = TAKE(cursor, float, n_items * GROUP_LANES * (lora_pad + 2));
     float *folded = TAKE(cursor, float, folded_size);
+    float *words = TAKE(cursor, float, words_size);
     product_t *products = TAKE(cursor, product_t, n_products);
     char *products_scratch = take_bytes(&cursor, products_room(n_products));
     t.folded = folded;
 
-    n_products = head_products(a, a->uk, a->q, a->q_stride, a->nope + a->rope, 0, folded, row0, products);
+    heads_t heads = {a->q, a->q_stride, a->nope + a->rope, 0, 0};
+    heads = narrow_heads(a, a->uk, heads, row0, n_rows, words, pool);
+    n_products = head_products(a, a->uk, &heads, folded, row0, products);
     run_products(products, n_products, products_scratch, pool);
     list_items(&t, items, partial);
-    share_t share = {&t, items, cursor, thread_room, context_stop(context)};
+    share_t share = {&t, items, cursor, thread_room, latent_room, context_stop(context)};
     pool_run(work_of(a) > SERIAL_WORK ? pool : NULL, share_item, &share, n_items);
     if (is_set(share.stop)) return 0; /* skipped items have no scores to join */
     for (int64_t i = 0; i < n_items; i += splits_of(a, items[i].sequence)) {
@@ -255,7 +317,9 @@ int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
         for (int64_t lane = 0; lane < items[i].n_lanes; lane++)
             join_splits(&t, items + i, splits_of(a, items[i].sequence), lane, folded + (first + lane) * a->lora);
     }
-    n_products = head_products(a, a->uv, folded, a->n_heads * a->lora, a->lora, row0, a->out, 0, products);
+    heads = (heads_t){folded, a->n_heads * a->lora, a->lora, row0, 0};
+    heads = narrow_heads(a, a->uv, heads, row0, n_rows, words, pool);
+    n_products = head_products(a, a->uv, &heads, a->out, 0, products);
     run_products(products, n_products, products_scratch, pool);
     return 0;
 }

@@ -13,16 +13,17 @@ typedef struct {
     int64_t sequence, n_rows, first_position; /* of the query rows */
     int64_t token0, n_tokens, n_padded;       /* this chunk; padded to whole key blocks */
     int64_t v_pad;
-    int is_first, is_last;
+    int is_first, is_last, is_pairs;
     float *latent; /* [n_padded / 16][width][16]: the chunk's cache rows, tokens along the vector */
     float *mixed;  /* [heads][rows][v_pad], carried over */
     float *state;  /* [heads][rows][2]: maximum and denominator, carried over */
     const int32_t *stop;
 } chunk_t;
 
+/* With is_pairs the values of a key, a query, a latent are in pairs, and those of two tokens in values and scores. */
 typedef struct {
     float *uk;     /* [nope][lora] of one head */
-    float *uv;     /* [v_pad / 16][lora][16] */
+    float *uv;     /* [v_pad / 16][lora][16]; unused with is_pairs */
     float *keys;   /* [n_padded / 16][nope + rope][16] */
     float *values; /* [n_padded][v_pad] */
     float *query;  /* [QUERY_BLOCK][nope + rope], scaled */
@@ -52,51 +53,96 @@ static workspace_t take_workspace(const attention_t *a, int64_t v_pad, char *cur
 /* Transposes 16 cache rows, so that vectors hold tokens; zeros beyond the chunk. */
 static void turn_latents(const chunk_t *c, int64_t panel) {
     const attention_t *a = c->a;
-    int64_t width = width_of(a);
-    float *out = c->latent + panel * width * LANES;
+    int64_t width = width_of(a), n = width / per_element(c->is_pairs);
+    float *out = c->latent + panel * n * LANES, widened[width];
     for (int64_t lane = 0; lane < LANES; lane++) {
         int64_t token = panel * LANES + lane;
         if (token >= c->n_tokens) {
-            for (int64_t j = 0; j < width; j++) out[j * LANES + lane] = 0;
+            for (int64_t j = 0; j < n; j++) out[j * LANES + lane] = 0;
             continue;
         }
         const char *row = cache_row(a, c->sequence, c->token0 + token);
-        if (a->is_bf16)
-            for (int64_t j = 0; j < width; j++) out[j * LANES + lane] = widen_bf16(((const uint16_t *)row)[j]);
+        if (a->is_bf16 && !c->is_pairs)
+            for (int64_t j = 0; j < width; j++) widened[j] = widen_bf16(((const uint16_t *)row)[j]);
         else
-            for (int64_t j = 0; j < width; j++) out[j * LANES + lane] = ((const float *)row)[j];
+            memcpy(widened, row, sizeof(float) * (size_t)n);
+        for (int64_t j = 0; j < n; j++) out[j * LANES + lane] = widened[j];
     }
+}
+
+/* uk of one head with the latent's values along rows. */
+static void turn_uk(const chunk_t *c, const matrix_t *uk, const workspace_t *w) {
+    int64_t nope = c->a->nope, unit = per_element(c->is_pairs), stride = round_up(c->a->lora, LANES) / unit;
+    for (int64_t panel = 0; panel < n_panels(uk); panel++) {
+        const float *lanes = matrix_panel(uk, panel, 0, nope, w->keys);
+        for (int64_t d = 0; d < nope; d++) {
+            float *out = w->uk + d * stride + panel * LANES / unit;
+            if (c->is_pairs) narrow_row(lanes + d * LANES, LANES, out);
+            else memcpy(out, lanes + d * LANES, sizeof(float) * LANES);
+        }
+    }
+}
+
+/* Joins rows 2i and 2i + 1 of values [n_rows][stride] to pairs: n_lanes of them. */
+static void join_rows(const float *values, int64_t n_rows, int64_t stride, int64_t n_lanes, float *out,
+                      int64_t out_stride) {
+    for (int64_t row = 0; row < n_rows; row += 2)
+        for (int64_t j = 0; j < n_lanes; j += VL) {
+            const float *even = values + row * stride + j;
+            store_words(out + row / 2 * out_stride + j, join_pairs(load(even), load(even + stride)));
+        }
+}
+
+/* Computes the keys of one head for two panels of tokens. */
+static void expand_keys(const chunk_t *c, int64_t panel, const workspace_t *w) {
+    const attention_t *a = c->a;
+    int64_t unit = per_element(c->is_pairs), width = width_of(a) / unit, head_dim = (a->nope + a->rope) / unit;
+    int64_t stride = round_up(a->lora, LANES) / unit;
+    const float *latent = c->latent + panel * width * LANES, *rows[QUERY_BLOCK];
+    float *keys = w->keys + panel * head_dim * LANES;
+    for (int64_t d = 0; d < a->nope; d += QUERY_BLOCK) {
+        int64_t n_rows = smaller(QUERY_BLOCK, a->nope - d);
+        for (int64_t i = 0; i < n_rows; i++) rows[i] = w->uk + (d + i) * stride;
+        tiles_t t = {.is_pairs = c->is_pairs, .a = rows, .n_rows = n_rows, .step = 1, .b = latent, .b_stride = LANES,
+                     .b_panel = width * LANES, .c = keys + d * LANES, .c_stride = LANES,
+                     .c_panel = head_dim * LANES, .n = a->lora / unit, .n_panels = 2};
+        if (c->is_pairs) t.c = w->score, t.c_stride = 2 * LANES, t.c_panel = LANES;
+        run_tiles(t);
+        for (int64_t p = 0; c->is_pairs && p < 2; p++)
+            join_rows(w->score + p * LANES, n_rows, 2 * LANES, LANES, keys + (p * head_dim + d / 2) * LANES, LANES);
+    }
+    /* The rotated part, equal for all heads, is stored after the other, so the scores are one product. */
+    for (int64_t p = 0; p < 2; p++)
+        memcpy(keys + (p * head_dim + a->nope / unit) * LANES, latent + (p * width + a->lora / unit) * LANES,
+               sizeof(float) * (size_t)(a->rope / unit * LANES));
+}
+
+/* Computes the values of one head for one panel of tokens; uv is in panels of n_lora elements. */
+static void expand_values(const chunk_t *c, int64_t panel, const float *uv, const workspace_t *w) {
+    const attention_t *a = c->a;
+    int64_t unit = per_element(c->is_pairs), n_lora = a->lora / unit;
+    const float *latent = c->latent + panel * (width_of(a) / unit) * LANES, *tokens[LANES];
+    float *values = w->values + panel * LANES / unit * c->v_pad;
+    for (int64_t i = 0; i < LANES; i++) tokens[i] = latent + i;
+    run_tiles((tiles_t){.is_pairs = c->is_pairs, .a = tokens, .n_rows = LANES, .step = LANES, .b = uv,
+                        .b_stride = LANES, .b_panel = n_lora * LANES, .c = c->is_pairs ? w->mixed : values,
+                        .c_stride = c->v_pad, .c_panel = LANES, .n = n_lora, .n_panels = c->v_pad / LANES});
+    if (c->is_pairs) join_rows(w->mixed, LANES, c->v_pad, c->v_pad, values, c->v_pad);
 }
 
 /* Computes keys and values of one head for the whole chunk. */
 static void expand_head(const chunk_t *c, int64_t head, const workspace_t *w) {
-    const attention_t *a = c->a;
-    int64_t width = width_of(a), uk_stride = round_up(a->lora, LANES), head_dim = a->nope + a->rope;
-    const matrix_t *uk = a->uk + head, *uv = a->uv + head;
-    for (int64_t panel = 0; panel < n_panels(uk); panel++) {
-        const float *lanes = matrix_panel(uk, panel, 0, a->nope, w->keys);
-        for (int64_t d = 0; d < a->nope; d++)
-            memcpy(w->uk + d * uk_stride + panel * LANES, lanes + d * LANES, sizeof(float) * LANES);
+    const matrix_t *uk = c->a->uk + head, *uv = c->a->uv + head;
+    const float *uv_panels = c->is_pairs ? uv->data : w->uv;
+    turn_uk(c, uk, w);
+    for (int64_t panel = 0; !c->is_pairs && panel < n_panels(uv); panel++) {
+        float *out = w->uv + panel * uv->cols * LANES;
+        const float *lanes = matrix_panel(uv, panel, 0, uv->cols, out);
+        if (lanes != out) memcpy(out, lanes, sizeof(float) * (size_t)(uv->cols * LANES));
     }
-    for (int64_t panel = 0; panel < n_panels(uv); panel++) {
-        float *out = w->uv + panel * a->lora * LANES;
-        const float *lanes = matrix_panel(uv, panel, 0, a->lora, out);
-        if (lanes != out) memcpy(out, lanes, sizeof(float) * (size_t)(a->lora * LANES));
-    }
-    const float *uk_rows[TILE_ROWS], *tokens[LANES];
     for (int64_t panel = 0; panel < c->n_padded / LANES; panel++) {
-        const float *latent = c->latent + panel * width * LANES;
-        float *keys = w->keys + panel * head_dim * LANES, *values = w->values + panel * LANES * c->v_pad;
-        for (int64_t d = 0; d < a->nope; d += TILE_ROWS) {
-            for (int64_t i = 0; i < TILE_ROWS; i++) uk_rows[i] = w->uk + (d + i) * uk_stride;
-            tile_rows(uk_rows, smaller(TILE_ROWS, a->nope - d), 0, 1, latent, LANES, keys + d * LANES, LANES,
-                      a->lora, 0);
-        }
-        /* The rotated part, equal for all heads, is stored after the other, so the scores are one product. */
-        memcpy(keys + a->nope * LANES, latent + a->lora * LANES, sizeof(float) * (size_t)(a->rope * LANES));
-        for (int64_t i = 0; i < LANES; i++) tokens[i] = latent + i;
-        for (int64_t j = 0; j < c->v_pad; j += LANES)
-            tile_rows(tokens, LANES, 0, LANES, w->uv + j * a->lora, LANES, values + j, c->v_pad, a->lora, 0);
+        if (panel % 2 == 0) expand_keys(c, panel, w);
+        expand_values(c, panel, uv_panels, w);
     }
 }
 
@@ -122,26 +168,28 @@ static float softmax_row(float *score, int64_t n_visible, float *state) {
 static void attend_key_block(const chunk_t *c, const workspace_t *w, int64_t block, int64_t row0, int64_t n_rows,
                              float *state) {
     const attention_t *a = c->a;
-    int64_t head_dim = a->nope + a->rope;
+    int64_t unit = per_element(c->is_pairs), head_dim = (a->nope + a->rope) / unit;
     const float *queries[QUERY_BLOCK], *scores[QUERY_BLOCK];
     for (int64_t r = 0; r < n_rows; r++) {
         queries[r] = w->query + r * head_dim;
         scores[r] = w->score + r * KEY_BLOCK;
     }
-    for (int64_t j = 0; j < KEY_BLOCK / LANES; j++) {
-        const float *keys = w->keys + (block * (KEY_BLOCK / LANES) + j) * head_dim * LANES;
-        tile_rows(queries, n_rows, 0, 1, keys, LANES, w->score + j * LANES, KEY_BLOCK, head_dim, 0);
-    }
+    run_tiles((tiles_t){.is_pairs = c->is_pairs, .a = queries, .n_rows = n_rows, .step = 1,
+                        .b = w->keys + block * KEY_BLOCK * head_dim, .b_stride = LANES, .b_panel = head_dim * LANES,
+                        .c = w->score, .c_stride = KEY_BLOCK, .c_panel = LANES, .n = head_dim,
+                        .n_panels = KEY_BLOCK / LANES});
     int64_t token0 = c->token0 + block * KEY_BLOCK;
     for (int64_t r = 0; r < n_rows; r++) {
-        float factor = softmax_row(w->score + r * KEY_BLOCK, c->first_position + row0 + r + 1 - token0, state + 2 * r);
-        float *mixed = w->mixed + r * c->v_pad;
+        float *score = w->score + r * KEY_BLOCK, *mixed = w->mixed + r * c->v_pad;
+        float factor = softmax_row(score, c->first_position + row0 + r + 1 - token0, state + 2 * r);
+        if (c->is_pairs) narrow_row(score, KEY_BLOCK, score);
         if (factor != 1.0f)
             for (int64_t j = 0; j < c->v_pad; j++) mixed[j] *= factor;
     }
-    const float *values = w->values + block * KEY_BLOCK * c->v_pad;
-    for (int64_t j = 0; j < c->v_pad; j += LANES)
-        tile_rows(scores, n_rows, 0, 1, values + j, c->v_pad, w->mixed + j, c->v_pad, KEY_BLOCK, 1);
+    run_tiles((tiles_t){.is_pairs = c->is_pairs, .accumulate = 1, .a = scores, .n_rows = n_rows, .step = 1,
+                        .b = w->values + block * KEY_BLOCK / unit * c->v_pad, .b_stride = c->v_pad, .b_panel = LANES,
+                        .c = w->mixed, .c_stride = c->v_pad, .c_panel = LANES, .n = KEY_BLOCK / unit,
+                        .n_panels = c->v_pad / LANES});
 }
 
 /* Attends from a block of query rows of one head to the chunk. */
@@ -154,7 +202,10 @@ static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, con
     int64_t batch_row = a->query_start[c->sequence] + row0;
     for (int64_t r = 0; r < n_rows; r++) {
         const float *q = a->q + (batch_row + r) * a->q_stride + head * head_dim;
-        for (int64_t i = 0; i < head_dim; i++) w->query[r * head_dim + i] = q[i] * a->scale;
+        float scaled[head_dim];
+        for (int64_t i = 0; i < head_dim; i++) scaled[i] = q[i] * a->scale;
+        if (c->is_pairs) narrow_row(scaled, head_dim, w->query + r * (head_dim / 2));
+        else memcpy(w->query + r * head_dim, scaled, sizeof scaled);
         if (c->is_first) state[2 * r] = -INFINITY, state[2 * r + 1] = 0;
     }
     if (c->is_first) memset(w->mixed, 0, mixed_bytes);
@@ -206,7 +257,7 @@ int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
     for (int64_t i = 0; i < a->n_sequences && !is_set(stop); i++) {
         int64_t s = a->sequences[i], context_len = a->context_len[s];
         chunk_t c = {.a = a, .sequence = s, .n_rows = a->query_start[s + 1] - a->query_start[s], .v_pad = v_pad,
-                     .stop = stop};
+                     .is_pairs = attends_pairs(a), .stop = stop};
         c.first_position = context_len - c.n_rows;
         char *cursor = context_scratch(context, ROOM(float, CHUNK_TOKENS * width) +
                                                     ROOM(float, a->n_heads * c.n_rows * v_pad) +

@@ -105,10 +105,16 @@ int32_t ss_store_latent(context_t *context, const slots_t *slots, const float *k
 
 int32_t ss_linear(context_t *context, const float *x, int64_t x_stride, int64_t n_rows, const matrix_t *w,
                   float *out, int32_t add) {
+    int64_t n_words = takes_pairs(w) ? pairs_of(w->cols) : 0;
+    char *cursor = context_scratch(context, ROOM(float, n_rows * n_words) + products_room(1));
+    if (!cursor) return -1;
     product_t product = {.x = x, .x_stride = x_stride, .n_rows = n_rows, .w = w, .out = out,
                          .out_stride = w->rows, .add = add};
-    char *scratch = context_scratch(context, products_room(1));
-    if (!scratch) return -1;
-    run_products(&product, 1, scratch, context_pool(context));
+    if (n_words) {
+        float *words = TAKE(cursor, float, n_rows * n_words);
+        narrow_rows(x, x_stride, n_rows, w->cols, words, n_words, context_pool(context));
+        product.x = words, product.x_stride = n_words, product.is_pairs = 1;
+    }
+    run_products(&product, 1, cursor, context_pool(context));
     return 0;
 }

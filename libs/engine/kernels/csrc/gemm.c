@@ -3,34 +3,86 @@
 
 #define MAX_GROUP 8 /* panels of a work item */
 
-/* One case per (step, accumulate), so that both are constants inside the tile. */
-#define DEFINE_TILES(name, height_case)                                                  \
-    static void name(int64_t n_rows, const float *const *a, int64_t offset, int64_t stride, const float *b, \
-                     int64_t b_stride, float *c, int64_t c_stride, int64_t n) {                             \
-        (void)stride;                                                                                       \
-        switch (n_rows) { EACH_HEIGHT(height_case) }                                                        \
+/* One case per (is_pairs, n_sides, step, accumulate), so that all are constants inside the tile. */
+#define DEFINE_TILES(name, height_case) \
+    static void name(const tiles_t *t) { \
+        switch (t->n_rows) { EACH_HEIGHT(height_case) } \
     }
-#define TILE(rows, step, accumulate) \
-    case rows: tile(rows, a, offset, step, b, b_stride, c, c_stride, n, accumulate); return;
-#define FRESH(rows) TILE(rows, 1, 0)
-#define ADDED(rows) TILE(rows, 1, 1)
-#define FRESH_STRIDED(rows) TILE(rows, stride, 0)
-#define ADDED_STRIDED(rows) TILE(rows, stride, 1)
-DEFINE_TILES(fresh_tile, FRESH)
-DEFINE_TILES(added_tile, ADDED)
-DEFINE_TILES(fresh_strided_tile, FRESH_STRIDED)
-DEFINE_TILES(added_strided_tile, ADDED_STRIDED)
+#define TILE(is_pairs, rows, sides, step, accumulate) \
+    case rows: tile(is_pairs, rows, sides, t, step, accumulate); return;
+#define FRESH(rows) TILE(0, rows, 1, 1, 0)
+#define ADDED(rows) TILE(0, rows, 1, 1, 1)
+#define FRESH_STRIDED(rows) TILE(0, rows, 1, t->step, 0)
+#define ADDED_STRIDED(rows) TILE(0, rows, 1, t->step, 1)
+DEFINE_TILES(fresh, FRESH)
+DEFINE_TILES(added, ADDED)
+DEFINE_TILES(fresh_strided, FRESH_STRIDED)
+DEFINE_TILES(added_strided, ADDED_STRIDED)
+typedef void (*tile_t)(const tiles_t *);
+/* By step (1 or any) and accumulate. */
+static const tile_t one_of_floats[] = {fresh, added, fresh_strided, added_strided};
 
-void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t step, const float *b,
-               int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate) {
-    void (*any_tile)(int64_t, const float *const *, int64_t, int64_t, const float *, int64_t, float *, int64_t,
-                     int64_t) = step == 1 ? (accumulate ? added_tile : fresh_tile)
-                                          : (accumulate ? added_strided_tile : fresh_strided_tile);
-    while (n_rows > 0) {
-        int64_t rows = tile_height(n_rows);
-        any_tile(rows, a, offset, step, b, b_stride, c, c_stride, n);
-        a += rows, c += rows * c_stride, n_rows -= rows;
+#if HAS_PAIRS
+#define FRESH_PAIRS(rows) TILE(1, rows, 1, 1, 0)
+#define ADDED_PAIRS(rows) TILE(1, rows, 1, 1, 1)
+#define FRESH_STRIDED_PAIRS(rows) TILE(1, rows, 1, t->step, 0)
+#define ADDED_STRIDED_PAIRS(rows) TILE(1, rows, 1, t->step, 1)
+DEFINE_TILES(fresh_pairs, FRESH_PAIRS)
+DEFINE_TILES(added_pairs, ADDED_PAIRS)
+DEFINE_TILES(fresh_strided_pairs, FRESH_STRIDED_PAIRS)
+DEFINE_TILES(added_strided_pairs, ADDED_STRIDED_PAIRS)
+static const tile_t one_of_pairs[] = {fresh_pairs, added_pairs, fresh_strided_pairs, added_strided_pairs};
+
+#define FRESH_TWO(rows) TILE(1, rows, 2, 1, 0)
+#define ADDED_TWO(rows) TILE(1, rows, 2, 1, 1)
+#define FRESH_STRIDED_TWO(rows) TILE(1, rows, 2, t->step, 0)
+#define ADDED_STRIDED_TWO(rows) TILE(1, rows, 2, t->step, 1)
+DEFINE_TILES(fresh_two, FRESH_TWO)
+DEFINE_TILES(added_two, ADDED_TWO)
+DEFINE_TILES(fresh_strided_two, FRESH_STRIDED_TWO)
+DEFINE_TILES(added_strided_two, ADDED_STRIDED_TWO)
+static const tile_t two_of_pairs[] = {fresh_two, added_two, fresh_strided_two, added_strided_two};
+#else
+#define one_of_pairs one_of_floats
+#define two_of_pairs one_of_floats
+#endif
+
+static void run_heights(tile_t any_height, tiles_t t) {
+    for (int64_t left = t.n_rows; left > 0; left -= t.n_rows) {
+        t.n_rows = tile_height(left);
+        any_height(&t);
+        t.a += t.n_rows, t.c += t.n_rows * t.c_stride;
     }
+}
+
+void run_tiles(tiles_t t) {
+    int form = 2 * (t.step != 1) + t.accumulate;
+    for (int64_t n; t.n_panels > 0; t.n_panels -= n, t.b += n * t.b_panel, t.c += n * t.c_panel) {
+        n = t.is_pairs && t.n_panels > 1 ? 2 : 1;
+        run_heights((n == 2 ? two_of_pairs : t.is_pairs ? one_of_pairs : one_of_floats)[form], t);
+    }
+}
+
+#define NARROW_ROWS 16 /* of a work item */
+
+typedef struct {
+    const float *x;
+    int64_t x_stride, n_rows, n;
+    float *words;
+    int64_t words_stride;
+} narrowing_t;
+
+static void narrow_item(void *arguments, int64_t item, int thread) {
+    const narrowing_t *t = arguments;
+    (void)thread;
+    for (int64_t r = item * NARROW_ROWS; r < t->n_rows && r < (item + 1) * NARROW_ROWS; r++)
+        narrow_row(t->x + r * t->x_stride, t->n, t->words + r * t->words_stride);
+}
+
+void narrow_rows(const float *x, int64_t x_stride, int64_t n_rows, int64_t n, float *words, int64_t words_stride,
+                 pool_t *pool) {
+    narrowing_t t = {x, x_stride, n_rows, n, words, words_stride};
+    pool_run(n_rows * n > SERIAL_WORK ? pool : NULL, narrow_item, &t, (n_rows + NARROW_ROWS - 1) / NARROW_ROWS);
 }
 
 /* Computes some rows of a product; `rows` are their x. */
@@ -49,17 +101,30 @@ static float *out_of(const block_t *b, int64_t panel) {
     return b->p->out + b->row0 * b->p->out_stride + panel * LANES;
 }
 
+/* Stores one row's results of a panel. Those beyond the last row of the matrix are zeros, and complete a pair. */
+static void store_row(const block_t *b, int64_t panel, int64_t r, const float *values) {
+    const product_t *p = b->p;
+    int64_t lanes = lanes_of(p, panel);
+    float words[LANES / 2], *row = p->out + (b->row0 + r) * p->out_stride;
+    if (p->narrows) {
+        narrow_row(values, LANES, words);
+        memcpy(row + panel * (LANES / 2), words, (size_t)(4 * pairs_of(lanes)));
+    } else {
+        memcpy(row + panel * LANES, values, (size_t)(4 * lanes));
+    }
+}
+
 static void gated_panel(const block_t *b, int64_t panel) {
     float gate[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
     float up[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
     panel_t gate_panel = {b->p->w, panel, gate, LANES, 0}, up_panel = {b->p->up, panel, up, LANES, 0};
-    panel_product(b->rows, b->n_rows, &gate_panel, &up_panel);
+    panel_product((int)b->p->is_pairs, b->rows, b->n_rows, &gate_panel, &up_panel);
     for (int64_t r = 0; r < b->n_rows; r++) {
         UNROLL for (int v = 0; v < NV; v++) {
             float *at = gate + r * LANES + v * VL;
             store(at, vsilu(load(at)) * load(up + r * LANES + v * VL));
         }
-        memcpy(out_of(b, panel) + r * b->p->out_stride, gate + r * LANES, 4 * lanes_of(b->p, panel));
+        store_row(b, panel, r, gate + r * LANES);
     }
 }
 
@@ -72,7 +137,7 @@ static void partial_panel(const block_t *b, int64_t panel) {
     if (b->p->add)
         for (int64_t r = 0; r < b->n_rows; r++) memcpy(padded + r * LANES, out + r * stride, n_bytes);
     panel_t side = {b->p->w, panel, padded, LANES, 1};
-    panel_product(b->rows, b->n_rows, &side, NULL);
+    panel_product((int)b->p->is_pairs, b->rows, b->n_rows, &side, NULL);
     for (int64_t r = 0; r < b->n_rows; r++) memcpy(out + r * stride, padded + r * LANES, n_bytes);
 }
 
@@ -86,7 +151,7 @@ static void run_panels(const block_t *b, int64_t panel, int64_t end) {
     for (; panel < whole; panel += 2) {
         panel_t first = {p->w, panel, out_of(b, panel), p->out_stride, (int)p->add};
         panel_t second = {p->w, panel + 1, out_of(b, panel + 1), p->out_stride, (int)p->add};
-        panel_product(b->rows, b->n_rows, &first, panel + 1 < whole ? &second : NULL);
+        panel_product((int)b->p->is_pairs, b->rows, b->n_rows, &first, panel + 1 < whole ? &second : NULL);
     }
     if (whole < end) partial_panel(b, whole);
 }

@@ -8,21 +8,26 @@
 /* With fewer multiplications, a few microseconds of work, distributing them costs more than it gains. */
 #define SERIAL_WORK (64 * 1024)
 
-/* `tile` for any number of rows. */
-void tile_rows(const float *const *a, int64_t n_rows, int64_t offset, int64_t step, const float *b,
-               int64_t b_stride, float *c, int64_t c_stride, int64_t n, int accumulate);
+/* Tiles of any number of rows and panels. */
+void run_tiles(tiles_t t);
 
-/* out[r] (+)= W x[r], or out[r] = silu(W x[r]) * (up x[r]) when `up` is given. */
+/* out[r] (+)= W x[r], or out[r] = silu(W x[r]) * (up x[r]) when `up` is given. Matrices take pairs with `is_pairs`. */
 typedef struct {
     const float *x;
     int64_t x_stride;
+    int64_t is_pairs;      /* 1: x holds pairs of bf16 values */
     const int32_t *row_of; /* x row of each output row; NULL: the same */
     int64_t n_rows;
     const matrix_t *w, *up;
     float *out;
     int64_t out_stride;
-    int64_t add; /* 1: add to what `out` holds */
+    int64_t add;          /* 1: add to what `out` holds */
+    int64_t narrows;      /* with `up`, 1: `out` takes pairs of bf16 values */
 } product_t;
+
+/* Narrows rows of n values to pairs, rows of pairs_of(n) words, words_stride apart. */
+void narrow_rows(const float *x, int64_t x_stride, int64_t n_rows, int64_t n, float *words, int64_t words_stride,
+                 pool_t *pool);
 
 /* Scratch bytes that run_products needs for n products. */
 size_t products_room(int64_t n);

@@ -3,21 +3,48 @@
 
 #define ROWS_PER_ITEM 16
 
-static product_t hidden_product(const float *x, int64_t n_rows, const matrix_t *gate, const matrix_t *up, float *out) {
-    return (product_t){.x = x, .x_stride = gate->cols, .n_rows = n_rows, .w = gate, .up = up, .out = out,
-                       .out_stride = gate->rows};
+/* The input of an MLP, and the same as pairs of bf16 values if matrices take them. */
+typedef struct {
+    const float *x, *words; /* words: NULL without */
+    int64_t n_words;        /* of a row */
+} input_t;
+
+/* `words` has room for n_rows rows. */
+static input_t input_of(const float *x, int64_t n_rows, const matrix_t *gate, float *words, pool_t *pool) {
+    input_t input = {x, NULL, pairs_of(gate->cols)};
+    if (takes_pairs(gate)) {
+        narrow_rows(x, gate->cols, n_rows, gate->cols, words, input.n_words, pool);
+        input.words = words;
+    }
+    return input;
+}
+
+/* silu(gate(x)) * up(x) in the form that `down` takes. */
+static product_t hidden_product(const input_t *input, int64_t n_rows, const matrix_t *gate, const matrix_t *up,
+                                const matrix_t *down, float *out) {
+    product_t p = {.x = input->x, .x_stride = gate->cols, .n_rows = n_rows, .w = gate, .up = up, .out = out,
+                   .out_stride = gate->rows};
+    if (input->words && takes_pairs(gate) && takes_pairs(up))
+        p.x = input->words, p.x_stride = input->n_words, p.is_pairs = 1;
+    if (takes_pairs(down)) p.out_stride = pairs_of(gate->rows), p.narrows = 1;
+    return p;
 }
 
 static product_t down_product(const float *hidden, int64_t n_rows, const matrix_t *down, float *out, int64_t add) {
-    return (product_t){.x = hidden, .x_stride = down->cols, .n_rows = n_rows, .w = down, .out = out,
-                       .out_stride = down->rows, .add = add};
+    int is_pairs = takes_pairs(down);
+    return (product_t){.x = hidden, .x_stride = is_pairs ? pairs_of(down->cols) : down->cols, .is_pairs = is_pairs,
+                       .n_rows = n_rows, .w = down, .out = out, .out_stride = down->rows, .add = add};
 }
 
 int32_t ss_mlp(context_t *context, const mlp_t *mlp, const float *x, int64_t n_rows, float *residual) {
-    char *cursor = context_scratch(context, ROOM(float, n_rows * mlp->gate->rows) + products_room(1));
+    int64_t n_words = n_rows * pairs_of(mlp->gate->cols);
+    char *cursor =
+        context_scratch(context, ROOM(float, n_rows * mlp->gate->rows) + ROOM(float, n_words) + products_room(1));
     if (!cursor) return -1;
     float *hidden = TAKE(cursor, float, n_rows * mlp->gate->rows);
-    product_t product = hidden_product(x, n_rows, mlp->gate, mlp->up, hidden);
+    float *words = TAKE(cursor, float, n_words);
+    input_t input = input_of(x, n_rows, mlp->gate, words, context_pool(context));
+    product_t product = hidden_product(&input, n_rows, mlp->gate, mlp->up, mlp->down, hidden);
     run_products(&product, 1, cursor, context_pool(context));
     product = down_product(hidden, n_rows, mlp->down, residual, 1);
     run_products(&product, 1, cursor, context_pool(context));
@@ -129,7 +156,7 @@ int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_row
     int64_t shared_inner = m->shared.gate ? m->shared.gate->rows : 0;
     size_t room = ROOM(float, n_rows * m->n_experts) + ROOM(float, n_pairs) + 3 * ROOM(int32_t, n_pairs) +
                   ROOM(int32_t, m->n_experts + 1) + ROOM(float, n_pairs * inner) +
-                  ROOM(float, n_rows * shared_inner) + ROOM(float, n_pairs * width) +
+                  ROOM(float, n_rows * shared_inner) + ROOM(float, n_pairs * width) + ROOM(float, n_rows * pairs_of(width)) +
                   2 * ROOM(product_t, m->n_experts + 1) + products_room(m->n_experts + 1);
     char *cursor = context_scratch(context, room);
     if (!cursor) return -1;
@@ -142,25 +169,28 @@ int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_row
     float *hidden = TAKE(cursor, float, n_pairs * inner);
     float *shared_hidden = TAKE(cursor, float, n_rows * shared_inner);
     float *outputs = TAKE(cursor, float, n_pairs * width);
+    float *words = TAKE(cursor, float, n_rows * pairs_of(width));
     product_t *into = TAKE(cursor, product_t, m->n_experts + 1);
     product_t *out_of = TAKE(cursor, product_t, m->n_experts + 1);
 
+    /* The router multiplies in fp32, as transformers' does. */
     product_t routing = {.x = x, .x_stride = width, .n_rows = n_rows, .w = m->router, .out = logits,
                          .out_stride = m->n_experts};
     run_products(&routing, 1, cursor, pool);
     routing_t chosen = {m, logits, n_rows, ids, weights};
     pool_run(pool, route_rows, &chosen, n_items);
     sort_pairs(m, ids, n_pairs, first, row_of, place);
+    input_t input = input_of(x, n_rows, m->gate, words, pool);
     int64_t n = 0;
     for (int64_t e = 0; e < m->n_experts; e++) {
         int64_t count = first[e + 1] - first[e];
         if (!count) continue;
-        into[n] = hidden_product(x, count, m->gate + e, m->up + e, hidden + first[e] * inner);
+        into[n] = hidden_product(&input, count, m->gate + e, m->up + e, m->down + e, hidden + first[e] * inner);
         into[n].row_of = row_of + first[e];
         out_of[n++] = down_product(hidden + first[e] * inner, count, m->down + e, outputs + first[e] * width, 0);
     }
     if (m->shared.gate) {
-        into[n] = hidden_product(x, n_rows, m->shared.gate, m->shared.up, shared_hidden);
+        into[n] = hidden_product(&input, n_rows, m->shared.gate, m->shared.up, m->shared.down, shared_hidden);
         out_of[n++] = down_product(shared_hidden, n_rows, m->shared.down, residual, 1);
     }
     run_products(into, n, cursor, pool);

@@ -14,5 +14,6 @@ typedef struct {
     int add;
 } panel_t;
 
-/* b may be NULL. With few rows, two panels side by side hide the latency of the multiply-adds. */
-void panel_product(const float *const *rows, int64_t n_rows, const panel_t *a, const panel_t *b);
+/* b may be NULL. With few rows, two panels side by side hide the latency of the multiply-adds. `is_pairs`: the rows
+ * are pairs of bf16 values, and matrices take pairs. */
+void panel_product(int is_pairs, const float *const *rows, int64_t n_rows, const panel_t *a, const panel_t *b);

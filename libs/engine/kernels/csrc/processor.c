@@ -14,3 +14,12 @@ int32_t ss_processor_level(void) {
     return 0;
 #endif
 }
+
+int32_t ss_processor_has_bf16(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return 0;
+#endif
+}

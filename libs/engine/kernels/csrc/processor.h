@@ -5,3 +5,6 @@
 
 /* The level of x86-64 that processor and operating system support: 1 (below SSE4.2) to 4 (AVX-512); 0 elsewhere. */
 int32_t ss_processor_level(void);
+
+/* Whether it has AVX512_BF16. */
+int32_t ss_processor_has_bf16(void);

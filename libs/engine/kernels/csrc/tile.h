@@ -1,7 +1,7 @@
 /* One register tile of a matrix product.
  *
- * Every output element is one chain of fused multiply-adds in ascending column order, for any tile and any number
- * of rows or threads. So a row's result has the same bits in every batch. */
+ * Every output element is one chain of fused multiply-adds, or of dot products of pairs, in ascending column order,
+ * for any tile and any number of rows or threads. So a row's result has the same bits in every batch. */
 #pragma once
 
 #include "matrix.h"
@@ -15,25 +15,45 @@
 #define EACH_HEIGHT(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #endif
 
-/* c[m][0..15] (+)= sum_i a[m][offset + i * step] * b[i * b_stride + 0..15] for m < n_rows <= TILE_ROWS. */
-INLINE void tile(const int n_rows, const float *const *a, int64_t offset, const int64_t step, const float *b,
-                 int64_t b_stride, float *c, int64_t c_stride, int64_t n, const int accumulate) {
-    vf sum[TILE_ROWS][NV];
-    const float *row[TILE_ROWS];
+/* c[m][0..15] (+)= sum_i a[m][offset + i * step] * b[i * b_stride + 0..15] for m < n_rows, and the same for as many
+ * panels as n_panels says: b_panel and c_panel are the distances between them. With `is_pairs` the elements of a and b
+ * are pairs of bf16 values; strides, offset and n count elements. */
+typedef struct {
+    int is_pairs, accumulate;
+    const float *const *a;
+    int64_t n_rows, offset, step;
+    const float *b;
+    int64_t b_stride, b_panel;
+    float *c;
+    int64_t c_stride, c_panel;
+    int64_t n, n_panels;
+} tiles_t;
+
+/* n_rows <= TILE_ROWS rows of one or two panels. */
+INLINE void tile(const int is_pairs, const int n_rows, const int n_sides, const tiles_t *t, const int64_t step,
+                 const int accumulate) {
+    vf sum[TILE_ROWS][2][NV];
+    const float *row[TILE_ROWS], *b = t->b;
     UNROLL for (int m = 0; m < n_rows; m++) {
-        row[m] = a[m] + offset;
-        UNROLL for (int v = 0; v < NV; v++) sum[m][v] = accumulate ? load(c + m * c_stride + v * VL) : (vf){0};
+        row[m] = t->a[m] + t->offset;
+        UNROLL for (int s = 0; s < n_sides; s++)
+            UNROLL for (int v = 0; v < NV; v++)
+                sum[m][s][v] = accumulate ? load(t->c + m * t->c_stride + s * t->c_panel + v * VL) : (vf){0};
     }
-    for (int64_t i = 0; i < n; i++) {
-        vf lanes[NV];
-        UNROLL for (int v = 0; v < NV; v++) lanes[v] = load(b + i * b_stride + v * VL);
+    for (int64_t i = 0; i < t->n; i++, b += t->b_stride) {
+        vf lanes[2][NV];
+        UNROLL for (int s = 0; s < n_sides; s++)
+            UNROLL for (int v = 0; v < NV; v++) lanes[s][v] = load(b + s * t->b_panel + v * VL);
         UNROLL for (int m = 0; m < n_rows; m++) {
-            float x = row[m][i * step];
-            UNROLL for (int v = 0; v < NV; v++) sum[m][v] += x * lanes[v];
+            const float *x = row[m] + i * step;
+            UNROLL for (int s = 0; s < n_sides; s++)
+                UNROLL for (int v = 0; v < NV; v++)
+                    sum[m][s][v] = is_pairs ? add_dot(sum[m][s][v], x, lanes[s][v]) : sum[m][s][v] + *x * lanes[s][v];
         }
     }
     UNROLL for (int m = 0; m < n_rows; m++)
-        UNROLL for (int v = 0; v < NV; v++) store(c + m * c_stride + v * VL, sum[m][v]);
+        UNROLL for (int s = 0; s < n_sides; s++)
+            UNROLL for (int v = 0; v < NV; v++) store(t->c + m * t->c_stride + s * t->c_panel + v * VL, sum[m][s][v]);
 }
 
 /* Height of the next tile. Slightly more rows than one tile are halved, because a low tile wastes the multipliers. */
