@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
+from libs.common.runtime.memory_limit import memory_limit_bytes
 from slipstream.cluster_record import secret_file
 from slipstream.rpc.tls import TlsFiles
 from supervisor.forking.launcher import FORK
@@ -129,8 +130,21 @@ def thread_limits(cpu_count: int | None = None) -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
+def memory_limits(config: ClusterConfig, role: Role, memory_bytes: int) -> dict[str, str]:
+    """Three quarters of the memory for the workers with KV caches, the rest for the other processes."""
+    if role not in (Role.PREFILL, Role.DECODE) or "memory_bytes" in config.from_file:
+        return {}
+    share = int(memory_bytes * 0.75) // (config.prefill + config.decode)
+    return {"SLIPSTREAM_MEMORY_BYTES": str(share)}
+
+
 def plan_services(
-    config: ClusterConfig, *, etcd: str, ports: list[int], cpu_count: int | None = None
+    config: ClusterConfig,
+    *,
+    etcd: str,
+    ports: list[int],
+    cpu_count: int | None = None,
+    memory_bytes: int | None = None,
 ) -> list[ProcessPlan]:
     """The service processes: everything else first, routers when all of it is ready."""
     free = iter(ports)
@@ -164,6 +178,7 @@ def plan_services(
                 env={
                     "SLIPSTREAM_CLUSTER_SECRET_FILE": str(secret_file(config.run_dir)),
                     **thread_limits(cpu_count),
+                    **memory_limits(config, role, memory_bytes or memory_limit_bytes()),
                     **config.extra_environment.get(role, {}),
                 },
             )

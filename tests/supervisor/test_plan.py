@@ -27,6 +27,18 @@ def flag(process: ProcessPlan, name: str) -> str | None:
     return command[command.index(name) + 1] if name in command else None
 
 
+def test_the_workers_share_three_quarters_of_the_memory() -> None:
+    for config, share in (
+        (ClusterConfig(prefill=1, decode=2), 1 << 30),
+        (ClusterConfig(prefill=1, decode=2, from_file=frozenset({"memory_bytes"})), None),
+    ):
+        plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
+        found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+        wanted = None if share is None else str(share)
+        assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [wanted] * 3
+        assert found["router-0"] is found["kvstore-0"] is found["drafter-0"] is None
+
+
 def test_default_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     plans = plan(ClusterConfig(decode=1, drafts_from="local"))

@@ -30,7 +30,7 @@ class TorchModel:
             page_bytes=runner.cache.page_bytes,
             n_pages=shape.n_pages,
             hidden_size=runner.config.hidden_size,
-            max_context_tokens=runner.config.max_position_tokens,
+            max_context_tokens=min(runner.config.max_position_tokens, shape.n_pages * shape.block_tokens),
             kv_dtype=shape.kv_dtype,
             layout_version=LAYOUT_VERSION,
             weights_digest=runner.weights_digest,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast
 
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
@@ -13,8 +14,16 @@ from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
 from libs.worker.restore.restore_budget import FLOOR_MS
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 _BY_OMP = "as OMP_NUM_THREADS says"
+WeightDtype = Literal["auto", "float32", "bfloat16"]
+ComputeDtype = Literal["auto", "float32"]
+_DTYPES = ("auto", "float32", "bfloat16")
+
+
+class ModelUnusable(FailedPrecondition):
+    """The checkpoint cannot be loaded with these settings on this machine, now or at another start."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,28 @@ class WorkerSettings(TierSettings):
 class EngineSettings(WorkerSettings):
     """What workers that own KV pages are given."""
 
-    kv_memory_bytes: int | None = setting("size of the KV cache", default=None, default_text="by the model")
+    memory_bytes: int | None = setting(
+        "what weights, KV cache and staged copies may take together",
+        default=None,
+        default_text="half of the machine's or the container's",
+        least=1,
+    )
+    kv_memory_bytes: int | None = setting(
+        "size of the KV cache",
+        default=None,
+        default_text="contexts of a full batch, or what --memory-bytes leaves",
+    )
+    weight_dtype: str = setting(
+        "dtype of the weights in memory; auto = the checkpoint's", default="auto", choices=_DTYPES
+    )
+    kv_dtype: str = setting(
+        "dtype of the KV cache, the same in the cluster; auto = the weights'", default="auto", choices=_DTYPES
+    )
+    compute_dtype: str = setting(
+        "of products with bf16 and INT4 weights; auto = bf16 where the processor has a unit for it",
+        default="auto",
+        choices=("auto", "float32"),
+    )
     kv_registration: str = setting(
         "what peers read: staged = copies of pages; direct = the pages, for rdma and device memory: a "
         "process that reaches Mooncake's ports can then change live KV, and so answers, without an error",
@@ -64,7 +94,14 @@ def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[
     if options.model is None:
         raise SystemExit("--model is required")
     model_dir = options.model
-    return lambda: _torch(options, model_dir, progress)
+
+    def build() -> Engine:
+        try:
+            return _torch(options, model_dir, progress)
+        except (FailedPrecondition, InvalidArgument) as error:
+            raise ModelUnusable(error.message) from error
+
+    return build
 
 
 def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
@@ -81,11 +118,23 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
 
 def _torch(options: EngineSettings, model_dir: Path, progress: LoadProgress) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
+    from libs.worker.process.kv_size import default_kv_bytes
 
     return build_engine(
         model_dir,
         EngineOptions(
-            kv_memory_bytes=options.kv_memory_bytes,
+            kv_memory_bytes=options.kv_memory_bytes
+            or default_kv_bytes(
+                model_dir,
+                memory_bytes=options.memory_bytes,
+                max_batch=options.max_batch,
+                weight_dtype=options.weight_dtype,
+                kv_dtype=options.kv_dtype,
+            ),
+            memory_bytes=options.memory_bytes,
+            weight_dtype=cast(WeightDtype, options.weight_dtype),
+            kv_dtype=cast(WeightDtype, options.kv_dtype),
+            compute_dtype=cast(ComputeDtype, options.compute_dtype),
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
             max_batch=options.max_batch,
