@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 
-from libs.common.cluster.exit_reports import count_oom_kills, is_crash
+from libs.common.cluster.exit_reports import MODEL_UNUSABLE, count_oom_kills, is_crash
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
 from slipstream.errors import FailedPrecondition
 from supervisor.forking.forked_process import reap_group
@@ -19,6 +19,8 @@ from supervisor.plan import ProcessPlan
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
+# Before the next try of a model that cannot be used, unless someone mends it.
+_UNUSABLE_PAUSE_S = 60.0
 # After this time of readiness the next failure starts at the first pause again.
 _PROVEN_S = 30.0
 _FAILED_STARTS = 3
@@ -149,9 +151,11 @@ class SupervisedProcess:
             elif self._may_run.is_set():
                 ready_before = self._ready.is_set()
                 failures = 1 if time.monotonic() - started_s > _PROVEN_S else failures + 1
-                if failures >= _FAILED_STARTS and not ready_before:
+                unusable = code == MODEL_UNUSABLE
+                if (unusable or failures >= _FAILED_STARTS) and not ready_before:
                     self._hopeless.set()
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S)
+                pause_s = _UNUSABLE_PAUSE_S if unusable else pause_s
                 self._say(f"{self.plan.instance} {how_ended(code)}; starting it again in {pause_s:g} s")
                 self._enter(ProcessState.BACKING_OFF)
                 await self._pause(pause_s)
@@ -268,4 +272,6 @@ def how_ended(code: int) -> str:
     if code < 0:
         named = -code in signal.Signals.__members__.values()  # most real-time signals have no name
         return f"was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
+    if code == MODEL_UNUSABLE:
+        return f"cannot use its model (exit code {code})"
     return f"ended with exit code {code}"

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
+from slipstream.errors import FailedPrecondition
 from supervisor.logs import ProcessLogs
 from supervisor.plan import ProcessPlan
-from supervisor.process import SupervisedProcess
+from supervisor.process import ProcessState, SupervisedProcess
 from tests.support.processes.launching import session_launcher
 
 _PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -61,3 +63,31 @@ async def test_settings_of_the_shell_reach_no_service(
     assert settings == {"SLIPSTREAM_MAX_BATCH": "4"}
     assert found["OTEL_SERVICE_NAME"] == "kept"
     assert found["PATH"] == os.environ["PATH"]
+
+
+async def test_a_model_that_cannot_be_used_is_not_tried_again_and_again(tmp_path: Path) -> None:
+    plan = ProcessPlan(
+        instance="decode-0",
+        role=Role.DECODE,
+        wave=0,
+        endpoint="127.0.0.1:1",
+        command=(sys.executable, "-c", f"raise SystemExit({MODEL_UNUSABLE})"),
+    )
+    said: list[str] = []
+    process = SupervisedProcess(
+        plan,
+        ProcessLogs(tmp_path, on_problem=print),
+        session_launcher(),
+        until_ready=_never,
+        on_change=lambda: None,
+        say=said.append,
+    )
+    process.start()
+    async with asyncio.timeout(60):
+        with pytest.raises(FailedPrecondition, match="decode-0 does not start"):
+            await process.wait_ready()
+        while process.state is not ProcessState.BACKING_OFF:
+            await asyncio.sleep(0.02)
+    assert said == ["decode-0 cannot use its model (exit code 78); starting it again in 60 s"]
+    assert process.restarts == 0
+    await process.stop(grace_s=60)

@@ -23,6 +23,8 @@ from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
 from libs.common.service_bounds import DEATH_REPORT_WAIT_S
 from slipstream.errors import SlipstreamError
 
+# The exit code of a process that cannot use its model: another start would fail in the same way.
+MODEL_UNUSABLE = 78
 EXITS_PREFIX = "/slipstream/v1/exits/"
 # The roles whose exits routers ask for.
 REPORTED_ROLES = (Role.PREFILL, Role.DECODE)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import grpc
 
+from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
@@ -34,7 +35,7 @@ from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp
-from libs.worker.process.settings import WorkerSettings
+from libs.worker.process.settings import ModelUnusable, WorkerSettings
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import worker_pb2_grpc
 
@@ -64,7 +65,7 @@ def run_worker(
         return asyncio.run(main())
     except SlipstreamError as error:  # a refused setting or a missing file: one line names it
         log.error("%s cannot start: %s", options.instance, error)
-        return 1
+        return MODEL_UNUSABLE if isinstance(error, ModelUnusable) else 1
     except ModuleNotFoundError as error:
         log.error("%s cannot start: %s", options.instance, missing_package(error, role))
         return 1

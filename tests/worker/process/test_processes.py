@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.common.block_hash import chain_hashes
+from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.worker_service import held
 from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.types import SamplingParams
@@ -298,10 +299,10 @@ async def test_a_decode_process_ends_running_sequences_within_its_drain_time(tmp
         assert await asyncio.wait_for(decode.process.wait(), WAIT_S) == 0
 
 
-def stderr_of_a_failed_start(role: str, *arguments: str) -> list[str]:
+def stderr_of_a_failed_start(role: str, *arguments: str, exit_code: int = 1) -> list[str]:
     """Return the error lines of a worker that fails to start."""
     code, written = run_service([sys.executable, "-m", f"services.{role}", "--instance", "w", *arguments])
-    assert code == 1
+    assert code == exit_code
     assert "Traceback" not in written
     return written.splitlines()
 
@@ -315,5 +316,6 @@ def test_a_worker_that_cannot_listen_names_the_address() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_without_its_model_names_the_missing_file(tmp_path: Path, role: str) -> None:
-    output = stderr_of_a_failed_start(role, "--model", str(tmp_path), "--transport", "socket")
+    arguments = ("--model", str(tmp_path), "--transport", "socket")
+    output = stderr_of_a_failed_start(role, *arguments, exit_code=MODEL_UNUSABLE)
     assert f"w cannot start: model_dir: cannot read {tmp_path / 'config.json'}" in output[-1]
