@@ -14,7 +14,8 @@ from libs.engine.kernels.library import has_bf16_unit, load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
-from libs.engine.model.runner import ComputeDtype, ModelRunner, RunnerOptions
+from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.model.weights import ComputeDtype
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import Matrix
 from libs.engine.step.batch import Batch
