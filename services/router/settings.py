@@ -137,7 +137,7 @@ class RouterSettings(ServiceSettings):
         least=1,
     )
     database: str | None = setting(
-        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, batches, stored responses and usage, for all routers",
+        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, batches, responses and usage, for all routers",
         default=None,
         default_text="none: nothing is stored",
         check=check_database_url,
