@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from bench.load import RequestLog, percentiles
-from bench.serve import WORDS, measure
+from bench.serve.workloads import WORDS, measure
 from slipstream.async_client import AsyncClient
 from slipstream.jobs.messages import JobOptions
 from supervisor.cluster import ClusterSupervisor
