@@ -337,12 +337,14 @@ MAX_TOKENS = _sampling.add(
         "The upper end is the model's context.",
     )
 )
-# Libraries look for the first sentence to know that a conversation has to become shorter.
+# Libraries look for the first sentence (litellm), or for "prompt is too long" (langchain-openai, clients of
+# Anthropic's API), to know that a conversation has to become shorter.
 _OVERFLOW = "This model's maximum context length is {max_context_tokens} tokens. However, you requested "
 PROMPT_TOKENS = _sampling.add(
     Overflow(
         "messages",
-        _OVERFLOW + "{prompt_tokens} tokens in the prompt, which leaves no room for an answer.",
+        _OVERFLOW
+        + "{prompt_tokens} tokens in the prompt, which leaves no room for an answer: the prompt is too long.",
         "At least one token must fit behind the prompt (field prompt for plain completions).",
     )
 )

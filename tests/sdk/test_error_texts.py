@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libs.common.rpc.serve import ServiceHost
 from slipstream import errors
-from slipstream.bounds import BODY
+from slipstream.bounds import BODY, PROMPT_TOKENS
 from slipstream.errors import MAX_FIELD_BYTES, MAX_MESSAGE_BYTES, BodyTooLarge, InvalidArgument, shortened
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
@@ -70,3 +70,10 @@ async def test_a_message_beyond_the_limit_is_a_body_too_large() -> None:
     assert isinstance(error, BodyTooLarge) and error.field == BODY.field
     assert not isinstance(error, errors.Overloaded)  # which clients send again
     await host.stop(grace_s=0)
+
+
+def test_client_libraries_recognize_a_prompt_that_is_too_long() -> None:
+    """litellm looks for the first words; langchain-openai and clients of Anthropic's API for the last."""
+    error = PROMPT_TOKENS.refused(max_context_tokens=16_384, prompt_tokens=20_000)
+    assert "This model's maximum context length is 16384 tokens." in error.message
+    assert "prompt is too long" in error.message
