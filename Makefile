@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak smoke test-gpu test-k8s test-console test-images check fix protos up chat status down bench train install native wheels lock images images-report clean
+.PHONY: help demo test soak smoke test-gpu test-k8s test-console test-clients test-images check fix protos up chat status down bench train install native wheels lock images images-report clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 14
@@ -38,6 +38,10 @@ test-console: $(VENV)/.dev native ## the console in Chromium; ARGS=--screenshots
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip -q --disable-pip-version-check install -e 'server[browser]' || true
 	@if $(BIN)/python -c 'import playwright' 2>/dev/null; then $(BIN)/python -m pytest -q -m browser tests/router/console/browser $(ARGS); \
 	else echo "console: playwright is missing and cannot be installed, so nothing was tested"; fi
+
+test-clients: $(VENV)/.dev native ## client libraries of others: OpenAI's, Anthropic's, litellm, LangChain, Vercel's and more
+	@PYTHON=$(PYTHON) sh scripts/setup_clients.sh
+	@$(BIN)/python -m pytest -q -m clients tests/clients $(ARGS)
 
 test-images: $(VENV)/.dev ## build the images and run a cluster of them; needs root, buildah and runc
 	@$(BIN)/python -m pytest -q -m images tests/images
@@ -99,5 +103,5 @@ lock: $(VENV)/.dev ## write constraints.txt from what is installed
 	@$(BIN)/pip freeze --exclude-editable | grep -v '^slipstream' | sed 's/^torch==.*/torch==2.13.0/' > constraints.txt
 
 clean: ## remove .venv, caches and run directories
-	@rm -rf $(VENV) .cache .run build dist server/build *.egg-info
+	@rm -rf $(VENV) .venv-clients tests/clients/node/node_modules .cache .run build dist server/build *.egg-info
 	@find libs services -name '*.so' -delete -o -name '*.digest' -delete
