@@ -3,29 +3,85 @@
     from slipstream import Client, AsyncClient
 
 `slipstream.client` shows their use, `slipstream.requests` the arguments, `slipstream.errors` the errors.
-The clients load on first use, so that services which only need `slipstream.v1` stay light. Nothing here
+All names below load on first use, so that services which only need `slipstream.v1` stay light. Nothing here
 imports `libs`, `services` or `supervisor`: this package is what clients install.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.async_client import AsyncClient
-    from slipstream.client import Client
+    from slipstream.async_client import AsyncClient, AsyncStream
+    from slipstream.client import Client, Stream
+    from slipstream.errors import (
+        Aborted,
+        AnswerMismatch,
+        ContextExceeded,
+        DeadlineExceeded,
+        FailedPrecondition,
+        InvalidArgument,
+        NotFound,
+        Overloaded,
+        PermissionDenied,
+        SlipstreamError,
+        Unauthenticated,
+        Unavailable,
+    )
+    from slipstream.replies import Event, Logprob, Reply, RequestStats, ToolCall, Usage
+    from slipstream.requests import ChatArguments, GenerateArguments, Message, Tool
+    from slipstream.rpc.tls import TlsFiles
+    from slipstream.typed.function_tool import ToolError
+    from slipstream.typed.tool_loop import ToolRun
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = [
+    "Aborted",
+    "AnswerMismatch",
+    "AsyncClient",
+    "AsyncStream",
+    "ChatArguments",
+    "Client",
+    "ContextExceeded",
+    "DeadlineExceeded",
+    "Event",
+    "FailedPrecondition",
+    "GenerateArguments",
+    "InvalidArgument",
+    "Logprob",
+    "Message",
+    "NotFound",
+    "Overloaded",
+    "PermissionDenied",
+    "Reply",
+    "RequestStats",
+    "SlipstreamError",
+    "Stream",
+    "TlsFiles",
+    "Tool",
+    "ToolCall",
+    "ToolError",
+    "ToolRun",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+    "__version__",
+]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "async_client": ("AsyncClient", "AsyncStream"),
+    "client": ("Client", "Stream"),
+    "replies": ("Event", "Logprob", "Reply", "RequestStats", "ToolCall", "Usage"),
+    "requests": ("ChatArguments", "GenerateArguments", "Message", "Tool"),
+    "rpc.tls": ("TlsFiles",),
+    "typed.function_tool": ("ToolError",),
+    "typed.tool_loop": ("ToolRun",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Client":
-        from slipstream.client import Client
-
-        return Client
-    if name == "AsyncClient":
-        from slipstream.async_client import AsyncClient
-
-        return AsyncClient
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"slipstream.{_HOME.get(name, 'errors')}"), name)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import grpc
 
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
 from slipstream.endpoints import Endpoints
-from slipstream.errors import Unavailable
+from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import AsyncJobs
 from slipstream.metering.usage import UsageRecord, usage_records, usage_request
-from slipstream.replies import Event, Reply
-from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
-from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
+from slipstream.replies import Event, Reply, ToolCall
+from slipstream.requests import (
+    ChatArguments,
+    GenerateArguments,
+    Message,
+    chat_request,
+    prompt_request,
+    with_form,
+)
+from slipstream.resume import MAX_RETRIES, RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.rpc.tls import TlsFiles
+from slipstream.typed.function_tool import ToolError
+from slipstream.typed.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
+from slipstream.typed.type_value import KindT
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 
@@ -97,6 +108,7 @@ class AsyncClient:
         tls: TlsFiles | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_within_s: float = RESUME_WITHIN_S,
+        max_retries: int = MAX_RETRIES,
     ) -> None:
         """As `Client`'s."""
         check_tls(tls)
@@ -104,14 +116,59 @@ class AsyncClient:
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._resume_within_s = resume_within_s
+        self._max_retries = max_retries
 
-    async def chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Reply:
-        """One whole reply to OpenAI-shaped `messages`."""
-        return await _drain(self.stream_chat(messages, **arguments))
+    @overload
+    async def chat(
+        self, messages: Sequence[Message], *, response_format: None = None, **arguments: Unpack[ChatArguments]
+    ) -> Reply: ...
+    @overload
+    async def chat(
+        self, messages: Sequence[Message], *, response_format: type[KindT], **arguments: Unpack[ChatArguments]
+    ) -> KindT: ...
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        response_format: type[Any] | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> Any:
+        """One whole reply to OpenAI-shaped `messages`; with `response_format`, an instance of that type."""
+        if response_format is not None and arguments.get("n", 1) != 1:
+            raise InvalidArgument("n", "must be 1 with response_format: Reply.parse reads each choice")
+        reply = await _drain(self.stream_chat(messages, response_format=response_format, **arguments))
+        return reply if response_format is None else reply.parse(response_format)
 
-    def stream_chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> AsyncStream:
-        """As `chat`, but streaming."""
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        response_format: type[Any] | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> AsyncStream:
+        """As `chat`, but streaming; `reply.parse` makes the instance at the end."""
+        arguments = with_form(arguments, response_format)
         return self._generate(chat_request(messages, arguments), arguments)
+
+    async def run_tools(
+        self,
+        messages: Sequence[Message],
+        functions: Sequence[Callable[..., Any]],
+        *,
+        max_rounds: int = MAX_ROUNDS,
+        response_format: type[Any] | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> ToolRun:
+        """As `Client.run_tools`. Coroutine functions are taken too; the calls of one reply run together."""
+        loop = ToolLoop(messages, functions, with_form(arguments, response_format), max_rounds)
+        while True:
+            reply = await self.chat(loop.messages, **loop.arguments)
+            calls = loop.take(reply)
+            results = await asyncio.gather(*(_result(loop, call) for call in calls))
+            for call, result in zip(calls, results, strict=True):
+                loop.answer(call, result)
+            if not calls:
+                return ToolRun(reply, loop.messages)
 
     async def complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Reply:
         """Continue a plain text, without the chat template."""
@@ -185,6 +242,7 @@ class AsyncClient:
             now_s=now_s,
             deadline_s=now_s + arguments.get("timeout_s", self._timeout_s),
             within_s=self._resume_within_s,
+            max_retries=self._max_retries,
         )
 
         def call(channel: grpc.aio.Channel, resumption: Resumption) -> Any:
@@ -211,6 +269,15 @@ class AsyncClient:
                 if not again or self._endpoints.closed:
                     raise from_rpc_error(error) from None
         raise AssertionError("unreachable")
+
+
+async def _result(loop: ToolLoop, call: ToolCall) -> Any:
+    """What the function answers, or its ToolError."""
+    try:
+        made = loop.start(call)
+        return await made if inspect.isawaitable(made) else made
+    except ToolError as error:
+        return error
 
 
 async def _drain(stream: AsyncStream) -> Reply:

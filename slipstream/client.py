@@ -3,9 +3,12 @@
     with Client("127.0.0.1:7000") as client:
         reply = client.chat([{"role": "user", "content": "Hello"}], session="s1")
         print(reply.text, reply.usage)
+        ticket = client.chat(messages, response_format=Ticket)    # a dataclass or a pydantic model
+        run = client.run_tools(messages, [get_order_status])      # a function with types and a docstring
 
 Given several routers ("host:port,host:port"), a stream that loses one goes on at the next, with the same
-text and nothing doubled. Errors are those of `slipstream.errors` (InvalidArgument, Overloaded, ...).
+text and nothing doubled. A request that no router has room for is sent again after the pause that the router
+names. Errors are those of `slipstream.errors` (InvalidArgument, Overloaded, ...).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import grpc
 
@@ -23,11 +26,21 @@ from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import BlockingJobs
 from slipstream.metering.usage import UsageRecord, usage_records, usage_request
 from slipstream.replies import Event, Reply
-from slipstream.requests import ChatArguments, GenerateArguments, Message, chat_request, prompt_request
-from slipstream.resume import RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
+from slipstream.requests import (
+    ChatArguments,
+    GenerateArguments,
+    Message,
+    chat_request,
+    prompt_request,
+    with_form,
+)
+from slipstream.resume import MAX_RETRIES, RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
 from slipstream.rpc.dial import CHANNEL_OPTIONS
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.rpc.tls import TlsFiles
+from slipstream.typed.function_tool import ToolError
+from slipstream.typed.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
+from slipstream.typed.type_value import KindT
 from slipstream.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -135,23 +148,81 @@ class Client:
         tls: TlsFiles | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         resume_within_s: float = RESUME_WITHIN_S,
+        max_retries: int = MAX_RETRIES,
     ) -> None:
         """`endpoint`: "host:port" of a router, or of several, comma-separated or as a list: the first is
         used until it is lost. `resume_within_s`: how long a stream that lost its router tries to go on;
-        0 = it fails at once."""
+        0 = it fails at once. `max_retries`: how often a request that is refused with Overloaded is sent
+        again, unless it says `reject_if_busy`."""
         check_tls(tls)
         self._endpoints: Endpoints[grpc.Channel] = Endpoints(endpoint, lambda name: _dial(name, tls))
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._resume_within_s = resume_within_s
+        self._max_retries = max_retries
 
-    def chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Reply:
-        """One whole reply to OpenAI-shaped `messages`."""
-        return _drain(self.stream_chat(messages, **arguments))
+    @overload
+    def chat(
+        self, messages: Sequence[Message], *, response_format: None = None, **arguments: Unpack[ChatArguments]
+    ) -> Reply: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Message], *, response_format: type[KindT], **arguments: Unpack[ChatArguments]
+    ) -> KindT: ...
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        response_format: type[Any] | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> Any:
+        """One whole reply to OpenAI-shaped `messages`; with `response_format`, an instance of that type.
 
-    def stream_chat(self, messages: Sequence[Message], **arguments: Unpack[ChatArguments]) -> Stream:
-        """As `chat`, but streaming."""
+        The type is a dataclass, a TypedDict, a pydantic model, or a container of them. Raises AnswerMismatch
+        where the answer ended before its form did.
+        """
+        if response_format is not None and arguments.get("n", 1) != 1:
+            raise InvalidArgument("n", "must be 1 with response_format: Reply.parse reads each choice")
+        reply = _drain(self.stream_chat(messages, response_format=response_format, **arguments))
+        return reply if response_format is None else reply.parse(response_format)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        response_format: type[Any] | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> Stream:
+        """As `chat`, but streaming; `reply.parse` makes the instance at the end."""
+        arguments = with_form(arguments, response_format)
         return self._generate(chat_request(messages, arguments), arguments)
+
+    def run_tools(
+        self,
+        messages: Sequence[Message],
+        functions: Sequence[Callable[..., Any]],
+        *,
+        max_rounds: int = MAX_ROUNDS,
+        response_format: type[Any] | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> ToolRun:
+        """Answer `messages`, calling the functions as the model asks for them.
+
+        A function's signature and docstring describe it to the model. After `max_rounds` rounds of calls the
+        model has to answer. The model reads the message of a ToolError; other exceptions end the loop.
+        """
+        loop = ToolLoop(messages, functions, with_form(arguments, response_format), max_rounds)
+        while True:
+            reply = self.chat(loop.messages, **loop.arguments)
+            calls = loop.take(reply)
+            for call in calls:
+                try:
+                    result = loop.start(call)
+                except ToolError as error:
+                    result = error
+                loop.answer(call, result)
+            if not calls:
+                return ToolRun(reply, loop.messages)
 
     def complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Reply:
         """Continue a plain text, without the chat template."""
@@ -220,6 +291,7 @@ class Client:
             now_s=now_s,
             deadline_s=now_s + arguments.get("timeout_s", self._timeout_s),
             within_s=self._resume_within_s,
+            max_retries=self._max_retries,
         )
 
         def call(channel: grpc.Channel, resumption: Resumption) -> Any:

@@ -22,6 +22,7 @@
     ├── DataCorrupt            a checksum did not match; the data is never used
     ├── DeadlineExceeded       the request's own deadline passed
     ├── Aborted                the caller cancelled or aborted
+    ├── AnswerMismatch         an answer is not of the type that the SDK's caller asked for
     └── Internal               a defect here
 
 `code` is the gRPC status name, `http_status` the HTTP code, `openai_type` the `error.type` of
@@ -197,6 +198,10 @@ class Aborted(SlipstreamError):
 
     code = "CANCELLED"
     http_status = 499
+
+
+class AnswerMismatch(SlipstreamError):
+    """An answer is not of the type that was asked for, such as one that ended at max_tokens. Of the SDK."""
 
 
 class Internal(SlipstreamError):

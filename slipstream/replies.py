@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.enum_names import transport_name
+from slipstream.errors import AnswerMismatch
+from slipstream.typed.type_value import KindT, parse_json
 from slipstream.v1 import common_pb2, router_pb2
 
 _FINISH = {
@@ -91,6 +93,7 @@ class Event:
     tool_calls: tuple[ToolCall, ...] = ()  # pieces: `arguments` holds the next part of the JSON text
     logprobs: tuple[Logprob, ...] = ()
     completion_tokens: int = 0  # emitted so far, this piece included
+    index: int = 0  # of the choice, below `n`
 
 
 @dataclass(slots=True)
@@ -106,6 +109,18 @@ class Reply:
     finish_reason: str = ""
     usage: Usage | None = None
     stats: RequestStats | None = None
+    others: list[Reply] = field(default_factory=list)  # the further choices, where `n` is above 1
+
+    @property
+    def choices(self) -> list[Reply]:
+        """All `n` replies; this one is the first."""
+        return [self, *self.others]
+
+    def parse(self, kind: type[KindT]) -> KindT:
+        """The text as an instance of the type that `response_format` named. Raises AnswerMismatch."""
+        if self.finish_reason in ("length", "tool_calls", "aborted", "error"):
+            raise AnswerMismatch(f"the answer ended before its form did: finish_reason {self.finish_reason}")
+        return parse_json(kind, self.text)
 
     def as_message(self) -> dict[str, Any]:
         """The reply as the assistant message of the next turn."""
@@ -127,41 +142,49 @@ class ReplyBuilder:
         """Process one event of the router. Returns the reader's event, None for `started` and `finished`."""
         kind = event.WhichOneof("kind")
         if kind == "started":
-            self.reply.request_id = event.started.request_id
-            self.reply.model = event.started.model
+            reply = self._choice(event.started.index)
+            reply.request_id = event.started.request_id
+            reply.model = event.started.model
         elif kind == "delta":
-            return self._delta(event.delta)
+            return _add_delta(self._choice(event.delta.index), event.delta)
         elif kind == "finished":
-            self._finished(event.finished)
+            _finish(self._choice(event.finished.index), event.finished)
         return None
 
-    def _delta(self, delta: router_pb2.Delta) -> Event:
-        calls = []
-        for piece in delta.tool_calls:
-            while len(self.reply.tool_calls) <= piece.index:
-                self.reply.tool_calls.append(ToolCall(id="", name=""))
-            whole = self.reply.tool_calls[piece.index]
-            whole.id = piece.id or whole.id
-            whole.name = piece.name or whole.name
-            whole.arguments += piece.arguments
-            calls.append(ToolCall(id=whole.id, name=whole.name, arguments=piece.arguments))
-        self.reply.text += delta.text
-        self.reply.reasoning += delta.reasoning
-        logprobs = tuple(_logprob(item) for item in delta.logprobs)
-        self.reply.logprobs.extend(logprobs)
-        return Event(delta.text, delta.reasoning, tuple(calls), logprobs, delta.completion_tokens)
+    def _choice(self, index: int) -> Reply:
+        while len(self.reply.others) < index:
+            self.reply.others.append(Reply())
+        return self.reply.others[index - 1] if index else self.reply
 
-    def _finished(self, finished: router_pb2.Finished) -> None:
-        usage, stats = finished.usage, finished.stats
-        self.reply.finish_reason = _FINISH.get(finished.finish_reason, "unknown")
-        self.reply.usage = Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
-        )
-        values = {name: getattr(stats, name) for name in RequestStats.__slots__}
-        self.reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})
+
+def _add_delta(reply: Reply, delta: router_pb2.Delta) -> Event:
+    calls = []
+    for piece in delta.tool_calls:
+        while len(reply.tool_calls) <= piece.index:
+            reply.tool_calls.append(ToolCall(id="", name=""))
+        whole = reply.tool_calls[piece.index]
+        whole.id = piece.id or whole.id
+        whole.name = piece.name or whole.name
+        whole.arguments += piece.arguments
+        calls.append(ToolCall(id=whole.id, name=whole.name, arguments=piece.arguments))
+    reply.text += delta.text
+    reply.reasoning += delta.reasoning
+    logprobs = tuple(_logprob(item) for item in delta.logprobs)
+    reply.logprobs.extend(logprobs)
+    return Event(delta.text, delta.reasoning, tuple(calls), logprobs, delta.completion_tokens, delta.index)
+
+
+def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
+    usage, stats = finished.usage, finished.stats
+    reply.finish_reason = _FINISH.get(finished.finish_reason, "unknown")
+    reply.usage = Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
+    )
+    values = {name: getattr(stats, name) for name in RequestStats.__slots__}
+    reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})
 
 
 def _logprob(item: router_pb2.TextLogprob) -> Logprob:

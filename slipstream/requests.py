@@ -16,6 +16,7 @@ from slipstream.bound import Range, shown, shown_name
 from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
 from slipstream.errors import InvalidArgument
 from slipstream.sampling import SamplingArguments
+from slipstream.typed.type_schema import schema_of
 from slipstream.v1 import router_pb2
 
 Message = Mapping[str, Any]
@@ -41,6 +42,7 @@ class GenerateArguments(SamplingArguments, total=False):
     reject_if_busy: bool  # refused with Overloaded at once rather than wait for capacity
     # The form of the answer: one of json_object (True), json_schema, regex, choice, grammar.
     output: Mapping[str, Any]
+    n: int  # answers to generate; `Reply.choices` has them
 
 
 class ChatArguments(GenerateArguments, total=False):
@@ -51,7 +53,7 @@ class ChatArguments(GenerateArguments, total=False):
 
 
 _SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias", "stop_token_ids"}
-_PLAIN = {"model", "request_id", "thinking", "keeps_reasoning", "reject_if_busy"}
+_PLAIN = {"model", "request_id", "thinking", "keeps_reasoning", "reject_if_busy", "n"}
 _CALL_ONLY = {"session", "headers", "timeout_s"}
 _EXPECTED = {
     FieldDescriptor.TYPE_STRING: "a string",
@@ -73,6 +75,15 @@ def chat_request(messages: Sequence[Message], arguments: ChatArguments) -> route
     rest = {name: value for name, value in arguments.items() if name not in ("tools", "tool_choice")}
     _apply(rest, request)
     return request
+
+
+def with_form(arguments: ChatArguments, response_format: type | None) -> ChatArguments:
+    """The arguments with the form of a type. Raises InvalidArgument beside another form."""
+    if response_format is None:
+        return arguments
+    if arguments.get("output") is not None:
+        raise InvalidArgument("output", "must be left out with response_format")
+    return {**arguments, "output": {"json_schema": schema_of(response_format)}}
 
 
 def prompt_request(prompt: str, arguments: GenerateArguments) -> router_pb2.GenerateRequest:

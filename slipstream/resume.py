@@ -36,6 +36,8 @@ ATTEMPT_HEADER = "x-slipstream-attempt"
 RESUME_WITHIN_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+# How often a request that no router has room for is sent again.
+MAX_RETRIES = 2
 # The pause before a unary call is repeated.
 UNARY_PAUSE_S = 0.1
 # Codes of a broken connection, which come without a router's status details.
@@ -111,9 +113,16 @@ class Resumption:
         now_s: float,
         deadline_s: float,
         within_s: float = RESUME_WITHIN_S,
+        max_retries: int = MAX_RETRIES,
     ) -> None:
-        """`within_s`: the time without new output after which it gives up; 0 = no retries."""
+        """`within_s`: the time without new output after which it gives up; 0 = no resumption.
+
+        `max_retries`: how often a request that a router refuses for lack of capacity is sent again.
+        """
+        if request.n > 1:  # the contract resumes one answer only
+            within_s = 0.0
         self.attempt = 1
+        self._retries_left = 0 if request.reject_if_busy else max_retries
         self._request = request
         if within_s and not request.request_id:
             # The router's seed follows from the id, so the id must outlive the router.
@@ -131,6 +140,7 @@ class Resumption:
         self._progress_s = now_s
         self._fruitless = 0
         self._new_since_loss = False
+        self._was_lost = False
 
     @property
     def reply(self) -> Reply:
@@ -176,13 +186,28 @@ class Resumption:
         """The connection is gone: how long to pause before the next attempt. Raises the typed error when
         there is none: it is the router's own word, time is up, or the caller gives up."""
         typed = from_rpc_error(error)
+        if self._may_retry(typed, now_s):
+            self._retries_left -= 1
+            return self._next_attempt(typed, now_s)
         if self._new_since_loss:
             self._new_since_loss, self._fruitless, self._progress_s = False, 0, now_s
         out_of_time = now_s - self._progress_s >= self._within_s or now_s >= self._deadline_s
         # Another router may be full: a request that was running waits for room.
-        full = isinstance(typed, Overloaded) and self.attempt > 1
+        full = isinstance(typed, Overloaded) and self._was_lost
         if give_up or out_of_time or not (full or _may_resume(error, typed)):
             raise _final_error(typed, deadline=now_s >= self._deadline_s) from None
+        self._was_lost = True
+        return self._next_attempt(typed, now_s)
+
+    def _may_retry(self, typed: SlipstreamError, now_s: float) -> bool:
+        """Whether a request without output may be sent again after the pause that the router named."""
+        if not isinstance(typed, Overloaded) or not self._retries_left:
+            return False
+        if self._was_lost or self._new_since_loss:
+            return False
+        return now_s + typed.retry_after_ms / 1e3 < self._deadline_s
+
+    def _next_attempt(self, typed: SlipstreamError, now_s: float) -> float:
         pause_s: float = min(_FIRST_PAUSE_S * 2.0**self._fruitless, _LONGEST_PAUSE_S)
         if isinstance(typed, Overloaded):
             pause_s = max(pause_s, typed.retry_after_ms / 1e3)

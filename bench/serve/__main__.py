@@ -40,7 +40,7 @@ async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, An
     """Run every workload on the command line; returns one report each."""
     reports = []
     limits = {"ttft_limit_ms": arguments.ttft_limit_ms, "itl_limit_ms": arguments.itl_limit_ms}
-    async with AsyncClient(endpoint) as client:
+    async with AsyncClient(endpoint, max_retries=0) as client:
         await client.models()  # raises at once without a router
         for streams in arguments.streams:
             # One request warms connections and kernels, and measures the tokens of a word.

@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "timeout_s": 120.0}
 
 
 def ask(cluster: ContainerCluster, messages: list[dict[str, Any]]) -> Reply:
-    reply = cluster.client.chat(messages, tools=TOOLS, session="images", max_tokens=160, **GREEDY)
+    reply: Reply = cluster.client.chat(messages, tools=TOOLS, session="images", max_tokens=160, **GREEDY)
     messages.append(reply.as_message())
     return reply
 

@@ -39,7 +39,7 @@ class Lost(grpc.RpcError):
 GONE = Lost(grpc.StatusCode.UNAVAILABLE)
 
 
-def resumption(*, resume_after: int = 0, **arguments: float) -> Resumption:
+def resumption(*, resume_after: int = 0, **arguments: Any) -> Resumption:
     request = router_pb2.GenerateRequest(prompt="p", resume_after_tokens=resume_after)
     return Resumption(request, now_s=0.0, deadline_s=1000.0, **arguments)
 
@@ -151,7 +151,45 @@ def test_another_answer_is_refused() -> None:
 )
 def test_a_routers_own_word_is_final(word: errors.SlipstreamError) -> None:
     with pytest.raises(type(word)):
-        resumption().lost(Lost(grpc.StatusCode.OK, word), now_s=0.0)
+        resumption(max_retries=0).lost(Lost(grpc.StatusCode.OK, word), now_s=0.0)
+
+
+FULL = Lost(grpc.StatusCode.OK, errors.Overloaded("full", retry_after_ms=700))
+
+
+@pytest.mark.parametrize("within_s", [0.0, 30.0])
+def test_a_refused_request_is_sent_again_after_the_pause_that_the_router_names(within_s: float) -> None:
+    stream = resumption(within_s=within_s, max_retries=2)
+    for now_s in (0.0, 700.0):
+        assert stream.lost(FULL, now_s=now_s, give_up=True) == pytest.approx(0.7)
+    with pytest.raises(errors.Overloaded):
+        stream.lost(FULL, now_s=800.0)
+
+
+def test_a_pause_beyond_the_deadline_ends_the_request() -> None:
+    with pytest.raises(errors.Overloaded):
+        resumption().lost(FULL, now_s=999.5)
+
+
+def test_a_request_that_would_not_wait_is_not_sent_again() -> None:
+    request = router_pb2.GenerateRequest(prompt="p", reject_if_busy=True)
+    with pytest.raises(errors.Overloaded):
+        Resumption(request, now_s=0.0, deadline_s=1000.0).lost(FULL, now_s=0.0)
+
+
+def test_an_answer_that_began_is_not_sent_again() -> None:
+    stream = resumption()
+    stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a", completion_tokens=1)))
+    with pytest.raises(errors.Overloaded):
+        stream.lost(FULL, now_s=0.0)
+
+
+def test_several_answers_are_not_resumed() -> None:
+    request = router_pb2.GenerateRequest(prompt="p", n=2)
+    stream = Resumption(request, now_s=0.0, deadline_s=1000.0)
+    assert not stream.metadata and not stream.request().request_id
+    with pytest.raises(errors.Unavailable):
+        stream.lost(GONE, now_s=0.0)
 
 
 @pytest.mark.parametrize("word", [errors.Draining("restarts"), errors.Unavailable("no worker is ready")])

@@ -18,7 +18,7 @@ import pytest
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.client import Client
-from slipstream.replies import RequestStats
+from slipstream.replies import Reply, RequestStats
 from tests.support.clusters.disturbance import DECODERS
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster, until
@@ -129,7 +129,7 @@ def test_a_full_region_spills_over_and_is_used_again(site: Site) -> None:
 
             async def one(number: int) -> RequestStats:
                 messages = [{"role": "user", "content": _words(f"flood{number}", 10)}]
-                reply = await client.chat(messages, session=f"flood-{number}", **_options(250))
+                reply: Reply = await client.chat(messages, session=f"flood-{number}", **_options(250))
                 assert reply.stats is not None
                 return reply.stats
 

@@ -22,7 +22,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 96}
 
 
 def _ask(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, **headers: str) -> Reply:
-    return cluster.client.chat(messages, tools=TOOLS, session=session, headers=headers, **GREEDY)
+    reply: Reply = cluster.client.chat(messages, tools=TOOLS, session=session, headers=headers, **GREEDY)
+    return reply
 
 
 def _openai_client(cluster: LocalCluster) -> Any:

@@ -24,7 +24,7 @@ from tests.router.support.fake_workers import FINGERPRINT
 
 async def expected(client: AsyncClient, **arguments: Any) -> str:
     """Return the text of a run without faults."""
-    text = (await client.chat(HELLO, seed=1, **arguments)).text
+    text: str = (await client.chat(HELLO, seed=1, **arguments)).text
     assert len(text) > 10
     return text
 
