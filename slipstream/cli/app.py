@@ -153,10 +153,10 @@ def chat(
 ) -> None:
     """Talk to the model in the terminal.
 
-    Ctrl-C ends an answer, Ctrl-D the conversation. You answer the model's tool calls. The exit code is 1
-    where the last turn failed.
+    /help lists the commands. Ctrl-C ends an answer, Ctrl-D the conversation. You answer the model's tool
+    calls. The exit code is 1 where the last turn failed.
     """
-    from slipstream.cli.chat import ChatOptions, read_tools, run_chat
+    from slipstream.cli.chat.session import ChatOptions, read_tools, run_chat
     from slipstream.requests import ChatArguments
 
     check_endpoints(endpoint.split(",") if endpoint else ())

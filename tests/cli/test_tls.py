@@ -18,7 +18,7 @@ from libs.common.transport.socket import SocketTransport
 from slipstream.cluster_record import ClusterRecord, ProcessRecord
 from slipstream.rpc.tls import TlsFiles
 from supervisor.run_directory import RunDirLock, write_record
-from tests.cli.test_chat import Router
+from tests.cli.chat.test_session import Router
 from tests.kvstore.node import BLOCK_BYTES, ROOT, Client, KvstoreProcess, key
 from tests.support.stubs.blocking_router import serving
 from tests.support.stubs.partial_servicer import partial_servicer

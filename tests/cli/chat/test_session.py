@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from bench.demo_script import TOOLS
-from slipstream.cli.chat import ChatOptions, read_tools, run_chat
+from slipstream.cli.chat.session import ChatOptions, read_tools, run_chat
 from slipstream.cluster_record import ClusterRecord
 from slipstream.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from supervisor.plan import ROOT
 from supervisor.run_directory import RunDirLock, write_record
+from tests.cli.chat.terminal import chat_in_a_terminal
 from tests.support.stubs.blocking_router import serving
 from tests.support.stubs.partial_servicer import partial_servicer
 
@@ -26,12 +27,24 @@ def _response(**event: Any) -> router_pb2.GenerateResponse:
     return router_pb2.GenerateResponse(events=[router_pb2.GenerateEvent(**event)])
 
 
+def _evil() -> Iterator[router_pb2.GenerateResponse]:
+    """An answer and a call that would clear the screen and set the window's title."""
+    for part in ("You \x1b", "[2Jsaid \r", "evil", "\x07\x9b1A"):
+        yield _response(delta=router_pb2.Delta(text=part))
+    piece = router_pb2.ToolCallDelta(index=0, id="c", name="g\x1b]0;", arguments="{\x1b}")
+    yield _response(delta=router_pb2.Delta(tool_calls=[piece]))
+    yield _response(finished=router_pb2.Finished(finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS))
+
+
 class Router(router_pb2_grpc.RouterServiceServicer):
     """Answers "You said X.", calls a tool for "call", and is overloaded for "overload"."""
 
     def __init__(self) -> None:
         self.requests: list[router_pb2.GenerateRequest] = []
         self.sessions: list[str] = []
+
+    def ListModels(self, request: Any, context: Any) -> router_pb2.ListModelsResponse:
+        return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="m")])
 
     def Generate(self, request: Any, context: Any) -> Iterator[router_pb2.GenerateResponse]:
         self.requests.append(request)
@@ -42,6 +55,9 @@ class Router(router_pb2_grpc.RouterServiceServicer):
         if text == "overload":
             context.abort_with_status(to_status(Overloaded("try later")))
         yield _response(started=router_pb2.Started(request_id="r"))
+        if text == "evil":
+            yield from _evil()
+            return
         finish = common_pb2.FINISH_REASON_STOP
         if text == "call":
             piece = router_pb2.ToolCallDelta(index=0, id="functions.f:0", name="f", arguments="{}")
@@ -116,6 +132,47 @@ def test_turns_are_kept_and_printed(router: tuple[Router, str], capsys: pytest.C
     assert servicer.sessions[0].startswith("chat-")
 
 
+def test_commands_are_not_sent_to_the_model(
+    router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer, endpoint = router
+    talk(endpoint, "hello", "/help", "/tools", "/nonsense", "/system Be brief.", "//slash", "/quit", "never")
+    shown = capsys.readouterr().out
+    assert "m at 127.0.0.1:" in shown and "/help lists the commands, Ctrl-D ends." in shown
+    assert "/clear        start a new conversation" in shown
+    assert "/nonsense: no such command" in shown
+    sent = [[message.content[0].text for message in request.chat.messages] for request in servicer.requests]
+    assert sent == [["Be kind.", "hello"], ["Be brief.", "/slash"]]
+    assert len(set(servicer.sessions)) == 2
+
+
+def test_no_control_text_of_an_answer_is_printed(
+    router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, endpoint = router
+    talk(endpoint, "evil")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown and "\x9b" not in shown and "\r" not in shown
+    assert "You \u241b[2Jsaid \u240devil" in shown
+    assert "The model calls g\u241b]0;({\u241b})." in shown
+
+
+def test_a_terminal_has_editing_and_history(router: tuple[Router, str]) -> None:
+    servicer, endpoint = router
+    with chat_in_a_terminal(endpoint) as terminal:
+        terminal.until("you>")
+        terminal.type("hexllo\x1b[D\x1b[D\x1b[D\x7f\r")  # Left, three times, and Backspace
+        terminal.until("You said hello.")
+        terminal.until("you>")
+        terminal.type("\x1b[A\r")  # Up: the line before
+        terminal.until_true(lambda: len(servicer.requests) == 2)
+        terminal.until("you>")
+        terminal.type("/quit\r")
+        assert terminal.end() == 0
+    texts = [request.chat.messages[-1].content[0].text for request in servicer.requests]
+    assert texts == ["hello", "hello"]
+
+
 def test_a_failed_turn_is_left_out_of_the_conversation(
     router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,10 +202,16 @@ def test_the_exit_code_is_that_of_the_last_turn(router: tuple[Router, str], type
     assert chat(endpoint, typed=typed).returncode == code
 
 
-def test_tools_are_answered_by_the_user(router: tuple[Router, str]) -> None:
+def test_tools_are_answered_by_the_user(
+    router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     servicer, endpoint = router
-    prompts = talk(endpoint, "call", "42")
-    assert prompts[1] == "f({}) gives> "
+    prompts = talk(endpoint, "call", "42", "call", "")
+    assert prompts[1] == prompts[3] == "f returns> "
+    shown = capsys.readouterr().out
+    assert shown.count("The model calls f({}).\n") == 2
+    assert shown.count("Type what it returns") == 1
+    assert servicer.requests[3].chat.messages[-1].content[0].text == '{"error": "failed"}'
     messages = servicer.requests[1].chat.messages
     assert len(messages) == 4
     assert messages[2].tool_calls[0].name == "f"

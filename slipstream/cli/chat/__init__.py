@@ -1,0 +1,1 @@
+"""`slipstream chat`: a conversation in the terminal."""
