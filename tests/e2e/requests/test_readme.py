@@ -1,4 +1,4 @@
-"""The README's examples run unchanged against a real cluster."""
+"""The README's examples and those of examples/python run unchanged against a real cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.clusters.local_cluster import LocalCluster
 
 ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "python"
+PRINTED = {
+    "cached_session": r"0 of \d+ prompt tokens cached\n[1-9]\d* of \d+ prompt tokens cached\n",
+    "choices": r"1\. .+ \((stop|length)\)\n2\. .+\n3\. .+\n",
+    "tool_loop": r".*2026-12-04.*\n5 messages\n",
+    "typed_answer": r"(order|refund|warranty), (not )?urgent\n",
+}
 
 
 def test_the_python_example_runs(cluster: LocalCluster) -> None:
@@ -23,7 +32,7 @@ def test_the_python_example_runs(cluster: LocalCluster) -> None:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^(stop|length) \d+ prompt tokens, \d+ cached$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^(?:\w+ )?\d+ prompt tokens, \d+ cached$", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_the_curl_line_answers(cluster: LocalCluster) -> None:
@@ -38,3 +47,25 @@ def test_the_curl_line_answers(cluster: LocalCluster) -> None:
         lines = answer.read().decode().strip().splitlines()
     assert lines[0].startswith("data: {")
     assert lines[-1] == "data: [DONE]"
+
+
+def test_the_curl_line_reads_well_at_the_models_default_temperature(cluster: LocalCluster) -> None:
+    messages = [{"role": "user", "content": "Hello!"}]
+    for choice in cluster.client.chat(messages, n=32).choices:
+        assert choice.text == "Hello. How can I help?"
+
+
+def test_every_example_of_the_sdk_is_tested() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_of_the_sdk_prints_what_it_promises(cluster: LocalCluster, name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), cluster.grpc],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(PRINTED[name], done.stdout), done.stdout

@@ -256,4 +256,4 @@ def test_every_exported_name_loads() -> None:
     for name in slipstream.__all__:
         assert getattr(slipstream, name) is not None
     with pytest.raises(AttributeError):
-        _ = slipstream.absent  # type: ignore[attr-defined]
+        _ = slipstream.absent
