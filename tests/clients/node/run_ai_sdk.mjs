@@ -88,7 +88,7 @@ const scenarios = {
       counted = await answer.usage;
     }
     expect(counted.inputTokens > 64 && counted.outputTokens > 0, counted);
-    if (provider.path !== RUN) expect(counted.inputTokenDetails.cacheReadTokens > 0, counted);
+    expect(counted.inputTokenDetails.cacheReadTokens > 0, counted);
   },
 };
 
