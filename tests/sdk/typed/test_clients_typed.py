@@ -98,8 +98,14 @@ class Caller:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
+            if isinstance(self._client, Client):
+                return getattr(self._client, name)(*arguments, **options)
+            return self._loop.run_until_complete(awaited(*arguments, **options))
+
+        async def awaited(*arguments: Any, **options: Any) -> Any:
+            """Make the call in the loop, where grpc.aio needs it."""
             made = getattr(self._client, name)(*arguments, **options)
-            return self._loop.run_until_complete(made) if asyncio.iscoroutine(made) else made
+            return await made if asyncio.iscoroutine(made) else made
 
         return call
 
