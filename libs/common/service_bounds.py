@@ -133,6 +133,8 @@ CONSOLE_SESSIONS_PAGE = 200
 # A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
+# Processes of one worker on one machine.
+MAX_PARALLEL_RANKS = 64
 
 
 def _by_class(values: tuple[float, ...], unit: str) -> str:
@@ -347,6 +349,7 @@ _CHECKPOINTS: tuple[_Row, ...] = (
     ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
     ("`model.safetensors.index.json`", f"{MAX_CHECKPOINT_INDEX_BYTES} bytes", "refused by name"),
     ("Weights and KV cache of a worker", "the machine's memory", "refused before a tensor is read"),
+    ("Ranks of one worker (`--parallel`)", f"{MAX_PARALLEL_RANKS}", "refused by name"),
 )
 
 

@@ -24,6 +24,8 @@ from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.config_json import read_config_json
+from libs.engine.parallel.group_runner import GroupRunner
+from libs.engine.parallel.sizes import ParallelSizes
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from slipstream.errors import InvalidArgument
@@ -45,6 +47,7 @@ class EngineOptions:
     compute_dtype             of products with bf16 and INT4 weights; auto = bf16 where a unit exists
     threads                   CPU threads of a step; None = OMP_NUM_THREADS, or all cores
     progress                  follows the weights that are read
+    parallel                  how the model is cut over processes; None = one process
     """
 
     n_pages: int | None = None
@@ -62,6 +65,7 @@ class EngineOptions:
     threads: int | None = None
     progress: LoadProgress | None = None
     least_step_s: float = 0.0
+    parallel: ParallelSizes | None = None
 
 
 def build_engine(model_dir: Path, options: EngineOptions | None = None) -> PagedEngine:
@@ -84,13 +88,21 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         progress=options.progress,
     )
     model = TorchModel(
-        ModelRunner.load(model_dir, runner_options),
+        _load(model_dir, runner_options, options.parallel),
         max_batch=options.max_batch,
         max_draft_tokens=options.max_draft_tokens,
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
     )
     paced = PacedModel(model, options.least_step_s) if options.least_step_s else model
     return PagedEngine(paced, step_tokens=options.step_tokens)
+
+
+def _load(
+    model_dir: Path, options: RunnerOptions, parallel: ParallelSizes | None
+) -> ModelRunner | GroupRunner:
+    if parallel is None or parallel.n_ranks == 1:
+        return ModelRunner.load(model_dir, options)
+    return GroupRunner.load(model_dir, options, parallel)
 
 
 def build_drafter(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kv.cache import LAYOUT_VERSION
 from libs.engine.model.runner import ModelRunner
+from libs.engine.parallel.group_runner import GroupRunner
 from libs.engine.sampling.sampler import sample
 from libs.engine.sampling.token_masks import MaskThread
 from libs.engine.step.batch import Batch
@@ -19,7 +20,12 @@ class TorchModel:
     """A loaded checkpoint with its paged cache."""
 
     def __init__(
-        self, runner: ModelRunner, *, max_batch: int, max_draft_tokens: int, drafter_digest: str = ""
+        self,
+        runner: ModelRunner | GroupRunner,
+        *,
+        max_batch: int,
+        max_draft_tokens: int,
+        drafter_digest: str = "",
     ) -> None:
         self._runner = runner
         self._mask_thread = MaskThread()

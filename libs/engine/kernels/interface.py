@@ -41,11 +41,14 @@ class Kernels(Protocol):
         self,
         router: Matrix,
         correction_bias: torch.Tensor,
-        experts: Iterable[MlpMatrices],
+        experts: Iterable[MlpMatrices | None],
         shared: MlpMatrices | None,
         config: ModelConfig,
     ) -> Packed:
-        """A weight for `moe`; correction_bias [E] fp32; `experts` is consumed one by one, in order."""
+        """A weight for `moe`; correction_bias [E] fp32; `experts` is consumed one by one, in order.
+
+        None stands for an expert of another rank, which adds nothing here; at least one is not None.
+        """
         ...
 
     def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -56,8 +56,8 @@ class NativeKernels:
         return _array([self._panels(matrix)])
 
     def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
-        per_head = matrix.weight.view(config.n_heads, -1, config.kv_lora_rank)
         nope = config.qk_nope_head_dim
+        per_head = matrix.weight.view(-1, nope + config.v_head_dim, config.kv_lora_rank)
         uk = [self._panels(DenseMatrix(head[:nope].T.contiguous())) for head in per_head]
         uv = [self._panels(DenseMatrix(head[nope:].contiguous())) for head in per_head]
         return _KvB(_array(uk), _array(uv))
@@ -70,11 +70,13 @@ class NativeKernels:
         self,
         router: Matrix,
         correction_bias: torch.Tensor,
-        experts: Iterable[MlpMatrices],
+        experts: Iterable[MlpMatrices | None],
         shared: MlpMatrices | None,
         config: ModelConfig,
     ) -> Packed:
-        panels = [[self._panels(matrix) for matrix in expert] for expert in experts]
+        held = [expert and [self._panels(matrix) for matrix in expert] for expert in experts]
+        absent = next([_without_data(part) for part in expert] for expert in held if expert)
+        panels = [expert or absent for expert in held]
         gate, up, down = (_array([expert[part] for expert in panels]) for part in range(3))
         packed_router = self.pack(router)
         shared_mlp = MLP() if shared is None else (kept := self.pack_mlp(shared)).struct
@@ -247,6 +249,12 @@ def _padded(rows: int) -> int:
 def _array(panels: Sequence[tuple[Any, tuple[torch.Tensor, ...]]]) -> _Packed:
     array = (MATRIX * len(panels))(*(struct for struct, _ in panels))
     return _struct(array, panels[0][0].rows, [tensors for _, tensors in panels])
+
+
+def _without_data(panels: tuple[Any, tuple[torch.Tensor, ...]]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """The shape of a matrix whose values another rank has."""
+    struct, _ = panels
+    return MATRIX(None, None, struct.rows, struct.cols, struct.kind, 0, struct.group, 0), ()
 
 
 def _struct(struct: Any, rows: int, keep: Iterable[Any]) -> _Packed:

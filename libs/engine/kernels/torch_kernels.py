@@ -35,7 +35,7 @@ class _Mlp:
 class _Moe:
     router: torch.Tensor
     correction_bias: torch.Tensor
-    experts: tuple[_Mlp, ...]
+    experts: tuple[_Mlp | None, ...]  # None: another rank has it
     shared: _Mlp | None
     config: ModelConfig
 
@@ -49,8 +49,8 @@ class TorchKernels:
         return matrix.dequantised().contiguous()
 
     def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
-        per_head = matrix.dequantised().view(config.n_heads, -1, config.kv_lora_rank)
         nope = config.qk_nope_head_dim
+        per_head = matrix.dequantised().view(-1, nope + config.v_head_dim, config.kv_lora_rank)
         return _KvProjection(per_head[:, :nope].contiguous(), per_head[:, nope:].contiguous())
 
     def pack_mlp(self, matrices: MlpMatrices) -> Packed:
@@ -60,11 +60,11 @@ class TorchKernels:
         self,
         router: Matrix,
         correction_bias: torch.Tensor,
-        experts: Iterable[MlpMatrices],
+        experts: Iterable[MlpMatrices | None],
         shared: MlpMatrices | None,
         config: ModelConfig,
     ) -> Packed:
-        packed = tuple(self.pack_mlp(expert) for expert in experts)
+        packed = tuple(expert and self.pack_mlp(expert) for expert in experts)
         shared_mlp = None if shared is None else self.pack_mlp(shared)
         return _Moe(self.pack(router), correction_bias, packed, shared_mlp, config)
 
@@ -109,7 +109,8 @@ class TorchKernels:
         token_of = by_expert // config.experts_per_token
         counts = ids.flatten().bincount(minlength=config.n_routed_experts).tolist()
         inputs = torch.split(x[token_of], counts)
-        outputs = [_mlp(rows, weights.experts[e]) for e, rows in enumerate(inputs) if len(rows)]
+        pairs = zip(inputs, weights.experts, strict=True)
+        outputs = [_mlp(rows, e) if e else torch.zeros_like(rows) for rows, e in pairs if len(rows)]
         by_slot = torch.empty_like(x).repeat(config.experts_per_token, 1)
         by_slot[by_expert] = torch.cat(outputs)
         mixed = (by_slot.view(*scale.shape, -1) * scale.unsqueeze(-1)).sum(1)

@@ -40,8 +40,10 @@ class PagedLatentCache:
     anonymous page-aligned mapping, on a CUDA device one flat tensor. The KV transport registers them once.
     """
 
-    def __init__(self, shape: CacheShape, *, device: str = "cpu") -> None:
-        """`device`: cpu or cuda:N."""
+    def __init__(
+        self, shape: CacheShape, *, device: str = "cpu", host: PageAlignedMemory | None = None
+    ) -> None:
+        """`device`: cpu or cuda:N. `host`: the memory to use on the cpu; None = private memory."""
         if min(shape.n_pages, shape.n_layers, shape.block_tokens, shape.width) < 1:
             raise InvalidArgument("cache", f"every extent must be at least 1, got {shape}")
         if shape.kv_dtype not in KV_DTYPES:
@@ -51,7 +53,7 @@ class PagedLatentCache:
         self.n_bytes = shape.n_pages * shape.page_bytes
         self.memory: memoryview | torch.Tensor
         if device == "cpu":
-            host = PageAlignedMemory(self.n_bytes)
+            host = host or PageAlignedMemory(self.n_bytes)
             self.memory = host.buffer[: self.n_bytes]
             self.address: int = host.address
             flat = torch.frombuffer(self.memory, dtype=KV_DTYPES[shape.kv_dtype])

@@ -86,10 +86,10 @@ class ModelRunner:
         """Load a checkpoint directory. Raises CheckpointError or InvalidArgument, naming the defect."""
         options = options or RunnerOptions()
         config = load_config(model_dir)
-        kernels = _choose_kernels(options)
-        cache_shape = _cache_shape(config, options)
+        kernels = choose_kernels(options)
+        shape = cache_shape(config, options)
         with Checkpoint(model_dir, options.progress) as checkpoint:
-            _check_memory(check_inventory(checkpoint, config), cache_shape, options)
+            check_memory(check_inventory(checkpoint, config), shape, options)
             weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype).load()
         features = load_feature_head(options.head_dir, config, kernels) if options.head_dir else None
         if options.kernels == "native":
@@ -98,7 +98,7 @@ class ModelRunner:
         return cls(
             config,
             Decoder(config, weights, _stack(config, weights, kernels, eps), kernels, features),
-            PagedLatentCache(cache_shape),
+            PagedLatentCache(shape),
             kernels=kernels.name,
             feature_width=config.hidden_size if features else 0,
             weights_digest=weights_digest(model_dir),
@@ -118,8 +118,8 @@ class ModelRunner:
         return ForwardOutput(self.decoder.logits(x[wanted]), features)
 
 
-def _choose_kernels(options: RunnerOptions) -> Kernels:
-    threads = options.threads or _threads_at_start()
+def choose_kernels(options: RunnerOptions) -> Kernels:
+    threads = choose_threads(options)
     torch.set_num_threads(threads)
     return (
         TorchKernels()
@@ -128,12 +128,16 @@ def _choose_kernels(options: RunnerOptions) -> Kernels:
     )
 
 
+def choose_threads(options: RunnerOptions) -> int:
+    return options.threads or _threads_at_start()
+
+
 @cache
 def _threads_at_start() -> int:
     return torch.get_num_threads()
 
 
-def _check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -> None:
+def check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -> None:
     cache_bytes = cache.n_pages * cache.page_bytes
     limit = options.memory_bytes
     if limit is None:
@@ -151,7 +155,7 @@ def _stack(config: ModelConfig, weights: ModelWeights, kernels: Kernels, latent_
     return PlainStack(config, weights.layers, kernels, latent_norm_eps)
 
 
-def _cache_shape(config: ModelConfig, options: RunnerOptions) -> CacheShape:
+def cache_shape(config: ModelConfig, options: RunnerOptions) -> CacheShape:
     kv_dtype = options.kv_dtype
     if kv_dtype == "auto":
         weight_dtype = config.dtype if options.weight_dtype == "auto" else options.weight_dtype

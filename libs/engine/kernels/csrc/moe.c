@@ -131,7 +131,7 @@ static void sort_pairs(const moe_t *m, const int32_t *ids, int64_t n_pairs, int3
 typedef struct {
     const moe_t *moe;
     const float *outputs, *weights;
-    const int32_t *place;
+    const int32_t *ids, *place;
     int64_t n_rows, width;
     float *residual;
 } combination_t;
@@ -143,6 +143,7 @@ static void combine_rows(void *arguments, int64_t item, int thread) {
     (void)thread;
     for (int64_t r = item * ROWS_PER_ITEM; r < c->n_rows && r < (item + 1) * ROWS_PER_ITEM; r++)
         for (int64_t i = r * n_chosen; i < (r + 1) * n_chosen; i++) {
+            if (!c->moe->gate[c->ids[i]].data) continue;
             const float *output = c->outputs + c->place[i] * c->width;
             float weight = c->weights[i], *residual = c->residual + r * c->width;
             for (int64_t j = 0; j < c->width; j++) residual[j] += weight * output[j];
@@ -184,7 +185,7 @@ int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_row
     int64_t n = 0;
     for (int64_t e = 0; e < m->n_experts; e++) {
         int64_t count = first[e + 1] - first[e];
-        if (!count) continue;
+        if (!count || !m->gate[e].data) continue; /* no rows, or the expert of another rank */
         into[n] = hidden_product(&input, count, m->gate + e, m->up + e, m->down + e, hidden + first[e] * inner);
         into[n].row_of = row_of + first[e];
         out_of[n++] = down_product(hidden + first[e] * inner, count, m->down + e, outputs + first[e] * width, 0);
@@ -195,7 +196,7 @@ int32_t ss_moe(context_t *context, const moe_t *m, const float *x, int64_t n_row
     }
     run_products(into, n, cursor, pool);
     run_products(out_of, n, cursor, pool);
-    combination_t sum = {m, outputs, weights, place, n_rows, width, residual};
+    combination_t sum = {m, outputs, weights, ids, place, n_rows, width, residual};
     pool_run(pool, combine_rows, &sum, n_items);
     return 0;
 }

@@ -1,0 +1,46 @@
+"""The command stream from rank 0 to the other ranks: each command is a header and a payload of integers.
+
+Ranks run the same commands in the same order, so that their collectives match.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from libs.engine.parallel.links import GroupLinks
+from libs.engine.step.batch import Batch
+
+_END, _STEP = 0, 1
+_ARRAYS = tuple(field.name for field in fields(Batch) if field.name != "want_features")
+_HEADER_WORDS = 3 + len(_ARRAYS)  # kind, want_features, columns of the page table, then the arrays' sizes
+
+
+def send_step(links: GroupLinks, batch: Batch) -> None:
+    """Rank 0 only: let all other ranks run `batch`."""
+    arrays = [np.ascontiguousarray(getattr(batch, name), dtype=np.int32) for name in _ARRAYS]
+    header = [_STEP, int(batch.want_features), batch.page_table.shape[1], *(a.size for a in arrays)]
+    links.broadcast(torch.tensor(header))
+    links.broadcast(torch.from_numpy(np.concatenate([a.ravel() for a in arrays])))
+
+
+def send_end(links: GroupLinks) -> None:
+    """Rank 0 only: end the stream."""
+    links.broadcast(torch.tensor([_END] * _HEADER_WORDS))
+
+
+def receive_step(links: GroupLinks) -> Batch | None:
+    """Wait for the next batch; None at the end of the stream."""
+    header = torch.empty(_HEADER_WORDS, dtype=torch.int64)
+    links.broadcast(header)
+    kind, want_features, n_columns, *sizes = header.tolist()
+    if kind == _END:
+        return None
+    payload = torch.empty(sum(sizes), dtype=torch.int32)
+    links.broadcast(payload)
+    parts = np.split(payload.numpy(), np.cumsum(sizes)[:-1])
+    arrays = dict(zip(_ARRAYS, parts, strict=True))
+    arrays["page_table"] = arrays["page_table"].reshape(-1, n_columns)
+    return Batch(**arrays, want_features=bool(want_features))

@@ -1,0 +1,56 @@
+"""The process of a rank other than 0: loads its part, then runs the batches of the command stream.
+
+Its standard input brings one line of options and then stays open. When it closes, rank 0 has ended, and so
+does this process, in whatever call it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from libs.common.telemetry.logs import configure_logging
+from libs.engine.parallel.commands import receive_step
+from libs.engine.parallel.links import GroupLinks
+from libs.engine.parallel.rank_model import RankModel, RankOptions
+from libs.engine.parallel.shared_pages import SharedPageMemory
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Returns the exit status: 0 at the end of the command stream, 1 after an error, which it logs."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a container: rank 0 drains and ends
+        signal.signal(number, signal.SIG_IGN)
+    options = RankOptions.from_json(sys.stdin.readline())
+    configure_logging("rank", f"rank-{options.rank}")
+    threading.Thread(target=_end_with_input, name="rank 0", daemon=True).start()
+    try:
+        _follow(options)
+    except Exception:
+        log.exception("rank %d of %s fails", options.rank, options.sizes)
+        return 1
+    return 0
+
+
+def _follow(options: RankOptions) -> None:
+    memory = SharedPageMemory(options.cache.n_pages * options.cache.page_bytes, options.pages_descriptor)
+    links = GroupLinks(options.place, Path(options.store))
+    model = RankModel.load(options, links, memory)
+    while (batch := receive_step(links)) is not None:
+        model.run(batch)
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # without destructors of the process group, which wait for other ranks

@@ -1,0 +1,94 @@
+"""The connections of one rank: the command stream, the ranks of its stage, and the stages beside it.
+
+NCCL connects CUDA devices, gloo everything else. Every rank makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from libs.engine.parallel.sizes import RankPlace
+
+# A rank may wait for its next command for as long as the worker has no request. Dead ranks close connections.
+_IDLE_LIMIT = timedelta(days=365)
+
+
+class GroupLinks:
+    """Collectives of one rank. One thread makes all calls."""
+
+    def __init__(self, place: RankPlace, store: Path, *, device: str = "cpu") -> None:
+        """Connects with the other ranks through the file `store`; returns when all are there."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        sizes = place.sizes
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(str(store), sizes.n_ranks),
+            rank=place.rank,
+            world_size=sizes.n_ranks,
+            timeout=_IDLE_LIMIT,
+        )
+        self.place = place
+        self._stage: Any = None
+        for first in range(0, sizes.n_ranks, sizes.stage_ranks):
+            members = range(first, first + sizes.stage_ranks)
+            group = dist.new_group(list(members), timeout=_IDLE_LIMIT)
+            if place.rank in members:
+                self._stage = group
+        self._sends: list[tuple[Any, torch.Tensor]] = []
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Rank 0's `values`, in place, at all ranks."""
+        dist.broadcast(values, 0)
+
+    def sum_in_stage(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of the stage's parts, bit for bit the same at all of its ranks and for any number of rows.
+
+        An all-reduce adds in an order that depends on an element's place in the buffer. Then a row's value
+        would depend on the rows beside it, and drafts would change tokens.
+        """
+        n_ranks = self.place.sizes.stage_ranks
+        if n_ranks == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(n_ranks)]
+        dist.all_gather(parts, part.contiguous(), group=self._stage)
+        total = parts[0]
+        for other in parts[1:]:
+            total += other
+        return total
+
+    def gather_columns(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        """The stage's columns [R, w] side by side at rank 0; None at other ranks. For the last stage only."""
+        if len(widths) == 1:
+            return part
+        padded = torch.zeros(part.shape[0], max(widths))
+        padded[:, : part.shape[1]] = part
+        if self.place.rank:
+            dist.gather(padded, None, dst=0, group=self._stage)
+            return None
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.gather(padded, parts, dst=0, group=self._stage)
+        return torch.cat([p[:, :width] for p, width in zip(parts, widths, strict=True)], dim=1)
+
+    def send_on(self, x: torch.Tensor) -> None:
+        """Start to send to the next stage; `x` must not change until `finish_sends`."""
+        self._sends.append((dist.isend(x, self.place.next_rank), x))
+
+    def receive(self, x: torch.Tensor) -> None:
+        """Fill x from the stage before."""
+        dist.recv(x, self.place.previous_rank)
+
+    def finish_sends(self) -> None:
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -1,0 +1,186 @@
+"""One rank's part of the model: it runs the same batches as all other ranks of its group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from libs.engine.kernels.interface import Kernels, Packed
+from libs.engine.kv.cache import CacheShape, PagedLatentCache
+from libs.engine.model.checkpoint import Checkpoint
+from libs.engine.model.runner import RunnerOptions, choose_kernels
+from libs.engine.model.weights import WeightDtype
+from libs.engine.model_spec.config import ModelConfig, load_config
+from libs.engine.model_spec.plan import plan_batch
+from libs.engine.model_spec.rope import Rope
+from libs.engine.parallel.cut import vocabulary_slice
+from libs.engine.parallel.links import GroupLinks
+from libs.engine.parallel.shared_pages import SharedPageMemory
+from libs.engine.parallel.sizes import ParallelSizes, RankPlace, even_slice
+from libs.engine.parallel.split import count_micro_batches, split_rows, split_sequences, take_rows
+from libs.engine.parallel.stage_loader import StageLoader, StageWeights
+from libs.engine.parallel.stage_stack import StagePlan, StageStack
+from libs.engine.step.batch import Batch
+from libs.engine.step.load_progress import LoadProgress
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What a rank must know to load its part; equal at all ranks, but for `rank`."""
+
+    model_dir: str
+    rank: int
+    sizes: ParallelSizes
+    stage_ends: tuple[int, ...]
+    feature_layers: tuple[int, ...]
+    cache: CacheShape
+    weight_dtype: WeightDtype
+    kernels: Literal["native", "torch"]
+    latent_norm_eps: float
+    threads: int
+    store: str
+    pages_descriptor: int
+
+    @property
+    def place(self) -> RankPlace:
+        return RankPlace(self.rank, self.sizes)
+
+    @property
+    def layers(self) -> range:
+        stage = self.place.stage
+        return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankOptions:
+        raw: dict[str, Any] = json.loads(text)
+        raw["sizes"], raw["cache"] = ParallelSizes(**raw["sizes"]), CacheShape(**raw["cache"])
+        raw["stage_ends"], raw["feature_layers"] = tuple(raw["stage_ends"]), tuple(raw["feature_layers"])
+        return cls(**raw)
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutput:
+    """logits [R, V] at rank 0, else None; the captured layers [T, H] at the last stage."""
+
+    logits: torch.Tensor | None
+    captured: dict[int, torch.Tensor]
+
+
+class RankModel:
+    """The part of one rank. One thread drives it; every rank must run the same batches."""
+
+    def __init__(
+        self,
+        options: RankOptions,
+        config: ModelConfig,
+        kernels: Kernels,
+        weights: StageWeights,
+        links: GroupLinks,
+        cache: PagedLatentCache,
+    ) -> None:
+        self.options = options
+        self.config = config
+        self.cache = cache
+        self._place = options.place
+        self._kernels = kernels
+        self._weights = weights
+        self._links = links
+        self._rope = Rope(config)
+        self._stack = StageStack(
+            config=config,
+            local=replace(config, n_heads=config.n_heads // options.sizes.tp),
+            indices=options.layers,
+            layers=weights.layers,
+            kernels=kernels,
+            latent_norm_eps=options.latent_norm_eps,
+            links=links,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        options: RankOptions,
+        links: GroupLinks,
+        memory: SharedPageMemory,
+        progress: LoadProgress | None = None,
+    ) -> RankModel:
+        """Load the rank's part. Raises CheckpointError or InvalidArgument, naming the defect."""
+        model_dir = Path(options.model_dir)
+        config = load_config(model_dir)
+        kernels = choose_kernels(RunnerOptions(kernels=options.kernels, threads=options.threads))
+        with Checkpoint(model_dir, progress) as checkpoint:
+            loader = StageLoader(checkpoint, config, kernels, options.weight_dtype, place=options.place)
+            weights = loader.load_stage(options.layers)
+        if options.kernels == "native":
+            torch.set_num_threads(1)
+        return cls(options, config, kernels, weights, links, PagedLatentCache(options.cache, host=memory))
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> RankOutput:
+        """Run a batch that `plan_batch` accepts: through the stages in micro-batches, then the logits."""
+        captured = self._captured(batch)
+        parts = split_rows(batch, count_micro_batches(batch.n_rows, self.options.sizes.pp))
+        outputs = [self._run_part(part, captured) for part in parts]
+        self._links.finish_sends()
+        if not self._place.is_last_stage:
+            return RankOutput(None, {})
+        x = torch.cat([part_x for part_x, _ in outputs])
+        features = {layer: torch.cat([rows[layer] for _, rows in outputs]) for layer in captured}
+        return RankOutput(self._logits(x[torch.from_numpy(batch.logit_rows).long()]), features)
+
+    def linear(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
+        return self._kernels.linear(x, weight)
+
+    def _run_part(
+        self, batch: Batch, captured: Sequence[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The residual stream behind this stage, and the outputs of captured layers so far."""
+        layers = self._stack.indices
+        inherited = [layer for layer in captured if layer < layers.start]
+        received = torch.empty(1 + len(inherited), batch.n_rows, self.config.hidden_size)
+        if self._place.is_first_stage:
+            received[0] = self._embed(torch.from_numpy(batch.token_ids).long())
+        else:
+            self._links.receive(received)
+        x = received[0]
+        outputs = dict(zip(inherited, received[1:], strict=True))
+        outputs.update(self._stack.run(x, self._plan(batch), captured))
+        if not self._place.is_last_stage:
+            self._links.send_on(torch.stack([x, *(outputs[i] for i in captured if i in outputs)]))
+        return x, outputs
+
+    def _captured(self, batch: Batch) -> Sequence[int]:
+        """Distinct layers whose outputs are wanted, ascending, so that all stages send them in one order."""
+        return sorted(set(self.options.feature_layers)) if batch.want_features else ()
+
+    def _plan(self, batch: Batch) -> StagePlan:
+        rows = split_sequences(batch, self.options.sizes.dp)[self._place.data_part]
+        own = take_rows(batch, rows)
+        plan = None if own is None else plan_batch(own, self.config, self._rope, self.cache)
+        return StagePlan(rows, plan)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Each rank of the stage has the rows of a slice of the vocabulary."""
+        assert self._weights.embedding is not None
+        span = vocabulary_slice(self._place, self.config)
+        is_own = (token_ids >= span.start) & (token_ids < span.stop)
+        rows = self._weights.embedding[torch.where(is_own, token_ids - span.start, 0)].float()
+        return self._links.sum_in_stage(rows.masked_fill_(~is_own.unsqueeze(-1), 0.0))
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor | None:
+        """[R, H] -> [R, V] at rank 0."""
+        n_ranks = self.options.sizes.stage_ranks
+        spans = [even_slice(self.config.vocab_size, rank, n_ranks) for rank in range(n_ranks)]
+        if not len(x):
+            return torch.empty(0, self.config.vocab_size)
+        normed = self._kernels.rms_norm(x, self._weights.norm, self.config.rms_norm_eps)  # type: ignore[arg-type]
+        part = self._kernels.linear(normed, self._weights.head)
+        return self._links.gather_columns(part, [span.stop - span.start for span in spans])
