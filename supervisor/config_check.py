@@ -11,6 +11,7 @@ from pathlib import Path
 
 from libs.common.etcd.access import EtcdAccess
 from libs.common.transport.open import TransportChoice
+from libs.engine.parallel.sizes import parse_sizes
 from slipstream.api_key_file import read_keys
 from slipstream.errors import InvalidArgument
 from supervisor.forking.launcher import STARTS
@@ -38,6 +39,12 @@ def check_config(config: ClusterConfig) -> None:
             _check_model(flag, path)
     _check_choice("--drafts", config.drafts, DRAFTS)
     _check_choice("--drafts-from", config.drafts_from, DRAFTERS)
+    for flag, sizes in (
+        ("--prefill-parallel", config.prefill_parallel),
+        ("--decode-parallel", config.decode_parallel),
+    ):
+        if sizes is not None:
+            parse_sizes(sizes, flag)
     _check_choice("--start", config.start, STARTS)
     _check_choice("--log-level", config.log_level, LOG_LEVELS)
     _check_choice("--log-format", config.log_format, LOG_FORMATS)

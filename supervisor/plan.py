@@ -41,6 +41,8 @@ class ClusterConfig:
     drafters: int = 1
     drafts: str = "auto"  # one of DRAFTS
     drafts_from: str = "remote"  # one of DRAFTERS: where the draft head runs
+    prefill_parallel: str | None = None  # ranks of each worker; None: one process
+    decode_parallel: str | None = None
     etcd: str | None = None  # an external etcd; None: one of our own
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router
@@ -202,6 +204,8 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
     if role is Role.DECODE:
         arguments += ["--drafts", config.drafts]
         arguments += ["--drafter", "local"] if config.drafts_from == "local" else []
+    parallel = {Role.PREFILL: config.prefill_parallel, Role.DECODE: config.decode_parallel}
+    arguments += _given(("--parallel", parallel.get(role)))
     if http is not None:
         arguments += ["--drain-s", f"{config.drain_s:g}"]
         arguments += ["--database", f"sqlite:{config.run_dir.resolve() / DATABASE_NAME}"]

@@ -30,6 +30,10 @@ Drafts = Annotated[
 DraftsFrom = Annotated[
     str, typer.Option(help="remote: drafters run the draft head; local: each decode worker runs it.")
 ]
+PrefillParallel = Annotated[
+    str | None, typer.Option(help="Ranks of each prefill worker: tp=2,pp=2 (docs/parallelism.md).")
+]
+DecodeParallel = Annotated[str | None, typer.Option(help="The same of each decode worker.")]
 Etcd = Annotated[str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")]
 EtcdCa = Annotated[Path | None, typer.Option(help="PEM of the CA of that etcd: TLS to it.")]
 EtcdCertificate = Annotated[Path | None, typer.Option(help="PEM of a certificate, where it asks for one.")]

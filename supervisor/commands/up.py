@@ -24,7 +24,7 @@ def say(line: str) -> None:
 
 
 # Parameters of `slipstream up` that are another setting of a service.
-_SETTINGS = {"grpc": "listen"}
+_SETTINGS = {"grpc": "listen", "prefill_parallel": "parallel", "decode_parallel": "parallel"}
 
 
 def with_file(given: ClusterConfig, path: Path, flags: Collection[str]) -> ClusterConfig:

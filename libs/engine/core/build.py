@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -24,11 +24,13 @@ from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.config_json import read_config_json
-from libs.engine.parallel.group_runner import GroupRunner
 from libs.engine.parallel.sizes import ParallelSizes
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from slipstream.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from libs.engine.parallel.group_runner import GroupRunner
 
 # The default size of the KV cache: pages for so many full context windows, within a bound in bytes.
 _DEFAULT_CONTEXTS = 4
@@ -102,6 +104,8 @@ def _load(
 ) -> ModelRunner | GroupRunner:
     if parallel is None or parallel.n_ranks == 1:
         return ModelRunner.load(model_dir, options)
+    from libs.engine.parallel.group_runner import GroupRunner
+
     return GroupRunner.load(model_dir, options, parallel)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kv.cache import LAYOUT_VERSION
 from libs.engine.model.runner import ModelRunner
-from libs.engine.parallel.group_runner import GroupRunner
 from libs.engine.sampling.sampler import sample
 from libs.engine.sampling.token_masks import MaskThread
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import DeviceBytes, EngineInfo
+
+if TYPE_CHECKING:
+    from libs.engine.parallel.group_runner import GroupRunner
 
 
 class TorchModel:

@@ -108,7 +108,7 @@ class WeightLoader:
             c,
         )
 
-    def _experts(self, name: str) -> Iterator[MlpMatrices]:
+    def _experts(self, name: str) -> Iterator[MlpMatrices | None]:
         for expert in range(self._config.n_routed_experts):
             yield self._mlp(f"{name}.experts.{expert}", self._config.moe_intermediate_size)
 

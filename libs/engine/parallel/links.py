@@ -30,7 +30,7 @@ class GroupLinks:
         sizes = place.sizes
         dist.init_process_group(
             backend,
-            store=dist.FileStore(str(store), sizes.n_ranks),
+            store=dist.FileStore(str(store), sizes.n_ranks),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=sizes.n_ranks,
             timeout=_IDLE_LIMIT,

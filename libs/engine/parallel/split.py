@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from libs.engine.step.batch import Batch
@@ -24,7 +26,7 @@ def split_rows(batch: Batch, n_parts: int) -> list[Batch]:
     """
     n_parts = min(n_parts, batch.n_rows)
     edges = [batch.n_rows * part // n_parts for part in range(n_parts + 1)]
-    return [_rows(batch, *edge) for edge in zip(edges, edges[1:], strict=False)]
+    return [_rows(batch, *edge) for edge in pairwise(edges)]
 
 
 def split_sequences(batch: Batch, n_parts: int) -> list[slice]:
@@ -34,7 +36,7 @@ def split_sequences(batch: Batch, n_parts: int) -> list[slice]:
     middle = cost - np.diff(cost, prepend=0.0) / 2
     part_of = np.minimum((middle * n_parts / cost[-1]).astype(np.int64), n_parts - 1)
     edges = batch.query_start[np.searchsorted(part_of, np.arange(n_parts + 1))]
-    return [slice(int(begin), int(end)) for begin, end in zip(edges, edges[1:], strict=False)]
+    return [slice(int(begin), int(end)) for begin, end in pairwise(edges)]
 
 
 def take_rows(batch: Batch, rows: slice) -> Batch | None:

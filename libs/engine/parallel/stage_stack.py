@@ -16,7 +16,7 @@ from libs.engine.parallel.links import GroupLinks
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The rows of a micro-batch whose attention this rank computes, and their plan; None without such rows."""
+    """The rows of a micro-batch whose attention this rank computes; the plan is None without such rows."""
 
     rows: slice
     attention: BatchPlan | None

@@ -19,7 +19,7 @@ class PartCost:
 def balance_stages(
     layers: Sequence[PartCost], n_stages: int, *, embedding: PartCost, head: PartCost
 ) -> tuple[range, ...]:
-    """Consecutive layers for each stage, none empty. The embedding is in the first stage, the head in the last.
+    """Consecutive layers for each stage, none empty; the first also has the embedding, the last the head.
 
     The cost of a stage is the larger of its share of the model's bytes and its share of the model's time. The
     largest cost of a stage is the least possible one.
@@ -33,7 +33,7 @@ def balance_stages(
         """The largest cost, and the ends of the stages, of the layers from `begin`."""
         if stages == 1:
             return cost(begin, len(layers)), (len(layers),)
-        found = (float("inf"), ())
+        found: tuple[float, tuple[int, ...]] = (float("inf"), ())
         for end in range(begin + 1, len(layers) - stages + 2):
             own = cost(begin, end)
             if own >= found[0]:

@@ -10,6 +10,7 @@ from typing import Literal, cast
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
 from libs.engine.step.draft_head import DraftHead
+from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
@@ -76,6 +77,11 @@ class EngineSettings(WorkerSettings):
     block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64, least=1)
     max_batch: int = setting("sequences in one engine step", default=64, least=1)
     step_tokens: int = setting("rows of one step, prefill chunks included", default=512, least=1)
+    parallel: str | None = setting(
+        "ranks of this worker, each a process, such as tp=2,pp=2,ep=2,dp=1 (docs/parallelism.md)",
+        default=None,
+        default_text="one process",
+    )
     restore_floor_ms: float = setting(
         "how long any prompt may wait for KV of others, however quick it is to compute", default=FLOOR_MS
     )
@@ -94,10 +100,11 @@ def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[
     if options.model is None:
         raise SystemExit("--model is required")
     model_dir = options.model
+    parallel = parse_sizes(options.parallel) if options.parallel else None
 
     def build() -> Engine:
         try:
-            return _torch(options, model_dir, progress)
+            return _torch(options, model_dir, progress, parallel)
         except (FailedPrecondition, InvalidArgument) as error:
             raise ModelUnusable(error.message) from error
 
@@ -116,7 +123,9 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
     return build_local_drafter(engine, options.draft_model, options.model)
 
 
-def _torch(options: EngineSettings, model_dir: Path, progress: LoadProgress) -> Engine:
+def _torch(
+    options: EngineSettings, model_dir: Path, progress: LoadProgress, parallel: ParallelSizes | None
+) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.worker.process.kv_size import default_kv_bytes
 
@@ -142,6 +151,7 @@ def _torch(options: EngineSettings, model_dir: Path, progress: LoadProgress) -> 
             threads=options.threads,
             progress=progress,
             least_step_s=options.bench_step_ms / 1e3,
+            parallel=parallel,
         ),
     )
 
