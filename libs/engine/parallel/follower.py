@@ -30,14 +30,15 @@ def main() -> int:
     configure_logging("rank", f"rank-{options.rank}")
     threading.Thread(target=_end_with_input, name="rank 0", daemon=True).start()
     try:
-        _follow(options)
+        follow(options)
     except Exception:
         log.exception("rank %d of %s fails", options.rank, options.sizes)
         return 1
     return 0
 
 
-def _follow(options: RankOptions) -> None:
+def follow(options: RankOptions) -> None:
+    """Load, then run the batches of rank 0 until its stream ends."""
     memory = SharedPageMemory(options.cache.n_pages * options.cache.page_bytes, options.pages_descriptor)
     links = GroupLinks(options.place, Path(options.store))
     model = RankModel.load(options, links, memory)

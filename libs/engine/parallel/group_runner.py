@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -59,7 +60,7 @@ class GroupRunner:
         self._feature_head: FeatureHead | None = None
         self._model = model
         self._links = links
-        self._followers = followers
+        self.followers = followers
         self._rope = Rope(model.config)
 
     @classmethod
@@ -123,9 +124,10 @@ class GroupRunner:
 
     def close(self) -> None:
         """End the other ranks in order. A process that just ends takes them with it."""
-        self._followers.expect_end()
-        send_end(self._links)
-        self._followers.wait()
+        self.followers.expect_end()
+        with contextlib.suppress(RuntimeError):  # a rank is dead
+            send_end(self._links)
+        self.followers.wait()
         self._links.close()
 
 
