@@ -96,6 +96,8 @@ class GroupRunner:
             except BaseException:
                 followers.kill()
                 raise
+        if options.progress is not None:  # other ranks have read the rest
+            options.progress.done_bytes = options.progress.total_bytes
         runner._feature_head = head
         runner.feature_width = config.hidden_size if head else 0
         return runner

@@ -42,6 +42,7 @@ class GroupLinks:
             group = dist.new_group(list(members), timeout=_IDLE_LIMIT)
             if place.rank in members:
                 self._stage = group
+        dist.barrier()  # no rank reads the store after this
         self._sends: list[tuple[Any, torch.Tensor]] = []
 
     def broadcast(self, values: torch.Tensor) -> None:

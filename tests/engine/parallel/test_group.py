@@ -25,7 +25,7 @@ from tests.engine.support import generate, make_spec
 
 BLOCK_TOKENS = 16
 TOLERANCE = 1e-5
-# Models of two kinds: INT4 experts with latent queries; dense ones with expert groups and odd widths.
+# INT4 experts with latent queries; dense experts in groups, with an odd vocabulary and a tied head.
 MODELS = {
     "int4": RandomCheckpoint(dtype="float32"),
     "groups": RandomCheckpoint(
@@ -40,8 +40,14 @@ MODELS = {
         quantization="none",
     ),
 }
-CUTS = ["tp=2", "pp=2", "dp=2", "tp=2,ep=2", "dp=2,ep=2"]
-CUTS_OF_FOUR = ["tp=2,pp=2", "pp=2,dp=2,ep=2", "tp=2,dp=2,ep=2", "tp=4,ep=4", "pp=4"]
+CUTS = ["tp=2", "pp=2", "dp=2", "dp=2,ep=2", "tp=2,pp=2"]
+LONG_CUTS = ["tp=2,ep=2", "pp=2,dp=2,ep=2", "tp=2,dp=2,ep=2", "tp=4,ep=4", "pp=4"]
+CASES = [
+    *(("int4", cut) for cut in CUTS),
+    ("groups", "tp=2,ep=2"),
+    *(pytest.param(("int4", cut), marks=pytest.mark.soak) for cut in LONG_CUTS),
+    *(pytest.param(("groups", cut), marks=pytest.mark.soak) for cut in (*CUTS, *LONG_CUTS[1:])),
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +65,21 @@ def options_of(models: dict[str, Path], name: str) -> RunnerOptions:
     return RunnerOptions(n_pages=64, block_tokens=BLOCK_TOKENS, threads=1, kv_dtype="float32", head_dir=head)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def one(request: pytest.FixtureRequest, models: dict[str, Path]) -> ModelRunner:
-    return ModelRunner.load(models[request.param], options_of(models, request.param))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A model and its cut."""
+    found: tuple[str, str] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def name(one: ModelRunner) -> str:
-    return "groups" if one.config.n_group > 1 else "int4"
+def one(case: tuple[str, str], models: dict[str, Path]) -> ModelRunner:
+    return ModelRunner.load(models[case[0]], options_of(models, case[0]))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*CUTS, *(pytest.param(c, marks=pytest.mark.soak) for c in CUTS_OF_FOUR[1:]), CUTS_OF_FOUR[0]],
-)
-def group(request: pytest.FixtureRequest, models: dict[str, Path], name: str) -> Iterator[GroupRunner]:
-    with forked_group(models[name], options_of(models, name), request.param) as runner:
+@pytest.fixture(scope="module")
+def group(case: tuple[str, str], models: dict[str, Path]) -> Iterator[GroupRunner]:
+    with forked_group(models[case[0]], options_of(models, case[0]), case[1]) as runner:
         yield runner
 
 

@@ -63,8 +63,9 @@ def prefilled(engine: PagedEngine, prompt: list[int]) -> tuple[list[bytes], int]
     reservation = engine.reserve(make_spec("p", prompt, max_tokens=1))
     engine.start("p")
     tokens = [token for _ in range(4) for output in engine.step() for token in output.tokens]
-    size = engine.info.page_bytes
-    pages = [bytes(engine.memory[page * size : (page + 1) * size]) for page in reservation.pages]
+    size, memory = engine.info.page_bytes, engine.memory
+    assert isinstance(memory, memoryview)
+    pages = [bytes(memory[page * size : (page + 1) * size]) for page in reservation.pages]
     return pages, tokens[0]
 
 

@@ -40,7 +40,7 @@ def _largest(
     parts[-1] = [*parts[-1], head]
     shares = []
     for kind in ("n_bytes", "time"):
-        of_stage = [sum(getattr(part, kind) for part in stage) for stage in parts]
+        of_stage: list[float] = [sum(getattr(part, kind) for part in stage) for stage in parts]
         shares += [total / (sum(of_stage) or 1.0) for total in of_stage]
     return max(shares)
 

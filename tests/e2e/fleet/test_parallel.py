@@ -1,0 +1,93 @@
+"""Workers of several processes, cut in different ways: equal answers, and no rank outlives its group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from libs.engine.core.build import EngineOptions, build_engine
+from libs.text.tokenizer import Tokenizer
+from supervisor.plan import DEFAULT_MODEL, ClusterConfig
+from tests.engine.support import generate, make_spec
+from tests.support.clusters.local_cluster import LocalCluster, until
+from tests.support.fixture_dirs import lasting_dir
+from tests.support.processes.process_checks import alive
+
+PROMPTS = ["My parcel is late. " * 20, "Where is my invoice? " * 9, "Hello."]
+MAX_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def cut(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with (
+        lasting_dir(request, "cut") as run_dir,
+        LocalCluster(
+            ClusterConfig(
+                run_dir=run_dir,
+                prefill=1,
+                decode=1,
+                drafts="on",
+                prefill_parallel="tp=2",
+                decode_parallel="pp=2",
+            )
+        ) as running,
+    ):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """The greedy answers of an engine in this process."""
+    tokenizer = Tokenizer.from_dir(DEFAULT_MODEL)
+    engine = build_engine(DEFAULT_MODEL, EngineOptions(threads=1))
+    specs = [
+        make_spec(str(i), np.array(tokenizer.encode_text(prompt)), max_tokens=MAX_TOKENS, ignore_eos=True)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    tokens = generate(engine, specs)
+    return [tokenizer.decode(tokens[spec.seq_id]) for spec in specs]
+
+
+def answers(site: LocalCluster) -> list[str]:
+    options = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    return [site.client.complete(prompt, **options).text for prompt in PROMPTS]  # type: ignore[arg-type]
+
+
+def ranks(rank_0: int) -> list[int]:
+    """The processes of the other ranks."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == rank_0]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return None
+
+
+def test_answers_equal_those_of_one_process(cut: LocalCluster, expected: list[str]) -> None:
+    assert len(ranks(cut.pid("prefill-0"))) == len(ranks(cut.pid("decode-0"))) == 1
+    assert answers(cut) == expected
+    again = cut.client.complete(PROMPTS[0], temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    assert again.text == expected[0]
+    assert again.usage is not None and again.usage.cached_tokens > 0
+
+
+@pytest.mark.parametrize("victim", ["rank 1", "rank 0"])
+def test_a_dead_rank_is_the_end_of_its_worker_which_starts_again(
+    cut: LocalCluster, expected: list[str], victim: str
+) -> None:
+    rank_0 = cut.pid("decode-0")
+    (rank_1,) = ranks(rank_0)
+    os.kill(rank_1 if victim == "rank 1" else rank_0, signal.SIGKILL)
+    until(lambda: not alive(rank_0) and not alive(rank_1), what="the end of both ranks")
+    until(lambda: cut.running("decode-0", but=rank_0), what="another decode worker")
+    assert answers(cut) == expected
+    if victim == "rank 1":
+        log = (cut.run_dir / "logs" / "decode-0.log").read_text()
+        assert "rank 1 of tp=1,pp=2,ep=1,dp=1 was killed by signal 9" in log
