@@ -9,8 +9,8 @@ from typing import Literal, cast
 
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
-from libs.engine.step.draft_head import DraftHead
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
+from libs.engine.step.draft_head import DraftHead
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
