@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 
 from libs.common.telemetry.logs import configure_logging
 from libs.engine.parallel.commands import receive_step
@@ -39,8 +38,8 @@ def main() -> int:
 
 def follow(options: RankOptions) -> None:
     """Load, then run the batches of rank 0 until its stream ends."""
-    memory = SharedPageMemory(options.cache.n_pages * options.cache.page_bytes, options.pages_descriptor)
-    links = GroupLinks(options.place, Path(options.store))
+    memory = SharedPageMemory(options.cache.n_pages * options.cache.page_bytes, options.pages)
+    links = GroupLinks(options.place, f"/proc/self/fd/{options.store}")
     model = RankModel.load(options, links, memory)
     while (batch := receive_step(links)) is not None:
         model.run(batch)

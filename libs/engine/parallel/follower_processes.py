@@ -65,7 +65,7 @@ def _start(options: RankOptions) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", _MODULE],
         stdin=subprocess.PIPE,
-        pass_fds=(options.pages_descriptor,),
+        pass_fds=(options.store, options.pages),
         text=True,
     )
     assert process.stdin is not None

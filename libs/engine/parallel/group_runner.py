@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,21 +80,16 @@ class GroupRunner:
         head = (
             load_feature_head(options.head_dir, config, choose_kernels(options)) if options.head_dir else None
         )
-        memory, shared = _shared_options(model_dir, config, options, sizes, head)
-        with tempfile.TemporaryDirectory(prefix="slipstream-group-") as directory:
-            rank = replace(shared, store=str(Path(directory) / "store"))
-            followers = FollowerProcesses(rank, on_death)
-            try:
-                links = GroupLinks(rank.place, Path(rank.store))
-                runner = cls(
-                    RankModel.load(rank, links, memory, options.progress),
-                    links,
-                    followers,
-                    weights_digest(model_dir),
-                )
-            except BaseException:
-                followers.kill()
-                raise
+        memory, rank = _shared_options(model_dir, config, options, sizes, head)
+        followers = FollowerProcesses(rank, on_death)
+        try:
+            links = GroupLinks(rank.place, f"/proc/self/fd/{rank.store}")
+            model = RankModel.load(rank, links, memory, options.progress)
+            runner = cls(model, links, followers, weights_digest(model_dir))
+        except BaseException:
+            followers.kill()
+            os.close(rank.store)
+            raise
         if options.progress is not None:  # other ranks have read the rest
             options.progress.done_bytes = options.progress.total_bytes
         runner._feature_head = head
@@ -131,6 +125,7 @@ class GroupRunner:
             send_end(self._links)
         self.followers.wait()
         self._links.close()
+        os.close(self._model.options.store)
 
 
 def _shared_options(
@@ -140,7 +135,7 @@ def _shared_options(
     sizes: ParallelSizes,
     head: FeatureHead | None,
 ) -> tuple[SharedPageMemory, RankOptions]:
-    """The shared pages, and the options of rank 0 without a store."""
+    """The shared pages, and the options of rank 0 with the descriptors of them and of an empty store."""
     shape = cache_shape(config, options)
     with Checkpoint(model_dir, options.progress) as checkpoint:
         check_memory(check_inventory(checkpoint, config), shape, options)
@@ -158,6 +153,6 @@ def _shared_options(
         kernels=options.kernels,
         latent_norm_eps=config.rms_norm_eps if options.latent_norm_eps is None else options.latent_norm_eps,
         threads=max(1, choose_threads(options) // sizes.n_ranks),
-        store="",
-        pages_descriptor=memory.descriptor,
+        store=os.memfd_create("slipstream-ranks"),
+        pages=memory.descriptor,
     )

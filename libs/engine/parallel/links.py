@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +22,17 @@ _IDLE_LIMIT = timedelta(days=365)
 class GroupLinks:
     """Collectives of one rank. One thread makes all calls."""
 
-    def __init__(self, place: RankPlace, store: Path, *, device: str = "cpu") -> None:
-        """Connects with the other ranks through the file `store`; returns when all are there."""
+    def __init__(self, place: RankPlace, store: str, *, device: str = "cpu") -> None:
+        """Connects with the other ranks, all of which are there on return.
+
+        `store`: a file, empty at first, that must stay for as long as this object.
+        """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         backend = "nccl" if device.startswith("cuda") else "gloo"
         sizes = place.sizes
         dist.init_process_group(
             backend,
-            store=dist.FileStore(str(store), sizes.n_ranks),  # type: ignore[attr-defined]
+            store=dist.FileStore(store, sizes.n_ranks),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=sizes.n_ranks,
             timeout=_IDLE_LIMIT,

@@ -31,7 +31,10 @@ from libs.engine.step.load_progress import LoadProgress
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What a rank must know to load its part; equal at all ranks, but for `rank`."""
+    """What a rank must know to load its part; equal at all ranks, but for `rank`.
+
+    `store` and `pages` are descriptors of files in memory: where ranks find each other, and the KV pages.
+    """
 
     model_dir: str
     rank: int
@@ -43,8 +46,8 @@ class RankOptions:
     kernels: Literal["native", "torch"]
     latent_norm_eps: float
     threads: int
-    store: str
-    pages_descriptor: int
+    store: int
+    pages: int
 
     @property
     def place(self) -> RankPlace:

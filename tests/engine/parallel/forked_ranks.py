@@ -49,9 +49,9 @@ class ForkedRank:
 
 def _follow(options_json: str, rank_0: int) -> None:
     options = RankOptions.from_json(options_json)
-    pages = os.open(f"/proc/{rank_0}/fd/{options.pages_descriptor}", os.O_RDWR)
+    store, pages = (os.open(f"/proc/{rank_0}/fd/{n}", os.O_RDWR) for n in (options.store, options.pages))
     torch.set_num_threads(1)
-    follower.follow(replace(options, pages_descriptor=pages))
+    follower.follow(replace(options, store=store, pages=pages))
     os._exit(0)
 
 
