@@ -194,6 +194,8 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     both = f"127.0.0.1:{free_port()}"
     await wrong_flag(fake, "need different ports", http=both, grpc=both)
     await wrong_flag(fake, "--drafts: must be one of auto, on, off", drafts="maybe")
+    await wrong_flag(fake, "--decode-parallel: ep=2 does not divide", decode_parallel="ep=2")
+    await wrong_flag(fake, "--prefill-parallel: 'tp' is not one of", prefill_parallel="tp")
     await wrong_flag(fake, "--log-level: must be", log_level="loud")
     await wrong_flag(fake, "--transport: must be", transport="pigeon")
     await wrong_flag(fake, "--pool: must be one of mooncake", pool="none")

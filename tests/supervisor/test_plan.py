@@ -47,6 +47,17 @@ def test_default_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flag(plan(ClusterConfig(decode=1))["decode-0"], "--drafter") is None
 
 
+def test_each_tier_has_its_own_cut() -> None:
+    plans = plan(ClusterConfig(prefill_parallel="tp=2", decode_parallel="tp=2,pp=2"))
+    cuts = {instance: cut for instance, p in plans.items() if (cut := flag(p, "--parallel"))}
+    assert cuts == {
+        "prefill-0": "tp=2",
+        "prefill-1": "tp=2",
+        "decode-0": "tp=2,pp=2",
+        "decode-1": "tp=2,pp=2",
+    }
+
+
 def test_free_ports_are_free_and_different() -> None:
     ports = free_ports(20, rng=random.Random(1))
     assert len(set(ports)) == 20
