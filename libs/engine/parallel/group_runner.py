@@ -53,7 +53,7 @@ class GroupRunner:
     ) -> None:
         self.config = model.config
         self.cache = model.cache
-        self.kernels = model.options.kernels
+        self.kernels = model.options.runner.kernels
         self.weights_digest = digest
         self.feature_width = 0
         self._feature_head: FeatureHead | None = None
@@ -141,6 +141,7 @@ def _shared_options(
         check_memory(check_inventory(checkpoint, config), shape, options)
         stages = choose_stages(checkpoint, config, sizes)
     log.info("cut by %s; layers of the stages: %s", sizes, [f"{s.start}-{s.stop - 1}" for s in stages])
+    threads = max(1, choose_threads(options) // sizes.n_ranks)
     memory = SharedPageMemory(shape.n_pages * shape.page_bytes)
     return memory, RankOptions(
         model_dir=str(model_dir.resolve()),
@@ -149,10 +150,7 @@ def _shared_options(
         stage_ends=tuple(stage.stop for stage in stages),
         feature_layers=head.layers if head else (),
         cache=shape,
-        weight_dtype=options.weight_dtype,
-        kernels=options.kernels,
-        latent_norm_eps=config.rms_norm_eps if options.latent_norm_eps is None else options.latent_norm_eps,
-        threads=max(1, choose_threads(options) // sizes.n_ranks),
+        runner=replace(options, head_dir=None, progress=None, threads=threads),
         store=os.memfd_create("slipstream-ranks"),
         pages=memory.descriptor,
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from libs.engine.kernels.interface import Kernels, Packed
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.runner import RunnerOptions, choose_kernels
-from libs.engine.model.weights import WeightDtype
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
@@ -33,7 +32,8 @@ from libs.engine.step.load_progress import LoadProgress
 class RankOptions:
     """What a rank must know to load its part; equal at all ranks, but for `rank`.
 
-    `store` and `pages` are descriptors of files in memory: where ranks find each other, and the KV pages.
+    `runner` has no directory of a head and no progress. `store` and `pages` are descriptors of files in
+    memory: where ranks find each other, and the KV pages.
     """
 
     model_dir: str
@@ -42,10 +42,7 @@ class RankOptions:
     stage_ends: tuple[int, ...]
     feature_layers: tuple[int, ...]
     cache: CacheShape
-    weight_dtype: WeightDtype
-    kernels: Literal["native", "torch"]
-    latent_norm_eps: float
-    threads: int
+    runner: RunnerOptions
     store: int
     pages: int
 
@@ -64,6 +61,7 @@ class RankOptions:
     @classmethod
     def from_json(cls, text: str) -> RankOptions:
         raw: dict[str, Any] = json.loads(text)
+        raw["runner"] = RunnerOptions(**raw["runner"])
         raw["sizes"], raw["cache"] = ParallelSizes(**raw["sizes"]), CacheShape(**raw["cache"])
         raw["stage_ends"], raw["feature_layers"] = tuple(raw["stage_ends"]), tuple(raw["feature_layers"])
         return cls(**raw)
@@ -97,13 +95,14 @@ class RankModel:
         self._weights = weights
         self._links = links
         self._rope = Rope(config)
+        eps = options.runner.latent_norm_eps
         self._stack = StageStack(
             config=config,
             local=replace(config, n_heads=config.n_heads // options.sizes.tp),
             indices=options.layers,
             layers=weights.layers,
             kernels=kernels,
-            latent_norm_eps=options.latent_norm_eps,
+            latent_norm_eps=config.rms_norm_eps if eps is None else eps,
             links=links,
         )
 
@@ -118,11 +117,13 @@ class RankModel:
         """Load the rank's part. Raises CheckpointError or InvalidArgument, naming the defect."""
         model_dir = Path(options.model_dir)
         config = load_config(model_dir)
-        kernels = choose_kernels(RunnerOptions(kernels=options.kernels, threads=options.threads))
+        kernels = choose_kernels(options.runner)
         with Checkpoint(model_dir, progress) as checkpoint:
-            loader = StageLoader(checkpoint, config, kernels, options.weight_dtype, place=options.place)
+            loader = StageLoader(
+                checkpoint, config, kernels, options.runner.weight_dtype, place=options.place
+            )
             weights = loader.load_stage(options.layers)
-        if options.kernels == "native":
+        if options.runner.kernels == "native":
             torch.set_num_threads(1)
         return cls(options, config, kernels, weights, links, PagedLatentCache(options.cache, host=memory))
 
