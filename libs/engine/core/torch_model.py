@@ -60,7 +60,7 @@ class TorchModel:
     @property
     def kernels(self) -> Kernels:
         """Those of the model, for what else runs on its thread."""
-        return self._runner.decoder.kernels
+        return self._runner.loaded_kernels
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         masks = self._mask_thread.begin(rows, self.info.vocab_size)

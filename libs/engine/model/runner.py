@@ -78,7 +78,7 @@ class ModelRunner:
         self.kernels = kernels  # "native" or "torch"
         self.feature_width = feature_width  # hidden size of the features, 0 without a head
         self.weights_digest = weights_digest  # hex; equal for equal checkpoints
-        self.decoder = decoder
+        self._decoder = decoder
         self._rope = Rope(config)
 
     @classmethod
@@ -104,6 +104,11 @@ class ModelRunner:
             weights_digest=weights_digest(model_dir),
         )
 
+    @property
+    def loaded_kernels(self) -> Kernels:
+        """Those of the model, for what else runs on its thread."""
+        return self._decoder.kernels
+
     @torch.inference_mode()
     def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
         """Write the latents of all rows into the cache; return the wanted logits and features.
@@ -113,9 +118,9 @@ class ModelRunner:
         """
         plan = plan_batch(batch, self.config, self._rope, self.cache)
         token_ids = torch.from_numpy(batch.token_ids).long()
-        x, features = self.decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
+        x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
         wanted = torch.from_numpy(batch.logit_rows).long()
-        return ForwardOutput(self.decoder.logits(x[wanted]), features)
+        return ForwardOutput(self._decoder.logits(x[wanted]), features)
 
 
 def choose_kernels(options: RunnerOptions) -> Kernels:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from libs.engine.kernels.interface import Kernels
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
+from libs.engine.model.feature_head import FeatureHead, load_feature_head
 from libs.engine.model.inventory import check_inventory
 from libs.engine.model.runner import RunnerOptions, cache_shape, check_memory, choose_kernels, choose_threads
-from libs.engine.model.weights import FeatureHead, load_feature_head
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
@@ -96,6 +97,11 @@ class GroupRunner:
         runner.feature_width = config.hidden_size if head else 0
         return runner
 
+    @property
+    def loaded_kernels(self) -> Kernels:
+        """Those of rank 0, for what else runs on its thread."""
+        return self._model.kernels
+
     @torch.inference_mode()
     def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
         """As `ModelRunner.forward`; `stop` is looked at before the pass only.
@@ -115,8 +121,8 @@ class GroupRunner:
         assert output.logits is not None
         if not wants_features or self._feature_head is None:
             return ForwardOutput(output.logits, None)
-        fused = torch.cat([output.captured[layer] for layer in self._feature_head.layers], dim=-1)
-        return ForwardOutput(output.logits, self._model.linear(fused, self._feature_head.fc))
+        features = self._feature_head.fuse(output.captured, self._model.kernels)
+        return ForwardOutput(output.logits, features)
 
     def close(self) -> None:
         """End the other ranks in order. A process that just ends takes them with it."""

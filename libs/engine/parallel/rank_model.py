@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from libs.engine.kernels.interface import Kernels, Packed
+from libs.engine.kernels.interface import Kernels
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.runner import RunnerOptions, choose_kernels
@@ -91,7 +91,7 @@ class RankModel:
         self.config = config
         self.cache = cache
         self._place = options.place
-        self._kernels = kernels
+        self.kernels = kernels
         self._weights = weights
         self._links = links
         self._rope = Rope(config)
@@ -140,9 +140,6 @@ class RankModel:
         features = {layer: torch.cat([rows[layer] for _, rows in outputs]) for layer in captured}
         return RankOutput(self._logits(x[torch.from_numpy(batch.logit_rows).long()]), features)
 
-    def linear(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
-        return self._kernels.linear(x, weight)
-
     def _run_part(
         self, batch: Batch, captured: Sequence[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
@@ -185,6 +182,6 @@ class RankModel:
         spans = [even_slice(self.config.vocab_size, rank, n_ranks) for rank in range(n_ranks)]
         if not len(x):
             return torch.empty(0, self.config.vocab_size)
-        normed = self._kernels.rms_norm(x, self._weights.norm, self.config.rms_norm_eps)  # type: ignore[arg-type]
-        part = self._kernels.linear(normed, self._weights.head)
+        normed = self.kernels.rms_norm(x, self._weights.norm, self.config.rms_norm_eps)  # type: ignore[arg-type]
+        part = self.kernels.linear(normed, self._weights.head)
         return self._links.gather_columns(part, [span.stop - span.start for span in spans])
