@@ -53,7 +53,7 @@ async def measure_variant(
             workers = [p for p in record.processes if p.role in (Role.PREFILL, Role.DECODE)]
             has_cores = pin([p.pid for p in workers if p.pid is not None])
             options = options_of(variant, [p.instance for p in workers if p.role == Role.PREFILL])
-            async with AsyncClient(record.router_grpc) as client:
+            async with AsyncClient(record.router_grpc, max_retries=0) as client:
                 warm_up = AgentLoad(1.0, 1, 1, WARM_UP_WORDS, 1, 8, 0.0, seed=load.seed + 1)
                 (warm,) = await run_agents(client, warm_up, options)
                 load = replace(load, tokens_per_word=max(1, warm.prompt_tokens) / WARM_UP_WORDS)
@@ -100,7 +100,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--compare", choices=sorted(COMPARISONS), default="tiers,colocated")
+    add(
+        "--compare",
+        choices=sorted(COMPARISONS),
+        default="tiers,colocated",
+        metavar="WHAT",
+        help="tiers,colocated (the default) or affinity",
+    )
+    add("--affinity", choices=["on,off"], help="the same as --compare affinity")
     add("--rates", type=_rates, default=[0.1, 0.2], help="sessions that arrive a second, e.g. 0.1,0.2")
     add("--rounds", type=int, default=2, help="runs of each variant at each rate (default: %(default)s)")
     add("--sessions", type=int, default=10, help="of one run (default: %(default)s)")
@@ -116,7 +123,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, help="a checkpoint instead of the random one")
     add("--seed", type=int, default=0, help="of arrivals and prompts")
     add("--json", action="store_true", help="print one JSON object at the end and nothing else to stdout")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.affinity:
+        arguments.compare = "affinity"
+    return arguments
 
 
 def _rates(text: str) -> list[float]:

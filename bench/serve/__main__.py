@@ -11,6 +11,8 @@ after another (open loop: a slow cluster does not slow the arrivals). `--streams
 with prompts of a fixed length, end tokens ignored. Prints TTFT and ITL (p50, p90, p99), goodput and the
 cached share.
 
+`--compare tiers,colocated` and `--affinity on,off` are the runs of bench.headline, with its options.
+
 `--drafts off,auto,on` starts a cluster for each way of drafting, and lets them take turns with held-out chat
 turns at each number of streams. It prints medians, and ratios to the first way (`bench/serve/drafts.py`).
 """
@@ -27,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.headline import __main__ as headline
 from bench.load import summarise
 from bench.serve.drafts import DraftRuns, DraftsWay, compare_drafts
 from bench.serve.workloads import run_sessions, run_streams
@@ -196,7 +199,11 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if any(word.partition("=")[0] in ("--compare", "--affinity") for word in given):
+        headline.main(given)
+        return
+    arguments = parse(given)
     if arguments.make is not None:
         from bench.serve.model import make_serve_model
 
