@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from slipstream.bound import Range, Rule, Section, Size
 
+# A stored response is forgotten after this time, as OpenAI's are.
+RESPONSE_TTL_S = 30 * 86_400.0
+
 RESPONSES = Section("/v1/responses")
 INPUT = RESPONSES.add(
     Rule("input", "must be a string or a list of items", "There is nothing to answer.", "HTTP")

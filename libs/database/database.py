@@ -27,6 +27,7 @@ from libs.database.sqlite import SqliteDriver
 from libs.database.thread import DatabaseThread
 from libs.database.transaction import SqlDriver, SqlTransaction
 from libs.database.work_queue import DatabaseWork, WorkQueue
+from slipstream.errors import FailedPrecondition
 
 T = TypeVar("T")
 
@@ -105,18 +106,23 @@ class Database:
 def check_database_url(url: str) -> None:
     """Raises ValueError for a URL that `open_database` does not take. The message has no password."""
     if url.startswith(_SQLITE):
-        path = Path(url.removeprefix(_SQLITE))
-        if not path.name or not path.parent.is_dir():
-            raise ValueError(f"{str(path.parent)!r} is no directory")
+        if not Path(url.removeprefix(_SQLITE)).name:
+            raise ValueError("sqlite: without the path of a file")
     elif not url.startswith(_POSTGRES):
         raise ValueError("not sqlite:PATH or postgresql://USER@HOST/NAME")
 
 
 def open_database(url: str) -> Database:
-    """The database of `sqlite:PATH` or `postgresql://...`. Raises ValueError; connects with the first use."""
+    """The database of `sqlite:PATH` or `postgresql://...`, which connects with the first use.
+
+    Raises ValueError for another URL, and FailedPrecondition where the file's directory is missing.
+    """
     check_database_url(url)
     if url.startswith(_SQLITE):
-        return Database(SqliteDriver(Path(url.removeprefix(_SQLITE))))
+        path = Path(url.removeprefix(_SQLITE))
+        if not path.parent.is_dir():
+            raise FailedPrecondition(f"--database: {str(path.parent)!r} is no directory")
+        return Database(SqliteDriver(path))
     from libs.database.postgres import PostgresDriver
 
     return Database(PostgresDriver(url))

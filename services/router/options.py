@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libs.common import service_bounds
+from libs.common.api_bounds import RESPONSE_TTL_S
 from libs.database.database import Database
 from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
-from services.router.api.responses.store import RESPONSE_TTL_S
 from services.router.autoscale.types import AutoscalePolicy
 from services.router.execution.context import RECOVERY_WAIT_S
 from services.router.jobs.webhook_policy import WebhookHosts

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from libs.common.api_bounds import RESPONSE_TTL_S
 from libs.common.cluster.placements import SESSION_TTL_S
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_REQUESTS
 from libs.database.database import check_database_url
-from services.router.api.responses.store import RESPONSE_TTL_S
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from slipstream.rpc.tls import TlsFiles

@@ -222,12 +222,16 @@ async def test_a_restart_of_postgresql_is_survived(postgres: PostgresServer, how
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("sqlite:/no/such/folder/x.db", "no directory"),
         ("mysql://u:secret@h/x", "postgresql"),
-        ("sqlite:", "directory"),
+        ("sqlite:", "path of a file"),
     ],
 )
 def test_a_wrong_url_is_refused(url: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as refusal:
         check_database_url(url)
     assert "secret" not in str(refusal.value)
+
+
+def test_a_file_in_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="is no directory"):
+        open_database(f"sqlite:{tmp_path}/none/x.db")

@@ -241,9 +241,12 @@ def test_no_other_retry_pauses_longer() -> None:
                 if pauses and value > LONGEST_PAUSE_S:
                     late[f"{file.relative_to(ROOT)}: {name}"] = value
     assert late == {
-        # Not links: a full disk, a process that ends as soon as it is started, and a worker that says it does
-        # not serve events.
+        # Not links: a full disk, a process that ends as soon as it is started, a worker that says it does not
+        # serve events, a job that fails again, and a webhook's receiver.
         "services/kvstore/disk/tier.py: FULL_RETRY_S": 5.0,
         "services/kvstore/pool/agent_client.py: MAX_PAUSE_S": 5.0,
         "services/router/workers/kv_event_subscriber.py: _UNSERVED_RETRY_S": 30.0,
+        "services/router/jobs/decisions.py: LONGEST_RETRY_S": 300.0,
+        "services/router/jobs/webhook_message.py: _FIRST_RETRY_S": 5.0,
+        "services/router/jobs/webhook_message.py: _LONGEST_RETRY_S": 3600.0,
     }

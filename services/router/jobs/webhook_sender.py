@@ -146,14 +146,14 @@ class WebhookSender:
             outcome = "given_up"
         else:
             outcome = "failed"
-        self._counters.add("slipstream_webhooks_total", 1, (outcome,))
-        if outcome != "failed":
+        if outcome == "failed":
+            again_s = self._now_s() + webhook_retry_s(message.tries, random.random())
+            sql = "UPDATE job_notices SET not_before_unix_s = ? WHERE id = ?"
+            await self._database.run(lambda tx: tx.execute(sql, (again_s, message.id)), is_idempotent=True)
+        else:
             sql = "DELETE FROM job_notices WHERE id = ?"
             await self._database.run(lambda tx: tx.execute(sql, (message.id,)), is_idempotent=True)
-            return
-        again_s = self._now_s() + webhook_retry_s(message.tries, random.random())
-        sql = "UPDATE job_notices SET not_before_unix_s = ? WHERE id = ?"
-        await self._database.run(lambda tx: tx.execute(sql, (again_s, message.id)), is_idempotent=True)
+        self._counters.add("slipstream_webhooks_total", 1, (outcome,))
 
     async def _send(self, session: aiohttp.ClientSession, message: _Message) -> int:
         """The status of the answer, whose body is not read; 0 without one."""

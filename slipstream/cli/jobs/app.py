@@ -23,10 +23,10 @@ from slipstream.cli.options import (
     read_api_key,
     tls_from,
 )
-from slipstream.client import Client
 from slipstream.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from slipstream.client import Client
     from slipstream.jobs.messages import SubmittedJob
 
 jobs_app = typer.Typer(

@@ -37,6 +37,7 @@ def arguments() -> argparse.Namespace:
     for flag in ("drafts", "log-format", "engine", "autoscale-limits"):
         parser.add_argument(f"--{flag}")
     parser.add_argument("--allow-pinning", action="store_true")
+    parser.add_argument("--database")
     return parser.parse_args()
 
 

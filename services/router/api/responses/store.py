@@ -23,7 +23,6 @@ from services.router.api.responses.request import EarlierItems, ResponseDraft
 from slipstream import errors
 from slipstream.bound import shown
 
-RESPONSE_TTL_S = 30 * 86_400.0  # as OpenAI's
 MAX_RESPONSES = 10_000
 MAX_BYTES = 1 << 30
 _SWEEP_EVERY = 16  # responses
@@ -76,7 +75,7 @@ class ResponseStore:
         database: Database,
         *,
         wall_clock_s: Callable[[], float],
-        ttl_s: float = RESPONSE_TTL_S,
+        ttl_s: float = api_bounds.RESPONSE_TTL_S,
         max_responses: int = MAX_RESPONSES,
         max_bytes: int = MAX_BYTES,
     ) -> None:
