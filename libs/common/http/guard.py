@@ -23,7 +23,13 @@ from libs.common.http.failure import HttpRefusal
 ANY = "*"
 # Encodings of a request body that are decoded.
 _ENCODINGS = ("gzip", "deflate", "identity")
-_EXPOSED = "x-request-id, retry-after, retry-after-ms, x-slipstream-placement"
+_LIMITS = ", ".join(
+    f"x-ratelimit-{part}-{kind}, anthropic-ratelimit-{kind}-{part}"
+    for kind in ("requests", "tokens")
+    for part in ("limit", "remaining", "reset")
+)
+_OWN = "x-slipstream-placement, x-slipstream-ignored"
+_EXPOSED = f"x-request-id, request-id, retry-after, retry-after-ms, {_OWN}, {_LIMITS}"
 _ASKED_HEADERS = re.compile(r"[A-Za-z0-9_, -]{0,1024}")
 _PREFLIGHT_S = 600
 

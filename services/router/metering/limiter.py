@@ -11,7 +11,8 @@ from typing import Protocol, TypeAlias
 
 from libs.common.service_bounds import LIMIT_LEASE_S, LIMIT_RENEW_S
 from services.router.metering.lease import Lease
-from services.router.metering.limit_window import LimitKind, LimitWindow, duration_text, window_of
+from services.router.metering.limit_headers import LimitState
+from services.router.metering.limit_window import LimitKind, LimitWindow, window_of
 from slipstream.errors import QuotaExceeded, RateLimited
 from slipstream.metering.money import amount_text
 from slipstream.metering.rate_limits import RateLimits
@@ -152,9 +153,9 @@ class Limiter:
         if held.window == window or amount > 0:
             held.lease.use(amount)
 
-    def headers(self, tenant: str, key_sha256: bytes) -> dict[str, str]:
-        """`x-ratelimit-*` as OpenAI has them, of the limit of which least is left. None without limits."""
-        found: dict[str, str] = {}
+    def states(self, tenant: str, key_sha256: bytes) -> list[LimitState]:
+        """Of requests and of tokens, the limit of which least is left. None without limits."""
+        found: list[LimitState] = []
         subjects = self._source.limits_of(tenant, key_sha256)
         for kind, name in _HEADERS:
             held = [
@@ -164,9 +165,8 @@ class Limiter:
             ]
             if held:
                 tightest = min(held, key=lambda each: each.lease.remaining)
-                found[f"x-ratelimit-limit-{name}"] = str(tightest.lease.limit)
-                found[f"x-ratelimit-remaining-{name}"] = str(tightest.lease.remaining)
-                found[f"x-ratelimit-reset-{name}"] = duration_text(self._left_s(tightest.window))
+                end_unix_s = self.wall_clock_s() + self._left_s(tightest.window)
+                found.append(LimitState(name, tightest.lease.limit, tightest.lease.remaining, end_unix_s))
         return found
 
     def lapse(self) -> None:

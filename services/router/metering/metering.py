@@ -9,6 +9,7 @@ from typing import Protocol
 
 from libs.common.telemetry.counters import Counters
 from services.router.admission.types import AdmissionRequest
+from services.router.metering.limit_headers import anthropic_headers, openai_headers
 from services.router.metering.limiter import LimitedUse, Limiter, LimitSource, Reservation
 from services.router.metering.price_list import PriceList, TokenPrice
 from services.router.metering.usage_ledger import UsageLedger
@@ -127,9 +128,10 @@ class Metering:
         """Write the usage, and give leases back. Called after the last request."""
         await self._tasks.close()
 
-    def limit_headers(self, tenant: str, key_sha256: bytes) -> dict[str, str]:
-        """The `x-ratelimit-*` headers of an answer."""
-        return self._limiter.headers(tenant, key_sha256)
+    def limit_headers(self, tenant: str, key_sha256: bytes, *, is_anthropic: bool = False) -> dict[str, str]:
+        """The headers of an answer that state limits, by the names of OpenAI's clients or of Anthropic's."""
+        states = self._limiter.states(tenant, key_sha256)
+        return anthropic_headers(states) if is_anthropic else openai_headers(states, self._wall_clock_s())
 
     def _count(
         self,

@@ -14,6 +14,7 @@ from libs.database.errors import DatabaseUnavailable
 from services.router.metering.lease import overdraft
 from services.router.metering.lease_renewal import LeaseRenewal
 from services.router.metering.lease_store import LeaseRequest, LeaseStore
+from services.router.metering.limit_headers import openai_headers
 from services.router.metering.limit_window import LimitKind, LimitWindow, duration_text, window_of
 from services.router.metering.limiter import LimitedUse, Limiter, Reservation
 from slipstream.errors import Overloaded, QuotaExceeded, RateLimited
@@ -101,7 +102,8 @@ def test_the_tighter_of_key_and_tenant_counts_and_stands_in_the_headers() -> Non
     source = Source(RateLimits(requests_per_minute=9), RateLimits(requests_per_minute=2))
     router = Router(source, Clock())
     assert [router.passes() for _ in range(3)] == [True, True, False]
-    assert router.limiter.headers("anna", b"") == {
+    states = router.limiter.states("anna", b"")
+    assert openai_headers(states, router.limiter.wall_clock_s()) == {
         "x-ratelimit-limit-requests": "2",
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "1m0s",
@@ -115,12 +117,12 @@ def test_estimates_of_tokens_are_replaced_when_the_request_ends() -> None:
     router = Router(Source(RateLimits(tokens_per_minute=100)), clock)
     first = router.admit(prompt=40, output=50)
     first.end(n_requests=1, tokens=30, spend_pico=0)
-    assert router.limiter.headers("anna", b"")["x-ratelimit-remaining-tokens"] == "70"
+    assert [each.remaining for each in router.limiter.states("anna", b"")] == [70]
     second = router.admit(prompt=40, output=50)
     clock.now_s += 60
     second.end(n_requests=1, tokens=120, spend_pico=0)  # 30 more than estimated count in this minute
     second.end(n_requests=1, tokens=120, spend_pico=0)
-    assert router.limiter.headers("anna", b"")["x-ratelimit-remaining-tokens"] == "70"
+    assert [each.remaining for each in router.limiter.states("anna", b"")] == [70]
     with pytest.raises(RateLimited, match="about 101 tokens, more than the limit of 100"):
         router.admit(prompt=101)
 
@@ -184,7 +186,7 @@ async def test_routers_share_a_limit_whoever_gets_the_requests(database: Databas
     for router in routers:
         await router.renew()
         assert not router.passes()
-    seen = routers[1].limiter.headers("anna", b"")
+    seen = openai_headers(routers[1].limiter.states("anna", b""), 0.0)
     assert seen["x-ratelimit-remaining-requests"] == "0"
 
 

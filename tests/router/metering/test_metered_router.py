@@ -251,6 +251,11 @@ async def test_a_limit_of_requests_is_stated_in_headers_and_refused_by_code(
         assert refused.value.code == "rate_limit_exceeded"
         assert refused.value.response.headers["x-ratelimit-remaining-requests"] == "0"
         assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
+        with pytest.raises(openai.RateLimitError) as of_anthropic:
+            await create(model="tiny", messages=HELLO, extra_headers={"anthropic-version": "2023-06-01"})
+        headers = of_anthropic.value.response.headers
+        assert headers["anthropic-ratelimit-requests-remaining"] == "0"
+        assert "x-ratelimit-remaining-requests" not in headers
         assert "2 requests a minute for key laptop" in refused.value.message
         with pytest.raises(grpc.aio.AioRpcError) as over_grpc:
             await generate(router, "laptop")
@@ -261,7 +266,7 @@ async def test_a_limit_of_requests_is_stated_in_headers_and_refused_by_code(
             model="tiny", messages=HELLO
         )
         assert not [name for name in other.headers if name.startswith("x-ratelimit")]
-        assert router.metrics.snapshot()['slipstream_limited_total{limit="requests_per_minute"}'] == 2
+        assert router.metrics.snapshot()['slipstream_limited_total{limit="requests_per_minute"}'] == 3
 
 
 async def test_concurrent_requests_of_a_tenant_are_limited_and_end(

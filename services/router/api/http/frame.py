@@ -77,11 +77,14 @@ class RequestFrame:
         headers = response.headers
         headers["Server"] = SERVER_NAME
         record = request.get(RECORD)
+        is_anthropic = "anthropic-version" in request.headers
         if self._metering is not None and record is not None and record.key_sha256 is not None:
-            headers.update(self._metering.limit_headers(record.tenant, record.key_sha256))
+            headers.update(
+                self._metering.limit_headers(record.tenant, record.key_sha256, is_anthropic=is_anthropic)
+            )
         if "x-request-id" not in headers:
             headers["x-request-id"] = new_request_id() if record is None else record.request_id
-        if "anthropic-version" in request.headers:  # its clients look for the id by this name
+        if is_anthropic:  # its clients look for the id by this name
             headers["request-id"] = headers["x-request-id"]
         headers.update(self._guard.cors_headers(request.headers))
         if self._is_draining():  # the client's next request needs a connection to another router

@@ -142,7 +142,9 @@ async def test_a_listed_page_may_call(cluster: FakeCluster, card: ModelCard) -> 
             async with http.post(CHAT, json={**BODY, "stream": stream}, headers=headers) as answer:
                 assert answer.status == 200
                 assert answer.headers["Access-Control-Allow-Origin"] == PAGE
-                assert "x-request-id" in answer.headers["Access-Control-Expose-Headers"]
+                exposed = answer.headers["Access-Control-Expose-Headers"].split(", ")
+                assert {"x-request-id", "x-ratelimit-remaining-requests"} < set(exposed)
+                assert "anthropic-ratelimit-tokens-reset" in exposed
                 await answer.read()
         async with http.get("/v1/nothing", headers={"Origin": PAGE}) as answer:  # errors are read too
             assert answer.headers["Access-Control-Allow-Origin"] == PAGE

@@ -1,0 +1,34 @@
+"""The headers of limits by the names of two APIs."""
+
+from __future__ import annotations
+
+from services.router.metering.limit_headers import LimitState, anthropic_headers, openai_headers
+
+NOW = 1_798_761_599.5  # 2026-12-31T23:59:59.5Z
+STATES = [LimitState("requests", 60, 0, NOW + 30.5), LimitState("tokens", 100_000, 70, NOW + 90.5)]
+
+
+def test_openais_clients_read_what_is_left_and_how_long_it_lasts() -> None:
+    assert openai_headers(STATES, NOW) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "30s",
+        "x-ratelimit-limit-tokens": "100000",
+        "x-ratelimit-remaining-tokens": "70",
+        "x-ratelimit-reset-tokens": "1m30s",
+    }
+
+
+def test_anthropics_clients_read_when_it_ends() -> None:
+    assert anthropic_headers(STATES) == {
+        "anthropic-ratelimit-requests-limit": "60",
+        "anthropic-ratelimit-requests-remaining": "0",
+        "anthropic-ratelimit-requests-reset": "2027-01-01T00:00:30Z",
+        "anthropic-ratelimit-tokens-limit": "100000",
+        "anthropic-ratelimit-tokens-remaining": "70",
+        "anthropic-ratelimit-tokens-reset": "2027-01-01T00:01:30Z",
+    }
+
+
+def test_without_limits_there_are_no_headers() -> None:
+    assert openai_headers([], NOW) == anthropic_headers([]) == {}
