@@ -14,6 +14,7 @@ import typer
 from slipstream import __version__
 from slipstream.cli.access import OperatorAccess, takes_access
 from slipstream.cli.autoscale import autoscale
+from slipstream.cli.client_access import ClientAccess, takes_client
 from slipstream.cli.jobs.app import jobs_app
 from slipstream.cli.keys import keys_app
 from slipstream.cli.kv import kv_app
@@ -23,15 +24,8 @@ from slipstream.cli.options import (
     Instance,
     RestartTimeoutS,
     Rolling,
-    RunDir,
-    TlsCa,
-    TlsCertificate,
-    TlsKey,
-    TlsServerName,
     UndrainTimeoutS,
     check_endpoints,
-    read_api_key,
-    tls_from,
 )
 from slipstream.cli.top.command import top
 from slipstream.cli.usage import usage
@@ -131,25 +125,16 @@ def _named(access: OperatorAccess) -> FleetClient:
     return access.fleet_client()
 
 
+@takes_client
 def chat(
-    run_dir: RunDir = Path(".run"),
-    endpoint: Annotated[
-        str | None, typer.Option(help="host:port of a router; default: that of the cluster in --run-dir.")
-    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     tools: Annotated[Path | None, typer.Option(help="JSON file: a list of tools, OpenAI-shaped.")] = None,
     thinking: Annotated[bool, typer.Option(help="Let the model reason first.")] = False,
     temperature: Annotated[float | None, typer.Option(help="0 = always the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
-    api_key: Annotated[str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key of a tenant.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option(envvar="SLIPSTREAM_API_KEY_FILE", help="File with that key.")
-    ] = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
-    tls_server_name: TlsServerName = "",
+    *,
+    access: ClientAccess,
 ) -> None:
     """Talk to the model in the terminal.
 
@@ -159,16 +144,13 @@ def chat(
     from slipstream.cli.chat.session import ChatOptions, read_tools, run_chat
     from slipstream.requests import ChatArguments
 
-    check_endpoints(endpoint.split(",") if endpoint else ())
     arguments: ChatArguments = {"max_tokens": max_tokens, "thinking": thinking}
     if temperature is not None:
         arguments["temperature"] = temperature
     if seed is not None:
         arguments["seed"] = seed
     declared = read_tools(tools) if tools is not None else []
-    tls = tls_from(tls_ca, tls_certificate, tls_key, tls_server_name)
-    key = read_api_key(api_key, api_key_file)
-    if not run_chat(ChatOptions(run_dir, endpoint, system, declared, arguments, key, tls)):
+    if not run_chat(ChatOptions(access, system, declared, arguments)):
         raise typer.Exit(1)
 
 

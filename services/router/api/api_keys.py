@@ -29,7 +29,7 @@ class KeyIdentity:
 _MISSING = "the API key is missing: "
 _BY_HTTP = _MISSING + "send it as `Authorization: Bearer KEY`"
 _BY_GRPC = (
-    _MISSING + "`slipstream chat` takes --api-key or SLIPSTREAM_API_KEY, the clients of the SDK api_key=, "
+    _MISSING + "`slipstream` takes --api-key or SLIPSTREAM_API_KEY, the clients of the SDK api_key=, "
     "and other clients send the metadata `authorization: Bearer KEY`"
 )
 _NOT_BEARER = _MISSING + "Authorization has another scheme than Bearer; send `Authorization: Bearer KEY`"

@@ -17,13 +17,12 @@ from typing import Any
 from slipstream.cli.chat.commands import TypedLine, help_text, read_line, tools_text
 from slipstream.cli.chat.harmless_text import harmless, harmless_line
 from slipstream.cli.chat.line_input import Ask, line_reader
+from slipstream.cli.client_access import ClientAccess
 from slipstream.client import Client
-from slipstream.cluster_record import read_record
 from slipstream.errors import InvalidArgument, PermissionDenied, SlipstreamError, Unauthenticated
 from slipstream.replies import Reply, ToolCall
 from slipstream.requests import ChatArguments, Tool
 from slipstream.rpc.credential_fault import with_tls_hint
-from slipstream.rpc.tls import TlsFiles
 
 # What a tool answers where the user says nothing.
 FAILED = '{"error": "failed"}'
@@ -31,15 +30,12 @@ FAILED = '{"error": "failed"}'
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What the command line says. `endpoint` None: the router of the cluster in `run_dir`."""
+    """What the command line says."""
 
-    run_dir: Path
-    endpoint: str | None
+    access: ClientAccess
     system: str | None
     tools: Sequence[Tool]
     arguments: ChatArguments
-    api_key: str | None = None
-    tls: TlsFiles | None = None
 
 
 def read_tools(path: Path) -> list[Tool]:
@@ -60,23 +56,9 @@ def run_chat(options: ChatOptions, *, ask: Ask | None = None) -> bool:
 
     Returns whether the last turn did not fail.
     """
-    endpoint, tls = _router(options)
-    with Client(endpoint, api_key=options.api_key, tls=tls) as client:
+    endpoint, _ = options.access.router()
+    with options.access.open() as client:
         return _Conversation(client, options, ask or line_reader()).run(endpoint)
-
-
-def _router(options: ChatOptions) -> tuple[str, TlsFiles | None]:
-    """The router's host:port, and the files of the connection."""
-    if options.endpoint is not None:
-        return options.endpoint, options.tls
-    record = read_record(options.run_dir, instead="--endpoint HOST:PORT")
-    if record.client_ca and options.tls is None:
-        raise InvalidArgument(
-            "--tls-certificate",
-            f"the routers take certificates of {record.client_ca} only: give one with --tls-ca, "
-            "--tls-certificate and --tls-key, or SLIPSTREAM_TLS_CA, _CERTIFICATE and _KEY",
-        )
-    return record.router_grpc, options.tls or record.tls_files()
 
 
 class _Conversation:

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.access import with_flags
-from slipstream.cli.options import (
-    AsJson,
-    RunDir,
-    TlsCa,
-    TlsCertificate,
-    TlsKey,
-    TlsServerName,
-    check_endpoints,
-    read_api_key,
-    tls_from,
-)
+from slipstream.cli.client_access import ClientAccess, takes_client
+from slipstream.cli.options import AsJson
 from slipstream.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -35,59 +23,12 @@ jobs_app = typer.Typer(
     help="Store requests that a cluster runs when it has room, and read their answers.",
 )
 
-Endpoint = Annotated[
-    str | None,
-    typer.Option(help="host:port of a router, or of several; default: that of the cluster in --run-dir."),
-]
-ApiKey = Annotated[str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key of a tenant.")]
-ApiKeyFile = Annotated[
-    Path | None, typer.Option(envvar="SLIPSTREAM_API_KEY_FILE", help="File with that key.")
-]
 Group = Annotated[str, typer.Option(help="Name that jobs have in common.")]
 JobId = Annotated[str, typer.Argument(help="Id of a job.")]
 
 
-_FLAGS: Mapping[str, tuple[Any, Any]] = {
-    "run_dir": (RunDir, Path(".run")),
-    "endpoint": (Endpoint, None),
-    "api_key": (ApiKey, None),
-    "api_key_file": (ApiKeyFile, None),
-    "tls_ca": (TlsCa, None),
-    "tls_certificate": (TlsCertificate, None),
-    "tls_key": (TlsKey, None),
-    "tls_server_name": (TlsServerName, ""),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ClientAccess:
-    """What the flags of a client say."""
-
-    flags: Mapping[str, Any]
-
-    def open(self) -> Client:
-        """A client. Raises InvalidArgument, and NotFound where no cluster runs."""
-        from slipstream.client import Client
-        from slipstream.cluster_record import read_record
-
-        flags = self.flags
-        endpoint: str | None = flags["endpoint"]
-        check_endpoints(endpoint.split(",") if endpoint else ())
-        tls = tls_from(flags["tls_ca"], flags["tls_certificate"], flags["tls_key"], flags["tls_server_name"])
-        key = read_api_key(flags["api_key"], flags["api_key_file"])
-        if endpoint is not None:
-            return Client(endpoint, api_key=key, tls=tls)
-        record = read_record(flags["run_dir"], instead="--endpoint HOST:PORT")
-        return Client(record.router_grpc, api_key=key, tls=tls or record.tls_files())
-
-
-def _takes_client(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with the flags of a client in the place of its parameter `access`."""
-    return with_flags(command, "access", _FLAGS, ClientAccess)
-
-
 @jobs_app.command()
-@_takes_client
+@takes_client
 def submit(
     file: Annotated[
         Path,
@@ -127,7 +68,7 @@ def submit(
 
 
 @jobs_app.command("ls")
-@_takes_client
+@takes_client
 def list_jobs(
     group: Group = "",
     state: Annotated[str, typer.Option(help="queued, running, succeeded, failed, cancelled, expired.")] = "",
@@ -150,7 +91,7 @@ def list_jobs(
 
 
 @jobs_app.command()
-@_takes_client
+@takes_client
 def show(
     job_id: JobId,
     wait: Annotated[bool, typer.Option(help="Wait until it has ended.")] = False,
@@ -164,7 +105,7 @@ def show(
 
 
 @jobs_app.command()
-@_takes_client
+@takes_client
 def cancel(
     job_id: Annotated[str, typer.Argument(help="Id of a job; or --group.")] = "",
     group: Group = "",

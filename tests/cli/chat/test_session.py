@@ -12,12 +12,11 @@ import pytest
 
 from bench.demo_script import TOOLS
 from slipstream.cli.chat.session import ChatOptions, read_tools, run_chat
-from slipstream.cluster_record import ClusterRecord
+from slipstream.cli.client_access import ClientAccess
 from slipstream.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from supervisor.plan import ROOT
-from supervisor.run_directory import RunDirLock, write_record
 from tests.cli.chat.terminal import chat_in_a_terminal
 from tests.support.stubs.blocking_router import serving
 from tests.support.stubs.partial_servicer import partial_servicer
@@ -106,7 +105,7 @@ def talk(endpoint: str, *lines: str) -> list[str]:
             raise EOFError
         return left.pop(0)
 
-    options = ChatOptions(Path("nowhere"), endpoint, "Be kind.", [], {"max_tokens": 7})
+    options = ChatOptions(ClientAccess(Path("nowhere"), endpoint), "Be kind.", [], {"max_tokens": 7})
     run_chat(options, ask=ask)
     return prompts
 
@@ -218,34 +217,9 @@ def test_tools_are_answered_by_the_user(
     assert messages[3].tool_call_id == "functions.f:0"
 
 
-def test_a_cluster_with_a_ca_of_clients_asks_for_such_a_certificate(tmp_path: Path) -> None:
-    nowhere = "127.0.0.1:1"
-    tls = {"ca": "ca.pem", "certificate": "peer.pem", "key": "peer.key"}
-    record = ClusterRecord(
-        1,
-        None,
-        "now",
-        str(tmp_path),
-        nowhere,
-        nowhere,
-        nowhere,
-        "m",
-        1.0,
-        tls=tls,
-        client_ca="/pki/clients.pem",
-    )
-    write_record(tmp_path, record)
-    lock = RunDirLock(tmp_path)
-    with pytest.raises(
-        InvalidArgument, match=r"certificates of /pki/clients.pem only: give one with --tls-ca"
-    ):
-        run_chat(ChatOptions(tmp_path, None, None, [], {}))
-    lock.close()
-
-
 def test_a_missing_cluster_and_invalid_tools_raise_errors(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no cluster runs"):
-        run_chat(ChatOptions(tmp_path, None, None, [], {}))
+        run_chat(ChatOptions(ClientAccess(tmp_path), None, [], {}))
     tools = tmp_path / "tools.json"
     for text in ("{}", "nonsense", "[1]"):
         tools.write_text(text)

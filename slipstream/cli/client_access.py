@@ -1,0 +1,103 @@
+"""The flags by which a command calls a cluster as a client, the same for `chat`, `jobs` and `usage`.
+
+    @takes_client
+    def usage(access: ClientAccess) -> None: ...
+
+has the flags of a client in the place of `access`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.access import with_flags
+from slipstream.cli.options import (
+    RunDir,
+    TlsCa,
+    TlsCertificate,
+    TlsKey,
+    TlsServerName,
+    check_endpoints,
+    read_api_key,
+    tls_from,
+)
+from slipstream.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from slipstream.client import Client
+    from slipstream.rpc.tls import TlsFiles
+
+Endpoint = Annotated[
+    str | None,
+    typer.Option(help="host:port of a router, or of several; default: that of the cluster in --run-dir."),
+]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key of a tenant or an operator.")
+]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(envvar="SLIPSTREAM_API_KEY_FILE", help="File with that key.")
+]
+
+_FLAGS: Mapping[str, tuple[Any, Any]] = {
+    "run_dir": (RunDir, Path(".run")),
+    "endpoint": (Endpoint, None),
+    "api_key": (ApiKey, None),
+    "api_key_file": (ApiKeyFile, None),
+    "tls_ca": (TlsCa, None),
+    "tls_certificate": (TlsCertificate, None),
+    "tls_key": (TlsKey, None),
+    "tls_server_name": (TlsServerName, ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientAccess:
+    """What the flags say. `endpoint` None: the router of the cluster in `run_dir`."""
+
+    run_dir: Path
+    endpoint: str | None = None
+    api_key: str | None = None
+    tls: TlsFiles | None = None
+
+    def router(self) -> tuple[str, TlsFiles | None]:
+        """The router's host:port, and the files of the connection.
+
+        Raises NotFound where no cluster runs, InvalidArgument where its routers want another certificate.
+        """
+        from slipstream.cluster_record import read_record
+
+        if self.endpoint is not None:
+            return self.endpoint, self.tls
+        record = read_record(self.run_dir, instead="--endpoint HOST:PORT")
+        if record.client_ca and self.tls is None:
+            raise InvalidArgument(
+                "--tls-certificate",
+                f"the routers take certificates of {record.client_ca} only: give one with --tls-ca, "
+                "--tls-certificate and --tls-key, or SLIPSTREAM_TLS_CA, _CERTIFICATE and _KEY",
+            )
+        return record.router_grpc, self.tls or record.tls_files()
+
+    def open(self) -> Client:
+        """A client of that router. Raises as `router` does."""
+        from slipstream.client import Client
+
+        endpoint, tls = self.router()
+        return Client(endpoint, api_key=self.api_key, tls=tls)
+
+
+def takes_client(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with the flags in the place of its parameter `access`."""
+    return with_flags(command, "access", _FLAGS, _access_of)
+
+
+def _access_of(flags: Mapping[str, Any]) -> ClientAccess:
+    endpoint: str | None = flags["endpoint"]
+    check_endpoints(endpoint.split(",") if endpoint else ())
+    tls = tls_from(flags["tls_ca"], flags["tls_certificate"], flags["tls_key"], flags["tls_server_name"])
+    key = read_api_key(flags["api_key"], flags["api_key_file"])
+    return ClientAccess(flags["run_dir"], endpoint or None, key, tls)
