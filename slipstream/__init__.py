@@ -9,6 +9,7 @@ imports `libs`, `services` or `supervisor`: this package is what clients install
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,10 @@ __all__ = [
     "__version__",
 ]
 __version__ = "0.1.0"
+
+# gRPC documents this as its default, and yet prints a line where a router closes an idle connection. It reads
+# this when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _HOMES = {
     "async_client": ("AsyncClient", "AsyncStream"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from slipstream.enum_names import transport_name
@@ -46,12 +47,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. `prompt_tokens` includes the cached ones; `cached_by_tier` sums to `cached_tokens`."""
+    """Token counts. `prompt_tokens` includes the cached ones; `cached_by_tier` sums to `cached_tokens`.
+
+    `cost` is exact, and None where the router has no prices. Of several choices the first pays the prompt.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     cached_by_tier: Mapping[str, int]
+    cost: Decimal | None = None
+    currency: str = ""  # of `cost`, as "USD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +188,8 @@ def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
+        cost=Decimal(usage.cost.amount_pico).scaleb(-12) if usage.HasField("cost") else None,
+        currency=usage.cost.currency,
     )
     values = {name: getattr(stats, name) for name in RequestStats.__slots__}
     reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+import slipstream
 from slipstream import AsyncClient, Client, errors
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.rpc.tls import TlsFiles
@@ -40,6 +43,7 @@ def _answer() -> list[router_pb2.GenerateEvent]:
         deltas.append(router_pb2.Delta(tool_calls=[call]))
     cached = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_NVME, tokens=5)]
     usage = router_pb2.Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=5, cached=cached)
+    usage.cost.CopyFrom(router_pb2.Cost(currency="USD", amount_pico=39_600_000))
     stats = router_pb2.RequestStats(prefill_worker="prefill-0", ttft_ms=12.5, attempts=1)
     finished = router_pb2.Finished(
         finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS, usage=usage, stats=stats
@@ -89,6 +93,15 @@ MESSAGES = [
 ]
 
 
+def test_importing_the_sdk_keeps_grpcs_lines_out_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in ((None, "ERROR"), ("DEBUG", "DEBUG")):
+        monkeypatch.setenv("GRPC_VERBOSITY", given or "")
+        if given is None:
+            monkeypatch.delenv("GRPC_VERBOSITY")
+        importlib.reload(slipstream)
+        assert os.environ["GRPC_VERBOSITY"] == expected
+
+
 def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
     servicer, endpoint = served
     with Client(endpoint, api_key="k") as client:
@@ -102,6 +115,7 @@ def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
         "arguments": '{"id": "A-1"}',
     }
     assert reply.usage is not None and reply.usage.cached_by_tier == {"nvme": 5}
+    assert (str(reply.usage.cost), reply.usage.currency) == ("0.000039600000", "USD")
     assert reply.stats is not None and reply.stats.ttft_ms == 12.5
     sent = servicer.requests[0]
     assert "".join(part.text for part in sent.chat.messages[0].content) == "Where is A-1?"
