@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,7 +61,11 @@ def submit(
         print(f"group {name}: {len(jobs)} jobs")
         if not (wait or output):
             return
-        counts = follow_group(client.jobs, name)
+        try:
+            counts = follow_group(client.jobs, name)
+        except KeyboardInterrupt:
+            print(f"the jobs run on: `slipstream jobs cancel --group {name}` ends them", file=sys.stderr)
+            raise typer.Exit(130) from None
         if output is not None:
             _write_answers(client, jobs, output)
     if counts.succeeded < counts.total:

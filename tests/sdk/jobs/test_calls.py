@@ -101,6 +101,21 @@ async def test_the_commands_submit_list_show_and_cancel(router: RouterServer, tm
         await asyncio.to_thread(use)
 
 
+async def test_ctrl_c_leaves_the_jobs_and_says_how_to_end_them(
+    router: RouterServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.cli.jobs.progress.follow_group", interrupted)
+    (tmp_path / "bodies.jsonl").write_text(json.dumps(BODY))
+    submit = ["jobs", "submit", str(tmp_path / "bodies.jsonl"), "--endpoint", router.host.endpoint]
+    async with asyncio.timeout(WAIT_S):
+        answer = await asyncio.to_thread(CliRunner().invoke, build_app(), [*submit, "--group", "night"])
+    assert answer.exit_code == 130
+    assert "`slipstream jobs cancel --group night`" in answer.stderr
+
+
 @pytest.mark.parametrize(("text", "reason"), [("", "no bodies"), ("{}\n[1]\n", "line 2")])
 def test_a_file_without_bodies_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "bodies.jsonl").write_text(text)
