@@ -16,7 +16,7 @@ class LimitState:
     name: str
     limit: int
     remaining: int
-    end_unix_s: float
+    end_unix_s: int
 
 
 def openai_headers(states: Iterable[LimitState], now_unix_s: float) -> dict[str, str]:

@@ -165,7 +165,8 @@ class Limiter:
             ]
             if held:
                 tightest = min(held, key=lambda each: each.lease.remaining)
-                end_unix_s = self.wall_clock_s() + self._left_s(tightest.window)
+                end_unix_s = tightest.window.end_unix_s
+                assert end_unix_s is not None  # a minute's
                 found.append(LimitState(name, tightest.lease.limit, tightest.lease.remaining, end_unix_s))
         return found
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from services.router.metering.limit_headers import LimitState, anthropic_headers, openai_headers
 
-NOW = 1_798_761_599.5  # 2026-12-31T23:59:59.5Z
-STATES = [LimitState("requests", 60, 0, NOW + 30.5), LimitState("tokens", 100_000, 70, NOW + 90.5)]
+END = 1_798_761_630  # 2027-01-01T00:00:30Z
+STATES = [LimitState("requests", 60, 0, END), LimitState("tokens", 100_000, 70, END + 60)]
 
 
 def test_openais_clients_read_what_is_left_and_how_long_it_lasts() -> None:
-    assert openai_headers(STATES, NOW) == {
+    assert openai_headers(STATES, END - 29.6) == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "30s",
@@ -31,4 +31,4 @@ def test_anthropics_clients_read_when_it_ends() -> None:
 
 
 def test_without_limits_there_are_no_headers() -> None:
-    assert openai_headers([], NOW) == anthropic_headers([]) == {}
+    assert openai_headers([], END) == anthropic_headers([]) == {}
