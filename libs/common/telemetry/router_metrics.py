@@ -26,7 +26,7 @@ REQUEST_METRICS: tuple[Metric, ...] = (
     counter("ignored_fields_total", "Fields of requests over HTTP that have no effect."),
     counter("requests_aborted_total", "Requests that their client ended."),
     counter("requests_suspended_total", "Times a request waited for a client to read."),
-    histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", WAIT_S),
+    histogram("time_to_first_token_seconds", "From a live request's arrival to its first token.", WAIT_S),
     histogram(
         "inter_token_latency_seconds",
         "Time between tokens; the tokens of one frame share the time since the last frame.",
@@ -57,6 +57,11 @@ ADMISSION_METRICS: tuple[Metric, ...] = (
 METERING_METRICS: tuple[Metric, ...] = (
     counter("cost_total", "Cost of answers, in the currency of the price file.", "model", "currency"),
     counter("limited_total", "Requests refused by a limit of their API key or tenant.", "limit"),
+    gauge(
+        "spend_limit_used_ratio",
+        "Used share of the limit of spend that is nearest to its end, of all keys and tenants.",
+        "limit",
+    ),
     gauge("usage_unwritten_requests", "Requests whose usage waits for the database."),
     counter("usage_write_failures_total", "Times the database did not take the usage that waited."),
 )
@@ -89,5 +94,6 @@ JOB_METRICS: tuple[Metric, ...] = (
         "job_leases_lost_total",
         "Jobs whose router was silent for too long, and results that came after that.",
     ),
+    gauge("database_away", "1 while the database of jobs and usage does not answer."),
     counter("webhooks_total", "Deliveries of webhooks, by what came of them.", "outcome"),
 )

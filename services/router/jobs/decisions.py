@@ -114,6 +114,18 @@ def jobs_to_start(room: Headroom, *, running: int, max_running: int) -> int:
     return max(0, min(most - running, room.idle_prefills))
 
 
+def jobs_allowed(room: Headroom, *, max_running: int) -> int:
+    """How many jobs the router would run at once if there were workers enough.
+
+    More workers serve no job that waits for live requests to end, so autoscaling does not count it.
+    """
+    if room.is_draining or room.live_waiting:
+        return 0
+    if room.live_running or room.live_ended_s < QUIET_S:
+        return min(max_running, room.beside_live)
+    return max_running
+
+
 def jobs_to_preempt(room: Headroom, *, running: int) -> int:
     """How many running jobs go back to the queue: those in the way of live requests that run or wait."""
     if room.is_draining:

@@ -132,12 +132,14 @@ class JobLeases:
                 tx.execute(sql, (tokens, job_id, owner, attempt, tokens))
             mine = tx.execute("SELECT id, attempt FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
             beats = tx.execute("SELECT owner, beat FROM job_owners")
-            running = tx.execute("SELECT COUNT(*) FROM jobs WHERE state = 'running'")[0][0]
-            live = tx.execute("SELECT COALESCE(SUM(live), 0) FROM job_tenants")[0][0]
             keys = frozenset((row[0], row[1]) for row in mine)
-            return Heartbeat(dict(beats), keys, max(0, int(live) - running), running)
+            return Heartbeat(dict(beats), keys, *_queue(tx))
 
         return await self._database.run(beat)
+
+    async def look(self) -> Heartbeat:
+        """The queue, for a router that is no owner."""
+        return await self._database.read(lambda tx: Heartbeat({}, frozenset(), *_queue(tx)))
 
     async def take_over(self, owner: str, beat: int) -> int:
         """Remove an owner whose beat is still this one, and queue its jobs again; how many lost it."""
@@ -179,6 +181,13 @@ class JobLeases:
 def _beat(tx: SqlTransaction, owner: str) -> None:
     if not tx.execute("UPDATE job_owners SET beat = beat + 1 WHERE owner = ? RETURNING beat", (owner,)):
         raise OwnerLost("the jobs of this router were given to others")
+
+
+def _queue(tx: SqlTransaction) -> tuple[int, int]:
+    """(queued, running) of all tenants."""
+    running = tx.execute("SELECT COUNT(*) FROM jobs WHERE state = 'running'")[0][0]
+    live = tx.execute("SELECT COALESCE(SUM(live), 0) FROM job_tenants")[0][0]
+    return max(0, int(live) - running), running
 
 
 def _running_by_tenant(tx: SqlTransaction) -> dict[str, int]:

@@ -92,15 +92,25 @@ class JobPuller:
         self._claimed: deque[ClaimedJob] = deque()  # not started yet
         self._tasks: list[asyncio.Task[None]] = []
         self._seen = Heartbeat({}, frozenset(), 0, 0)
+        self._is_away = False  # the database did not answer the last beat
 
     @property
     def running(self) -> int:
         """Jobs that run here."""
         return len(self._running)
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that no router runs, as the last beat saw the queue of all routers."""
+        return self._seen.queued
+
     def gauges(self) -> dict[str, float]:
         """The metrics of the queue, of all routers together, as the last beat saw it."""
-        return {"slipstream_jobs_waiting": self._seen.queued, "slipstream_jobs_running": self._seen.running}
+        return {
+            "slipstream_jobs_waiting": self._seen.queued,
+            "slipstream_jobs_running": self._seen.running,
+            "slipstream_database_away": float(self._is_away),
+        }
 
     def start(self) -> None:
         """Begin to pull."""
@@ -243,17 +253,20 @@ class JobPuller:
         n_beats, unknown = 0, frozenset[JobKey]()
         while True:
             await asyncio.sleep(self._beat_s)
-            if not self._owner:
-                continue
             try:
-                unknown = await self._beat_once(unknown)
+                if self._owner:
+                    unknown = await self._beat_once(unknown)
+                else:  # live requests keep this router from jobs, which wait all the same
+                    self._seen = await self._leases.look()
                 n_beats += 1
                 if n_beats % _SWEEP_EVERY == 1:
                     n_expired, _ = await self._leases.sweep()
                     self._count_ended(JobState.EXPIRED, n_expired)
+                self._is_away = False
             except OwnerLost:
                 await self._lose_owner()
             except SlipstreamError as error:
+                self._is_away = True
                 log.warning("the jobs of this router have no beat: %s", error)
 
     async def _beat_once(self, unknown: frozenset[JobKey]) -> frozenset[JobKey]:

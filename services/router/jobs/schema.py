@@ -61,5 +61,10 @@ JOB_SCHEMA = Schema(
             "CREATE INDEX IF NOT EXISTS jobs_of_group ON jobs (tenant, group_id, id)",
             "CREATE INDEX IF NOT EXISTS job_notices_due ON job_notices (not_before_unix_s)",
         ),
+        # What operators count and list, of all tenants.
+        (
+            "CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, id)",
+            "CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (ended_unix_s) WHERE ended_unix_s > 0",
+        ),
     ),
 )

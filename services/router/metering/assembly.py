@@ -95,7 +95,7 @@ def make_metering(
     if options.database is not None:
         store = UsageStore(options.database, writer)
         ledger = UsageLedger(store, wall_clock_s=wall_clock_s, counters=counters)
-        renewal = LeaseRenewal(limiter, LeaseStore(options.database, writer))
+        renewal = LeaseRenewal(limiter, LeaseStore(options.database, writer), counters)
     tasks = MeteringTasks(renewal, ledger)
     metering = Metering(
         options.tenants,

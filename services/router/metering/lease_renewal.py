@@ -7,6 +7,7 @@ import contextlib
 import logging
 
 from libs.common.service_bounds import LIMIT_LEASE_S, LIMIT_RENEW_S
+from libs.common.telemetry.counters import Counters
 from services.router.metering.lease_store import LeaseRequest, LeaseStore
 from services.router.metering.limit_window import LimitKind
 from services.router.metering.limiter import HeldLease, LeasePlace, Limiter
@@ -22,7 +23,8 @@ _RENEWS_IN_A_LEASE = 4
 class LeaseRenewal:
     """Asks the database for what requests are expected to use. Failures change no lease."""
 
-    def __init__(self, limiter: Limiter, store: LeaseStore) -> None:
+    def __init__(self, limiter: Limiter, store: LeaseStore, counters: Counters) -> None:
+        self._counters = counters
         self._limiter = limiter
         self._store = store
         self._wake = asyncio.Event()
@@ -38,6 +40,8 @@ class LeaseRenewal:
             await asyncio.sleep(_GAP_S)
             self._wake.clear()
             await self.renew()
+            for kind, share in self._limiter.spend_shares().items():
+                self._counters.set("slipstream_spend_limit_used_ratio", share, (kind.value,))
 
     async def renew(self) -> None:
         """Renew what has changed, and what would expire. Forget windows that are over."""

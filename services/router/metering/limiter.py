@@ -185,6 +185,16 @@ class Limiter:
                 held.lease.n_routers = n_routers
                 held.lease.is_changed = True
 
+    def spend_shares(self) -> dict[LimitKind, float]:
+        """How much of the limit is used, of each kind of spend: that of the subject nearest to its end."""
+        now = self.wall_clock_s()
+        shares = dict.fromkeys(_SPEND, 0.0)
+        for (_, kind), held in self.leases.items():
+            if kind in shares and held.lease.limit and _covers(held.window, now):
+                used = held.lease.limit - held.lease.remaining
+                shares[kind] = max(shares[kind], used / held.lease.limit)
+        return shares
+
     def _routers(self) -> int:
         """How many routers there are, counted once a second."""
         now = self.wall_clock_s()

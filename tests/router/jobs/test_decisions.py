@@ -19,6 +19,7 @@ from services.router.jobs.decisions import (
     after_attempt,
     after_loss,
     in_claim_order,
+    jobs_allowed,
     jobs_to_preempt,
     jobs_to_start,
     prefix_key,
@@ -158,3 +159,13 @@ def test_claims_are_of_one_prefix_after_the_other(oldest: list[tuple[str, str]],
     assert order[0] == oldest[0][0]
     runs = [prefix for prefix, _ in groupby(order, key=lambda job_id: prefixes[job_id])]
     assert len(runs) == len(set(runs))
+
+
+def test_jobs_that_wait_for_live_requests_want_no_workers() -> None:
+    idle = Headroom(False, 0, 0, 0, 0)  # not ready: there may be no worker at all
+    assert jobs_allowed(idle, max_running=64) == 64
+    for busy in (replace(idle, live_running=1), replace(idle, live_ended_s=1.0)):
+        assert jobs_allowed(busy, max_running=64) == 0
+        assert jobs_allowed(replace(busy, beside_live=4), max_running=64) == 4
+    assert jobs_allowed(replace(idle, live_waiting=1, beside_live=4), max_running=64) == 0
+    assert jobs_allowed(replace(idle, is_draining=True), max_running=64) == 0

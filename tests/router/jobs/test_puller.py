@@ -213,3 +213,28 @@ async def test_a_passing_failure_is_repeated_and_a_final_one_is_not(rig: PullerR
     await rig.until_states(failed=1)
     result = await rig.tables.store.result("alice", job_id)
     assert result is not None and result.body == final.body
+
+
+async def test_a_router_that_live_requests_keep_from_jobs_sees_the_queue(rig: PullerRig) -> None:
+    rig.room = replace(IDLE, live_waiting=1)
+    await rig.tables.submit("a", "b")
+    pullers = [rig.start("r1"), rig.start("r2")]
+    async with asyncio.timeout(30):
+        while any(puller.waiting != 2 for puller in pullers):
+            await asyncio.sleep(0.01)
+    assert not rig.executor.begun
+    assert all(puller.gauges()["slipstream_database_away"] == 0 for puller in pullers)
+
+
+async def test_a_database_that_is_away_is_a_figure(tmp_path: Path) -> None:
+    (tmp_path / "jobs.db").write_bytes(b"this is no database" * 100)
+    database = open_database(f"sqlite:{tmp_path}/jobs.db")
+    rig = PullerRig(JobTables(database))
+    puller = rig.start("r1")
+    try:
+        async with asyncio.timeout(30):
+            while not puller.gauges()["slipstream_database_away"]:
+                await asyncio.sleep(0.01)
+    finally:
+        await puller.close()
+        await database.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from libs.common.service_bounds import LIMIT_LEASE_S
+from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from libs.database.errors import DatabaseUnavailable
 from services.router.metering.lease import overdraft
@@ -67,7 +68,9 @@ class Router:
             is_shared=database is not None,
             on_refused=self.refused.append,
         )
-        self.renewal = None if database is None else LeaseRenewal(self.limiter, LeaseStore(database, name))
+        self.renewal = None
+        if database is not None:
+            self.renewal = LeaseRenewal(self.limiter, LeaseStore(database, name), Counters())
 
     def admit(self, *, prompt: int = 10, output: int = 10, spend: int = 0, requests: int = 1) -> Reservation:
         found = self.limiter.admit("anna", b"", LimitedUse(requests, prompt, output, spend))
@@ -302,3 +305,14 @@ async def test_renewals_at_the_same_time_grant_no_more_than_the_limit(database: 
     for _ in range(3):
         grants = await asyncio.gather(*[store.renew([ask], now_unix_s=MINUTE) for store in stores])
         assert sum(grant.granted for (grant,) in grants) == 100
+
+
+def test_the_share_of_spend_is_that_of_the_fullest_limit_and_ends_with_its_window() -> None:
+    clock = Clock()
+    router = Router(Source(RateLimits(spend_per_day=1000, spend_per_month=8000)), clock)
+    day, month = LimitKind.SPEND_DAY, LimitKind.SPEND_MONTH
+    assert router.limiter.spend_shares() == {day: 0.0, month: 0.0}
+    router.admit(spend=800)
+    assert router.limiter.spend_shares() == {day: 0.8, month: 0.1}
+    clock.now_s += 86_400
+    assert router.limiter.spend_shares()[day] == 0.0

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import grpc
 
+from libs.common.service_bounds import MAX_RUNNING_JOBS
 from libs.database.database import Database
 from services.router.admission.types import Priority
 from services.router.api.formats import FORMATS
@@ -16,13 +17,15 @@ from services.router.api.jobs.service import SERVICE_NAME, JobService, job_handl
 from services.router.api.readiness import READY, readiness_of
 from services.router.api.rpc.server import GrpcServer
 from services.router.execution.request_manager import RequestManager
-from services.router.jobs.decisions import Headroom
+from services.router.jobs.decisions import Headroom, jobs_allowed
 from services.router.jobs.leases import JobLeases
+from services.router.jobs.overview import JobOverview
 from services.router.jobs.puller import JobPuller
 from services.router.jobs.store import JobStore
 from services.router.jobs.webhook_policy import WebhookHosts
 from services.router.jobs.webhook_sender import WebhookSender
 from services.router.workers.fleet import RouterFleet
+from slipstream.v1 import worker_pb2
 
 JOB_SERVICE_NAME = SERVICE_NAME
 
@@ -55,11 +58,13 @@ class RouterJobs:
         self._runs, self._fleet, self._options = runs, fleet, options
         self.formats = dict(FORMATS)
         self.store: JobStore | None = None
+        self.overview: JobOverview | None = None
         self._executor = AnswerExecutor(runs, self.formats, clock=clock, wall_clock_s=time.time)
         self._puller: JobPuller | None = None
         self._webhooks: WebhookSender | None = None
         if (database := options.database) is not None:
             self.store = JobStore(database, wall_clock_s=time.time)
+            self.overview = JobOverview(database, wall_clock_s=time.time)
             self._puller = JobPuller(
                 JobLeases(database, wall_clock_s=time.time),
                 self._executor,
@@ -72,7 +77,7 @@ class RouterJobs:
                 database, options.webhook_hosts, wall_clock_s=time.time, counters=counters
             )
 
-    def add_to(self, server: grpc.aio.Server, api: GrpcServer) -> None:
+    def serve(self, server: grpc.aio.Server, api: GrpcServer) -> None:
         """Register JobService beside the router's own service."""
         service = JobService(self.store, self._executor, api.callers, self._options.webhook_hosts)
         server.add_generic_rpc_handlers((job_handlers(service, api.logged),))
@@ -92,6 +97,14 @@ class RouterJobs:
     def gauges(self) -> dict[str, float]:
         """The metrics of the queue; none without a database."""
         return self._puller.gauges() if self._puller is not None else {}
+
+    def add_to(self, report: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
+        """Complete the load report: what the queue holds, and what of it this router could run."""
+        if self._puller is not None:
+            report.jobs_waiting = self._puller.waiting
+            report.jobs_running = self._puller.running
+            report.jobs_allowed = jobs_allowed(self._room(), max_running=MAX_RUNNING_JOBS)
+        return report
 
     def _room(self) -> Headroom:
         gate = self._runs.gate
