@@ -194,6 +194,7 @@ class GenerationTask:
                 counters=context.counters,
                 trace_id=self._trace_id,
                 trail=self.trail,
+                is_job=self.caller.is_job,
             ),
             sink=self.sink,
             trail=self.trail,

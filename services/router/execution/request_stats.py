@@ -28,8 +28,12 @@ class StatsRecorder:
         counters: Counters | None = None,
         trace_id: str = "",
         trail: RequestTrail | None = None,
+        is_job: bool = False,
     ) -> None:
-        """`counters` get the times of tokens; `trace_id` names the request's trace there."""
+        """`counters` get the times of tokens; `trace_id` names the request's trace there.
+
+        No client waits for the first token of a job (`is_job`), which counts in no time to first token.
+        """
         self.attempts = 0
         self.prefill = ""
         self.decode = ""
@@ -41,6 +45,7 @@ class StatsRecorder:
         self._counters = counters or Counters()
         self._trace_id = trace_id
         self._trail = trail or RequestTrail()
+        self._is_job = is_job
         self._first_token_s: float | None = None
         self._first_attempt = 0
         self._last_token_s = 0.0
@@ -63,7 +68,8 @@ class StatsRecorder:
                 self._first_token_s = now_s
                 self._first_attempt = self.attempts
                 self.ttft_ms = (now_s - self._began_s) * 1e3
-                self._observe("slipstream_time_to_first_token_seconds", now_s - self._began_s)
+                if not self._is_job:
+                    self._observe("slipstream_time_to_first_token_seconds", now_s - self._began_s)
                 self._observe("slipstream_request_prefill_seconds", now_s - self._admitted_s)
                 # Only the first attempt counts: later ones find the KV that it computed.
                 self._cached = list(batch.cached or ())

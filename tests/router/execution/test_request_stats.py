@@ -88,3 +88,13 @@ def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attemp
     recorder.add_stats(again)
     usage = recorder.usage(prompt_tokens=80, completion_tokens=2, reasoning_tokens=1)
     assert (usage.cached_tokens, [item.tokens for item in usage.cached]) == (80, [64, 32])
+
+
+def test_the_first_token_of_a_job_counts_in_no_time_to_first_token() -> None:
+    counters = Counters()
+    recorder = StatsRecorder(Clock(), began_s=9.0, counters=counters, is_job=True)
+    recorder.observe(TokenBatch([1]))
+    values = counters.snapshot()
+    assert "slipstream_time_to_first_token_seconds_count" not in values
+    assert values["slipstream_request_prefill_seconds_count"] == 1
+    assert recorder.ttft_ms == 1000.0
