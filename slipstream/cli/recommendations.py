@@ -21,6 +21,7 @@ from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, worker_pb2, worker_
 
 _ASK_TIMEOUT_S = 10.0
 _DRAIN_TIMEOUT_S = 300.0
+_REASON_WIDTH = 76  # with the figures beside it, 120 columns
 
 _Answer = TypeVar("_Answer")
 
@@ -105,7 +106,7 @@ def _print(answer: autoscale_pb2.GetRecommendationsResponse, *, explain: bool) -
         figures += ["value", "target"]
     table = figures_table(names, figures)
     if explain:
-        table.add_column("reason", no_wrap=True, vertical="bottom")
+        table.add_column("reason", max_width=_REASON_WIDTH, vertical="bottom")
     for row in answer.tiers:
         cells = [role_name(row.role), str(row.replicas), str(row.wanted_replicas)]
         if explain:

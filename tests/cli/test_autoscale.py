@@ -70,7 +70,12 @@ class AdminPort(autoscale_pb2_grpc.AutoscaleServiceServicer, fleet_pb2_grpc.Flee
                 (DECODE, "decode-0", 0, 1),
             )
         ]
-        last = autoscale_pb2.TierRecommendation(role=DECODE, replicas=1, wanted_replicas=1, min_replicas=1)
+        last = autoscale_pb2.TierRecommendation(
+            role=DECODE, replicas=1, wanted_replicas=1, min_replicas=1,
+            signal="evicted_wanted_mib_per_s", value=12345.6, target=12345.6,
+            reason="64 MiB/s of evicted blocks wanted again a node (measured 0.123, counted as the aim: "
+            "never scaled down), aim 64 MiB/s; at least 2 are wanted at any load",
+        )  # fmt: skip
         return autoscale_pb2.GetRecommendationsResponse(
             tiers=[tier, last], losses=losses, prefill_per_decode=1.5
         )
@@ -104,6 +109,12 @@ def test_the_table_has_each_tier_and_explains_it(admin: AdminPort) -> None:
     (row,) = [line.split() for line in lines if line.startswith("prefill")]
     assert row[:6] == ["prefill", "2", "3", "2.5", "2", "queued_s:"]
     assert "1.5 prefill workers for each decode worker" in lines[-1]
+
+
+def test_no_line_of_the_reasons_exceeds_120_columns(admin: AdminPort) -> None:
+    lines = invoke(admin, "--explain").output.splitlines()
+    assert any("never scaled down" in line for line in lines)  # the end of the longest reason
+    assert max(map(len, lines)) <= 120
 
 
 def test_json_has_the_figures_and_the_losses(admin: AdminPort) -> None:

@@ -50,14 +50,26 @@ def recommend_all(fleet: Sequence[WorkerLoad], policy: AutoscalePolicy) -> list[
 
 def is_active(fleet: Sequence[WorkerLoad], role: Role) -> bool:
     """Whether the tier needs at least one replica. Routers and kvstores do at any time; the others while
-    requests run, wait or were refused for want of a worker."""
+    requests run, wait or were refused for want of a worker. Jobs that could run want one, but no drafter."""
     if role in (Role.ROUTER, Role.KVSTORE):
         return True
     asking = _reports(fleet, Role.ROUTER)
     wanted = sum(report.requests_running + report.requests_waiting for report in asking)
+    wanted += runnable_jobs(asking) if role is not Role.DRAFTER else 0
     wanted += sum(report.requests_unplaced for report in asking)
     held = [*_reports(fleet, Role.DECODE), *_reports(fleet, role)]
     return bool(wanted) or any(report.requests_running + report.requests_waiting for report in held)
+
+
+def runnable_jobs(routers: Reports) -> int:
+    """The stored jobs that routers run, or would run at once with workers enough.
+
+    Every router reports the same queue. So many jobs as routers may run at a time bound what a long queue
+    asks for, and jobs that wait for live requests to end ask for nothing.
+    """
+    there = max((report.jobs_waiting for report in routers), default=0)
+    there += sum(report.jobs_running for report in routers)
+    return min(there, sum(report.jobs_allowed for report in routers))
 
 
 def prefill_per_decode(recommendations: Iterable[Recommendation]) -> float:
@@ -89,6 +101,7 @@ def _prefill(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     return [
         Signal("queued_s", tokens / tokens_per_s, aims.queued_s, " s", "of prompts queued a worker"),
         _busy(reports, aims),
+        _jobs(fleet, Role.PREFILL, aims),
     ]
 
 
@@ -101,6 +114,7 @@ def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     signals = [
         Signal("kv_share", held / blocks if blocks else 0.0, aims.kv_share, "", "of the KV blocks held"),
         Signal("step_ms", _mean(steps_ms), aims.step_ms, " ms", "a step"),
+        _jobs(fleet, Role.DECODE, aims),
     ]
     places = [worker.max_sequences for worker in fleet if worker.role is Role.DECODE]
     if places and all(places):
@@ -154,6 +168,11 @@ def _queued_tokens(report: worker_pb2.LoadReport) -> float:
     """Those that wait behind another prompt: one prompt alone is not computed sooner by more workers."""
     requests = report.requests_running + report.requests_waiting
     return report.prefill_tokens_in_flight * max(requests - 1, 0) / max(requests, 1)
+
+
+def _jobs(fleet: Sequence[WorkerLoad], role: Role, aims: Aims) -> Signal:
+    jobs = runnable_jobs(_reports(fleet, Role.ROUTER)) / _replicas(fleet, role)
+    return Signal("jobs", jobs, aims.jobs, "", "stored jobs to run a worker")
 
 
 def _busy(reports: Reports, aims: Aims) -> Signal:

@@ -36,6 +36,7 @@ class Aims:
     missed_share: float = 0.1  # of the drafts that steps want
     loop_delay_ms: float = 20.0
     evicted_wanted_mib_per_s: float = 64.0  # of a kvstore node
+    jobs: float = 16.0  # stored ones that could run now, a prefill or decode worker
 
 
 @dataclass(frozen=True, slots=True)

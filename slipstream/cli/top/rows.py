@@ -28,6 +28,8 @@ class ProcessRow:
     step_ms: float | None = None
     busy_share: float | None = None
     requests_per_s: float | None = None
+    jobs_waiting: float | None = None  # stored jobs in the queue of all routers
+    jobs_running: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ def _row(process: fleet_pb2.FleetProcess) -> ProcessRow:
         step_ms=load.decode_step_ms or None,
         busy_share=load.busy_share,
         requests_per_s=load.requests_per_s if tier == "router" else None,
+        jobs_waiting=load.jobs_waiting if tier == "router" else None,
+        jobs_running=load.jobs_running if tier == "router" else None,
     )
 
 
@@ -98,6 +102,8 @@ def _tier(name: str, rows: Sequence[ProcessRow]) -> TierRow:
         step_ms=_mean(row.step_ms for row in rows),
         busy_share=_mean(row.busy_share for row in rows),
         requests_per_s=_sum(row.requests_per_s for row in rows),
+        jobs_waiting=max(_known(row.jobs_waiting for row in rows), default=None),  # one queue
+        jobs_running=_sum(row.jobs_running for row in rows),
     )
     return TierRow(name, sum(row.state == "ready" for row in rows), len(rows), total)
 

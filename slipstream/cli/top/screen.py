@@ -81,9 +81,12 @@ def _requests(view: FleetRows) -> str:
     total = next((tier.total for tier in view.tiers if tier.tier == "router"), None)
     if total is None or total.running is None:
         return "no router reports its requests"
+    jobs = ""
+    if total.jobs_waiting or total.jobs_running:
+        jobs = f"; jobs {_count(total.jobs_running)} running, {_count(total.jobs_waiting)} queued"
     return (
         f"requests {total.running} running, {total.waiting} queued, {total.requests_per_s or 0:.1f}/s; "
-        f"tokens {_count(total.prompt_tokens_per_s)}/s in, {_count(total.generated_tokens_per_s)}/s out"
+        f"tokens {_count(total.prompt_tokens_per_s)}/s in, {_count(total.generated_tokens_per_s)}/s out{jobs}"
     )
 
 

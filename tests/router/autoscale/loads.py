@@ -11,8 +11,9 @@ from libs.common.cluster.worker_record import Role
 from services.router.autoscale.types import WorkerLoad
 from slipstream.v1 import worker_pb2
 
+JOBS = ("jobs_waiting", "jobs_running", "jobs_allowed")
 # Fields of a report whose rise is more load.
-COUNTS = ("requests_running", "requests_waiting", "prefill_tokens_in_flight", "requests_unplaced")
+COUNTS = ("requests_running", "requests_waiting", "prefill_tokens_in_flight", "requests_unplaced", *JOBS)
 RATES = ("drafts_missed_per_s", "evicted_wanted_bytes_per_s", "event_loop_delay_ms", "decode_step_ms")
 
 
@@ -31,6 +32,7 @@ def _report(random: Random) -> worker_pb2.LoadReport:
         requests_waiting=random.choice([0, 1, 100]),
         prefill_tokens_in_flight=random.choice([0, random.randint(0, 10**7)]),
         requests_unplaced=random.choice([0, 0, 3]),
+        **{name: random.choice([0, random.randint(0, 100)]) for name in JOBS},
         blocks_held=random.choice([0, random.randint(0, 1000)]),
         blocks_free=random.choice([0, random.randint(0, 1000)]),
         prefill_tokens_per_s=random.choice([0.0, 100.0, 5e4]),

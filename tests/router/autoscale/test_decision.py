@@ -206,3 +206,39 @@ def test_limits_bound_the_wish_and_are_named() -> None:
     assert (high.wanted, low.wanted) == (3, 2)
     assert "at most 3" in high.reason
     assert "at least 2" in low.reason
+
+
+# ---- jobs
+
+
+def with_jobs(*, waiting: int, running: int, allowed: int, routers: int = 2) -> list[WorkerLoad]:
+    """Routers of one queue before idle workers, one a tier."""
+    jobs = {"jobs_waiting": waiting, "jobs_running": running, "jobs_allowed": allowed}
+    return [*tier(Role.ROUTER, routers, **jobs), worker(Role.PREFILL), worker(Role.DECODE)]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_waiting_jobs_raise_their_tiers_within_limits(role: Role) -> None:
+    assert wanted(with_jobs(waiting=0, running=0, allowed=64), role) == 1
+    # Both routers report one queue: 36 + 2 * 2 jobs for 16 a worker.
+    assert wanted(with_jobs(waiting=36, running=2, allowed=64), role) == 3
+    assert (
+        wanted(with_jobs(waiting=100_000, running=0, allowed=64), role) == 8
+    )  # what two routers run at once
+    found = recommend(
+        with_jobs(waiting=1000, running=0, allowed=64), role, AutoscalePolicy(limits={role: TierLimits(1, 2)})
+    )
+    assert (found.wanted, found.signal.name) == (2, "jobs")
+    assert "at most 2 are allowed" in found.reason
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_jobs_that_wait_for_live_requests_raise_nothing(role: Role) -> None:
+    assert wanted(with_jobs(waiting=1000, running=0, allowed=0), role) == 1
+
+
+def test_jobs_alone_activate_prefill_and_decode_and_no_drafter() -> None:
+    routers = tier(Role.ROUTER, 1, jobs_waiting=1, jobs_allowed=64)
+    active = {role: is_active(routers, role) for role in (Role.PREFILL, Role.DECODE, Role.DRAFTER)}
+    assert active == {Role.PREFILL: True, Role.DECODE: True, Role.DRAFTER: False}
+    assert recommend(routers, Role.DECODE, POLICY).wanted == 1
