@@ -130,6 +130,7 @@ MAX_RECORDED_CANDIDATES = 100_000
 CONSOLE_READERS = 16
 CONSOLE_REQUESTS_PAGE = 500
 CONSOLE_SESSIONS_PAGE = 200
+CONSOLE_JOBS_PAGE = 500
 # A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
@@ -340,8 +341,8 @@ _CONSOLE: tuple[_Row, ...] = (
     ),
     ("Readers of the live events", f"{CONSOLE_READERS}", "429"),
     (
-        "Requests / sessions of one answer",
-        f"{CONSOLE_REQUESTS_PAGE} / {CONSOLE_SESSIONS_PAGE}",
+        "Requests / sessions / jobs of one answer",
+        f"{CONSOLE_REQUESTS_PAGE} / {CONSOLE_SESSIONS_PAGE} / {CONSOLE_JOBS_PAGE}",
         "400; the answer names the next page",
     ),
 )

@@ -161,7 +161,7 @@ class RouterServer:
         )
         self._grpc.add_to(self.host.server)
         self.jobs = RouterJobs(options, self.runs, self.fleet)
-        self.jobs.add_to(self.host.server, self._grpc)
+        self.jobs.serve(self.host.server, self._grpc)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.admin.server)
         self._add_autoscale(sessions)
         self._calls = ProcessCalls(dial_peer, options.secret)
@@ -196,6 +196,7 @@ class RouterServer:
             dial=dial_peer,
             calls=self._calls,
             chat=self._http.admin_chat("/console/api/chat"),
+            jobs=self.jobs.overview,
         )
         self._admin_http = make_admin_server(
             self.ports.admin_http,
@@ -396,4 +397,4 @@ class RouterServer:
             event_loop_delay_ms=self.loop_delay.window.mean_ms,
             requests_unplaced=self.fleet.unplaced.count,
         )
-        return self._rates.add_to(report)
+        return self.jobs.add_to(self._rates.add_to(report))

@@ -129,6 +129,9 @@ HTTP_ROUTER_CLASSES: Mapping[str, CallerClass] = {
     f"GET {_CONSOLE}/api/requests": OPERATOR,
     f"GET {_CONSOLE}/api/requests/{{id}}": OPERATOR,
     f"GET {_CONSOLE}/api/cache": OPERATOR,
+    f"GET {_CONSOLE}/api/jobs": OPERATOR,
+    f"GET {_CONSOLE}/api/jobs/{{id}}": OPERATOR,
+    f"POST {_CONSOLE}/api/jobs/{{id}}/cancel": OPERATOR,
     f"POST {_CONSOLE}/api/workers/{{role}}/{{instance}}/drain": OPERATOR,
     f"POST {_CONSOLE}/api/workers/{{role}}/{{instance}}/undrain": OPERATOR,
     f"POST {_CONSOLE}/api/chat": TENANT,  # as /v1/chat/completions

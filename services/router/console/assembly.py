@@ -8,9 +8,11 @@ from libs.common.cluster.discovery import Fleet
 from services.router.console.cache_view import CacheView
 from services.router.console.console import Console
 from services.router.console.fleet_view import FleetView, RouterIdentity
+from services.router.console.job_view import JobView
 from services.router.console.worker_drains import WorkerDrains
 from services.router.console.worker_statuses import WorkerStatuses
 from services.router.execution.request_manager import RequestManager
+from services.router.jobs.overview import JobOverview
 from services.router.operators.process_calls import ProcessCalls
 from services.router.workers.router_peers import RouterPeers
 from slipstream.rpc.dial import Dial
@@ -25,8 +27,12 @@ def make_console(
     dial: Dial,
     calls: ProcessCalls,
     chat: Handler,
+    jobs: JobOverview | None,
 ) -> Console:
-    """`dial` opens channels as a peer, `calls` act for an operator; `chat` answers a chat completion."""
+    """`dial` opens channels as a peer, `calls` act for an operator; `chat` answers a chat completion.
+
+    `jobs` is None on a router without a database.
+    """
     context = runs.context
     statuses = WorkerStatuses(members, dial=dial, clock=context.clock)
     return Console(
@@ -35,5 +41,6 @@ def make_console(
         CacheView(context.fleet, context.sessions, context.recorder, statuses),
         statuses,
         WorkerDrains(members, calls),
+        JobView(jobs),
         chat=chat,
     )

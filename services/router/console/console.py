@@ -17,6 +17,7 @@ from services.router.api.http.frame import RECORD
 from services.router.console.cache_view import CacheView
 from services.router.console.events import EventHub
 from services.router.console.fleet_view import FleetView
+from services.router.console.job_view import JobView
 from services.router.console.page_guard import SECURITY_HEADERS, check_post, check_site, is_console
 from services.router.console.rates import RateWindow, counter_state
 from services.router.console.request_pages import page_of, read_filter, short_text, whole_number
@@ -30,8 +31,8 @@ from slipstream.errors import InvalidArgument, NotFound
 
 _SESSIONS_PAGE = 100
 _MAX_CURSOR_CHARS = 4096
-# What the body of a drain may have: `{}`.
-_MAX_DRAIN_BYTES = 1024
+# What the body of a drain or a cancel may have: `{}`.
+_MAX_EMPTY_BYTES = 1024
 
 
 class Console:
@@ -44,6 +45,7 @@ class Console:
         cache: CacheView,
         statuses: WorkerStatuses,
         drains: WorkerDrains,
+        jobs: JobView,
         *,
         chat: Handler,
         files: StaticFiles | None = None,
@@ -55,6 +57,7 @@ class Console:
         self._cache = cache
         self._statuses = statuses
         self._drains = drains
+        self._jobs = jobs
         self._chat_handler = chat
         self._files = files or StaticFiles()
         self._rates = RateWindow()
@@ -77,6 +80,9 @@ class Console:
             get("/console/api/requests", _reads(self._requests)),
             get("/console/api/requests/{id}", _reads(self._request)),
             get("/console/api/cache", _reads(self._cache_page)),
+            get("/console/api/jobs", _reads(self._job_page)),
+            get("/console/api/jobs/{id}", _reads(self._job)),
+            post("/console/api/jobs/{id}/cancel", _changes(self._cancel_job)),
             post("/console/api/workers/{role}/{instance}/drain", _changes(self._drain)),
             post("/console/api/workers/{role}/{instance}/undrain", _changes(self._undrain)),
             post("/console/api/chat", _changes(self._chat)),
@@ -137,6 +143,12 @@ class Console:
         await self._statuses.refresh()
         return _json(await self._cache.json(after=after, limit=limit, tenant=tenant))
 
+    async def _job_page(self, request: web.Request) -> web.Response:
+        return _json(await self._jobs.page_json(request.query))
+
+    async def _job(self, request: web.Request) -> web.Response:
+        return _json(await self._jobs.detail_json(request.match_info["id"]))
+
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         async with self.events.reading(abort=partial(_abort, request)) as reader:
@@ -154,8 +166,7 @@ class Console:
         return await self._set_draining(request, draining=False)
 
     async def _set_draining(self, request: web.Request, *, draining: bool) -> web.Response:
-        if (await request.content.read(_MAX_DRAIN_BYTES)).strip() not in (b"", b"{}"):
-            raise InvalidArgument("body", "must be {}")
+        await _check_empty(request)
         state = await self._drains.set_draining(
             request.match_info["role"],
             request.match_info["instance"],
@@ -164,6 +175,11 @@ class Console:
             peer=request.remote or "",
         )
         return _json({"draining": state})
+
+    async def _cancel_job(self, request: web.Request) -> web.Response:
+        await _check_empty(request)
+        job_id, caller = request.match_info["id"], caller_of(request)
+        return _json(await self._jobs.cancel(job_id, caller=caller, peer=request.remote or ""))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._chat_handler(request)
@@ -184,6 +200,9 @@ class Console:
     def rates(self) -> dict[str, Any]:
         state = counter_state(self._context.counters, at_s=self._context.clock())
         return self._rates.rates(state, time_ms=_time_ms())
+
+    async def jobs(self) -> dict[str, Any]:
+        return await self._jobs.summary_json()
 
     def changed_requests(self, limit: int) -> list[dict[str, Any]]:
         return summaries_json(self._recorder.take_changed()[-limit:], now_s=self._context.clock())
@@ -210,6 +229,12 @@ def _changes(handler: _Handler) -> _Handler:
         return await handler(request)
 
     return change
+
+
+async def _check_empty(request: web.Request) -> None:
+    """Raises InvalidArgument for a body with a setting, which nothing would heed."""
+    if (await request.content.read(_MAX_EMPTY_BYTES)).strip() not in (b"", b"{}"):
+        raise InvalidArgument("body", "must be {}")
 
 
 def _abort(request: web.Request) -> None:

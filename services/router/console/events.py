@@ -26,6 +26,7 @@ MAX_LISTED = 200
 MAX_QUEUED_EVENTS = 64
 MAX_QUEUED_BYTES = 1 << 20
 _FLEET_S = 1.0
+_JOBS_S = 2.0
 
 
 class EventSource(Protocol):
@@ -42,6 +43,9 @@ class EventSource(Protocol):
 
     def rates(self) -> dict[str, Any]:
         """The rates of the last seconds."""
+
+    def jobs(self) -> Awaitable[dict[str, Any]]:
+        """The queue of stored jobs."""
 
     def changed_requests(self, limit: int) -> list[dict[str, Any]]:
         """The summaries of the requests that changed since the last call, at most the newest `limit`."""
@@ -101,10 +105,16 @@ class EventHub:
     """Sends the events of a source to all readers. `close` drops them."""
 
     def __init__(
-        self, source: EventSource, *, fleet_every_s: float = _FLEET_S, lists_per_s: float = LISTS_PER_S
+        self,
+        source: EventSource,
+        *,
+        fleet_every_s: float = _FLEET_S,
+        jobs_every_s: float = _JOBS_S,
+        lists_per_s: float = LISTS_PER_S,
     ) -> None:
         self._source = source
         self._fleet_every_s = fleet_every_s
+        self._jobs_every_s = jobs_every_s
         self._list_every_s = 1.0 / lists_per_s
         self._readers: set[EventReader] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -143,6 +153,7 @@ class EventHub:
         self._tasks = [
             asyncio.create_task(self._send_fleet(), name="console-fleet"),
             asyncio.create_task(self._send_requests(), name="console-requests"),
+            asyncio.create_task(self._send_jobs(), name="console-jobs"),
         ]
 
     def _end(self) -> None:
@@ -161,6 +172,15 @@ class EventHub:
             except Exception:
                 log.exception("the console's events failed")
             await asyncio.sleep(self._fleet_every_s)
+
+    async def _send_jobs(self) -> None:
+        """Apart from the fleet, which a slow database must not delay."""
+        while True:
+            try:
+                self._send("jobs", await self._source.jobs())
+            except Exception:
+                log.exception("the console's events of jobs failed")
+            await asyncio.sleep(self._jobs_every_s)
 
     async def _send_requests(self) -> None:
         while True:

@@ -115,9 +115,8 @@ async def large_console() -> AsyncIterator[tuple[aiohttp.ClientSession, RequestR
     peers: Any = SimpleNamespace(reports=dict)
     identity = RouterIdentity("router-0", "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "m", clock())
     members = Fleet(InMemoryDiscovery())
-    console = make_console(
-        identity, runs, members, peers, dial=Dial(), calls=ProcessCalls(Dial(), None), chat=cast(Any, None)
-    )
+    calls, chat = ProcessCalls(Dial(), None), cast(Any, None)
+    console = make_console(identity, runs, members, peers, dial=Dial(), calls=calls, chat=chat, jobs=None)
     port = open_admin_port("127.0.0.1:0", secret=None)
     metrics = ProcessMetrics("router", counters, lambda _: {})
     server = AdminServer(

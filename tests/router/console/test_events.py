@@ -42,6 +42,10 @@ class FakeSource:
         self.calls.append("rates")
         return {}
 
+    async def jobs(self) -> dict[str, Any]:
+        self.calls.append("jobs")
+        return {}
+
     def changed_requests(self, limit: int) -> list[dict[str, Any]]:
         self.calls.append("requests")
         changed, self.changed = self.changed[-limit:], []

@@ -20,6 +20,7 @@ from services.router.console.page_guard import SECURITY_HEADERS
 from services.router.console.static_files import INDEX, StaticFiles
 from tests.support.console.fake_chat import answer_chat
 from tests.support.console.fleet_source import FleetSource, Json
+from tests.support.console.job_source import JobSource
 from tests.support.console.request_source import detail_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -32,8 +33,11 @@ def _now_ms() -> float:
 class ConsoleServer:
     """`with ConsoleServer(source) as server`: serves on `server.url` in a thread. `key` None: open."""
 
-    def __init__(self, source: FleetSource, *, port: int = 0, key: str | None = None) -> None:
+    def __init__(
+        self, source: FleetSource, *, port: int = 0, key: str | None = None, jobs: JobSource | None = None
+    ) -> None:
         self.source = source
+        self.jobs = jobs or JobSource(source.now_ms)
         self.key = key
         self.posts: list[str] = []
         self._files = StaticFiles()
@@ -71,6 +75,9 @@ class ConsoleServer:
                 web.get("/console/api/requests/{id:[^/]+}", self._request),
                 web.get("/console/api/cache", self._cache),
                 web.post("/console/api/workers/{role}/{instance}/{verb}", self._drain),
+                web.get("/console/api/jobs", self._job_page),
+                web.get("/console/api/jobs/{id}", self._job),
+                web.post("/console/api/jobs/{id}/cancel", self._cancel),
                 web.post("/console/api/chat", self._chat),
             ]
         )
@@ -115,6 +122,7 @@ class ConsoleServer:
         while True:
             await _send(response, "fleet", self._page())
             await _send(response, "rates", self.source.rates())
+            await _send(response, "jobs", self.jobs.summary())
             await _send(response, "request", [self.source.start_request()])
             await asyncio.sleep(1)
 
@@ -134,6 +142,18 @@ class ConsoleServer:
     async def _cache(self, request: web.Request) -> web.Response:
         after, limit = request.query.get("sessions_after", ""), int(request.query.get("limit", "100"))
         return web.json_response(self.source.cache(after=after, limit=limit))
+
+    async def _job_page(self, request: web.Request) -> web.Response:
+        return web.json_response(self.jobs.page(request.query))
+
+    async def _job(self, request: web.Request) -> web.Response:
+        found = self.jobs.detail(request.match_info["id"])
+        return web.json_response(found) if found else _error(404, "there is no such job", "not_found")
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        self.posts.append(f"cancel {request.match_info['id']}")
+        found = self.jobs.cancel(request.match_info["id"])
+        return web.json_response(found) if found else _error(404, "there is no such job", "not_found")
 
     async def _drain(self, request: web.Request) -> web.Response:
         instance, verb = request.match_info["instance"], request.match_info["verb"]

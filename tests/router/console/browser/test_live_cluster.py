@@ -99,7 +99,7 @@ def test_stop_ends_an_answer(cluster: LocalCluster, open_page: OpenPage) -> None
     expect(page.locator(".detail").get_by_text("Cancelled")).to_be_visible()
 
 
-@pytest.mark.parametrize("view", ["fleet", "requests", "why", "cache", "playground"])
+@pytest.mark.parametrize("view", ["fleet", "requests", "why", "cache", "jobs", "playground"])
 def test_a_view_of_real_data_opens(cluster: LocalCluster, open_page: OpenPage, view: str) -> None:
     words = "Hello! " * 80  # a session has a place when a block is full
     cluster.client.chat([{"role": "user", "content": words}], session=f"view-{view}", max_tokens=4)

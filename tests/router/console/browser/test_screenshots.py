@@ -29,7 +29,7 @@ def shoot(page: Page, path: Path) -> None:
     assert path.stat().st_size <= MAX_BYTES
 
 
-def test_images_of_three_views(fake: ConsoleServer, open_page: OpenPage, save: Path) -> None:
+def test_images_of_four_views(fake: ConsoleServer, open_page: OpenPage, save: Path) -> None:
     page = open_page(fake.url).page
     expect(page.get_by_label("prefill-35", exact=True)).to_be_attached()
     page.wait_for_timeout(1000)  # the charts are drawn
@@ -40,6 +40,9 @@ def test_images_of_three_views(fake: ConsoleServer, open_page: OpenPage, save: P
     page.goto(f"{fake.url}#/why/{SHOWN_REQUEST}")
     expect(page.locator("tr.is-chosen").first).to_be_visible()
     shoot(page, save / "console-why.png")
+    page.goto(f"{fake.url}#/jobs/job-000000000000d000d00badcafe0000")
+    expect(page.locator(".detail")).to_contain_text("Stored")
+    shoot(page, save / "console-jobs.png")
 
 
 def test_image_of_the_playground(fake: ConsoleServer, open_page: OpenPage, save: Path) -> None:

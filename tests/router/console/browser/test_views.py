@@ -18,6 +18,8 @@ VIEWS = {
     "request": (f"#/requests/{A_REQUEST}", "text=Until first token"),
     "why": (f"#/why/{A_REQUEST}", "tr.is-chosen"),
     "cache": ("#/cache", "text=chat-00000"),
+    "jobs": ("#/jobs", "text=oldest"),
+    "job": ("#/jobs/job-000000000000d000d00badcafe0000", "text=Stored"),
     "playground": ("#/playground", "text=Send a message."),
 }
 CONTENT = "#main"
@@ -84,7 +86,13 @@ def test_keys_open_views_and_dialogs(fake: ConsoleServer, open_page: OpenPage) -
     expect(dialog).to_have_count(0)
     page.keyboard.press("t")
     expect(page.locator("html")).to_have_attribute("data-theme", "light")
-    for key, title in (("w", "Why here"), ("c", "Cache"), ("p", "Playground"), ("r", "Requests")):
+    for key, title in (
+        ("w", "Why here"),
+        ("c", "Cache"),
+        ("j", "Jobs"),
+        ("p", "Playground"),
+        ("r", "Requests"),
+    ):
         page.keyboard.press("g")
         page.keyboard.press(key)
         expect(page).to_have_title(re.compile(title))

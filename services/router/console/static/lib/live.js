@@ -1,6 +1,7 @@
 // What the router pushes: the fleet, the rates and the requests, and how well the connection does.
 
 import { access, call, getJson } from "./api.js";
+import { takeJobs } from "./jobs.js";
 import { backoff_ms, readEvents } from "./server_events.js";
 import { Store } from "./store.js";
 
@@ -81,6 +82,7 @@ function take({ event, data }) {
   if (event === "fleet") takeFleet(content);
   else if (event === "rates") takeRates(content);
   else if (event === "request") takeRequests(content);
+  else if (event === "jobs") takeJobs(content);
 }
 
 /** Read one stream until it ends, is silent or fails. Returns whether it brought anything. */

@@ -7,6 +7,7 @@ export const VIEWS = [
   { name: "requests", title: "Requests", key: "r" },
   { name: "why", title: "Why here", key: "w" },
   { name: "cache", title: "Cache", key: "c" },
+  { name: "jobs", title: "Jobs", key: "j" },
   { name: "playground", title: "Playground", key: "p" },
 ];
 

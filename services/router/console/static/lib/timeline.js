@@ -11,6 +11,18 @@ export const PHASES = {
   tokens: "Tokens",
   suspended: "Client does not read",
 };
+/** What each phase is, for people who see it for the first time. */
+export const PHASE_NOTES = {
+  queue: "waits until the router admits it",
+  encode: "the router makes tokens of the text",
+  placement: "the router chooses the workers",
+  dispatch: "the prompt is on its way to the chosen workers",
+  restore: "KV of an earlier request is read from a kvstore or another worker instead of being computed",
+  prefill: "a prefill worker computes the KV of the prompt and the first token",
+  transfer: "the decode worker reads the prompt's KV from the prefill worker; it overlaps with the prefill's end",
+  tokens: "the decode worker generates the answer",
+  suspended: "the client reads too slowly, so the request gave its place back",
+};
 // What the request as a whole does from an event on, until the next one or until an attempt begins.
 const REQUEST_PHASES = {
   received: "queue",

@@ -8,6 +8,7 @@ import { chooseTheme, chosenTheme, nextTheme } from "../theme.js";
 import { html, useEffect, useErrorBoundary, useRef, useState } from "../vendor/htm-preact-3.1.1.js";
 import { CacheView } from "../views/cache.js";
 import { FleetView } from "../views/fleet.js";
+import { JobsView } from "../views/jobs.js";
 import { PlaygroundView } from "../views/playground.js";
 import { RequestsView } from "../views/requests.js";
 import { WhyView } from "../views/why.js";
@@ -17,7 +18,7 @@ import { Icon } from "./icons.js";
 import { useShortcuts } from "./shortcuts.js";
 import { Toasts } from "./toasts.js";
 
-const COMPONENTS = { fleet: FleetView, requests: RequestsView, why: WhyView, cache: CacheView, playground: PlaygroundView };
+const COMPONENTS = { fleet: FleetView, requests: RequestsView, why: WhyView, cache: CacheView, jobs: JobsView, playground: PlaygroundView };
 
 function Connection() {
   const { state, error, retry_at_ms } = useStore(connection, (all) => all);

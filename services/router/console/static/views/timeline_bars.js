@@ -2,7 +2,7 @@
 
 import { Segmented } from "../parts/controls.js";
 import { duration } from "../lib/format.js";
-import { barsOf, firstTokenMs, marksOf, PHASES, ticks } from "../lib/timeline.js";
+import { barsOf, firstTokenMs, marksOf, PHASE_NOTES, PHASES, ticks } from "../lib/timeline.js";
 import { html, useState } from "../vendor/htm-preact-3.1.1.js";
 
 const SCALES = [["whole", "Whole request"], ["start", "Until first token"]];
@@ -12,7 +12,7 @@ function Row({ bar, end_ms }) {
   const length_ms = bar.end_ms - bar.start_ms;
   const width = Math.min(end_ms, bar.end_ms) - Math.min(end_ms, bar.start_ms);
   return html`<li class="bar-line">
-    <span class="bar-label">${PHASES[bar.phase]}${bar.worker && html` <span class="quiet">${bar.worker}</span>`}${bar.attempt > 1 && html` <span class="quiet">· attempt ${bar.attempt}</span>`}</span>
+    <span class="bar-label" title=${PHASE_NOTES[bar.phase]}>${PHASES[bar.phase]}${bar.worker && html` <span class="quiet">${bar.worker}</span>`}${bar.attempt > 1 && html` <span class="quiet">· attempt ${bar.attempt}</span>`}</span>
     <span class="bar-track" aria-hidden="true"><span class="bar bar-${bar.phase}" style=${{ left: percent(bar.start_ms / end_ms), width: percent(width / end_ms) }}></span></span>
     <span class="bar-length"><span class="visually-hidden">from ${duration(bar.start_ms)}, </span>${duration(length_ms)}</span>
   </li>`;
@@ -37,5 +37,8 @@ export function TimelineBars({ timeline, now_ms }) {
         ${marksOf(timeline).filter((mark) => mark.at_ms <= end_ms).map((mark, n) => html`<span key=${`m${n}`} class="mark mark-${mark.kind}" style=${{ left: percent(mark.at_ms / end_ms) }} title=${mark.text}></span>`)}
       </div>
     </div>
+    <details class="meanings"><summary>What the bars mean</summary>
+      <dl class="keys">${[...new Set(bars.map((bar) => bar.phase))].map((phase) => html`<div key=${phase}><dt>${PHASES[phase]}</dt><dd>${PHASE_NOTES[phase]}</dd></div>`)}</dl>
+    </details>
   </section>`;
 }
