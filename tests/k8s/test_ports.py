@@ -28,6 +28,8 @@ _ETCD_LISTENS = ("listen-client-urls", "listen-peer-urls", "listen-metrics-urls"
 def listened(pod: PodTemplate) -> set[int]:
     """The ports that the process binds, by its arguments."""
     arguments = pod.arguments()
+    if pod.tier == "postgresql":
+        return {int(arguments["port"])}
     addresses = [arguments[name] for name in (*_LISTENS, *_ETCD_LISTENS) if name in arguments]
     return {int(address.rpartition(":")[2]) for address in addresses}
 

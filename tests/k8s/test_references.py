@@ -15,6 +15,8 @@ MADE_BY_HAND = {
     "Secret/slipstream-cluster",
     "Secret/slipstream-api-keys",
     "Secret/slipstream-scrape",
+    "Secret/slipstream-postgresql",
+    "Secret/slipstream-database",
     "PersistentVolumeClaim/slipstream-weights-source",
     "Gateway/slipstream",
 }
@@ -40,6 +42,9 @@ def of_pods(objects: tuple[Object, ...]) -> Iterator[str]:
             if "persistentVolumeClaim" in volume:
                 yield f"PersistentVolumeClaim/{volume['persistentVolumeClaim']['claimName']}"
         for container in (*pod.spec["containers"], *pod.spec.get("initContainers", ())):
+            for variable in container.get("env", ()):
+                if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
+                    yield f"Secret/{reference['name']}"
             for source in container.get("envFrom", ()):
                 yield f"ConfigMap/{source['configMapRef']['name']}"
 

@@ -14,14 +14,20 @@ from libs.common.cluster.worker_record import Role
 from libs.common.runtime.config_file import file_values, read_sections
 from libs.common.runtime.loading import CONFIG_VARIABLE
 from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, rows
+from libs.engine.parallel.sizes import parse_sizes
+from libs.planner.cards import parse_cards
+from libs.planner.plan import make_plan
 from libs.worker.process.settings import EngineSettings
 from services.decode.settings import DecodeSettings
 from services.router.settings import RouterSettings
 from supervisor.cluster_file import SETTINGS
 from tests.k8s.renders import RENDERS, TIERS, PodTemplate, config_maps, render, services_of
+from tests.planner.shapes import kimi
 
 # What the image sets already, or the pod states for its arguments.
 _OWN = ("POD_NAME", "POD_IP")
+_OF_LIBPQ = "PGPASSWORD"
+_SECRET = "(a key of a Secret)"
 
 
 def given(name: str, pod: PodTemplate) -> Iterator[tuple[str, str]]:
@@ -55,8 +61,8 @@ def file_settings(name: str, pod: PodTemplate) -> dict[str, Any]:
 
 def variables(pod: PodTemplate) -> dict[str, str]:
     """The pod's variables by name, without those of its name and address."""
-    stated = {variable["name"]: variable.get("value", "") for variable in pod.main.get("env", ())}
-    return {key: value for key, value in stated.items() if key not in _OWN}
+    stated = {variable["name"]: variable.get("value", _SECRET) for variable in pod.main.get("env", ())}
+    return {key: value for key, value in stated.items() if key not in (*_OWN, _OF_LIBPQ)}
 
 
 def check_value(row: Row, value: str) -> None:
@@ -79,7 +85,8 @@ def test_every_flag_and_variable_is_a_setting_of_its_service(name: str) -> None:
         known = rows(SETTINGS[Role(pod.tier)])
         for setting, value in given(name, pod):
             assert setting in known, f"{pod.owner}: {pod.tier} has no setting {setting}"
-            check_value(known[setting], value)
+            if value != _SECRET:
+                check_value(known[setting], value)
 
 
 @pytest.mark.parametrize("name", RENDERS)
@@ -100,6 +107,29 @@ def test_every_service_has_its_own_name_and_address_and_the_secret(name: str) ->
         files += [settings[key] for key in ("data_dir", "disk") if key in settings]
         for file in files:
             assert any(file == mount or file.startswith(f"{mount}/") for mount in mounts), (pod.owner, file)
+
+
+@pytest.mark.parametrize("name", ["components/postgresql", "components/external-database"])
+def test_the_routers_of_a_database_name_it_and_its_password_is_a_secret(name: str) -> None:
+    (router,) = [pod for pod in services_of(render(name)) if pod.tier == "router"]
+    assert dict(given(name, router))["database"] in (
+        _SECRET,
+        "postgresql://slipstream@slipstream-postgresql/slipstream",
+    )
+    (password,) = [each for each in router.main["env"] if each["name"] == _OF_LIBPQ]
+    assert password["valueFrom"]["secretKeyRef"]["key"] == "password"
+    base = next(pod for pod in services_of(render("base")) if pod.tier == "router")
+    assert router.main["resources"] == base.main["resources"]
+    assert "database" not in dict(given("base", base))
+
+
+@pytest.mark.parametrize(("name", "cards"), [("kimi-k2.5-8xh100", "8xh100-80"), ("16xh200-pd", "8xh200")])
+def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -> None:
+    cut = make_plan(kimi(), *parse_cards(cards)).chosen.fit.cut
+    tiers = {pod.tier: pod for pod in services_of(render(f"overlays/{name}"))}
+    for tier in ("prefill", "decode"):
+        assert parse_sizes(tiers[tier].arguments()["parallel"]).tp == cut.tp
+        assert tiers[tier].main["resources"]["limits"]["nvidia.com/gpu"] == str(cut.n_cards)
 
 
 def test_a_flag_that_does_not_exist_is_found() -> None:
