@@ -124,7 +124,7 @@ async def test_the_events_name_the_fleet_the_rates_and_each_request(
                 name = line[7:].strip().decode()
             elif line.startswith(b"data: "):
                 seen[name] = json.loads(line[6:])
-            if len(seen) == 3 and seen["request"][-1]["status"] == "succeeded":
+            if len(seen) == 4 and seen["request"][-1]["status"] == "succeeded":
                 break
     assert {row["role"] for row in seen["fleet"]["workers"]} == {"prefill", "decode", "kvstore"}
     assert seen["rates"]["requests_per_s"] >= 0

@@ -110,9 +110,23 @@ def test_a_view_of_real_data_opens(cluster: LocalCluster, open_page: OpenPage, v
         "requests": "view-requests",
         "why": "Prefill workers",
         "cache": "view-cache",
+        "jobs": "Jobs of all tenants",
         "playground": "Send a message.",
     }
     expect(watched.page.get_by_text(shown[view]).first).to_be_visible()
+    assert watched.violations() == []
+
+
+def test_a_submitted_job_appears_and_ends_by_itself(cluster: LocalCluster, open_page: OpenPage) -> None:
+    watched = open_page(f"{console_url(cluster)}#/jobs")
+    page = watched.page
+    expect(page.get_by_text("none waits")).to_be_visible()
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+    [job] = cluster.client.jobs.submit([body])
+    row = page.get_by_role("row", name=job.id)
+    expect(row).to_contain_text("Succeeded")  # pushed: the page was not loaded again
+    row.get_by_role("link").click()
+    expect(page.locator(".detail")).to_contain_text("HTTP 200")
     assert watched.violations() == []
 
 
