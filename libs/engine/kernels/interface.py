@@ -1,6 +1,7 @@
 """The operations of a decoder. Tests check that all implementations agree within rounding.
 
-Activations are fp32 everywhere: bf16 and INT4 are storage formats of weights and cache, widened when read.
+Activations are fp32 on the CPU: bf16 and INT4 are storage formats of weights and cache, widened when read. On a
+CUDA device activations are bf16, and the residual stream and the logits stay fp32.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ MlpMatrices = tuple[Matrix, Matrix, Matrix]
 
 
 class Kernels(Protocol):
-    """x is [T, width] fp32 with contiguous rows; T may be any number of at least 1."""
+    """x is [T, width] with contiguous rows; T may be any number of at least 1. `residual` is fp32."""
 
     name: str
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the memory that the kernels read: norms, the embedding, inputs."""
+        ...
 
     def pack(self, matrix: Matrix) -> Packed:
         """A weight for `linear`."""
@@ -53,6 +58,10 @@ class Kernels(Protocol):
 
     def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, cols] -> [T, rows], added into `residual` in place when one is given."""
+        ...
+
+    def logits(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
+        """x [R, cols] -> [R, rows] fp32, without a rounding to the dtype of activations."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

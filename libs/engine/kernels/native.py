@@ -52,6 +52,9 @@ class NativeKernels:
         if getattr(self, "_context", None):
             self._library.ss_context_free(self._context)
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def pack(self, matrix: Matrix) -> Packed:
         return _array([self._panels(matrix)])
 
@@ -112,6 +115,9 @@ class NativeKernels:
             )
         )
         return out
+
+    def logits(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
+        return self.linear(x, weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         n_rows, width = x.shape

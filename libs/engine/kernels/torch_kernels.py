@@ -45,6 +45,9 @@ class TorchKernels:
 
     name = "torch"
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def pack(self, matrix: Matrix) -> Packed:
         return matrix.dequantised().contiguous()
 
@@ -71,6 +74,9 @@ class TorchKernels:
     def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
         y = F.linear(x, weight)
         return y if residual is None else residual.add_(y)
+
+    def logits(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
+        return self.linear(x, weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))

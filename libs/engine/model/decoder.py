@@ -32,7 +32,7 @@ class Decoder:
 
         Raises StepAborted as `Stack.run` does.
         """
-        x = self.weights.embedding[token_ids].float()
+        x = self.weights.embedding[self.kernels.place(token_ids)].float()
         if self.feature_head is None or not want_features:
             self.stack.run(x, plan, (), stop)
             return x, None
@@ -42,4 +42,4 @@ class Decoder:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Residual stream [R, H] -> [R, V] fp32."""
         normed = self.kernels.rms_norm(x, self.weights.norm, self.config.rms_norm_eps)
-        return self.kernels.linear(normed, self.weights.head)
+        return self.kernels.logits(normed, self.weights.head)

@@ -59,8 +59,8 @@ def load_feature_head(head_dir: Path, config: ModelConfig, kernels: Kernels) -> 
         return FeatureHead(
             layers,
             kernels.pack(DenseMatrix(tensor("fc.weight", width, joined_width))),
-            tuple(tensor(f"fc_norm.{slot}.weight", width).float() for slot in slots),
-            tensor("input_norm.weight", joined_width).float() if joined else None,
+            tuple(kernels.place(tensor(f"fc_norm.{slot}.weight", width).float()) for slot in slots),
+            kernels.place(tensor("input_norm.weight", joined_width).float()) if joined else None,
             float(raw.get("rms_norm_eps") or 1e-6),
         )
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from libs.common.runtime.memory_limit import memory_limit_bytes
+from libs.engine.kernels.device import open_device, open_triton_kernels
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
@@ -31,15 +32,20 @@ from libs.engine.step.stop_flag import StopFlag
 from slipstream.errors import FailedPrecondition
 
 
+KernelsName = Literal["native", "torch", "triton"]
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
     """How to run a checkpoint.
 
     weight_dtype    dtype the weights are held in; "auto" keeps the checkpoint's own (int4 experts stay int4)
     kv_dtype        dtype of the latent cache; "auto" = bfloat16 when the checkpoint is, else float32
-    kernels         "native" = compiled C, "torch" = the reference path, several times slower
+    device          "cpu", "cuda" or "cuda:N"; on a CUDA device the kernels are Triton's
+    kernels         "native" = compiled C, "torch" = the reference path, several times slower; "triton" on the
+                    CPU = Triton's interpreter, for tests
     compute_dtype   "auto" = products of bf16 and INT4 weights in bf16 with fp32 sums where the processor has
-                    a unit for them, else fp32; "float32" = always fp32
+                    a unit for them (a CUDA device has), else fp32; "float32" = always fp32
     latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as others
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
     memory_bytes    what weights and cache may take together; None = the machine's or the container's
@@ -51,7 +57,8 @@ class RunnerOptions:
     block_tokens: int = 64
     weight_dtype: WeightDtype = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kernels: Literal["native", "torch"] = "native"
+    device: str = "cpu"
+    kernels: KernelsName = "native"
     compute_dtype: ComputeDtype = "auto"
     latent_norm_eps: float | None = 1e-6
     head_dir: Path | None = None
@@ -75,7 +82,7 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.cache = cache
-        self.kernels = kernels  # "native" or "torch"
+        self.kernels = kernels  # "native", "torch" or "triton"
         self.feature_width = feature_width  # hidden size of the features, 0 without a head
         self.weights_digest = weights_digest  # hex; equal for equal checkpoints
         self._decoder = decoder
@@ -92,13 +99,13 @@ class ModelRunner:
             check_memory(check_inventory(checkpoint, config), shape, options)
             weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype).load()
         features = load_feature_head(options.head_dir, config, kernels) if options.head_dir else None
-        if options.kernels == "native":
+        if isinstance(kernels, NativeKernels):
             torch.set_num_threads(1)  # torch's idle threads would spin on the cores of the kernels' pool
         eps = config.rms_norm_eps if options.latent_norm_eps is None else options.latent_norm_eps
         return cls(
             config,
             Decoder(config, weights, _stack(config, weights, kernels, eps), kernels, features),
-            PagedLatentCache(shape),
+            PagedLatentCache(shape, device=options.device),
             kernels=kernels.name,
             feature_width=config.hidden_size if features else 0,
             weights_digest=weights_digest(model_dir),
@@ -119,13 +126,18 @@ class ModelRunner:
         plan = plan_batch(batch, self.config, self._rope, self.cache)
         token_ids = torch.from_numpy(batch.token_ids).long()
         x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
-        wanted = torch.from_numpy(batch.logit_rows).long()
+        wanted = self._decoder.kernels.place(torch.from_numpy(batch.logit_rows).long())
         return ForwardOutput(self._decoder.logits(x[wanted]), features)
 
 
 def choose_kernels(options: RunnerOptions) -> Kernels:
+    """Raises InvalidArgument or FailedPrecondition when this machine lacks the device that was asked for."""
+    device = open_device(options.device)
     threads = choose_threads(options)
     torch.set_num_threads(threads)
+    if device.type == "cuda" or options.kernels == "triton":
+        dtype = torch.float32 if options.compute_dtype == "float32" else torch.bfloat16
+        return open_triton_kernels(device, dtype)
     return (
         TorchKernels()
         if options.kernels == "torch"
@@ -145,6 +157,8 @@ def _threads_at_start() -> int:
 def check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -> None:
     cache_bytes = cache.n_pages * cache.page_bytes
     limit = options.memory_bytes
+    if limit is None and options.device != "cpu":
+        limit = int(torch.cuda.mem_get_info(open_device(options.device))[0])
     if limit is None:
         limit = memory_limit_bytes()
     if weight_bytes + cache_bytes > limit:

@@ -43,7 +43,8 @@ class WeightLoader:
         c = self._config
         embedding = self._dense("embed_tokens.weight", (c.vocab_size, c.hidden_size))
         layers = tuple(self._layer(index) for index in range(c.n_layers))
-        return ModelWeights(embedding, layers, self._norm("norm", c.hidden_size), self._head(embedding))
+        placed = self._kernels.place(embedding)
+        return ModelWeights(placed, layers, self._norm("norm", c.hidden_size), self._head(embedding))
 
     def _head(self, embedding: torch.Tensor) -> Packed:
         c = self._config
@@ -142,7 +143,7 @@ class WeightLoader:
         return self._cast(self._checkpoint.dense(f"{self._prefix}{name}", shape))
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
-        return self._checkpoint.dense(f"{self._prefix}{name}.weight", (width,)).float()
+        return self._kernels.place(self._checkpoint.dense(f"{self._prefix}{name}.weight", (width,)).float())
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self._dtype == "auto" else weight.to(getattr(torch, self._dtype))

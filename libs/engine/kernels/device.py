@@ -1,0 +1,47 @@
+"""The device that an engine computes on, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:
+    from libs.engine.kernels.gpu.triton_kernels import TritonKernels
+
+
+def open_device(name: str) -> torch.device:
+    """The device `cpu`, `cuda` or `cuda:N`.
+
+    Raises InvalidArgument for another name, and FailedPrecondition when this machine lacks the device.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
+    if match is None:
+        raise InvalidArgument("device", f"{name!r} is not cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise FailedPrecondition(f"device {name}: no CUDA device here (torch {torch.__version__}, {built})")
+    index, n_devices = int(match[1] or 0), torch.cuda.device_count()
+    if index >= n_devices:
+        raise FailedPrecondition(f"device {name}: this machine has {n_devices} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def open_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels:
+    """Kernels for a CUDA device; on the CPU only in Triton's interpreter, which is for tests."""
+    if importlib.util.find_spec("triton") is None:
+        raise FailedPrecondition(
+            "kernels for a CUDA device need Triton: pip install 'slipstream-server[gpu]'"
+        )
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise FailedPrecondition("Triton kernels run on the CPU only with TRITON_INTERPRET=1, for tests")
+    from libs.engine.kernels.gpu.triton_kernels import TritonKernels
+
+    return TritonKernels(device, dtype)

@@ -1,0 +1,224 @@
+"""Attention over paged latents in the absorbed form: KV split over programs, then a merge of the splits.
+
+The rows of a sequence and their heads form one matrix of query vectors, because all of them read the same
+latents. A latent is read once: the whole row is the key, its first `kv_lora_rank` values are the value.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from libs.engine.kernels.gpu.device_plan import DevicePlan
+
+_LEAST_SPLIT_TOKENS = 256
+_BLOCK_TOKENS = 64
+
+
+@triton.jit
+def _split_program(
+    q_latent,
+    q_rope,
+    layer_pages,
+    page_table,
+    query_start,
+    context_len,
+    sequences,
+    mixed,
+    lse,
+    rope_row_stride,
+    rope_head_stride,
+    page_stride,
+    table_stride,
+    split_stride,
+    scale,
+    split_tokens,
+    block_tokens,
+    N_HEADS: tl.constexpr,
+    LORA: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_LORA: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+):
+    sequence = tl.load(sequences + tl.program_id(0))
+    first_row = tl.load(query_start + sequence)
+    n_rows = tl.load(query_start + sequence + 1) - first_row
+    context = tl.load(context_len + sequence)
+    begin = tl.program_id(2) * split_tokens
+    first = tl.program_id(1) * BLOCK_M
+    if (begin < context) & (first < n_rows * N_HEADS):
+        vector = first + tl.arange(0, BLOCK_M)
+        live = vector < n_rows * N_HEADS
+        row = vector // N_HEADS
+        latent_column = tl.arange(0, BLOCK_LORA)
+        rope_column = tl.arange(0, BLOCK_ROPE)
+        is_latent = latent_column < LORA
+        is_rope = rope_column < ROPE
+        at = (first_row * N_HEADS + vector).to(tl.int64)
+        q_l = tl.load(
+            q_latent + at[:, None] * LORA + latent_column[None, :],
+            mask=live[:, None] & is_latent[None, :],
+            other=0.0,
+        )
+        rope_at = (first_row + row).to(tl.int64) * rope_row_stride + (vector % N_HEADS) * rope_head_stride
+        q_r = tl.load(
+            q_rope + rope_at[:, None] + rope_column[None, :],
+            mask=live[:, None] & is_rope[None, :],
+            other=0.0,
+        )
+        visible = context - n_rows + row + 1
+        end = tl.minimum(begin + split_tokens, context)
+        largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_LORA), tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            token = start + tl.arange(0, BLOCK_N)
+            held = token < end
+            page = tl.load(page_table + sequence * table_stride + token // block_tokens, mask=held, other=0)
+            latent = layer_pages + page.to(tl.int64) * page_stride + (token % block_tokens) * (LORA + ROPE)
+            key_l = tl.load(
+                latent[:, None] + latent_column[None, :], mask=held[:, None] & is_latent[None, :], other=0.0
+            ).to(q_l.dtype)
+            key_r = tl.load(
+                latent[:, None] + LORA + rope_column[None, :],
+                mask=held[:, None] & is_rope[None, :],
+                other=0.0,
+            ).to(q_r.dtype)
+            score = tl.dot(q_l, tl.trans(key_l), input_precision="ieee")
+            score += tl.dot(q_r, tl.trans(key_r), input_precision="ieee")
+            score = tl.where(token[None, :] < visible[:, None], score * scale, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(score, 1))
+            # A row may see no token of the first blocks: then its maximum stays -inf.
+            offset = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            kept = tl.exp(largest - offset)
+            weight = tl.exp(score - offset[:, None])
+            total = total * kept + tl.sum(weight, 1)
+            acc = acc * kept[:, None]
+            acc += tl.dot(weight.to(key_l.dtype), key_l, input_precision="ieee")
+            largest = new_largest
+        divisor = tl.where(total == 0.0, 1.0, total)
+        target = tl.program_id(2).to(tl.int64) * split_stride + at
+        tl.store(
+            mixed + target[:, None] * LORA + latent_column[None, :],
+            (acc / divisor[:, None]).to(mixed.dtype.element_ty),
+            mask=live[:, None] & is_latent[None, :],
+        )
+        tl.store(lse + target, tl.where(total == 0.0, float("-inf"), largest + tl.log(divisor)), mask=live)
+
+
+@triton.jit
+def _merge_program(
+    parts,
+    lse,
+    rows,
+    row_end,
+    mixed,
+    split_stride,
+    split_tokens,
+    N_HEADS: tl.constexpr,
+    LORA: tl.constexpr,
+    BLOCK_LORA: tl.constexpr,
+):
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    at = row * N_HEADS + tl.program_id(1)
+    column = tl.arange(0, BLOCK_LORA)
+    inside = column < LORA
+    # The first split always holds a visible token; the later ones of this row all do.
+    n_splits = tl.cdiv(tl.load(row_end + row), split_tokens)
+    largest = tl.load(lse + at)
+    total = tl.full((), 1.0, tl.float32)
+    acc = tl.load(parts + at * LORA + column, mask=inside, other=0.0)
+    for split in range(1, n_splits):
+        source = split.to(tl.int64) * split_stride + at
+        value = tl.load(lse + source)
+        part = tl.load(parts + source * LORA + column, mask=inside, other=0.0)
+        new_largest = tl.maximum(largest, value)
+        kept = tl.exp(largest - new_largest)
+        weight = tl.exp(value - new_largest)
+        acc = acc * kept + part * weight
+        total = total * kept + weight
+        largest = new_largest
+    tl.store(mixed + at * LORA + column, (acc / total).to(mixed.dtype.element_ty), mask=inside)
+
+
+def choose_split_tokens(longest: int, n_tiles: int, n_processors: int) -> int:
+    """Tokens of KV in a split, so that about two programs run on each processor of the device.
+
+    `n_tiles` programs would run without splits. A split holds at least 256 tokens: each split writes and
+    reads an fp32 result as large as 228 latents of 64 heads.
+    """
+    n_splits = max(2 * n_processors // max(n_tiles, 1), 1)
+    tokens = -(-longest // n_splits)
+    return max(-(-tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS, _LEAST_SPLIT_TOKENS)
+
+
+def mla_decode(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    layer_pages: torch.Tensor,
+    plan: DevicePlan,
+    *,
+    most_rows: int,
+    longest: int,
+    split_tokens: int,
+    scale: float,
+) -> torch.Tensor:
+    """Mix the latents of each absorbed sequence: [T, heads, kv_lora] in the dtype of the queries.
+
+    q_latent [T, heads, kv_lora] is contiguous, q_rope [T, heads, rope] a view with unit stride in its last
+    dimension. `most_rows` is the largest number of rows of a sequence, `longest` its largest context. Rows
+    of other sequences stay undefined.
+    """
+    n_rows, n_heads, lora = q_latent.shape
+    n_splits = triton.cdiv(longest, split_tokens)
+    vectors = most_rows * n_heads
+    block_m = min(max(triton.next_power_of_2(vectors), 16), 64)
+    mixed = torch.empty_like(q_latent)
+    parts = mixed if n_splits == 1 else mixed.new_empty(n_splits, *mixed.shape, dtype=torch.float32)
+    lse = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=mixed.device)
+    block_lora = max(triton.next_power_of_2(lora), 16)
+    _split_program[(plan.absorbed.shape[0], triton.cdiv(vectors, block_m), n_splits)](
+        q_latent,
+        q_rope,
+        layer_pages,
+        plan.page_table,
+        plan.query_start,
+        plan.context_len,
+        plan.absorbed,
+        parts,
+        lse,
+        q_rope.stride(0),
+        q_rope.stride(1),
+        layer_pages.stride(0),
+        plan.page_table.stride(0),
+        n_rows * n_heads,
+        scale,
+        split_tokens,
+        layer_pages.shape[1],
+        N_HEADS=n_heads,
+        LORA=lora,
+        ROPE=q_rope.shape[2],
+        BLOCK_M=block_m,
+        BLOCK_N=_BLOCK_TOKENS,
+        BLOCK_LORA=block_lora,
+        BLOCK_ROPE=max(triton.next_power_of_2(q_rope.shape[2]), 16),
+        num_warps=8 if block_m == 64 else 4,
+        num_stages=2,
+    )
+    if n_splits > 1:
+        _merge_program[(plan.absorbed_rows.shape[0], n_heads)](
+            parts,
+            lse,
+            plan.absorbed_rows,
+            plan.row_end,
+            mixed,
+            n_rows * n_heads,
+            split_tokens,
+            N_HEADS=n_heads,
+            LORA=lora,
+            BLOCK_LORA=block_lora,
+        )
+    return mixed

@@ -1,0 +1,239 @@
+"""The Triton programs behind the `Kernels` interface; dense products are cuBLAS's, through torch.
+
+The residual stream is fp32. Activations between programs have one dtype, bf16 on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from libs.engine.kernels.gpu.device_plan import DevicePlan, upload
+from libs.engine.kernels.gpu.expert_weights import ExpertWeights, is_repackable, stack_experts
+from libs.engine.kernels.gpu.grouped_gemm import combine, grouped_gemm
+from libs.engine.kernels.gpu.mla_decode import choose_split_tokens, mla_decode
+from libs.engine.kernels.gpu.mla_prefill import mla_prefill
+from libs.engine.kernels.gpu.norm import rms_norm, swiglu
+from libs.engine.kernels.gpu.rope import rotate_queries, store_latent
+from libs.engine.kernels.gpu.router import route_on_device
+from libs.engine.kernels.gpu.work_list import build_work_list, single_list
+from libs.engine.kernels.interface import MlpMatrices, Packed
+from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.plan import BatchPlan
+
+_INTERPRETED_PROCESSORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadProjections:
+    """kv_b [heads * (nope + v), kv_lora], and views of it: uk [heads, nope, kv_lora], uv [heads, v, kv_lora]."""
+
+    kv_b: torch.Tensor
+    uk: torch.Tensor
+    uv: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _GatedWeights:
+    """gate above up, and down."""
+
+    gate_up: Packed
+    down: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class _RoutedWeights:
+    """`place_of` [E] i32: the place of an expert in the stacks, or -1 when another rank has it."""
+
+    router: torch.Tensor
+    correction_bias: torch.Tensor
+    place_of: torch.Tensor
+    n_held: int
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    shared: _GatedWeights | None
+    config: ModelConfig
+
+
+class TritonKernels:
+    """Kernels on `device`, with activations of `dtype`. One thread drives them."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else _INTERPRETED_PROCESSORS
+        )
+        self._uploaded: tuple[BatchPlan, DevicePlan] | None = None
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def pack(self, matrix: Matrix) -> Packed:
+        return self._stacked((matrix,))
+
+    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
+        kv_b = matrix.weight.to(self.device, self.dtype).contiguous()
+        heads = kv_b.view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        return _HeadProjections(
+            kv_b, heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+        )
+
+    def pack_mlp(self, matrices: MlpMatrices) -> Packed:
+        gate, up, down = matrices
+        return _GatedWeights(self._stacked((gate, up)), self.pack(down))
+
+    def pack_moe(
+        self,
+        router: Matrix,
+        correction_bias: torch.Tensor,
+        experts: Iterable[MlpMatrices | None],
+        shared: MlpMatrices | None,
+        config: ModelConfig,
+    ) -> Packed:
+        gate_up: list[ExpertWeights] = []
+        down: list[ExpertWeights] = []
+        place_of: list[int] = []
+        for expert in experts:
+            place_of.append(len(down) if expert else -1)
+            if expert:
+                gate_up.append(stack_experts([expert[:2]], self.device, self.dtype))
+                down.append(stack_experts([expert[2:]], self.device, self.dtype))
+        return _RoutedWeights(
+            router=router.dequantised().to(self.device),
+            correction_bias=self.place(correction_bias),
+            place_of=torch.tensor(place_of, dtype=torch.int32, device=self.device),
+            n_held=len(down),
+            gate_up=_joined(gate_up),
+            down=_joined(down),
+            shared=self.pack_mlp(shared) if shared else None,
+            config=config,
+        )
+
+    def linear(self, x: torch.Tensor, weight: Packed, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is None:
+            return self._product(x, weight, self.dtype)
+        return residual.add_(self._product(x, weight, residual.dtype))
+
+    def logits(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
+        return self._product(x, weight, torch.float32)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps, self.dtype)
+
+    def rotate_queries(self, q: torch.Tensor, rope_dim: int, cos_sin: torch.Tensor) -> None:
+        rotate_queries(q, rope_dim, cos_sin.to(q.device))
+
+    def store_latent(
+        self, kv_a: torch.Tensor, norm: torch.Tensor, eps: float, layer: int, plan: BatchPlan
+    ) -> None:
+        store_latent(kv_a, norm, eps, plan.cache.pages[:, layer], self._on_device(plan))
+
+    def attend(
+        self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
+    ) -> torch.Tensor:
+        out = q.new_empty(plan.n_rows, config.n_heads, config.v_head_dim)
+        pages = plan.cache.pages[:, layer]
+        if len(plan.absorbed):
+            decoded = self._decode(q, kv_b, pages, plan, config)
+            rows = self._on_device(plan).absorbed_rows
+            if len(plan.expanded):
+                out[rows] = decoded[rows]
+            else:
+                out = decoded
+        for sequence in plan.expanded:
+            rows_of = plan.rows_of(sequence)
+            out[rows_of] = mla_prefill(
+                q[rows_of],
+                self._context(pages, plan, sequence),
+                kv_b.kv_b,
+                nope=config.qk_nope_head_dim,
+                value=config.v_head_dim,
+                scale=config.softmax_scale,
+            ).to(out.dtype)
+        return out.flatten(1)
+
+    def mlp(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
+        return self.linear(swiglu(self.linear(x, weights.gate_up)), weights.down, residual)
+
+    def moe(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(x.float(), weights.router)
+        ids, scale = route_on_device(logits, weights.correction_bias, weights.config)
+        expert_of_pair = weights.place_of[ids.flatten()]
+        work = build_work_list(expert_of_pair, weights.n_held)
+        n_chosen = weights.config.experts_per_token
+        hidden = grouped_gemm(
+            x, weights.gate_up, work, pairs_per_row=n_chosen, is_gated=True, out_dtype=self.dtype
+        )
+        parts = grouped_gemm(hidden, weights.down, work, pair_weight=scale.flatten(), out_dtype=torch.float32)
+        shared = None
+        if weights.shared is not None:
+            shared = self.linear(swiglu(self.linear(x, weights.shared.gate_up)), weights.shared.down)
+        combine(parts, expert_of_pair, shared, residual)
+        return residual
+
+    def _stacked(self, matrices: tuple[Matrix, ...]) -> Packed:
+        """INT4 for the grouped product, anything else as a matrix for cuBLAS."""
+        if all(is_repackable(matrix) for matrix in matrices):
+            return stack_experts([matrices], self.device, self.dtype)
+        return torch.cat([m.dequantised().to(self.dtype) for m in matrices]).to(self.device)
+
+    def _product(self, x: torch.Tensor, weight: Packed, out_dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(weight, ExpertWeights):
+            x = x.to(self.dtype)
+            return grouped_gemm(x, weight, single_list(x.shape[0], x.device), out_dtype=out_dtype)
+        x = x.to(weight.dtype)
+        if x.is_cuda and x.dtype != out_dtype:
+            return torch.mm(x, weight.T, out_dtype=out_dtype)
+        return torch.nn.functional.linear(x, weight).to(out_dtype)
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        kv_b: _HeadProjections,
+        pages: torch.Tensor,
+        plan: BatchPlan,
+        config: ModelConfig,
+    ) -> torch.Tensor:
+        nope = config.qk_nope_head_dim
+        folded = torch.bmm(q[..., :nope].transpose(0, 1), kv_b.uk)
+        longest = int(plan.context_len[plan.absorbed].max())
+        most_rows = int(np.diff(plan.query_start)[plan.absorbed].max())
+        n_tiles = len(plan.absorbed) * -(-most_rows * config.n_heads // 64)
+        mixed = mla_decode(
+            folded.transpose(0, 1).contiguous(),
+            q[..., nope:],
+            pages,
+            self._on_device(plan),
+            most_rows=most_rows,
+            longest=longest,
+            split_tokens=choose_split_tokens(longest, n_tiles, self._processors),
+            scale=config.softmax_scale,
+        )
+        return torch.bmm(mixed.transpose(0, 1), kv_b.uv.transpose(1, 2)).transpose(0, 1)
+
+    def _context(self, pages: torch.Tensor, plan: BatchPlan, sequence: int) -> torch.Tensor:
+        n_tokens = int(plan.context_len[sequence])
+        n_blocks = -(-n_tokens // plan.cache.shape.block_tokens)
+        used = self._on_device(plan).page_table[sequence, :n_blocks]
+        return pages[used].flatten(0, 1)[:n_tokens].to(self.dtype)
+
+    def _on_device(self, plan: BatchPlan) -> DevicePlan:
+        """Layers of one step share what was copied for the first."""
+        if self._uploaded is None or self._uploaded[0] is not plan:
+            self._uploaded = plan, upload(plan, self.device)
+        return self._uploaded[1]
+
+
+def _joined(parts: list[ExpertWeights]) -> ExpertWeights:
+    first = parts[0]
+    data = torch.cat([part.data for part in parts])
+    return ExpertWeights(data, torch.cat([part.scale for part in parts]), first.rows, first.cols, first.group)
