@@ -132,7 +132,7 @@ def _merge_program(
     total = tl.full((), 1.0, tl.float32)
     acc = tl.load(parts + at * LORA + column, mask=inside, other=0.0)
     for split in range(1, n_splits):
-        source = split.to(tl.int64) * split_stride + at
+        source = at + split * split_stride
         value = tl.load(lse + source)
         part = tl.load(parts + source * LORA + column, mask=inside, other=0.0)
         new_largest = tl.maximum(largest, value)

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from libs.engine.model_spec.config import ModelConfig
-
 
 @triton.jit
 def _route_program(
@@ -67,27 +65,33 @@ def _route_program(
     tl.store(weights + row * N_CHOSEN + slot, weight * scaling, mask=stored)
 
 
-def route_on_device(
-    logits: torch.Tensor, correction_bias: torch.Tensor, config: ModelConfig
+def choose_experts(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor,
+    *,
+    n_chosen: int,
+    n_group: int,
+    topk_group: int,
+    normalises: bool,
+    scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [T, E] fp32 -> expert ids [T, k] i32, best first, and their weights [T, k] fp32."""
     n_rows, n_experts = logits.shape
-    shape = (n_rows, config.experts_per_token)
-    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(n_rows, n_chosen, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(n_rows, n_chosen, dtype=torch.float32, device=logits.device)
     _route_program[(n_rows,)](
         logits,
         correction_bias,
         ids,
         weights,
-        config.routed_scaling_factor,
+        scaling,
         N_EXPERTS=n_experts,
-        N_CHOSEN=config.experts_per_token,
-        N_GROUPS=config.n_group,
-        KEPT_GROUPS=config.topk_group,
-        NORMALISES=config.norm_topk_prob,
+        N_CHOSEN=n_chosen,
+        N_GROUPS=n_group,
+        KEPT_GROUPS=topk_group,
+        NORMALISES=normalises,
         BLOCK=triton.next_power_of_2(n_experts),
-        BLOCK_CHOSEN=triton.next_power_of_2(config.experts_per_token),
+        BLOCK_CHOSEN=triton.next_power_of_2(n_chosen),
         num_warps=4,
     )
     return ids, weights

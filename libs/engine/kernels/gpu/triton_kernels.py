@@ -18,7 +18,7 @@ from libs.engine.kernels.gpu.mla_decode import choose_split_tokens, mla_decode
 from libs.engine.kernels.gpu.mla_prefill import mla_prefill
 from libs.engine.kernels.gpu.norm import rms_norm, swiglu
 from libs.engine.kernels.gpu.rope import rotate_queries, store_latent
-from libs.engine.kernels.gpu.router import route_on_device
+from libs.engine.kernels.gpu.router import choose_experts
 from libs.engine.kernels.gpu.work_list import build_work_list, single_list
 from libs.engine.kernels.interface import MlpMatrices, Packed
 from libs.engine.model_spec.config import ModelConfig
@@ -166,12 +166,25 @@ class TritonKernels:
 
     def moe(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         logits = torch.nn.functional.linear(x.float(), weights.router)
-        ids, scale = route_on_device(logits, weights.correction_bias, weights.config)
+        config = weights.config
+        ids, scale = choose_experts(
+            logits,
+            weights.correction_bias,
+            n_chosen=config.experts_per_token,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            normalises=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+        )
         expert_of_pair = weights.place_of[ids.flatten()]
         work = build_work_list(expert_of_pair, weights.n_held)
-        n_chosen = weights.config.experts_per_token
         hidden = grouped_gemm(
-            x, weights.gate_up, work, pairs_per_row=n_chosen, is_gated=True, out_dtype=self.dtype
+            x,
+            weights.gate_up,
+            work,
+            pairs_per_row=config.experts_per_token,
+            is_gated=True,
+            out_dtype=self.dtype,
         )
         parts = grouped_gemm(hidden, weights.down, work, pair_weight=scale.flatten(), out_dtype=torch.float32)
         shared = None

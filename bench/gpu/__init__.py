@@ -1,0 +1,1 @@
+"""Measures the kernels of a CUDA device against its ceilings, in one run: `make gpu-report`."""
