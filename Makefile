@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak smoke test-gpu test-k8s test-console test-clients test-images check fix protos up chat status down bench train install native wheels lock images images-report clean
+.PHONY: help demo test soak smoke test-gpu gpu-report test-k8s test-console test-clients test-images check fix protos up chat status down bench train install native wheels lock images images-report clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 14
@@ -30,6 +30,9 @@ smoke: $(VENV)/.dev native ## the tiny test of everything, under 10 s
 
 test-gpu: $(VENV)/.dev ## tests that need a CUDA device; says so where there is none
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu
+
+gpu-report: $(VENV)/.dev ## kernels against the ceilings of a CUDA device; without one they are compiled for sm_90 only
+	@$(BIN)/python -m bench.gpu $(ARGS)
 
 test-k8s: $(VENV)/.dev native ## deploy/k8s, and its end-to-end suite on the cluster that KUBECONFIG names
 	@$(BIN)/python -m pytest -q -m 'k8s or not k8s' tests/k8s

@@ -143,6 +143,7 @@ def build_subjects(
     shape: Shape,
     dtype: Dtype,
     kernels: Any,
+    device: str,
     peer: str | None,
     threads: int,
     step_tokens: int,
@@ -157,6 +158,7 @@ def build_subjects(
         step_tokens=step_tokens or max(shape.prefill_tokens, 512),
         weight_dtype=dtype,
         kernels=kernels,
+        device=device,
         threads=threads,
     )
     subjects: list[Subject] = [EngineSubject(build_engine(model_dir, options))]
@@ -201,6 +203,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     dtypes = ["auto", "float32", "bfloat16"]
     add("--dtype", choices=dtypes, default="auto", help="auto: as the checkpoint says")
     add("--kernels", choices=["native", "torch"], default="native", help="torch: the reference path")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     add("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     add("--prefill-tokens", type=int, default=defaults.prefill_tokens, help="(default: %(default)s)")
     add("--batches", default="1,8,32", help="decode batch sizes, by comma (default: %(default)s)")
@@ -241,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shape,
             arguments.dtype,
             arguments.kernels,
+            arguments.device,
             arguments.peer,
             arguments.threads,
             arguments.step_tokens,

@@ -27,7 +27,7 @@ from libs.engine.kernels.gpu.router import choose_experts
 from libs.engine.kernels.gpu.work_list import build_work_list
 
 _BLOCK_TOKENS = 64
-Run = Callable[[], object]
+Run = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def _decode(shape: DeviceShape, batch: int, context: int, rows: int) -> Callable
         n_tiles = batch * -(-rows * shape.n_heads // 64)
         split = choose_split_tokens(context, n_tiles, n_processors(device))
 
-        def run() -> object:
-            return mla_decode(
+        def run() -> None:
+            mla_decode(
                 q_latent,
                 q_rope,
                 pages,
@@ -111,8 +111,8 @@ def _prefill(shape: DeviceShape, rows: int, context: int) -> Callable[..., tuple
         latents = _normal(device, context, shape.lora + shape.rope)
         kv_b = _normal(device, shape.n_heads * (shape.nope + shape.value), shape.lora) / shape.lora**0.5
 
-        def run() -> object:
-            return mla_prefill(q, latents, kv_b, nope=shape.nope, value=shape.value, scale=0.1)
+        def run() -> None:
+            mla_prefill(q, latents, kv_b, nope=shape.nope, value=shape.value, scale=0.1)
 
         return run, mla_prefill_work(shape, rows, context)
 
@@ -138,15 +138,15 @@ def _experts(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, Work]]
         chosen = torch.rand(tokens, n_experts, device=device).topk(shape.n_chosen).indices
         pairs, weight = chosen.flatten().int(), torch.rand(tokens * shape.n_chosen, device=device)
 
-        def run() -> object:
+        def run() -> None:
             work = build_work_list(pairs, n_experts)
             hidden = grouped_gemm(
                 x, gate_up, work, pairs_per_row=shape.n_chosen, is_gated=True, out_dtype=torch.bfloat16
             )
             parts = grouped_gemm(hidden, down, work, pair_weight=weight, out_dtype=torch.float32)
-            return combine(parts, pairs, None, residual)
+            combine(parts, pairs, None, residual)
 
-        return run, experts_work(shape, tokens, int(chosen.unique().numel()))
+        return run, experts_work(shape, tokens, len(set(pairs.tolist())))
 
     return make
 
@@ -156,7 +156,11 @@ def _norm(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
         x = _normal(device, rows, shape.hidden, dtype=torch.float32)
         delta, weight = _normal(device, rows, shape.hidden), torch.ones(shape.hidden, device=device)
         work = row_work(12 * shape.hidden, rows, 6 * shape.hidden)
-        return lambda: rms_norm(x, weight, 1e-6, torch.bfloat16, delta), work
+
+        def run() -> None:
+            rms_norm(x, weight, 1e-6, torch.bfloat16, delta)
+
+        return run, work
 
     return make
 
@@ -164,7 +168,12 @@ def _norm(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
 def _swiglu(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
     def make(device: torch.device) -> tuple[Run, Work]:
         joined = _normal(device, rows, 2 * shape.intermediate)
-        return lambda: swiglu(joined), row_work(6 * shape.intermediate, rows, 5 * shape.intermediate)
+        work = row_work(6 * shape.intermediate, rows, 5 * shape.intermediate)
+
+        def run() -> None:
+            swiglu(joined)
+
+        return run, work
 
     return make
 
@@ -174,8 +183,8 @@ def _router(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, Work]]:
         logits = _normal(device, tokens, shape.n_experts, dtype=torch.float32)
         bias = torch.zeros(shape.n_experts, device=device)
 
-        def run() -> object:
-            return choose_experts(
+        def run() -> None:
+            choose_experts(
                 logits, bias, n_chosen=shape.n_chosen, n_group=1, topk_group=1, normalises=True, scaling=2.8
             )
 
@@ -193,9 +202,9 @@ def _rope(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
         kv_a, norm = _normal(device, rows, width), torch.ones(shape.lora, device=device)
         q = _normal(device, rows, shape.n_heads, shape.nope + shape.rope)
 
-        def run() -> object:
+        def run() -> None:
             rotate_queries(q, shape.rope, plan.cos_sin)
-            return store_latent(kv_a, norm, 1e-6, pages, plan)
+            store_latent(kv_a, norm, 1e-6, pages, plan)
 
         rotated = 4 * shape.n_heads * shape.rope
         return run, row_work(rotated + 4 * width + 4 * shape.rope, rows, 2 * rotated + 4 * width)

@@ -1,6 +1,6 @@
 """Compiles every program of the report for sm_90, without a device: what ptxas gives each of them.
 
-`python -m bench.gpu.compiled`. A driver without a device stands in, so launches stop after compilation.
+A driver without a device stands in, and launches stop after compilation.
 """
 
 from __future__ import annotations
@@ -96,14 +96,10 @@ def _describe(program: Any, case: str) -> CompiledProgram:
     )
 
 
-def main() -> None:
+def print_compiled() -> None:
     for program in compile_all():
         print(
             f"{program.name:18} {program.case:52} {program.registers:4} registers, "
             f"{program.spilled_bytes:5} B spilled, {program.shared_bytes:7} B shared, "
             f"{program.matrix_instructions}"
         )
-
-
-if __name__ == "__main__":
-    main()

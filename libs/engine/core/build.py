@@ -21,7 +21,7 @@ from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kv.cache import CacheShape
 from libs.engine.model.checkpoint import weights_digest
-from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.model.runner import KernelsName, ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.parallel.sizes import ParallelSizes
@@ -44,6 +44,7 @@ class EngineOptions:
     n_pages, kv_memory_bytes  size of the KV cache; at most one of them
     memory_bytes              what weights and KV cache may take together; None = what the process may use
     draft_model_dir           EAGLE-3 head whose features the engine computes; None = none
+    device                    cpu, cuda or cuda:N: where weights, KV cache and kernels are
     max_batch                 sequences in one step
     step_tokens               rows in one step: the budget that chunked prefill shares with decode
     compute_dtype             of products with bf16 and INT4 weights; auto = bf16 where a unit exists
@@ -62,7 +63,8 @@ class EngineOptions:
     max_draft_tokens: int = 8
     weight_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kernels: Literal["native", "torch"] = "native"
+    device: str = "cpu"
+    kernels: KernelsName = "native"
     compute_dtype: Literal["auto", "float32"] = "auto"
     threads: int | None = None
     progress: LoadProgress | None = None
@@ -82,6 +84,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         block_tokens=options.block_tokens,
         weight_dtype=options.weight_dtype,
         kv_dtype=kv_dtype,
+        device=options.device,
         kernels=options.kernels,
         compute_dtype=options.compute_dtype,
         head_dir=options.draft_model_dir,
@@ -104,6 +107,10 @@ def _load(
 ) -> ModelRunner | GroupRunner:
     if parallel is None or parallel.n_ranks == 1:
         return ModelRunner.load(model_dir, options)
+    if options.device != "cpu":
+        raise InvalidArgument(
+            "device", f"a model cut over processes runs on the cpu, not on {options.device}"
+        )
     from libs.engine.parallel.group_runner import GroupRunner
 
     return GroupRunner.load(model_dir, options, parallel)
@@ -131,10 +138,12 @@ def build_drafter(
 
 
 def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> DrafterEngine:
-    """Load an EAGLE-3 head that runs on the thread and with the kernels of `engine`."""
+    """Load an EAGLE-3 head that runs on the thread of `engine`, and with its kernels when they are the CPU's."""
     model = engine.model if isinstance(engine, PagedEngine) else None
     model = model.model if isinstance(model, PacedModel) else model
     kernels = model.kernels if isinstance(model, TorchModel) else None
+    if kernels is not None and kernels.name == "triton":
+        kernels = None
     return build_drafter(head_dir, target_dir, kernels=kernels)
 
 

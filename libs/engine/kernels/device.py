@@ -34,9 +34,15 @@ def open_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def free_device_bytes(name: str) -> int | None:
+    """Memory that is free on a CUDA device; None for the CPU. Raises as `open_device` does."""
+    device = open_device(name)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+
+
 def open_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels:
     """Kernels for a CUDA device; on the CPU only in Triton's interpreter, which is for tests."""
-    if importlib.util.find_spec("triton") is None:
+    if not is_triton_installed():
         raise FailedPrecondition(
             "kernels for a CUDA device need Triton: pip install 'slipstream-server[gpu]'"
         )
@@ -45,3 +51,7 @@ def open_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKerne
     from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 
     return TritonKernels(device, dtype)
+
+
+def is_triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from libs.common.runtime.memory_limit import memory_limit_bytes
-from libs.engine.kernels.device import open_device, open_triton_kernels
+from libs.engine.kernels.device import free_device_bytes, open_device, open_triton_kernels
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
@@ -30,7 +30,6 @@ from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.stop_flag import StopFlag
 from slipstream.errors import FailedPrecondition
-
 
 KernelsName = Literal["native", "torch", "triton"]
 
@@ -157,10 +156,8 @@ def _threads_at_start() -> int:
 def check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -> None:
     cache_bytes = cache.n_pages * cache.page_bytes
     limit = options.memory_bytes
-    if limit is None and options.device != "cpu":
-        limit = int(torch.cuda.mem_get_info(open_device(options.device))[0])
     if limit is None:
-        limit = memory_limit_bytes()
+        limit = free_device_bytes(options.device) or memory_limit_bytes()
     if weight_bytes + cache_bytes > limit:
         raise FailedPrecondition(
             f"weights of {weight_bytes / 1e9:.1f} GB and a KV cache of {cache_bytes / 1e9:.1f} GB "

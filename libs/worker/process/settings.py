@@ -43,6 +43,7 @@ class WorkerSettings(TierSettings):
 class EngineSettings(WorkerSettings):
     """What workers that own KV pages are given."""
 
+    device: str = setting("where the model runs: cpu, cuda or cuda:N (docs/gpu.md)", default="cpu")
     memory_bytes: int | None = setting(
         "what weights, KV cache and staged copies may take together",
         default=None,
@@ -127,6 +128,7 @@ def _torch(
     options: EngineSettings, model_dir: Path, progress: LoadProgress, parallel: ParallelSizes | None
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
+    from libs.engine.kernels.device import free_device_bytes
     from libs.worker.process.kv_size import default_kv_bytes
 
     return build_engine(
@@ -135,11 +137,12 @@ def _torch(
             kv_memory_bytes=options.kv_memory_bytes
             or default_kv_bytes(
                 model_dir,
-                memory_bytes=options.memory_bytes,
+                memory_bytes=options.memory_bytes or free_device_bytes(options.device),
                 max_batch=options.max_batch,
                 weight_dtype=options.weight_dtype,
                 kv_dtype=options.kv_dtype,
             ),
+            device=options.device,
             memory_bytes=options.memory_bytes,
             weight_dtype=cast(WeightDtype, options.weight_dtype),
             kv_dtype=cast(WeightDtype, options.kv_dtype),

@@ -215,7 +215,7 @@ def grouped_gemm(
         BLOCK_T=work.block,
         BLOCK_R=block_r,
         BLOCK_K=64,
-        num_warps=4,
+        num_warps=8 if work.block == 64 else 4,
         num_stages=3,
     )
     return out

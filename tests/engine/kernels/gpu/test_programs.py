@@ -86,9 +86,7 @@ def test_prefill_in_chunks(rows: int, context: int, chunk: int) -> None:
 def test_norm_behind_the_residual(width: int) -> None:
     x, delta, weight = normal(3, 2 * width)[:, :width], normal(3, width, seed=1), normal(width, seed=2)
     wanted_sum = x + delta
-    close(
-        rms_norm(x, weight, 1e-5, torch.float32, delta), TorchKernels().rms_norm(wanted_sum, weight, 1e-5)
-    )
+    close(rms_norm(x, weight, 1e-5, torch.float32, delta), TorchKernels().rms_norm(wanted_sum, weight, 1e-5))
     close(x, wanted_sum)
     close(rms_norm(x, weight, 1e-5, torch.float32), TorchKernels().rms_norm(x, weight, 1e-5))
 
@@ -107,7 +105,7 @@ def test_rope_and_latent_write(kv_dtype: str) -> None:
     rotate_queries(queries[0], ODD.qk_rope_head_dim, plans[0].cos_sin)
     TorchKernels().store_latent(kv_a, norm, 1e-6, 2, plans[1])
     TorchKernels().rotate_queries(queries[1], ODD.qk_rope_head_dim, plans[1].cos_sin)
-    close(*queries)
+    close(queries[0], queries[1])
     # The interpreter cuts fp32 to bf16 instead of rounding it: one step of bf16 apart.
     close(plans[0].cache.pages, plans[1].cache.pages, 2**-7 if kv_dtype == "bfloat16" else 2e-5)
 
@@ -148,7 +146,7 @@ def test_a_row_of_nan_is_routed_to_distinct_experts() -> None:
         normalises=True,
         scaling=1.0,
     )
-    assert len(set(ids[0].tolist())) == 3 and 0 <= int(ids.min()) and int(ids.max()) < 6
+    assert len(set(ids[0].tolist())) == 3 and int(ids.min()) >= 0 and int(ids.max()) < 6
     assert weights.isnan().all()
 
 

@@ -32,7 +32,7 @@ def batch(rows: list[int], contexts: list[int], *, seed: int) -> Batch:
 
 @pytest.mark.parametrize("quantization", ["int4", "none"])
 def test_logits_equal_those_of_torch(tmp_path: Path, quantization: Literal["int4", "none"]) -> None:
-    """A short prompt beside the end of a longer one, then three verify rows and one decode row over the same pages."""
+    """Two prompts, one for each form of attention; then three verify rows and one decode row."""
     write_random_checkpoint(tmp_path, RandomCheckpoint(TINY_CONFIG | SHAPE, quantization=quantization))
     reference = ModelRunner.load(
         tmp_path, RunnerOptions(n_pages=6, block_tokens=16, kernels="torch", kv_dtype="float32")

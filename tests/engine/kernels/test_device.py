@@ -1,0 +1,58 @@
+"""The choice of a device: refused with a reason where the machine lacks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from libs.engine.core.build import EngineOptions, build_engine
+from libs.engine.kernels import device as device_module
+from libs.engine.kernels.device import open_device, open_triton_kernels
+from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
+from libs.engine.parallel.sizes import parse_sizes
+from slipstream.errors import FailedPrecondition, InvalidArgument
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CUDA", "cuda:1000", ""])
+def test_another_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="is not cpu, cuda or cuda:N"):
+        open_device(name)
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_an_engine_for_a_missing_device_is_refused(tmp_path: Path, name: str) -> None:
+    write_random_checkpoint(tmp_path, RandomCheckpoint())
+    with pytest.raises(FailedPrecondition, match=f"device {name}: no CUDA device here"):
+        build_engine(tmp_path, EngineOptions(device=name))
+
+
+def test_an_index_beyond_the_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert open_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(FailedPrecondition, match="this machine has 2 CUDA devices"):
+        open_device("cuda:2")
+
+
+def test_a_model_cut_over_processes_stays_on_the_cpu(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, RandomCheckpoint())
+    with pytest.raises(InvalidArgument, match="cut over processes"):
+        build_engine(tmp_path, EngineOptions(device="cuda", parallel=parse_sizes("tp=2")))
+
+
+def test_triton_on_the_cpu_is_for_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(device_module, "is_triton_installed", lambda: True)
+    with pytest.raises(FailedPrecondition, match="TRITON_INTERPRET=1"):
+        open_triton_kernels(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(device_module, "is_triton_installed", lambda: False)
+    with pytest.raises(FailedPrecondition, match=r"slipstream-server\[gpu\]"):
+        open_triton_kernels(torch.device("cuda"), torch.float32)
