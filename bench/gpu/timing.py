@@ -1,4 +1,4 @@
-"""Times on a CUDA device: events around one run, the median of many, with the L2 cache overwritten between."""
+"""Times on a CUDA device: events around one run, the median of many. The L2 cache is overwritten between."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def build_drafter(
 
 
 def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> DrafterEngine:
-    """Load an EAGLE-3 head that runs on the thread of `engine`, and with its kernels when they are the CPU's."""
+    """Load an EAGLE-3 head that runs on the thread of `engine`, with its kernels unless they are a GPU's."""
     model = engine.model if isinstance(engine, PagedEngine) else None
     model = model.model if isinstance(model, PacedModel) else model
     kernels = model.kernels if isinstance(model, TorchModel) else None

@@ -1,7 +1,7 @@
 """The operations of a decoder. Tests check that all implementations agree within rounding.
 
-Activations are fp32 on the CPU: bf16 and INT4 are storage formats of weights and cache, widened when read. On a
-CUDA device activations are bf16, and the residual stream and the logits stay fp32.
+Activations are fp32 on the CPU: bf16 and INT4 are storage formats of weights and cache, widened when read.
+On a CUDA device activations are bf16, and the residual stream and the logits stay fp32.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.decoder import Decoder
 from libs.engine.model.feature_head import load_feature_head
 from libs.engine.model.inventory import check_inventory
-from libs.engine.model.stack import PlainStack, Stack
+from libs.engine.model.stack import FusedStack, PlainStack, Stack
 from libs.engine.model.weights import ComputeDtype, ModelWeights, WeightDtype, WeightLoader
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.plan import plan_batch
@@ -30,6 +30,9 @@ from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.stop_flag import StopFlag
 from slipstream.errors import FailedPrecondition
+
+if TYPE_CHECKING:
+    from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 
 KernelsName = Literal["native", "torch", "triton"]
 
@@ -168,6 +171,8 @@ def check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -
 def _stack(config: ModelConfig, weights: ModelWeights, kernels: Kernels, latent_norm_eps: float) -> Stack:
     if isinstance(kernels, NativeKernels):
         return NativeStack(config, weights.layers, kernels, latent_norm_eps)
+    if kernels.name == "triton":
+        return FusedStack(config, weights.layers, cast("TritonKernels", kernels), latent_norm_eps)
     return PlainStack(config, weights.layers, kernels, latent_norm_eps)
 
 

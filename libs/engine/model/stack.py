@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from libs.engine.kernels.layer import Attention, Layer
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.step.stop_flag import StepAborted, StopFlag
+
+if TYPE_CHECKING:
+    from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 
 
 class Stack(Protocol):
@@ -73,3 +76,20 @@ class PlainStack:
         kernels.rotate_queries(q, config.qk_rope_head_dim, plan.cos_sin)
         kernels.store_latent(kv_a, weights.kv_norm, self.latent_norm_eps, index, plan)
         return kernels.attend(q, weights.kv_b, index, plan, config)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStack(PlainStack):
+    """For a device: the sum behind attention and the norm after it are one program."""
+
+    kernels: TritonKernels
+
+    def _layer(self, x: torch.Tensor, layer: Layer, index: int, plan: BatchPlan) -> None:
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        mixed = self._attention(kernels.rms_norm(x, layer.input_norm, eps), layer.attention, index, plan)
+        delta = kernels.linear(mixed, layer.attention.o_proj)
+        normed = kernels.add_rms_norm(x, delta, layer.post_norm, eps)
+        if self.config.is_moe(index):
+            kernels.moe(normed, layer.mlp, residual=x)
+        else:
+            kernels.mlp(normed, layer.mlp, residual=x)

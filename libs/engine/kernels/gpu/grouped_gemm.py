@@ -240,7 +240,7 @@ def combine(
 
 
 def group_sums(x: torch.Tensor, group: int, n_groups: int) -> torch.Tensor:
-    """x [T, cols] -> the sums of each group of columns [T, n_groups], fp32; there may be more than columns."""
+    """x [T, cols] -> the sums of each group of columns [T, n_groups] fp32; groups without columns are 0."""
     padded = torch.nn.functional.pad(x, (0, n_groups * group - x.shape[1]))
     return padded.view(x.shape[0], n_groups, group).sum(-1, dtype=torch.float32)
 

@@ -101,7 +101,7 @@ def mla_prefill(
     scale: float,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> torch.Tensor:
-    """The rows q [R, heads, nope + rope] are the last ones of `context` [C, kv_lora + rope]: [R, heads, value].
+    """The rows q [R, heads, nope + rope] are the last of `context` [C, kv_lora + rope]: [R, heads, value].
 
     kv_b [heads * (nope + value), kv_lora], rows interleaved per head. Heads of q are contiguous. The result
     is fp32.

@@ -30,7 +30,7 @@ _INTERPRETED_PROCESSORS = 2
 
 @dataclass(frozen=True, slots=True)
 class _HeadProjections:
-    """kv_b [heads * (nope + v), kv_lora], and views of it: uk [heads, nope, kv_lora], uv [heads, v, kv_lora]."""
+    """kv_b [heads * (nope + v), kv_lora]; its views uk [heads, nope, kv_lora] and uv [heads, v, kv_lora]."""
 
     kv_b: torch.Tensor
     uk: torch.Tensor
@@ -128,6 +128,12 @@ class TritonKernels:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps, self.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds delta to x in place, and returns the norm of the sum."""
+        return rms_norm(x, weight, eps, self.dtype, delta)
 
     def rotate_queries(self, q: torch.Tensor, rope_dim: int, cos_sin: torch.Tensor) -> None:
         rotate_queries(q, rope_dim, cos_sin.to(q.device))
