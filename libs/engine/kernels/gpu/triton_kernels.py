@@ -136,6 +136,8 @@ class TritonKernels:
         return rms_norm(x, weight, eps, self.dtype, delta)
 
     def rotate_queries(self, q: torch.Tensor, rope_dim: int, cos_sin: torch.Tensor) -> None:
+        if self._uploaded is not None and self._uploaded[0].cos_sin is cos_sin:
+            cos_sin = self._uploaded[1].cos_sin
         rotate_queries(q, rope_dim, cos_sin.to(q.device))
 
     def store_latent(
