@@ -13,14 +13,16 @@ from libs.worker.process.settings import ModelUnusable, engine_builder
 from services.decode.settings import DecodeSettings
 
 
+@pytest.mark.parametrize("kv_memory_bytes", [None, 1 << 20])
 def test_a_worker_refuses_a_device_that_the_machine_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_memory_bytes: int | None
 ) -> None:
     """Before it reads weights, and with the reason; the supervisor does not start it again."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     write_random_checkpoint(tmp_path, RandomCheckpoint())
     progress = LoadProgress()
-    build = engine_builder(DecodeSettings(instance="d0", model=tmp_path, device="cuda:1"), progress)
+    settings = DecodeSettings(instance="d0", model=tmp_path, device="cuda:1", kv_memory_bytes=kv_memory_bytes)
+    build = engine_builder(settings, progress)
     with pytest.raises(ModelUnusable, match="device cuda:1: no CUDA device here"):
         build()
     assert progress.done_bytes == 0

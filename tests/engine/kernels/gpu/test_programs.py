@@ -187,6 +187,20 @@ def test_gated_product(storage: str) -> None:
     close(actual, wanted, 1e-4)
 
 
+@pytest.mark.parametrize("storage", ["int4", "dense"])
+def test_a_linear_and_an_mlp_of_either_storage(storage: str) -> None:
+    gate, up = experts_of(storage, 2, 40, 64)
+    down = experts_of(storage, 1, 64, 64 if storage == "dense" else 32)[0]
+    x, residual = normal(3, 64, seed=8), normal(3, 40, seed=9)
+    kernels, twin = TritonKernels(CPU, torch.float32), TorchKernels()
+    answers = [k.linear(x, k.pack(gate), residual.clone()) for k in (kernels, twin)]
+    close(answers[0], answers[1], 1e-4)
+    close(kernels.logits(x, kernels.pack(up)), twin.linear(x, twin.pack(up)), 1e-4)
+    wide = experts_of(storage, 2, down.cols, 64)
+    outputs = [k.mlp(x, k.pack_mlp((wide[0], wide[1], down)), x.clone()) for k in (kernels, twin)]
+    close(outputs[0], outputs[1], 1e-4)
+
+
 def test_repacked_nibbles_have_one_group_a_shift() -> None:
     matrix = pack_int4(normal(3, 288), 32, torch.float32)
     words, scale = repack_int4(matrix)
