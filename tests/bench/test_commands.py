@@ -32,6 +32,7 @@ SHORTEST = {
     "bench.failover": "--engine fake --streams 2 --tokens 16 --rounds 1 --json",
     "bench.faults.heal_etcd": "--rounds 1 --json",
     "bench.fuzz": "--inputs 1000 --json",
+    "bench.gpu": "--repeats 1 --limit-s 60 --output {tmp}/gpu.json",
     "bench.headline": "--rates 1 --rounds 1 --sessions 1 --turns 2 --first-prompt-tokens 64 --json",
     "bench.heal": "--links router-decode --faults reset --rounds 1 --json",
     "bench.jobs": "--jobs 200 --rounds 2 --requests 2 --queued 5 --json",
