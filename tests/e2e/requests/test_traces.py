@@ -274,7 +274,7 @@ def test_a_cancelled_request_ends_its_spans(site: Site) -> None:
     site.cluster.assert_idle()
     site.until_in_use()
     caller = Caller()
-    with site.cluster.gate.held(*DECODERS, from_token=5):
+    with site.cluster.gate.held(*DECODERS, from_token=12):
         messages = [{"role": "user", "content": f"Six. {TEXT}"}]
         headers = {"x-slipstream-prefill": "prefill-0", **caller.headers}
         stream = site.cluster.client.stream_chat(messages, headers=headers, **options(400))
@@ -292,7 +292,7 @@ def test_a_cancelled_request_ends_its_spans(site: Site) -> None:
 def test_a_failover_stays_in_the_same_trace(site: Site) -> None:
     site.cluster.assert_idle()
     caller = Caller()
-    with ThreadPoolExecutor(1) as thread, site.cluster.gate.held(*DECODERS, from_token=5) as gate:
+    with ThreadPoolExecutor(1) as thread, site.cluster.gate.held(*DECODERS, from_token=12) as gate:
         asked = thread.submit(chat, site, caller, f"Seven. {TEXT}", tokens=20)
         lost = busy(site)
         pid = site.cluster.pid(lost)
