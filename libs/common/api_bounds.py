@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream import bounds
 from slipstream.bound import Range, Rule, Section, Size
 
 # A stored response is forgotten after this time, as OpenAI's are.
@@ -80,6 +81,16 @@ NO_STORE = RESPONSES.add(
 )
 REFERENCES = RESPONSES.add(
     Size("input", 0, 64, "earlier responses with items that are referred to", "Each is read.", "HTTP")
+)
+CONVERSATION = RESPONSES.add(
+    Size(
+        "previous_response_id",
+        0,
+        bounds.MAX_BODY_BYTES,
+        "bytes in the conversation that goes on, and in the items that input refers to",
+        "As if the body had them; of their structure, too.",
+        "HTTP",
+    )
 )
 PAGE_LIMIT = RESPONSES.add(Range("limit", 1, 100, "Input items of one page.", whole=True, apis="HTTP"))
 PAGE_ORDER = RESPONSES.add(Rule("order", "must be asc or desc", "As OpenAI's.", "HTTP"))

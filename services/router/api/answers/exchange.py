@@ -22,7 +22,7 @@ from slipstream.v1 import router_pb2
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What runs a body's requests and writes their answer. `n_bytes`: the body's size, at most."""
+    """What runs a body's requests and writes their answer. `n_bytes`: the size of what it is read from, at most."""
 
     body: ParsedBody
     format: AnswerFormat
@@ -60,6 +60,7 @@ async def read_exchange(
         if encoding:
             data = await runs.read(caller, partial(decompress, data, encoding), n_bytes=n_bytes)
         answer_format = await answer_format.for_body(caller, data)
+        n_bytes += answer_format.n_further_bytes
         body = await runs.read(caller, partial(answer_format.parse, data, request_id), n_bytes=n_bytes)
     except errors.InvalidArgument:
         counters.add("slipstream_requests_refused_total")

@@ -85,6 +85,7 @@ class _FormatOfBody(AnswerFormat):
         self._tenant = tenant
         self._draft = draft
         self._earlier = earlier
+        self.n_further_bytes = earlier.n_bytes
 
     def parse(self, data: bytes, request_id: str) -> ResponsesBody:
         whole, wants_store = self._whole, self._draft.wants_store

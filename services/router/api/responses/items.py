@@ -59,6 +59,7 @@ class _Conversation:
         self._into = into
         self._ignore = ignore
         self._answer: dict[str, Any] | None = None
+        self._reasoning: list[str] = []  # of the answer; thousands of items are joined once
         self._path = ""  # of the answer's first item
 
     def add(self, item: Json, path: str) -> None:
@@ -84,11 +85,14 @@ class _Conversation:
     def end_answer(self) -> None:
         """Append the answer that is open. Reasoning that led to nothing is left out."""
         answer, self._answer = self._answer, None
+        reasoning, self._reasoning = "".join(self._reasoning), []
         if answer is None:
             return
         if "content" not in answer and "tool_calls" not in answer:
             self._ignore(self._path)
             return
+        if reasoning:
+            answer["reasoning_content"] = reasoning
         self._into.add({"content": "", **answer}, self._path)
 
     def _open(self, path: str) -> dict[str, Any]:
@@ -107,9 +111,9 @@ class _Conversation:
         text = _texts(item.get(name) or [], f"{path}.{name}", kinds, self._ignore)
         if not text and item.get("encrypted_content") is not None:
             self._ignore(f"{path}.encrypted_content")  # another server's, which only that server can read
-        answer = self._open(path)
+        self._open(path)
         if text:
-            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+            self._reasoning.append(text)
 
     def _add_message(self, item: Json, path: str) -> None:
         role = item.get("role")

@@ -121,10 +121,14 @@ class ResponseDraft(msgspec.Struct, frozen=True):
 
 
 class EarlierItems(msgspec.Struct, frozen=True):
-    """What the database supplies: the items before the input, and those referred to, by id."""
+    """What the database supplies: the items before the input, and those referred to, by id.
+
+    `n_bytes` is the length of all of them as JSON, each as often as the body refers to it.
+    """
 
     items: Sequence[Json] = ()
     by_id: Mapping[str, Json] = {}
+    n_bytes: int = 0
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+import msgspec
 from aiohttp import web
 
 from libs.common import api_bounds
@@ -15,7 +17,7 @@ from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.responses.answer_format import ResponsesFormat
 from services.router.api.responses.errors import error_shape
-from services.router.api.responses.store import ResponseStore, StoredResponse
+from services.router.api.responses.store import ResponseStore
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
 from services.router.execution.request_manager import RequestManager
 from services.router.request.model_card import ModelCard
@@ -71,7 +73,9 @@ class ResponsesRoutes:
     async def _show(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false") != "false":
             raise bounds.UNSUPPORTED.refused("stream")
-        return web.json_response((await self._find(request)).body)
+        tenant = self._reader.tenant(request)
+        body = await self._opened().find_body(tenant, request.match_info["response_id"])
+        return web.Response(body=body, content_type="application/json")
 
     async def _delete(self, request: web.Request) -> web.Response:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
@@ -79,18 +83,15 @@ class ResponsesRoutes:
         return web.json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _input_items(self, request: web.Request) -> web.Response:
-        query = request.query
+        tenant, query = self._reader.tenant(request), request.query
         page = page_of(
-            (await self._find(request)).items,
+            await self._opened().find_items(tenant, request.match_info["response_id"]),
             after=query.get("after"),
             order=query.get("order", "desc"),
             limit=api_bounds.PAGE_LIMIT.parse(query.get("limit", str(PAGE_ITEMS))),
         )
-        return web.json_response(page)
-
-    async def _find(self, request: web.Request) -> StoredResponse:
-        tenant = self._reader.tenant(request)
-        return await self._opened().find(tenant, request.match_info["response_id"])
+        body = await asyncio.to_thread(msgspec.json.encode, page)
+        return web.Response(body=body, content_type="application/json")
 
     def _opened(self) -> ResponseStore:
         if self._store is None:

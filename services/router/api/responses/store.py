@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,11 +21,14 @@ from libs.database.schema import Schema
 from libs.database.transaction import SqlTransaction
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
-from slipstream import errors
+from services.router.request.json_limits import check_structure
+from slipstream import bounds, errors
 from slipstream.bound import shown
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 1 << 30
+# Of one column without compression. A response repeats fields of its request, and has its output beside them.
+_MAX_COLUMN_BYTES = 4 * bounds.MAX_BODY_BYTES
 _SWEEP_EVERY = 16  # responses
 
 _SCHEMA = Schema(
@@ -60,11 +64,6 @@ class StoredResponse(msgspec.Struct, frozen=True):
     body: Json
     items: Sequence[Json]
     earlier: Sequence[Json] = ()
-
-    @property
-    def conversation(self) -> Sequence[Json]:
-        """All items up to the end of the response."""
-        return [*self.earlier, *self.items, *self.body["output"]]
 
 
 class ResponseStore:
@@ -104,9 +103,16 @@ class ResponseStore:
 
         await self._database.run(insert, is_idempotent=True)
 
-    async def find(self, tenant: str, response_id: str) -> StoredResponse:
-        """The tenant's response with this id. Raises NotFound."""
-        return await self._find(tenant, response_id, field="response_id")
+    async def find_body(self, tenant: str, response_id: str) -> bytes:
+        """The tenant's response with this id, as JSON. Raises NotFound."""
+        (body,) = await self._find(tenant, response_id, ("body",), field="response_id")
+        return await asyncio.to_thread(_inflated, body)
+
+    async def find_items(self, tenant: str, response_id: str) -> Sequence[Json]:
+        """The input items of a response. Raises NotFound."""
+        (items,) = await self._find(tenant, response_id, ("items",), field="response_id")
+        found: Sequence[Json] = await asyncio.to_thread(lambda: json.loads(_inflated(items)))
+        return found
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a response. Raises NotFound."""
@@ -118,34 +124,54 @@ class ResponseStore:
 
     async def earlier_items(self, tenant: str, draft: ResponseDraft) -> EarlierItems:
         """The items that a body refers to. Raises NotFound naming the first id that is unknown."""
-        items: Sequence[Json] = ()
+        previous, field = _Conversation(), "previous_response_id"
         if draft.previous_id is not None:
-            previous = await self._find(tenant, draft.previous_id, field="previous_response_id")
-            items = previous.conversation
-        wanted = {item_id: response_of(item_id) for item_id in draft.references}
-        api_bounds.REFERENCES.check(len(set(wanted.values())))
+            previous = await self._conversation(tenant, draft.previous_id, field=field)
+        wanted = Counter(draft.references)
+        responses = {response_of(item_id) for item_id in wanted}
+        api_bounds.REFERENCES.check(len(responses))
         found: dict[str, Json] = {}
-        for response_id in set(wanted.values()):
+        n_bytes = previous.n_bytes
+        for response_id in responses:
             try:
-                response = await self._find(tenant, response_id, field="input")
+                conversation = await self._conversation(tenant, response_id, field="input")
             except errors.NotFound:
                 continue
-            found |= {item["id"]: item for item in response.conversation if "id" in item}
+            for item in conversation.items:
+                item_id = item.get("id")
+                if isinstance(item_id, str) and item_id in wanted and item_id not in found:
+                    found[item_id] = item
+                    n_bytes += wanted[item_id] * len(msgspec.json.encode(item))
+                    api_bounds.CONVERSATION.check(n_bytes, "input")
         for item_id in wanted:
             if item_id not in found:
                 raise errors.NotFound(f"item {shown(item_id)} is not stored here", field="input")
-        return EarlierItems(items, found)
+        return EarlierItems(previous.items, found, n_bytes)
 
-    async def _find(self, tenant: str, response_id: str, *, field: str) -> StoredResponse:
+    async def _conversation(self, tenant: str, response_id: str, *, field: str) -> _Conversation:
+        """All items up to the end of a response. Raises NotFound, and InvalidArgument for too many."""
+        blobs = await self._find(tenant, response_id, ("earlier", "items", "body"), field=field)
+        return await asyncio.to_thread(_conversation_of, blobs, field)
+
+    async def _find(
+        self, tenant: str, response_id: str, columns: Sequence[str], *, field: str
+    ) -> Sequence[bytes]:
         now_s = self._wall_clock_s()
         sql = (
-            "SELECT body, items, earlier FROM stored_responses"
+            f"SELECT {', '.join(columns)} FROM stored_responses"
             " WHERE tenant = ? AND id = ? AND expires_unix_s > ?"
         )
         rows = await self._database.read(lambda tx: tx.execute(sql, (tenant, response_id, now_s)))
         if not rows:
             raise _not_found(response_id, field)
-        return await asyncio.to_thread(_unpacked, rows[0])
+        return [bytes(value) for value in rows[0]]
+
+
+class _Conversation(msgspec.Struct, frozen=True):
+    """Items, and how long their JSON is."""
+
+    items: Sequence[Json] = ()
+    n_bytes: int = 0
 
 
 def response_of(item_id: str) -> str:
@@ -156,11 +182,36 @@ def response_of(item_id: str) -> str:
 
 def _packed(response: StoredResponse) -> list[bytes]:
     parts: list[Any] = [response.body, response.items, response.earlier]
-    return [zlib.compress(json.dumps(part, ensure_ascii=False).encode(), 1) for part in parts]
+    return [zlib.compress(msgspec.json.encode(part), 1) for part in parts]
 
 
-def _unpacked(row: Sequence[Any]) -> StoredResponse:
-    return StoredResponse(*[json.loads(zlib.decompress(bytes(blob))) for blob in row])
+def _inflated(blob: bytes) -> bytes:
+    """The JSON of a column. Raises DataCorrupt for more than what is ever stored."""
+    inflater = zlib.decompressobj()
+    data = inflater.decompress(blob, _MAX_COLUMN_BYTES)
+    if inflater.unconsumed_tail:
+        raise errors.DataCorrupt("a stored response is too large")
+    return data
+
+
+def _conversation_of(blobs: Sequence[bytes], field: str) -> _Conversation:
+    """What a body continues costs as much as if the body had it: a turn adds to it, so it is bounded here."""
+    earlier, items, body = map(_inflated, blobs)
+    n_bytes = len(earlier) + len(items)
+    api_bounds.CONVERSATION.check(n_bytes, field)
+    check_structure([(field, earlier), (field, items)])
+    output = [_without_logprobs(item) for item in json.loads(body)["output"]]
+    n_bytes += len(msgspec.json.encode(output))
+    api_bounds.CONVERSATION.check(n_bytes, field)
+    return _Conversation([*json.loads(earlier), *json.loads(items), *output], n_bytes)
+
+
+def _without_logprobs(item: Json) -> Json:
+    """An item of an answer without what no prompt has."""
+    if item.get("type") != "message":
+        return item
+    parts = [{name: part[name] for name in part if name != "logprobs"} for part in item["content"]]
+    return {**item, "content": parts}
 
 
 def _not_found(response_id: str, field: str) -> errors.NotFound:

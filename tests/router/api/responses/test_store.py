@@ -13,6 +13,7 @@ from libs.database.database import Database, open_database
 from services.router.api.responses.request import ResponseDraft, decode_response
 from services.router.api.responses.store import ResponseStore, StoredResponse
 from services.router.api.responses.stored_items import items_to_store, page_of
+from slipstream import bounds
 from slipstream.errors import InvalidArgument, NotFound
 
 
@@ -45,11 +46,12 @@ async def test_only_its_tenant_finds_and_deletes_a_response(database: Database) 
     store = ResponseStore(database, wall_clock_s=Clock())
     saved = response("k", "caf\u00e9", earlier=[])
     await store.save("alice", saved)
-    assert await store.find("alice", "resp_k") == saved
+    assert json.loads(await store.find_body("alice", "resp_k")) == saved.body
+    assert await store.find_items("alice", "resp_k") == saved.items
     for refused in (
-        store.find("bob", "resp_k"),
+        store.find_body("bob", "resp_k"),
         store.delete("bob", "resp_k"),
-        store.find("alice", "resp_x"),
+        store.find_body("alice", "resp_x"),
     ):
         with pytest.raises(NotFound):
             await refused
@@ -57,7 +59,7 @@ async def test_only_its_tenant_finds_and_deletes_a_response(database: Database) 
         await store.earlier_items("bob", draft(previous_response_id="resp_k"))
     await store.delete("alice", "resp_k")
     with pytest.raises(NotFound):
-        await store.find("alice", "resp_k")
+        await store.find_body("alice", "resp_k")
 
 
 async def test_a_conversation_goes_on_without_its_earlier_responses(database: Database) -> None:
@@ -88,10 +90,10 @@ async def test_a_response_is_gone_after_its_life_time(database: Database) -> Non
     store = ResponseStore(database, wall_clock_s=clock, ttl_s=60)
     await store.save("alice", response("a"))
     clock.now_s += 59
-    await store.find("alice", "resp_a")
+    await store.find_body("alice", "resp_a")
     clock.now_s += 1
     with pytest.raises(NotFound):
-        await store.find("alice", "resp_a")
+        await store.find_body("alice", "resp_a")
     with pytest.raises(NotFound):
         await store.delete("alice", "resp_a")
     for index in range(16):  # a sweep is among them
@@ -102,10 +104,10 @@ async def test_a_response_is_gone_after_its_life_time(database: Database) -> Non
     assert left == []
 
 
-@pytest.mark.parametrize("bounds", [{"max_responses": 3}, {"max_bytes": 1000}])
-async def test_a_tenants_oldest_responses_make_room(database: Database, bounds: dict[str, int]) -> None:
+@pytest.mark.parametrize("limits", [{"max_responses": 3}, {"max_bytes": 1000}])
+async def test_a_tenants_oldest_responses_make_room(database: Database, limits: dict[str, int]) -> None:
     clock = Clock()
-    store = ResponseStore(database, wall_clock_s=clock, **bounds)
+    store = ResponseStore(database, wall_clock_s=clock, **limits)
     await store.save("bob", response("bob"))
     for index in range(32):
         clock.now_s += 1
@@ -114,11 +116,11 @@ async def test_a_tenants_oldest_responses_make_room(database: Database, bounds: 
     left = await database.read(lambda tx: tx.execute(sql))
     # A sweep was at the last save, and the newest ones are left.
     assert [row[0] for row in left] == [f"resp_a{index}" for index in range(32 - len(left), 32)]
-    if "max_responses" in bounds:
+    if "max_responses" in limits:
         assert len(left) == 3
     else:
         assert sum(row[1] for row in left) <= 1000
-    await store.find("bob", "resp_bob")
+    await store.find_body("bob", "resp_bob")
 
 
 def test_pages_of_input_items() -> None:
@@ -134,3 +136,40 @@ def test_pages_of_input_items() -> None:
             page_of(items, **{"after": None, "order": "asc", "limit": 20, **wrong})  # type: ignore[arg-type]
     with pytest.raises(NotFound):
         page_of(items, after="msg_k_i9", order="asc", limit=20)
+
+
+def _large(key: str, item: dict[str, Any]) -> StoredResponse:
+    """A response whose input has an item that no prompt has: reasoning that leads to nothing."""
+    item = {"type": "reasoning", **item}
+    return StoredResponse({"id": f"resp_{key}", "output": []}, items_to_store([item], key))
+
+
+async def test_a_long_item_is_not_multiplied_by_references(database: Database) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    text = "a" * (bounds.MAX_BODY_BYTES // 2)
+    await store.save("alice", _large("k", {"content": [{"type": "reasoning_text", "text": text}]}))
+    reference = {"type": "item_reference", "id": "rs_k_i0"}
+    found = await store.earlier_items("alice", draft(input=[reference]))
+    assert found.n_bytes > len(text)  # so that it is read off the event loop
+    with pytest.raises(InvalidArgument, match="input: must have at most 8388608 bytes"):
+        await store.earlier_items("alice", draft(input=[reference] * 2))
+
+
+@pytest.mark.parametrize("junk", ["a" * (bounds.MAX_BODY_BYTES // 2), [{}] * 50_000])
+async def test_a_conversation_costs_at_most_what_a_body_may(database: Database, junk: Any) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    await store.save("alice", _large("a", {"junk": junk}))
+    first = await store.earlier_items("alice", draft(previous_response_id="resp_a"))
+    again = _large("b", {"junk": junk})
+    await store.save("alice", StoredResponse(again.body, again.items, first.items))
+    last = _large("c", {"junk": junk})
+    await store.save("alice", StoredResponse(last.body, last.items, [*first.items, *again.items]))
+    with pytest.raises(InvalidArgument, match="previous_response_id: must have at most"):
+        await store.earlier_items("alice", draft(previous_response_id="resp_c"))
+
+
+async def test_an_id_of_another_type_names_nothing(database: Database) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    await store.save("alice", _large("k", {"id": ["rs_k_i0"]}))
+    with pytest.raises(NotFound):
+        await store.earlier_items("alice", draft(input=[{"id": "rs_k_i0"}]))
