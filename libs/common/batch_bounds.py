@@ -19,6 +19,7 @@ MAX_BATCH_LINES = 50_000
 # A body, and what is around it in a line.
 MAX_LINE_BYTES = bounds.MAX_BODY_BYTES + (64 << 10)
 MAX_TENANT_BATCHES = 100
+MAX_TENANT_STORED_BATCHES = 1000
 MAX_BATCH_ERRORS = 100
 BATCH_WINDOW_S = 24 * 3600
 
@@ -75,6 +76,11 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("A line of a batch", f"{MAX_LINE_BYTES} bytes", "the batch fails and names the line"),
     ("Errors that a failed batch names", f"{MAX_BATCH_ERRORS}", "the first ones"),
     ("Batches of one tenant that are not over", f"{MAX_TENANT_BATCHES}", "429"),
+    (
+        "Batches of one tenant that are stored",
+        f"{MAX_TENANT_STORED_BATCHES}",
+        "the oldest that are over are forgotten",
+    ),
     (
         "Time of a batch (`completion_window`)",
         f"{BATCH_WINDOW_S} s",

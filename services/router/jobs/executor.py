@@ -11,8 +11,11 @@ from services.router.jobs.types import ClaimedJob, JobOutcome
 class JobExecutor(Protocol):
     """Runs bodies as their endpoints would."""
 
-    async def check(self, tenant: str, path: str, body: bytes, field: str) -> None:
-        """Raises InvalidArgument for what can never run; `field` names the job among others."""
+    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> None:
+        """Raises InvalidArgument for what can never run; `field` names the job among others.
+
+        `n_bytes`: of all bodies that are checked together.
+        """
 
     async def run(self, job: ClaimedJob) -> JobOutcome:
         """One attempt. A cancel stops it; another attempt waits until the workers hold nothing of it."""

@@ -212,12 +212,15 @@ def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float)
     rows = tx.execute(
         "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?"
         f" WHERE id IN ({marks(order)})"
-        " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s",
+        " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s, key_sha256",
         (owner, now_s, *order),
     )
     rows.sort(key=lambda row: order.index(row[0]))
     bodies = dict(tx.execute(f"SELECT id, body FROM job_requests WHERE id IN ({marks(order)})", order))
-    return [ClaimedJob(row[0], tenant, row[1], bytes(bodies[row[0]]), *row[2:]) for row in rows]
+    return [
+        ClaimedJob(row[0], tenant, row[1], bytes(bodies[row[0]]), *row[2:-1], bytes.fromhex(row[-1]))
+        for row in rows
+    ]
 
 
 def _has_ended(tx: SqlTransaction, job: ClaimedJob, state: JobState) -> bool:

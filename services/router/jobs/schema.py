@@ -66,5 +66,7 @@ JOB_SCHEMA = Schema(
             "CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, id)",
             "CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (ended_unix_s) WHERE ended_unix_s > 0",
         ),
+        # In hexadecimal: the key whose limits count for the job, and whose end is the job's.
+        ("ALTER TABLE jobs ADD COLUMN key_sha256 TEXT NOT NULL DEFAULT ''",),
     ),
 )

@@ -19,7 +19,8 @@ from slipstream.errors import FailedPrecondition, NotFound, Overloaded
 
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
 _CANCELLED_AT_ONCE = 500
-_PLACES = ", ".join("?" * 24)
+_ROW_BYTES = 1024
+_PLACES = ", ".join("?" * 25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,18 @@ class JobStore:
         self._limits = limits or JobLimits()
         self._last_us = 0  # in the ids of the last submission
 
-    async def submit(self, tenant: str, requests: Sequence[JobRequest]) -> list[Job]:
-        """Store jobs, all or none; what is returned survives any crash. Raises InvalidArgument, Overloaded,
-        and FailedPrecondition where an idempotency key has another body."""
+    async def submit(
+        self, tenant: str, requests: Sequence[JobRequest], *, key_sha256: bytes = b""
+    ) -> list[Job]:
+        """Store jobs, all or none; what is returned survives any crash. They run by the key with this hash.
+
+        Raises InvalidArgument, Overloaded, and FailedPrecondition where an idempotency key has another body.
+        """
         check_requests(requests)
         now_s = self._now_s()
         ids = self._new_ids(len(requests), now_s)
-        rows = await asyncio.to_thread(_new_rows, ids, tenant, requests, now_s)  # it parses all bodies
+        # It parses all bodies.
+        rows = await asyncio.to_thread(_new_rows, ids, tenant, requests, now_s, key_sha256.hex())
         return await self._database.run(
             lambda tx: self._insert(tx, tenant, requests, rows), is_idempotent=True
         )
@@ -72,7 +78,7 @@ class JobStore:
             inserted = tx.execute(sql, row)
             if inserted:
                 tx.execute("INSERT INTO job_requests VALUES (?, ?)", (row[0], request.body))
-                n_new, n_bytes = n_new + 1, n_bytes + len(request.body)
+                n_new, n_bytes = n_new + 1, n_bytes + _stored_bytes(request)
             jobs.append(job_of(inserted[0]) if inserted else _known_job(tx, tenant, str(row[0]), request))
         if n_new:
             self._count(tx, tenant, n_new, n_bytes)
@@ -214,21 +220,28 @@ def check_requests(requests: Sequence[JobRequest]) -> None:
 
 
 def _new_rows(
-    ids: Sequence[str], tenant: str, requests: Sequence[JobRequest], now_s: float
+    ids: Sequence[str], tenant: str, requests: Sequence[JobRequest], now_s: float, key_sha256: str
 ) -> list[tuple[SqlValue, ...]]:
-    return [_new_row(job_id, tenant, each, now_s) for job_id, each in zip(ids, requests, strict=True)]
+    rows = [_new_row(job_id, tenant, each, now_s) for job_id, each in zip(ids, requests, strict=True)]
+    return [(*row, key_sha256) for row in rows]
 
 
 def _new_row(job_id: str, tenant: str, request: JobRequest, now_s: float) -> tuple[SqlValue, ...]:
-    """The columns of the schema, in its order."""
+    """The columns of the schema's first step, in its order."""
     hook = request.webhook
     return (
         *(job_id, tenant, request.group_id, request.reference, request.idempotency_key or None),
         *(request.digest, prefix_key(request.path, request.body), request.path),
-        *(JobState.QUEUED.value, "", 0, 0, 0, "", 0, len(request.body)),
+        *(JobState.QUEUED.value, "", 0, 0, 0, "", 0, _stored_bytes(request)),
         *(now_s, 0.0, 0.0, now_s, now_s + request.expires_s, request.retention_s),
         *((hook.url, hook.secret) if hook is not None else (None, None)),
     )
+
+
+def _stored_bytes(request: JobRequest) -> int:
+    """What a job takes of its tenant's share. A short body has a row and entries in indexes beside it."""
+    texts = (request.reference, request.group_id, request.idempotency_key)
+    return _ROW_BYTES + len(request.body) + sum(4 * len(text) for text in texts)
 
 
 def _known_job(tx: SqlTransaction, tenant: str, job_id: str, request: JobRequest) -> Job:

@@ -119,6 +119,7 @@ class ClaimedJob:
     failures: int
     created_unix_s: float
     expires_unix_s: float
+    key_sha256: bytes = b""  # of the API key that submitted it; empty: none
 
 
 @dataclass(frozen=True, slots=True)

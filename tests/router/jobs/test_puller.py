@@ -27,7 +27,7 @@ class HeldExecutor:
         self.begun: list[tuple[str, int]] = []
         self.ends: dict[str, asyncio.Future[JobOutcome]] = {}
 
-    async def check(self, tenant: str, path: str, body: bytes, field: str) -> None: ...
+    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> None: ...
 
     async def run(self, job: ClaimedJob) -> JobOutcome:
         self.begun.append((job.id, job.attempt))

@@ -70,6 +70,20 @@ async def test_a_tenant_has_a_bounded_number_of_jobs_and_bytes(tables: JobTables
     await small.submit("d")  # an ended job leaves room
     with pytest.raises(Overloaded):
         await small.submit("x" * 10_000, tenant="carol")
+    many = JobTables(tables.database, JobLimits(max_live=100, max_stored_bytes=10_000))
+    for _ in range(8):  # a short body has a row beside it, which stays after the end
+        [ended] = await many.submit("a", tenant="dave")
+        await many.store.cancel("dave", ended)
+    with pytest.raises(Overloaded):
+        await many.submit("a", "b", tenant="dave")
+
+
+async def test_a_job_runs_by_the_key_that_submitted_it(tables: JobTables) -> None:
+    await tables.leases.register("r")
+    await tables.store.submit("alice", [make_request("a")], key_sha256=b"k" * 32)
+    assert (await tables.claim_one("r")).key_sha256 == b"k" * 32
+    await tables.submit("b")
+    assert (await tables.claim_one("r")).key_sha256 == b""
 
 
 async def test_a_cancelled_job_has_no_result_whatever_ran(tables: JobTables) -> None:

@@ -26,8 +26,10 @@ from slipstream.async_client import AsyncClient
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument, QuotaExceeded, RateLimited
 from slipstream.metering.rate_limits import NO_LIMITS, RateLimits
+from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
-from slipstream.v1 import router_pb2, router_pb2_grpc
+from slipstream.v1 import jobs_pb2, router_pb2, router_pb2_grpc
+from slipstream.v1.jobs_pb2_grpc import JobServiceStub
 from tests.router.conftest import WAIT_S, chat_of, eventually, open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster
 
@@ -348,3 +350,28 @@ async def test_a_router_without_a_price_of_its_model_does_not_start(
 async def test_without_a_database_usage_names_the_flag(router: RouterServer) -> None:
     body = await usage(router, "any")
     assert "--database" in body["error"]["message"]
+
+
+async def test_limits_of_a_key_hold_its_jobs_and_its_usage_has_them(
+    cluster: FakeCluster, card: ModelCard, database: Database, api: Api
+) -> None:
+    tenants = keys(laptop=RateLimits(requests_per_minute=1), phone=NO_LIMITS)
+    body = json.dumps({"messages": HELLO, "max_tokens": 3}).encode()
+    submit = jobs_pb2.SubmitJobsRequest(jobs=[jobs_pb2.NewJob(path="/v1/chat/completions", body=body)])
+    async with (
+        open_router(cluster, card, tenants=tenants, database=database) as router,
+        dial(router.host.endpoint) as channel,
+    ):
+        stub: Any = JobServiceStub(channel)
+        await api(router, "laptop").chat.completions.create(model="tiny", messages=HELLO)
+        await stub.SubmitJobs(submit, metadata=[("authorization", "Bearer laptop")])
+        limited = 'slipstream_limited_total{limit="requests_per_minute"}'
+        await eventually(lambda: router.metrics.snapshot().get(limited, 0) >= 1)
+        await stub.SubmitJobs(submit, metadata=[("authorization", "Bearer phone")])
+
+        async def keys_with_usage() -> set[str]:
+            return {row["key"] for row in (await usage(router, "phone", "?group_by=key"))["data"]}
+
+        async with asyncio.timeout(WAIT_S):
+            while await keys_with_usage() != {"laptop", "phone"}:
+                await asyncio.sleep(0.05)

@@ -22,7 +22,7 @@ from slipstream.v1 import router_pb2
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What runs a body's requests and writes their answer. `n_bytes`: the size of what it is read from, at most."""
+    """What runs a body's requests and writes their answer. `n_bytes`: of all that is read for it, at most."""
 
     body: ParsedBody
     format: AnswerFormat

@@ -29,10 +29,10 @@ def make_batches(
     Without a database the endpoints say so, and nothing works.
     """
     if database is None or jobs is None:
-        return BatchEndpoints(runs, reader, None, endpoints=paths, on_created=lambda: None), None
+        return BatchEndpoints(runs, reader, None, endpoints=paths, on_changed=lambda: None), None
     files = FileStore(database, wall_clock_s=wall_clock_s)
     batches = BatchStore(database, wall_clock_s=wall_clock_s)
     runner = BatchRunner(
         batches, files, jobs, run_piece=runs.context.threads.run, clock=asyncio.get_running_loop().time
     )
-    return BatchEndpoints(runs, reader, (files, batches), endpoints=paths, on_created=runner.wake), runner
+    return BatchEndpoints(runs, reader, (files, batches), endpoints=paths, on_changed=runner.wake), runner

@@ -11,6 +11,7 @@ import msgspec
 from libs.common import batch_bounds
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
+from services.router.api.batches.file_store import check_room
 from services.router.api.batches.records import BATCH_PREFIX, NewBatch, RequestBatch, new_id
 from services.router.api.batches.schema import SCHEMA
 from services.router.api.batches.states import ACTIVE, CANCELLABLE, FINAL, BatchState
@@ -20,6 +21,11 @@ from slipstream import errors
 LEASE_S = 60.0
 # A batch that is over is forgotten with its files.
 BATCH_TTL_S = batch_bounds.FILE_TTL_S
+# The batches of a tenant from the first beyond a number on, the newest first, but for those that go on.
+_SURPLUS = (
+    "DELETE FROM batches WHERE tenant = ? AND ended_unix_s IS NOT NULL AND id <= (SELECT id FROM batches"
+    " WHERE tenant = ? ORDER BY id DESC LIMIT 1 OFFSET ?)"
+)
 _ACTIVE = ", ".join(f"'{state.value}'" for state in ACTIVE)
 
 
@@ -41,8 +47,12 @@ class BatchStore:
 
     # ---- for tenants
 
-    async def create(self, tenant: str, new: NewBatch) -> RequestBatch:
-        """Store a batch to be validated. Raises Overloaded when the tenant has too many."""
+    async def create(self, tenant: str, new: NewBatch, *, key_sha256: bytes = b"") -> RequestBatch:
+        """Store a batch to be validated. Raises Overloaded when the tenant has too many, or no room.
+
+        The files that end it have no bound, so it begins only where they fit beside the tenant's others.
+        Beyond a number of batches the tenant's oldest that are over are forgotten.
+        """
         now_s = self.wall_clock_s()
         batch = RequestBatch(
             id=new_id(BATCH_PREFIX, now_s, os.urandom(10)),
@@ -55,6 +65,7 @@ class BatchStore:
             expires_unix_s=now_s + batch_bounds.BATCH_WINDOW_S,
             metadata=new.metadata,
             output_ttl_s=new.output_ttl_s,
+            key_sha256=key_sha256.hex(),
         )
 
         def insert(tx: SqlTransaction) -> None:
@@ -63,6 +74,8 @@ class BatchStore:
             )
             if n_active >= batch_bounds.MAX_TENANT_BATCHES:
                 raise errors.Overloaded(f"{n_active} batches are not over", retry_after_ms=30_000)
+            check_room(tx, tenant)
+            tx.execute(_SURPLUS, (tenant, tenant, batch_bounds.MAX_TENANT_STORED_BATCHES - 1))
             tx.execute(
                 "INSERT INTO batches (id, tenant, state, input_file, record, lease, lease_until_unix_s)"
                 " VALUES (?, ?, ?, ?, ?, '', 0) ON CONFLICT (id) DO NOTHING",

@@ -46,14 +46,14 @@ class BatchEndpoints:
         stores: tuple[FileStore, BatchStore] | None,
         *,
         endpoints: Collection[str],
-        on_created: Callable[[], None],
+        on_changed: Callable[[], None],
     ) -> None:
-        """`endpoints`: those that a batch may call. `on_created` is called when there is work."""
+        """`endpoints`: those that a batch may call. `on_changed` is called when there is work to do."""
         self._runs = runs
         self._reader = reader
         self._stores = stores
         self._endpoints = endpoints
-        self._on_created = on_created
+        self._on_changed = on_changed
         most, most_tenant = batch_bounds.MAX_UPLOADS
         self._uploads = ReceiveSlots(most=most, most_tenant=most_tenant)
 
@@ -110,6 +110,7 @@ class BatchEndpoints:
     async def _delete_file(self, request: web.Request) -> web.Response:
         files, file = await self._named_file(request)
         await files.delete(file.tenant, file.id)
+        self._on_changed()
         return web.json_response({"id": file.id, "object": "file", "deleted": True})
 
     async def _content(self, request: web.Request) -> web.StreamResponse:
@@ -144,8 +145,8 @@ class BatchEndpoints:
         file = await files.get(caller.tenant, new.input_file)
         if file.purpose != "batch":
             raise errors.InvalidArgument("input_file_id", "must name a file with the purpose batch")
-        batch = await batches.create(caller.tenant, new)
-        self._on_created()
+        batch = await batches.create(caller.tenant, new, key_sha256=caller.key_sha256)
+        self._on_changed()
         return web.json_response(batch_object(batch))
 
     async def _list_batches(self, request: web.Request) -> web.Response:
@@ -162,7 +163,7 @@ class BatchEndpoints:
         tenant, batches = self._reader.tenant(request), self._batches()
         await self._reader.body(request, tenant)  # clients send {} or nothing
         batch = await batches.cancel(tenant, _batch_id(request))
-        self._on_created()
+        self._on_changed()
         return web.json_response(batch_object(batch))
 
     def _files(self) -> FileStore:

@@ -48,7 +48,7 @@ class FileStore:
             tx.execute("DELETE FROM file_chunks WHERE file_id = ?", (file_id,))
             tx.execute("DELETE FROM files WHERE id = ?", (file_id,))
             if new.is_bounded:
-                _check_room(tx, new.tenant, now_s, n_new_bytes=0, n_new_files=1)
+                check_room(tx, new.tenant, n_new_files=1)
             tx.execute(
                 f"INSERT INTO files ({_COLUMNS}, is_whole) VALUES (?, ?, ?, ?, 0, ?, ?, 0)",
                 (file_id, new.tenant, new.name, new.purpose, now_s, now_s + batch_bounds.UPLOAD_TTL_S),
@@ -201,7 +201,7 @@ class FileWriter:
 
         def insert(tx: SqlTransaction) -> None:
             if self._new.is_bounded:
-                _check_room(tx, self._new.tenant, self._created_unix_s, n_new_bytes=len(chunk), n_new_files=0)
+                check_room(tx, self._new.tenant, n_new_bytes=len(chunk))
             tx.execute(
                 "INSERT INTO file_chunks (file_id, position, content) VALUES (?, ?, ?)"
                 " ON CONFLICT (file_id, position) DO NOTHING",
@@ -213,11 +213,13 @@ class FileWriter:
         self._position += 1
 
 
-def _check_room(tx: SqlTransaction, tenant: str, now_s: float, *, n_new_bytes: int, n_new_files: int) -> None:
-    """Raise Overloaded where a tenant's files would exceed its share."""
+def check_room(tx: SqlTransaction, tenant: str, *, n_new_bytes: int = 0, n_new_files: int = 0) -> None:
+    """Raise Overloaded where a tenant's files would exceed its share.
+
+    A deleted file counts until its content is removed: else a tenant could write faster than that.
+    """
     ((n_files, n_bytes),) = tx.execute(
-        "SELECT COUNT(*), COALESCE(SUM(n_bytes), 0) FROM files WHERE tenant = ? AND expires_unix_s > ?",
-        (tenant, now_s),
+        "SELECT COUNT(*), COALESCE(SUM(n_bytes), 0) FROM files WHERE tenant = ?", (tenant,)
     )
     if n_files + n_new_files > batch_bounds.MAX_TENANT_FILES:
         raise errors.Overloaded(f"{batch_bounds.MAX_TENANT_FILES} files are stored: delete some")

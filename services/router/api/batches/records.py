@@ -59,6 +59,7 @@ class RequestBatch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     expires_unix_s: float
     metadata: Mapping[str, str] = {}
     output_ttl_s: int
+    key_sha256: str = ""  # of the API key that made it, in hexadecimal
     counts: LineCounts = LineCounts()
     n_submitted: int = 0  # lines that are jobs
     tokens: TokenTotals = TokenTotals()

@@ -58,7 +58,8 @@ class BatchRunner:
         self._kept_s = 0.0  # when the lease began or was prolonged
 
     def wake(self) -> None:
-        """Look for work at once."""
+        """Look for work at once, and for files that were deleted."""
+        self._sweep_s = 0.0
         self._wake.set()
 
     async def run(self) -> None:
@@ -66,8 +67,8 @@ class BatchRunner:
         while True:
             self._wake.clear()
             try:
-                if not await self.step():
-                    await self._sweep()
+                has_worked = await self.step()
+                if not await self._sweep() and not has_worked:
                     await self._pause()
             except errors.SlipstreamError as error:
                 log.warning("batches wait: %s", error.message)
@@ -98,12 +99,16 @@ class BatchRunner:
         except TimeoutError:
             pass
 
-    async def _sweep(self) -> None:
+    async def _sweep(self) -> bool:
+        """Remove a piece of what is deleted; whether there may be more."""
         if self._clock() < self._sweep_s:
-            return
-        if not await self._files.sweep():
-            await self._batches.sweep()
-            self._sweep_s = self._clock() + _SWEEP_S
+            return False
+        next_s = self._clock() + _SWEEP_S
+        if await self._files.sweep():
+            return True
+        await self._batches.sweep()
+        self._sweep_s = next_s
+        return False
 
     async def _advance(self, held: HeldBatch) -> None:
         if held.batch.state is BatchState.VALIDATING:
@@ -196,7 +201,7 @@ class BatchRunner:
             for line in lines
         ]
         try:
-            await self._jobs.submit(batch.tenant, requests)
+            await self._jobs.submit(batch.tenant, requests, key_sha256=bytes.fromhex(batch.key_sha256))
         except errors.Overloaded:
             return None
         held = _changed(held, n_submitted=batch.n_submitted + len(lines))

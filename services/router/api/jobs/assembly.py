@@ -79,7 +79,8 @@ class RouterJobs:
 
     def serve(self, server: grpc.aio.Server, api: GrpcServer) -> None:
         """Register JobService beside the router's own service."""
-        service = JobService(self.store, self._executor, api.callers, self._options.webhook_hosts)
+        hosts, read = self._options.webhook_hosts, self._runs.read
+        service = JobService(self.store, self._executor, api.callers, hosts, read=read)
         server.add_generic_rpc_handlers((job_handlers(service, api.logged),))
 
     def start(self) -> None:

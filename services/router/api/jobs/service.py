@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
 
 from libs.common import job_bounds, service_bounds
 from services.router.api.rpc.callers import Callers, Context
+from services.router.api.rpc.message_reader import read_message
 from services.router.jobs.executor import JobExecutor
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import (
@@ -22,10 +24,12 @@ from services.router.jobs.types import (
     Webhook,
 )
 from services.router.jobs.webhook_policy import WebhookHosts
+from services.router.request.types import Caller
 from slipstream import errors
 from slipstream.v1 import jobs_pb2
 
 SERVICE_NAME = "slipstream.v1.JobService"
+ReadMessage = Callable[..., Awaitable[Any]]
 _STATES = {state: jobs_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _STATE_OF = {value: state for state, value in _STATES.items()}
 
@@ -34,12 +38,20 @@ class JobService:
     """The methods. `store` is None on a router without a database."""
 
     def __init__(
-        self, store: JobStore | None, executor: JobExecutor, callers: Callers, hooks: WebhookHosts
+        self,
+        store: JobStore | None,
+        executor: JobExecutor,
+        callers: Callers,
+        hooks: WebhookHosts,
+        *,
+        read: ReadMessage,
     ) -> None:
+        """`read` is RequestManager.read."""
         self._maybe_store = store
         self._executor = executor
         self._callers = callers
         self._hooks = hooks
+        self._read = read
         self._followers: Counter[str] = Counter()  # by tenant
 
     @property
@@ -48,20 +60,21 @@ class JobService:
             raise errors.FailedPrecondition("this router keeps no jobs: it runs without --database")
         return self._maybe_store
 
-    async def submit(
-        self, request: jobs_pb2.SubmitJobsRequest, context: Context
-    ) -> jobs_pb2.SubmitJobsResponse:
+    async def submit(self, data: bytes, context: Context) -> jobs_pb2.SubmitJobsResponse:
         """SubmitJobs."""
         store, tenant = self._store, self._callers.tenant(context)
+        n_bytes = len(data)
+        parse = partial(read_message, data, jobs_pb2.SubmitJobsRequest)
+        request = await self._read(Caller(tenant=tenant), parse, n_bytes=n_bytes)
         job_bounds.SUBMITTED.check(len(request.jobs))
         requests = []
         for index, new in enumerate(request.jobs):
             field = f"jobs[{index}]"
             if new.HasField("webhook"):
                 self._hooks.check(Webhook(new.webhook.url, new.webhook.secret), f"{field}.webhook")
-            await self._executor.check(tenant, new.path, new.body, field)
+            await self._executor.check(tenant, new.path, new.body, field, n_bytes=n_bytes)
             requests.append(_request_of(new))
-        jobs = await store.submit(tenant, requests)
+        jobs = await store.submit(tenant, requests, key_sha256=self._callers.key_sha256(context))
         return jobs_pb2.SubmitJobsResponse(jobs=[_message_of(job) for job in jobs])
 
     async def get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.GetJobResponse:
@@ -171,14 +184,16 @@ def _counts_of(counts: JobCounts) -> jobs_pb2.JobCounts:
 def job_handlers(service: JobService, logged: Any) -> grpc.GenericRpcHandler:
     """The service's methods; `logged` gives a unary one its line in the access log."""
     unary: dict[str, tuple[Any, Any]] = {
-        "SubmitJobs": (service.submit, jobs_pb2.SubmitJobsRequest),
+        "SubmitJobs": (service.submit, None),  # it reads the message itself
         "GetJob": (service.get, jobs_pb2.GetJobRequest),
         "ListJobs": (service.list_jobs, jobs_pb2.ListJobsRequest),
         "CancelJobs": (service.cancel, jobs_pb2.CancelJobsRequest),
     }
     handlers: dict[str, Any] = {
         name: grpc.unary_unary_rpc_method_handler(
-            logged(name, method), request_deserializer=kind.FromString, response_serializer=_serialize
+            logged(name, method),
+            request_deserializer=None if kind is None else kind.FromString,
+            response_serializer=_serialize,
         )
         for name, (method, kind) in unary.items()
     }

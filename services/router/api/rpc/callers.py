@@ -27,6 +27,10 @@ class Callers:
         """The key's tenant; an operator without a key acts for the default tenant."""
         return self._tenant_of(metadata_of(context))
 
+    def key_sha256(self, context: Context) -> bytes:
+        """The hash of the call's API key; empty without one."""
+        return self._tenants.hash_of(metadata_of(context))
+
     def caller(self, metadata: Mapping[str, str], context: Context, *, endpoint: str) -> Caller:
         """The tenant, deadline, session and placement wishes of a call."""
         left_s = context.time_remaining()

@@ -107,7 +107,7 @@ class RunEndpoints:
         if isinstance(body, PollBody):
             return await self._poll(request, caller.tenant, body)
         if parsed.is_queued:
-            return await self._submit(caller.tenant, model, body)
+            return await self._submit(caller, model, body)
         if isinstance(body, BatchBody):
             return await self._run_all(request, caller, body.runs)
         # It reads the body again, which aiohttp keeps.
@@ -135,9 +135,10 @@ class RunEndpoints:
     async def _check(self, caller: Caller, body: RunBody | BatchBody | PollBody, *, is_queued: bool) -> None:
         """Check what runs later: its client may not be there then. Each run is a piece of work."""
         if isinstance(body, BatchBody):
+            n_bytes = sum([len(run.chat) for run in body.runs])  # many short ones take as long as a long one
             for index, run in enumerate(body.runs):
                 await self._runs.read(
-                    caller, partial(_check_run, run, f"requests[{index}]."), n_bytes=len(run.chat)
+                    caller, partial(_check_run, run, f"requests[{index}]."), n_bytes=n_bytes
                 )
         elif isinstance(body, RunBody) and is_queued:
             if body.is_streamed:
@@ -146,10 +147,11 @@ class RunEndpoints:
 
     # ---- the queue
 
-    async def _submit(self, tenant: str, model: str, body: RunBody | BatchBody) -> web.Response:
+    async def _submit(self, caller: Caller, model: str, body: RunBody | BatchBody) -> web.Response:
         request_id = str(uuid.uuid4())
         runs = body.runs if isinstance(body, BatchBody) else [body]
-        await self._needed_queue().submit(tenant, request_id, runs)
+        queue = self._needed_queue()
+        await queue.submit(caller.tenant, request_id, runs, key_sha256=caller.key_sha256)
         return web.json_response(envelope({"status": "queued", "request_id": request_id, "model": model}))
 
     async def _poll(self, request: web.Request, tenant: str, body: PollBody) -> web.StreamResponse:

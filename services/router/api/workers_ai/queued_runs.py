@@ -75,12 +75,14 @@ class QueuedRuns:
         self._jobs = jobs
         self._run_piece = run_piece
 
-    async def submit(self, tenant: str, request_id: str, runs: Sequence[RunBody]) -> None:
+    async def submit(
+        self, tenant: str, request_id: str, runs: Sequence[RunBody], *, key_sha256: bytes = b""
+    ) -> None:
         """Queue runs under a new id. Raises Overloaded when the tenant has too many."""
         requests = [
             JobRequest(CHAT_PATH, run.chat, reference=reference_of(run), group_id=request_id) for run in runs
         ]
-        await self._jobs.submit(tenant, requests)
+        await self._jobs.submit(tenant, requests, key_sha256=key_sha256)
 
     async def state(self, tenant: str, request_id: str) -> str:
         """queued, running or done. Raises NotFound."""

@@ -9,7 +9,7 @@ import pytest
 
 from libs.common import batch_bounds
 from services.router.api.batches import runner
-from services.router.api.batches.records import RequestBatch, batch_object
+from services.router.api.batches.records import NewBatch, RequestBatch, batch_object
 from services.router.api.batches.states import BatchState
 from services.router.jobs.store import JobLimits, JobStore
 from slipstream import errors
@@ -84,9 +84,9 @@ async def test_a_router_that_dies_amid_submission_doubles_no_job(
     batch = await tables.create(b"".join(line(f"n{index}") for index in range(7)))
     submit, n_calls = JobStore.submit, 0
 
-    async def dying_submit(self: JobStore, *given: Any) -> Any:
+    async def dying_submit(self: JobStore, *given: Any, **options: Any) -> Any:
         nonlocal n_calls
-        jobs = await submit(self, *given)
+        jobs = await submit(self, *given, **options)
         n_calls += 1
         if n_calls == 2:
             raise RuntimeError("the process dies after the commit")
@@ -152,9 +152,9 @@ async def test_a_cancel_amid_work_is_not_overwritten(
     batch = await tables.create(line("a"))
     submit = JobStore.submit
 
-    async def submit_and_cancel(self: JobStore, *given: Any) -> Any:
+    async def submit_and_cancel(self: JobStore, *given: Any, **options: Any) -> Any:
         await tables.batches.cancel(TENANT, batch.id)
-        return await submit(self, *given)
+        return await submit(self, *given, **options)
 
     monkeypatch.setattr(JobStore, "submit", submit_and_cancel)
     await tables.step()
@@ -240,3 +240,29 @@ async def test_work_on_a_file_is_the_tenants(tables: BatchTables) -> None:
         await tables.jobs.store.request("bob", (await tables.jobs.store.list_jobs("bob"))[0].id)
     )
     assert (await tables.jobs.store.list_jobs("bob"))[0].path == CHAT
+
+
+async def test_a_batch_needs_room_for_the_files_that_end_it(
+    tables: BatchTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = await tables.create(line("a"))
+    await tables.step()
+    monkeypatch.setattr(batch_bounds, "MAX_TENANT_FILE_BYTES", 10)
+    with pytest.raises(errors.Overloaded, match="bytes already"):
+        await tables.batches.create(TENANT, NewBatch(CHAT, batch.input_file, {}, 86_400))
+
+
+async def test_the_oldest_batches_that_are_over_are_forgotten(
+    tables: BatchTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_bounds, "MAX_TENANT_STORED_BATCHES", 3)
+    running = await tables.create(line("a"))
+    await tables.step()
+    over = []
+    for _ in range(4):
+        tables.jobs.now_s += 1
+        over.append(await tables.create(b"no line of a batch"))
+        while (await tables.get(over[-1])).state is not BatchState.FAILED:
+            await tables.step()
+    stored = [batch.id for batch in await tables.batches.page(TENANT, after="", limit=10)]
+    assert stored == [over[3].id, over[2].id, over[1].id, running.id]

@@ -15,7 +15,7 @@ from libs.database.database import open_database
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from slipstream import errors
+from slipstream import bounds, errors
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import jobs_pb2
@@ -175,3 +175,28 @@ async def test_a_router_without_a_database_refuses_by_the_name_of_the_flag(
         call = JobServiceStub(channel).SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job()]))
         error = await _refusal(call)
     assert isinstance(error, errors.FailedPrecondition) and "--database" in error.message
+
+
+async def test_many_short_bodies_leave_the_event_loop(
+    stub: Any, router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    run = router.runs.context.threads.run
+
+    async def counted(tenant: str, piece: Any, **options: Any) -> Any:
+        checked.append(1)
+        return await run(tenant, piece, **options)
+
+    monkeypatch.setattr(router.runs.context.threads, "run", counted)
+    content = "a" * 1000
+    jobs = [new_job(messages=[{"role": "user", "content": content}], max_tokens=1) for _ in range(100)]
+    await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs))
+    assert len(checked) > len(jobs)  # the message, and each body
+
+
+async def test_a_message_of_empty_jobs_is_refused_by_its_structure(router: RouterServer) -> None:
+    async with dial(router.host.endpoint) as channel:
+        call = channel.unary_unary("/slipstream.v1.JobService/SubmitJobs")
+        refused = await _refusal(call(b"\x0a\x00" * (bounds.MAX_STRUCTURE_BYTES // 2 + 1)))
+    assert isinstance(refused, errors.InvalidArgument)
+    assert "outside of texts" in str(refused)
