@@ -32,6 +32,7 @@ class Fault(enum.Enum):
     LOST = "connection lost"  # likewise, after a reconnect
     FULL = "disk full"
     DAMAGED = "damaged"
+    VALUE = "a text that the database does not take"
     DEFECT = "defect"  # a wrong statement, a violated constraint
 
 

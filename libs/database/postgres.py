@@ -59,6 +59,8 @@ class PostgresDriver:
         for length in (5, 3, 2):
             if state[:length] in _FAULTS:
                 return _FAULTS[state[:length]]
+        if isinstance(error, psycopg.DataError) and not state:  # psycopg itself refuses NUL characters
+            return Fault.VALUE
         is_cut = isinstance(error, psycopg.OperationalError) and not state
         return Fault.LOST if is_cut else Fault.DEFECT
 

@@ -12,7 +12,7 @@ from libs.database.errors import Fault, fault_error
 from libs.database.schema import Schema, apply_schema, read_version
 from libs.database.transaction import SqlConnection, SqlDriver
 from libs.database.work_queue import DatabaseWork, WorkQueue
-from slipstream.errors import Internal, SlipstreamError
+from slipstream.errors import Internal, InvalidArgument, SlipstreamError
 from slipstream.rpc.backoff import Backoff
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.01, 0.5
@@ -57,6 +57,9 @@ class DatabaseThread:
             self._commit(connection)
         except self._driver.errors as error:
             return self._after_fault(works, error)
+        except Exception:  # tables of a newer release, say: each fails by itself, and the thread goes on
+            self._rollback()
+            return works
         for work, result in zip(works, results, strict=True):
             _resolve(work, result)
         return []
@@ -115,6 +118,10 @@ class DatabaseThread:
         if fault is Fault.DEFECT:
             log.error("the database refuses a statement: %s", error)
             return Internal("the database refuses a statement")
+        if fault is Fault.VALUE:
+            return InvalidArgument(
+                "request", "has a text with a NUL character, which the database does not take"
+            )
         may_repeat = fault in (Fault.BUSY, Fault.LOST) and (work.is_idempotent or not may_have_committed)
         if may_repeat and next_try_s < work.deadline_s:
             return None

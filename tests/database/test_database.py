@@ -17,7 +17,7 @@ from libs.database.errors import DatabaseDamaged, DatabaseFull, DatabaseUnavaila
 from libs.database.schema import Schema
 from libs.database.sqlite import SqliteDriver
 from libs.database.transaction import SqlTransaction
-from slipstream.errors import FailedPrecondition, Internal, Overloaded
+from slipstream.errors import FailedPrecondition, Internal, InvalidArgument, Overloaded
 from tests.support.processes.postgres import PostgresServer
 
 _CREATE = "CREATE TABLE IF NOT EXISTS notes (id TEXT PRIMARY KEY, body BLOB NOT NULL, count BIGINT NOT NULL)"
@@ -108,7 +108,19 @@ async def test_a_schema_grows_by_its_new_steps(database: Database, database_url:
     older.declare(Schema("grown", grown.steps[:1]))
     with pytest.raises(FailedPrecondition, match="newer release"):
         await older.read(lambda tx: tx.execute("SELECT id FROM grown"))
+    async with asyncio.timeout(30):  # together they share a transaction
+        works = [older.run(lambda tx: tx.execute("SELECT id FROM grown")) for _ in range(8)]
+        refused = await asyncio.gather(*works, return_exceptions=True)
+    assert {type(each) for each in refused} == {FailedPrecondition}
     await older.close()
+
+
+async def test_a_text_with_nul_is_no_defect(notes: Database) -> None:
+    found = await asyncio.gather(
+        notes.read(lambda tx: tx.execute("SELECT id FROM notes WHERE id = ?", ("a\0b",))),
+        return_exceptions=True,
+    )
+    assert found == [[]] or isinstance(found[0], InvalidArgument)
 
 
 async def test_a_full_queue_refuses(tmp_path: Path) -> None:

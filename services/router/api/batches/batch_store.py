@@ -94,10 +94,10 @@ class BatchStore:
         )
         if not rows:
             raise _unknown()
-        return _decode(rows[0][0])
+        return decode_batch(rows[0][0])
 
-    async def page(self, tenant: str, *, after: str, limit: int) -> Sequence[RequestBatch]:
-        """Batches, newest first, beginning after the one named."""
+    async def page(self, tenant: str, *, after: str, limit: int) -> Sequence[str]:
+        """Records of batches, newest first, beginning after the one named, for `decode_batch`."""
         where, values = "tenant = ?", [tenant]
         if after:
             where += " AND id < ?"
@@ -107,7 +107,7 @@ class BatchStore:
                 f"SELECT record FROM batches WHERE {where} ORDER BY id DESC LIMIT ?", (*values, limit)
             )
         )
-        return [_decode(row[0]) for row in rows]
+        return [row[0] for row in rows]
 
     async def cancel(self, tenant: str, batch_id: str) -> RequestBatch:
         """Ask for the end of a batch. Raises NotFound, and FailedPrecondition for one that is over."""
@@ -119,7 +119,7 @@ class BatchStore:
             )
             if not rows:
                 raise _unknown()
-            batch = _decode(rows[0][0])
+            batch = decode_batch(rows[0][0])
             if batch.state in FINAL:
                 raise errors.FailedPrecondition(f"the batch is {batch.state.value} already")
             if batch.state in CANCELLABLE:
@@ -149,7 +149,7 @@ class BatchStore:
                 "UPDATE batches SET lease = ?, lease_until_unix_s = ? WHERE id = ? RETURNING record",
                 (lease, now_s + LEASE_S, rows[0][0]),
             )
-            return _decode(taken[0][0])
+            return decode_batch(taken[0][0])
 
         batch = await self._database.run(take)
         return None if batch is None else HeldBatch(batch, lease)
@@ -204,5 +204,6 @@ def _encode(batch: RequestBatch) -> str:
     return msgspec.json.encode(batch).decode()
 
 
-def _decode(record: str) -> RequestBatch:
+def decode_batch(record: str) -> RequestBatch:
+    """The batch of a row."""
     return msgspec.json.decode(record, type=RequestBatch)

@@ -128,9 +128,11 @@ class JobService:
         try:
             if is_group:
                 async for counts in self._store.follow_group(tenant, request.group_id):
+                    self._callers.check_key(context)
                     yield jobs_pb2.FollowJobsResponse(counts=_counts_of(counts))
             else:
                 async for job in self._store.follow(tenant, request.id):
+                    self._callers.check_key(context)
                     yield jobs_pb2.FollowJobsResponse(job=_message_of(job))
         finally:
             self._followers[tenant] -= 1

@@ -31,6 +31,12 @@ class Callers:
         """The hash of the call's API key; empty without one."""
         return self._tenants.hash_of(metadata_of(context))
 
+    def check_key(self, context: Context) -> None:
+        """Raise Unauthenticated where the call's API key counts no more: the call began with it."""
+        metadata = metadata_of(context)
+        if self._tenants.has_key(metadata):
+            self._tenants.tenant_of(metadata)
+
     def caller(self, metadata: Mapping[str, str], context: Context, *, endpoint: str) -> Caller:
         """The tenant, deadline, session and placement wishes of a call."""
         left_s = context.time_remaining()

@@ -125,17 +125,26 @@ def response_item(index: int, job: Job, result: JobResult | None, usage: RunUsag
     if result is None:
         message = _UNFINISHED.get(job.state.value, "the request has no answer")
         return item | {"errors": [{"code": _FAILED_CODE, "message": message}]}
+    try:
+        return item | _outcome(kind, result, usage)
+    except msgspec.DecodeError:  # of a job that its tenant submitted to this group by another API
+        return item | {"errors": [{"code": _FAILED_CODE, "message": "the job has an answer of another API"}]}
+
+
+def _outcome(kind: str, result: JobResult, usage: RunUsage) -> dict[str, Any]:
     if result.status != _OK:
         message = msgspec.json.decode(result.body, type=_Failed).error.message
-        return item | {"errors": [{"code": _CODES.get(result.status, _FAILED_CODE), "message": message}]}
+        return {"errors": [{"code": _CODES.get(result.status, _FAILED_CODE), "message": message}]}
     answer = msgspec.json.decode(result.body, type=_Answered)
     usage.add(answer.usage)
     if kind == _OPENAI:
-        return item | {"success": True, "result": msgspec.Raw(result.body)}
+        return {"success": True, "result": msgspec.Raw(result.body)}
+    if not answer.choices:
+        raise msgspec.DecodeError("no choice")
     said = answer.choices[0].message
     fields = native_fields(said.content, said.tool_calls or (), is_json=kind == _NATIVE_JSON)
     plain = msgspec.json.decode(result.body, type=dict[str, msgspec.Raw])
-    return item | {"success": True, "result": {**plain, **fields}}
+    return {"success": True, "result": {**plain, **fields}}
 
 
 def reference_of(run: RunBody) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from libs.common import batch_bounds
 from services.router.api.batches import runner
+from services.router.api.batches.batch_store import decode_batch
 from services.router.api.batches.records import NewBatch, RequestBatch, batch_object
 from services.router.api.batches.states import BatchState
 from services.router.jobs.store import JobLimits, JobStore
@@ -264,5 +265,5 @@ async def test_the_oldest_batches_that_are_over_are_forgotten(
         over.append(await tables.create(b"no line of a batch"))
         while (await tables.get(over[-1])).state is not BatchState.FAILED:
             await tables.step()
-    stored = [batch.id for batch in await tables.batches.page(TENANT, after="", limit=10)]
-    assert stored == [over[3].id, over[2].id, over[1].id, running.id]
+    stored = await tables.batches.page(TENANT, after="", limit=10)
+    assert [decode_batch(record).id for record in stored] == [over[3].id, over[2].id, over[1].id, running.id]

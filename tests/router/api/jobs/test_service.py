@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from libs.database.database import open_database
+from services.router.jobs.store import JobStore
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -22,6 +24,7 @@ from slipstream.v1 import jobs_pb2
 from slipstream.v1.jobs_pb2_grpc import JobServiceStub
 from tests.router.conftest import HELLO, WAIT_S, open_router
 from tests.router.support.fake_cluster import FakeCluster
+from tests.support.api_keys import tenant_keys
 
 CHAT = "/v1/chat/completions"
 
@@ -200,3 +203,29 @@ async def test_a_message_of_empty_jobs_is_refused_by_its_structure(router: Route
         refused = await _refusal(call(b"\x0a\x00" * (bounds.MAX_STRUCTURE_BYTES // 2 + 1)))
     assert isinstance(refused, errors.InvalidArgument)
     assert "outside of texts" in str(refused)
+
+
+async def test_a_revoked_key_follows_no_job(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> None:
+    database, keys = open_database(f"sqlite:{tmp_path}/jobs.db"), tenant_keys({"sesame": "ali"})
+    metadata = [("authorization", "Bearer sesame")]
+    async with (
+        open_router(cluster, card, database=database, tenants=keys) as router,
+        dial(router.host.endpoint) as channel,
+    ):
+        router.runs.drain()  # nothing is pulled
+        stub: Any = JobServiceStub(channel)
+        request = jobs_pb2.SubmitJobsRequest(jobs=[new_job()])
+        [job] = (await stub.SubmitJobs(request, metadata=metadata)).jobs
+        follow = aiter(stub.FollowJobs(jobs_pb2.FollowJobsRequest(id=job.id), metadata=metadata))
+        async with asyncio.timeout(WAIT_S):
+            await anext(follow)
+            keys.replace([], {})
+            await JobStore(database, wall_clock_s=time.time).cancel("ali", job.id)
+            refused = await _refusal(_rest(follow))
+        assert isinstance(refused, errors.Unauthenticated)
+    await database.close()
+
+
+async def _rest(follow: AsyncIterator[Any]) -> None:
+    async for update in follow:
+        assert update.job.state != jobs_pb2.JOB_STATE_CANCELLED

@@ -58,6 +58,14 @@ def test_a_run_without_an_answer_says_why(state: JobState) -> None:
     assert item["errors"][0]["message"] and item["external_reference"] == ""
 
 
+@pytest.mark.parametrize(
+    ("status", "body"), [(200, b'{"content": []}'), (200, b'{"choices": [], "usage": {}}'), (400, b"{}")]
+)
+def test_an_answer_of_another_api_is_a_failed_run(status: int, body: bytes) -> None:
+    item = item_of(RunBody(b"", is_native=True), JobResult(status, body))
+    assert not item["success"] and item["errors"][0]["code"] == 5001
+
+
 def test_a_reference_is_bounded() -> None:
     with pytest.raises(InvalidArgument):
         reference_of(RunBody(b"", reference="x" * 501))
