@@ -22,6 +22,7 @@ from slipstream.v1 import (
     common_pb2,
     decode_pb2,
     drafter_pb2,
+    jobs_pb2,
     kv_events_pb2,
     kvstore_pb2,
     prefill_pb2,
@@ -31,7 +32,14 @@ from slipstream.v1 import (
 )
 from tests.support.fuzz.http_fuzzer import HttpFuzzer
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer
-from tests.support.fuzz.seeds import HEADERS, drafter_seeds, kvstore_seeds, router_seeds, worker_seeds
+from tests.support.fuzz.seeds import (
+    HEADERS,
+    drafter_seeds,
+    job_seeds,
+    kvstore_seeds,
+    router_seeds,
+    worker_seeds,
+)
 
 _PART = 500  # inputs between two looks at the clock
 _HTTP_SIDE_BY_SIDE = 64  # most of their time is the wait for more of an answer
@@ -52,6 +60,7 @@ def _named(file: Any, name: str) -> ServiceDescriptor:
 
 
 _ROUTER = _Service(_named(router_pb2, "RouterService"), 4)
+_JOBS = _Service(_named(jobs_pb2, "JobService"), 2)
 _PREFILL = _Service(_named(prefill_pb2, "PrefillService"), 4)
 _DECODE = _Service(_named(decode_pb2, "DecodeService"), 4)
 _KVSTORE = _Service(_named(kvstore_pb2, "KvstoreService"), 4)
@@ -145,6 +154,7 @@ class _Builder:
         public, admin = self._dial(process.endpoint), self._dial(process.admin or "")
         fuzzers = [
             (self._fuzzer(public, _ROUTER, router_seeds()), _ROUTER.weight),
+            (self._fuzzer(public, _JOBS, job_seeds()), _JOBS.weight),
             *((self._fuzzer(admin, each, ()), each.weight) for each in _EVERYWHERE),
         ]
         return Target("router gRPC", process.instance, fuzzers, [public, admin])

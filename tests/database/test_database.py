@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sqlite3
 import stat
@@ -116,11 +117,8 @@ async def test_a_schema_grows_by_its_new_steps(database: Database, database_url:
 
 
 async def test_a_text_with_nul_is_no_defect(notes: Database) -> None:
-    found = await asyncio.gather(
-        notes.read(lambda tx: tx.execute("SELECT id FROM notes WHERE id = ?", ("a\0b",))),
-        return_exceptions=True,
-    )
-    assert found == [[]] or isinstance(found[0], InvalidArgument)
+    with contextlib.suppress(InvalidArgument):  # PostgreSQL takes none
+        assert await notes.read(lambda tx: tx.execute("SELECT id FROM notes WHERE id = ?", ("a\0b",))) == []
 
 
 async def test_a_full_queue_refuses(tmp_path: Path) -> None:

@@ -218,8 +218,10 @@ def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float)
     rows.sort(key=lambda row: order.index(row[0]))
     bodies = dict(tx.execute(f"SELECT id, body FROM job_requests WHERE id IN ({marks(order)})", order))
     return [
-        ClaimedJob(row[0], tenant, row[1], bytes(bodies[row[0]]), *row[2:-1], bytes.fromhex(row[-1]))
-        for row in rows
+        ClaimedJob(
+            job_id, tenant, path, bytes(bodies[job_id]), attempt, failures, made_s, ends_s, bytes.fromhex(key)
+        )
+        for job_id, path, attempt, failures, made_s, ends_s, key in rows
     ]
 
 

@@ -25,6 +25,9 @@ _PATHS = (
         "/v1/../v1/models",
         "/v1/chat/completions?rejectIfBusy=x",
     ),
+    *("/v1/responses", "/v1/responses/resp_%00", "/v1/messages", "/v1/messages/count_tokens", "/docs"),
+    *("/v1/files", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/x/cancel", "/v1/usage?from=x"),
+    *("/client/v4/accounts/a/ai/run/x", "/client/v4/accounts/%ff/ai/v1/models", "/v1/files?after=%00"),
     *("http://x/v1/models", "/" + "a" * 9000, "/v1/\u00e9", "/%", "/?" + "&" * 2000, ""),
 )
 _METHODS = (

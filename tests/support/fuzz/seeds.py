@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from libs.common.block_hash import chain_hashes
 from slipstream.block_hashes import pack_hashes
-from slipstream.v1 import common_pb2, decode_pb2, drafter_pb2, kvstore_pb2, prefill_pb2, router_pb2
+from slipstream.v1 import common_pb2, decode_pb2, drafter_pb2, jobs_pb2, kvstore_pb2, prefill_pb2, router_pb2
 
 # Of RouterService.
 HEADERS: dict[str, tuple[str | bytes, ...]] = {
@@ -129,6 +129,23 @@ def kvstore_seeds(fingerprint: common_pb2.Fingerprint) -> list[Message]:
         ),
         kvstore_pb2.VerifyBlocksRequest(block_hashes=hashes),
         kvstore_pb2.DropBlocksRequest(block_hashes=hashes),
+    ]
+
+
+def job_seeds() -> list[Message]:
+    """Of JobService. The jobs wait where no worker runs them."""
+    hook = jobs_pb2.Webhook(url="https://hooks.example.com/x", secret="whsec_" + "YWJj" * 8)
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
+    job = jobs_pb2.NewJob(path="/v1/chat/completions", body=body, group_id="g", reference="r", expires_s=60)
+    response = jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "hi"}', idempotency_key="k")
+    hooked = jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": "hi"}', webhook=hook)
+    return [
+        jobs_pb2.SubmitJobsRequest(jobs=[job, response]),
+        jobs_pb2.SubmitJobsRequest(jobs=[hooked]),
+        jobs_pb2.ListJobsRequest(group_id="g", limit=5),
+        jobs_pb2.CancelJobsRequest(group_id="g"),
+        jobs_pb2.FollowJobsRequest(group_id="none"),
+        jobs_pb2.GetJobRequest(id="job-1"),
     ]
 
 

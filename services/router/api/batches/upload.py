@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import cast
 
-from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
 from aiohttp.http import HttpProcessingError
 
 from libs.common import batch_bounds
@@ -15,6 +16,8 @@ from slipstream.errors import BodyTooLarge, InvalidArgument
 
 _READ_BYTES = 64 << 10
 _MAX_TEXT_BYTES = 1024
+# Of boundaries, headers, and what comes before the first part, which may be anything; each takes long.
+_MAX_LINES = 1024
 # What aiohttp raises for a boundary, a header or an end that does not fit.
 _MALFORMED = (
     *(ValueError, AssertionError, EOFError),
@@ -48,7 +51,7 @@ class FileUpload:
 
     async def _read_parts(self, request: web.Request) -> None:
         try:
-            reader = await request.multipart()
+            reader = MultipartReader(request.headers, cast(StreamReader, _FormContent(request.content)))
             n_parts = 0
             while (part := await reader.next()) is not None:
                 n_parts += 1
@@ -78,6 +81,22 @@ class FileUpload:
         self._writer = await self._files.begin(NewFile(self._tenant, _safe_name(name), "batch"))
         while piece := await part.read_chunk(_READ_BYTES):
             await self._writer.append(piece)
+
+
+class _FormContent:
+    """The body of a form, as a MultipartReader reads it, with a bounded number of lines outside of parts."""
+
+    def __init__(self, content: StreamReader) -> None:
+        self._lines = 0
+        self._content = content
+        self.read, self.at_eof, self.unread_data = content.read, content.at_eof, content.unread_data
+
+    async def readline(self, **given: int) -> bytes:
+        """One line. Raises ValueError for too many."""
+        self._lines += 1
+        if self._lines > _MAX_LINES:
+            raise ValueError("too many lines outside of parts")
+        return await self._content.readline(**given)
 
 
 def _ttl_s(texts: Mapping[str, str]) -> float:

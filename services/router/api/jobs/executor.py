@@ -44,7 +44,9 @@ class AnswerExecutor:
             raise job_bounds.PATH.refused(f"{field}.path", paths=", ".join(self._formats))
         caller = Caller(tenant=tenant)
         try:
-            await self._runs.read(caller, lambda: self._formats[path].parse(body, ""), n_bytes=n_bytes)
+            answer_format = await self._formats[path].for_body(caller, body)
+            n_bytes += answer_format.n_further_bytes
+            await self._runs.read(caller, lambda: answer_format.parse(body, ""), n_bytes=n_bytes)
         except errors.InvalidArgument as error:
             raise errors.InvalidArgument(f"{field}.body.{error.field}", error.reason) from None
 

@@ -160,6 +160,7 @@ async def test_a_form_that_does_not_fit_leaves_nothing(tenants: Tenants) -> None
     await tenants.upload(line("a"), status=400, **{f"n{index}": "" for index in range(20)})
     boundary = {"Content-Type": "multipart/form-data; boundary=xx"}
     head = b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n'
+    purpose = b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--xx--\r\n'
     for data in (
         b"",
         b"junk",
@@ -167,6 +168,7 @@ async def test_a_form_that_does_not_fit_leaves_nothing(tenants: Tenants) -> None
         b"--xx\r\nno header\r\n\r\n",
         head,
         head + b"\r\nabc",
+        b"line\r\n" * 2000 + head + b"\r\nabc\r\n--xx\r\n" + purpose,
         head + b"Content-Type: multipart/mixed; boundary=yy\r\n\r\n--yy\r\n\r\n--yy--\r\n--xx--",
     ):
         await tenants.ask("POST", "/v1/files", data=data, headers=boundary, status=400)

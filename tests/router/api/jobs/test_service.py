@@ -66,11 +66,12 @@ async def _refusal(call: Any) -> errors.SlipstreamError:
 
 
 async def test_a_job_has_the_answer_of_its_endpoint(stub: Any, router: RouterServer) -> None:
-    [chat, plain, several] = await _run(
+    [chat, plain, several, response] = await _run(
         stub,
         new_job(max_tokens=5),
         jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": "Where", "max_tokens": 3}'),
         new_job(max_tokens=4, n=2),
+        jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "Where", "max_output_tokens": 3}'),
     )
     answer = json.loads(chat.result)
     assert (chat.job.state, chat.job.http_status) == (jobs_pb2.JOB_STATE_SUCCEEDED, 200)
@@ -78,6 +79,7 @@ async def test_a_job_has_the_answer_of_its_endpoint(stub: Any, router: RouterSer
     assert answer["usage"]["completion_tokens"] == chat.job.output_tokens == 5
     assert json.loads(plain.result)["object"] == "text_completion"
     assert len(json.loads(several.result)["choices"]) == 2
+    assert json.loads(response.result)["usage"]["output_tokens"] == 3
     assert router.runs.held == 0
 
 
@@ -199,7 +201,7 @@ async def test_many_short_bodies_leave_the_event_loop(
 
 async def test_a_message_of_empty_jobs_is_refused_by_its_structure(router: RouterServer) -> None:
     async with dial(router.host.endpoint) as channel:
-        call = channel.unary_unary("/slipstream.v1.JobService/SubmitJobs")
+        call: Any = channel.unary_unary("/slipstream.v1.JobService/SubmitJobs")
         refused = await _refusal(call(b"\x0a\x00" * (bounds.MAX_STRUCTURE_BYTES // 2 + 1)))
     assert isinstance(refused, errors.InvalidArgument)
     assert "outside of texts" in str(refused)
