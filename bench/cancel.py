@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.ledgers import wait_until_idle
-from bench.load import percentiles
+from bench.request_log import percentiles
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime import heap
 from libs.engine.kv.cache import CacheShape

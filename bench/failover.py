@@ -34,7 +34,7 @@ from bench.faults.fault_load import (
     wrong,
 )
 from bench.ledgers import wait_until_idle
-from bench.load import percentiles
+from bench.request_log import percentiles
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial

@@ -29,7 +29,7 @@ from typing import Any
 
 from bench.faults.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
 from bench.faults.link_backlog import LinkBacklog
-from bench.load import percentiles
+from bench.request_log import percentiles
 from slipstream.rpc.backoff import HEAL_S
 from tests.support.clusters.mesh import PAGE_BYTES, Mesh, MeshShape, open_mesh
 from tests.support.network.fault_proxy import FaultProxy

@@ -32,8 +32,8 @@ import aiohttp
 import grpc
 
 from bench.ledgers import wait_until_idle
-from bench.load import percentiles
 from bench.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
+from bench.request_log import percentiles
 from bench.router.rig import cpu_seconds, make_model
 from libs.common.cluster.worker_record import Role
 from slipstream.operator_access import operator_dial

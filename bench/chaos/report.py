@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.chaos.outcome import HTTP, SDK, Outcome, met_a_dead_router
-from bench.load import percentiles
+from bench.request_log import percentiles
 
 # Streams move to other workers within a second or two; a stopped router holds its streams until it goes on.
 SHOWN_WRONG = 5

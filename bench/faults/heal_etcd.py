@@ -24,7 +24,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from bench.heal import FAULTS
-from bench.load import percentiles
+from bench.request_log import percentiles
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import PrefixChanges

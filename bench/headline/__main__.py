@@ -24,7 +24,7 @@ from typing import Any
 from bench.headline.agents import AgentLoad, run_agents
 from bench.headline.report import as_table, compare, knee
 from bench.headline.variants import COMPARISONS, Variant, cluster_of, options_of, pin
-from bench.load import summarise
+from bench.request_log import summarise
 from bench.serve.model import make_serve_model
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient

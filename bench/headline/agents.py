@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.load import RequestLog
+from bench.request_log import RequestLog
 from bench.serve.workloads import WORDS, measure
 from slipstream.async_client import AsyncClient
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.load import RequestLog, percentiles
+from bench.request_log import RequestLog, percentiles
 from bench.serve.workloads import WORDS, measure
 from slipstream.async_client import AsyncClient
 from slipstream.jobs.messages import JobOptions

@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.faults.faulty_disk import FaultyDisk
 from bench.ledgers import held, statuses
-from bench.load import percentiles
+from bench.request_log import percentiles
 from bench.serve.workloads import WORDS
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient

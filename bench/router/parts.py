@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.load import percentiles
+from bench.request_log import percentiles
 from bench.router.http_client import HttpTarget
 from bench.router.load import GrpcTarget, WorkerTarget, closed_loop
 from bench.router.ratio import SMG, median_row, ratios

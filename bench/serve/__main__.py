@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.headline import __main__ as headline
-from bench.load import summarise
+from bench.request_log import summarise
 from bench.serve.drafts import DraftRuns, DraftsWay, compare_drafts
 from bench.serve.workloads import run_sessions, run_streams
 from slipstream.async_client import AsyncClient

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.load import RequestLog
+from bench.request_log import RequestLog
 from bench.serve.workloads import held_out_turns, run_turns
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.load import RequestLog
+from bench.request_log import RequestLog
 from slipstream.async_client import AsyncClient, AsyncStream
 from slipstream.errors import SlipstreamError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.load import RequestLog
+from bench.request_log import RequestLog
 from bench.serve import __main__ as serve
 from bench.serve.drafts import DraftsWay, sample_of, speed_ratio
 from tests.support.processes.etcd_process import free_port

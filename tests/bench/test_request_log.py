@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.load import RequestLog, percentiles, summarise
+from bench.request_log import RequestLog, percentiles, summarise
 
 
 def _log(sent_s: float, *arrivals: tuple[float, int]) -> RequestLog:
