@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.model_spec.stored_matrix import Matrix
 
 # A weight in the form of one implementation, opaque to others.
 Packed = Any

@@ -11,14 +11,18 @@ import torch
 
 from libs.engine.kernels.interface import MlpMatrices, Packed
 from libs.engine.kernels.native_types import ATTENTION, MATRIX, MLP, MOE, SLOTS, declare
+from libs.engine.kernels.panel_memory import PanelMemory
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix, StoredRows
 from libs.engine.step.batch import Int32Array
 from libs.engine.step.stop_flag import StepAborted
 
 _LANES = 16
 _F32, _BF16, _INT4 = 0, 1, 2
+_KIND_OF_DTYPE = {torch.float32: _F32, torch.bfloat16: _BF16, torch.int32: _INT4}
+_INT4_DOUBLINGS = 3  # scales multiply numbers of up to 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self._library = declare(library)
+        self._memory = PanelMemory()
         self._context = library.ss_context_new(threads)
         if not self._context:
             raise MemoryError("no memory for the kernels' context")
@@ -182,6 +187,8 @@ class NativeKernels:
 
     def _panels(self, matrix: Matrix) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """The C view of one matrix, and the tensors behind it."""
+        if isinstance(matrix, StoredMatrix):
+            return self._stored_panels(matrix)
         if isinstance(matrix, DenseMatrix):
             kind, data = self._dense_panels(matrix.weight)
             return MATRIX(data.data_ptr(), None, matrix.rows, matrix.cols, kind, 0, 0, 0), (data,)
@@ -196,13 +203,41 @@ class NativeKernels:
         )
         return struct, (data, scale)
 
+    def _stored_panels(self, matrix: StoredMatrix) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """As `_panels`, filled by the checkpoint's threads."""
+        if matrix.scale is None:
+            kind, data = self._stream_panels(matrix.values)
+            return MATRIX(data.data_ptr(), None, matrix.rows, matrix.cols, kind, 0, 0, 0), (data,)
+        scale_kind, scale = self._stream_panels(matrix.scale, _INT4_DOUBLINGS)
+        kind, data = self._stream_panels(matrix.values)
+        struct = MATRIX(
+            data.data_ptr(), scale.data_ptr(), matrix.rows, matrix.cols, kind, scale_kind, matrix.group, 0
+        )
+        return struct, (data, scale)
+
+    def _stream_panels(self, rows: StoredRows, doublings: int = 0) -> tuple[int, torch.Tensor]:
+        kind, cols = _KIND_OF_DTYPE[rows.dtype], rows.n_cols
+        width = cols + cols % 2 if kind == _BF16 else cols
+        data = self._memory.take((_padded(rows.n_rows), width), rows.dtype)
+
+        def pack(first: int, piece: torch.Tensor) -> bool:
+            target = data.data_ptr() + first * width * data.itemsize
+            if kind == _INT4:
+                self._library.ss_pack_int4(piece.data_ptr(), len(piece), cols, target)
+                return True
+            pack_dense = self._library.ss_pack_bf16 if kind == _BF16 else self._library.ss_pack_f32
+            return bool(pack_dense(piece.data_ptr(), len(piece), cols, target, doublings))
+
+        rows.stream(pack, _LANES)
+        return kind, data
+
     def _dense_panels(self, weight: torch.Tensor) -> tuple[int, torch.Tensor]:
         kind = _BF16 if weight.dtype == torch.bfloat16 else _F32
         source = weight.contiguous() if kind == _BF16 else weight.float().contiguous()
         rows, cols = source.shape
         data = torch.empty(_padded(rows), cols + cols % 2 if kind == _BF16 else cols, dtype=source.dtype)
         pack = self._library.ss_pack_bf16 if kind == _BF16 else self._library.ss_pack_f32
-        pack(source.data_ptr(), rows, cols, data.data_ptr())
+        pack(source.data_ptr(), rows, cols, data.data_ptr(), 0)
         return kind, data
 
 

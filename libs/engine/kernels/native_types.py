@@ -139,8 +139,8 @@ _POINTER, _LONG, _INT, _FLOAT = c_void_p, c_int64, c_int32, c_float
 _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ss_context_new": (_POINTER, (_INT,)),
     "ss_context_free": (None, (_POINTER,)),
-    "ss_pack_f32": (None, (_POINTER, _LONG, _LONG, _POINTER)),
-    "ss_pack_bf16": (None, (_POINTER, _LONG, _LONG, _POINTER)),
+    "ss_pack_f32": (_INT, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
+    "ss_pack_bf16": (_INT, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
     "ss_pack_int4": (None, (_POINTER, _LONG, _LONG, _POINTER)),
     "ss_linear": (_INT, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
     "ss_rms_norm": (None, (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _FLOAT, _POINTER)),

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from libs.engine.kernels.interface import MlpMatrices, Packed
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.moe import route
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.model_spec.rope import rotate
+from libs.engine.model_spec.stored_matrix import Matrix
 
 
 @dataclass(frozen=True, slots=True)

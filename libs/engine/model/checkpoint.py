@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from libs.engine.model.shard_reader import ShardReader
 from libs.engine.model.shards import CheckpointError, TensorHeader, open_shards, shard_names
+from libs.engine.model.tensor_rows import DTYPES, RowSource, TensorRows
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Int4Matrix
 from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups, Quantization
+from libs.engine.model_spec.stored_matrix import StoredMatrix
 from libs.engine.step.load_progress import LoadProgress
 
 DENSE_DTYPES = ("F32", "BF16", "F16")
@@ -36,12 +41,19 @@ class Checkpoint:
         """`progress` follows the values that are read."""
         self._files, self._headers = open_shards(model_dir)
         self._progress = progress or LoadProgress()
+        self._lock = threading.Lock()  # of the progress
+        self._reader = ShardReader(model_dir)
 
     def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._reader.close()
         self._files.clear()
+
+    def finish(self) -> None:
+        """Wait until all rows that are streamed are taken. Raises CheckpointError for the first defect."""
+        self._reader.finish()
 
     def __contains__(self, name: str) -> bool:
         return name in self._headers
@@ -76,7 +88,7 @@ class Checkpoint:
             value: torch.Tensor = self._files[shard].get_tensor(name)
         except Exception as error:  # safetensors raises its own SafetensorError, OSError and others
             raise CheckpointError(name, f"cannot be read from {shard}: {error}") from error
-        self._progress.done_bytes += value.nbytes
+        self._count(value.nbytes)
         return value
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -84,6 +96,29 @@ class Checkpoint:
         self.header(name, shape, DENSE_DTYPES)
         value = self.tensor(name)
         return _finite(name, value.float() if value.dtype == torch.float16 else value)
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> TensorRows | None:
+        """The dense matrix `name`, to be read in pieces; None if its values are to be converted."""
+        header = self.header(name, shape, DENSE_DTYPES)
+        return self._rows(name, partial(_finite, name)) if header.dtype in DTYPES else None
+
+    def stored_matrix(
+        self, name: str, rows: int, cols: int, quantization: Quantization | None
+    ) -> StoredMatrix | None:
+        """The Linear `name` for reading in pieces; None if its values are to be converted, as FP8 is."""
+        layout = self.layout(name, rows, cols, quantization)
+        if layout is DenseMatrix:
+            values = self.rows(f"{name}.weight", (rows, cols))
+            return None if values is None else StoredMatrix(values, cols)
+        if layout is not Int4Matrix or not isinstance(quantization, Int4Groups):
+            return None
+        packed, scale, shape = (f"{name}.weight_{part}" for part in ("packed", "scale", "shape"))
+        if self.header(scale).dtype not in DTYPES or quantization.group_size % 8:
+            return None
+        if shape in self:
+            self._reader.submit(partial(self._check_shape, shape, rows, cols))
+        scales = self._rows(scale, partial(_scale, scale, largest=_INT4_LARGEST))
+        return StoredMatrix(self._rows(packed, lambda words: words), cols, scales, quantization.group_size)
 
     def layout(
         self, name: str, rows: int, cols: int, quantization: Quantization | None
@@ -140,11 +175,21 @@ class Checkpoint:
 
     def _int4(self, name: str, rows: int, cols: int, group: int) -> Int4Matrix:
         if f"{name}.weight_shape" in self:
-            stored = [int(extent) for extent in self.tensor(f"{name}.weight_shape")]
-            if stored != [rows, cols]:
-                raise CheckpointError(f"{name}.weight_shape", f"expected {[rows, cols]}, got {stored}")
+            self._check_shape(f"{name}.weight_shape", rows, cols)
         scale = _scale(f"{name}.weight_scale", self.tensor(f"{name}.weight_scale"), _INT4_LARGEST)
         return Int4Matrix(self.tensor(f"{name}.weight_packed"), scale, cols, group)
+
+    def _check_shape(self, name: str, rows: int, cols: int) -> None:
+        stored = [int(extent) for extent in self.tensor(name)]
+        if stored != [rows, cols]:
+            raise CheckpointError(name, f"expected {[rows, cols]}, got {stored}")
+
+    def _rows(self, name: str, check: Callable[[torch.Tensor], torch.Tensor]) -> TensorRows:
+        return TensorRows.of(RowSource(name, self._headers[name], self._reader, self._count, check))
+
+    def _count(self, n_bytes: int) -> None:
+        with self._lock:
+            self._progress.done_bytes += n_bytes
 
     def _fp8(self, name: str, block: Fp8Blocks) -> Fp8Matrix:
         weight = self.tensor(f"{name}.weight")

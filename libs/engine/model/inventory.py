@@ -37,11 +37,11 @@ def check_inventory(checkpoint: Checkpoint, config: ModelConfig) -> int:
     prefix = checkpoint.text_prefix()
     expected: set[str] = set()
     held_bytes = 0
-    for name, shape in _vectors(config):
+    for name, shape in vectors(config):
         header = checkpoint.header(f"{prefix}{name}", shape, DENSE_DTYPES)
         expected.add(f"{prefix}{name}")
         held_bytes += math.prod(shape) * _BYTES_PER_VALUE[header.dtype]
-    for name, rows, cols in _linears(config):
+    for name, rows, cols in linears(config):
         held_bytes += _check_linear(checkpoint, config, f"{prefix}{name}", rows, cols, expected)
     head = checkpoint.head_name()
     if head is not None:
@@ -98,7 +98,7 @@ def _refusal(name: str, config: ModelConfig, prefix: str) -> str | None:
     return reason or "unexpected: config.json implies no such tensor"
 
 
-def _vectors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def vectors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tensors that are no Linear: the embedding, norms and correction biases."""
     yield "embed_tokens.weight", (config.vocab_size, config.hidden_size)
     yield "norm.weight", (config.hidden_size,)
@@ -113,7 +113,7 @@ def _vectors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{name}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,)
 
 
-def _linears(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
+def linears(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """Name, output features and input features of each Linear of the layers."""
     hidden, q_rows = config.hidden_size, config.n_heads * config.qk_head_dim
     for layer in range(config.n_layers):

@@ -112,13 +112,18 @@ class RandomCheckpoint:
 def write_random_checkpoint(model_dir: Path, spec: RandomCheckpoint | None = None) -> ModelConfig:
     """Write a checkpoint into `model_dir`, which is created. Returns its configuration."""
     spec = spec or RandomCheckpoint()
+    config = write_config(model_dir, spec)
+    _write_shards(model_dir, dict(_tensors(config, spec)), spec.n_shards)
+    return config
+
+
+def write_config(model_dir: Path, spec: RandomCheckpoint) -> ModelConfig:
+    """Write all but the tensors into `model_dir`, which is created."""
     raw = _COMMON | spec.config | {"torch_dtype": spec.dtype}
     if spec.quantization != "none":
         raw["quantization_config"] = _quantization_config(spec)
     config = parse_config(raw)
     model_dir.mkdir(parents=True, exist_ok=True)
-    tensors = dict(_tensors(config, spec))
-    _write_shards(model_dir, tensors, spec.n_shards)
     if spec.prefix:
         raw = {
             "architectures": ["KimiK25ForConditionalGeneration"],

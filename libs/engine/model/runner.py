@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -97,6 +98,7 @@ class ModelRunner:
         config = load_config(model_dir)
         kernels = choose_kernels(options)
         shape = cache_shape(config, options)
+        digest = start_digest(model_dir)
         with Checkpoint(model_dir, options.progress) as checkpoint:
             check_memory(check_inventory(checkpoint, config), shape, options)
             weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype).load()
@@ -110,7 +112,7 @@ class ModelRunner:
             PagedLatentCache(shape, device=options.device),
             kernels=kernels.name,
             feature_width=config.hidden_size if features else 0,
-            weights_digest=weights_digest(model_dir),
+            weights_digest=digest.result(),
         )
 
     @property
@@ -130,6 +132,14 @@ class ModelRunner:
         x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
         wanted = self._decoder.kernels.place(torch.from_numpy(batch.logit_rows).long())
         return ForwardOutput(self._decoder.logits(x[wanted]), features)
+
+
+def start_digest(model_dir: Path) -> Future[str]:
+    """The digest of the weights, whose many small reads run beside the load."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="digest")
+    digest = pool.submit(weights_digest, model_dir)
+    pool.shutdown(wait=False)
+    return digest
 
 
 def choose_kernels(options: RunnerOptions) -> Kernels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -30,11 +31,12 @@ class CheckpointError(FailedPrecondition):
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """`dtype` is safetensors' name of it, such as BF16, I32 or F8_E4M3."""
+    """`dtype` is safetensors' name of it, such as BF16, I32 or F8_E4M3. The values begin at byte `offset`."""
 
     shard: str
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
     @property
     def stored_bytes(self) -> int:
@@ -54,14 +56,24 @@ def open_shards(model_dir: Path) -> tuple[dict[str, Any], dict[str, TensorHeader
     files = {shard: _open(model_dir, shard) for shard in shards}
     headers: dict[str, TensorHeader] = {}
     for shard, file in files.items():
+        offsets = _offsets(model_dir / shard)
         for name in file.keys():  # noqa: SIM118
             if name in headers:
                 raise CheckpointError(name, f"stored twice, in {headers[name].shard} and in {shard}")
             tensor = file.get_slice(name)
-            headers[name] = TensorHeader(shard, tensor.get_dtype(), tuple(tensor.get_shape()))
+            headers[name] = TensorHeader(shard, tensor.get_dtype(), tuple(tensor.get_shape()), offsets[name])
     if weight_map is not None:
         _compare(weight_map, headers)
     return files, headers
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor's values begin, from a header that safetensors has checked."""
+    with path.open("rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(n_bytes))
+    header.pop("__metadata__", None)
+    return {name: 8 + n_bytes + int(entry["data_offsets"][0]) for name, entry in header.items()}
 
 
 def shard_names(model_dir: Path) -> list[str]:

@@ -12,8 +12,10 @@ from libs.engine.kernels.interface import Kernels, MlpMatrices, Packed
 from libs.engine.kernels.layer import Attention, Layer
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
+from libs.engine.model.tensor_rows import TensorRows, copy_finite_into
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 ComputeDtype = Literal["auto", "float32"]
@@ -41,17 +43,43 @@ class WeightLoader:
 
     def load(self) -> ModelWeights:
         c = self._config
-        embedding = self._dense("embed_tokens.weight", (c.vocab_size, c.hidden_size))
+        embedding = self._embedding(slice(0, c.vocab_size))
         layers = tuple(self._layer(index) for index in range(c.n_layers))
-        placed = self._kernels.place(embedding)
-        return ModelWeights(placed, layers, self._norm("norm", c.hidden_size), self._head(embedding))
+        norm, head = self._norm("norm", c.hidden_size), self._head(embedding)
+        self._checkpoint.finish()
+        return ModelWeights(self._kernels.place(embedding), layers, norm, head)
+
+    def _embedding(self, span: slice) -> torch.Tensor:
+        """Rows of the embedding, which are there when the checkpoint is finished."""
+        c = self._config
+        name, shape = f"{self._prefix}embed_tokens.weight", (c.vocab_size, c.hidden_size)
+        rows = self._stored_rows(name, shape)
+        if rows is None:
+            return self._dense("embed_tokens.weight", shape)[span].clone()
+        found = torch.empty(span.stop - span.start, c.hidden_size, dtype=rows.dtype)
+        rows.cut(span, None).stream(copy_finite_into(found), 1)
+        return found
+
+    def _stored_rows(self, name: str, shape: tuple[int, ...]) -> TensorRows | None:
+        """The rows of a dense matrix, or None if they are to be converted."""
+        rows = self._checkpoint.rows(name, shape)
+        return rows if rows is not None and self._keeps(rows.dtype) else None
+
+    def _keeps(self, dtype: torch.dtype) -> bool:
+        return self._dtype == "auto" or dtype == getattr(torch, self._dtype)
 
     def _head(self, embedding: torch.Tensor) -> Packed:
         c = self._config
         name = self._checkpoint.head_name()
+        shape = (c.vocab_size, c.hidden_size)
         if name is None:
+            self._checkpoint.finish()
             return self._kernels.pack(DenseMatrix(embedding))
-        weight = self._cast(self._checkpoint.dense(name, (c.vocab_size, c.hidden_size)))
+        rows = self._stored_rows(name, shape)
+        if rows is not None and not c.tie_word_embeddings:
+            return self._kernels.pack(StoredMatrix(rows, c.hidden_size))
+        weight = self._cast(self._checkpoint.dense(name, shape))
+        self._checkpoint.finish()
         if c.tie_word_embeddings and not torch.equal(weight, embedding):
             raise CheckpointError(name, "differs from the embedding, to which tie_word_embeddings ties it")
         return self._kernels.pack(DenseMatrix(weight))
@@ -122,6 +150,11 @@ class WeightLoader:
         )
 
     def _matrix(self, name: str, rows: int, cols: int) -> Matrix:
+        stored = self._checkpoint.stored_matrix(
+            f"{self._prefix}{name}", rows, cols, self._config.quantization
+        )
+        if stored is not None and (stored.scale is not None or self._keeps(stored.values.dtype)):
+            return stored
         matrix = self._checkpoint.matrix(f"{self._prefix}{name}", rows, cols, self._config.quantization)
         if isinstance(matrix, Fp8Matrix):
             return DenseMatrix(matrix.dequantised(self._fp8_dtype()))
@@ -137,6 +170,7 @@ class WeightLoader:
     def _dense_matrix(self, name: str, rows: int, cols: int) -> DenseMatrix:
         """A matrix to be rearranged before packing, dequantised if it is INT4."""
         matrix = self._matrix(name, rows, cols)
+        matrix = matrix.read() if isinstance(matrix, StoredMatrix) else matrix
         return matrix if isinstance(matrix, DenseMatrix) else DenseMatrix(matrix.dequantised())
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

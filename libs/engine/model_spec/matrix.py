@@ -76,10 +76,6 @@ class Fp8Matrix:
         return out
 
 
-# What the kernels take; FP8 is dequantised when it is loaded.
-Matrix = DenseMatrix | Int4Matrix
-
-
 def unpack_int4(packed: torch.Tensor, cols: int) -> torch.Tensor:
     """[rows, words] i32 -> [rows, cols] i8 in -8..7."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)

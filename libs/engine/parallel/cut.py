@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix
 from libs.engine.model_spec.quantization import Int4Groups
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 from libs.engine.parallel.sizes import RankPlace, even_slice
 
 _NIBBLES = 8  # of a word of packed INT4
@@ -73,19 +74,29 @@ def _inner_unit(config: ModelConfig) -> int:
 
 
 def _rows(matrix: Matrix, span: slice) -> Matrix:
+    if isinstance(matrix, StoredMatrix):
+        return matrix.cut_rows(span)
     if isinstance(matrix, DenseMatrix):
         return DenseMatrix(matrix.weight[span].clone())
     return Int4Matrix(matrix.packed[span].clone(), matrix.scale[span].clone(), matrix.cols, matrix.group)
 
 
 def _cols(matrix: Matrix, span: slice) -> Matrix:
+    if isinstance(matrix, StoredMatrix):
+        is_between = matrix.scale is None or _is_between_groups(span, matrix.group, matrix.cols)
+        return matrix.cut_cols(span) if is_between else _cols(matrix.read(), span)
     if isinstance(matrix, DenseMatrix):
         return DenseMatrix(matrix.weight[:, span].clone())
-    edge = math.lcm(_NIBBLES, matrix.group)
-    if span.start % edge or (span.stop % edge and span.stop != matrix.cols):
+    if not _is_between_groups(span, matrix.group, matrix.cols):
         return DenseMatrix(matrix.dequantised()[:, span].clone())
     words = slice(span.start // _NIBBLES, -(-span.stop // _NIBBLES))
     groups = slice(span.start // matrix.group, span.stop // matrix.group)
     return Int4Matrix(
         matrix.packed[:, words].clone(), matrix.scale[:, groups].clone(), span.stop - span.start, matrix.group
     )
+
+
+def _is_between_groups(span: slice, group: int, cols: int) -> bool:
+    """Whether a cut of columns leaves words and groups of INT4 whole."""
+    edge = math.lcm(_NIBBLES, group)
+    return not span.start % edge and (not span.stop % edge or span.stop == cols)

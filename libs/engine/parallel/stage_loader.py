@@ -14,7 +14,8 @@ from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
 from libs.engine.model.weights import WeightDtype, WeightLoader
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 from libs.engine.parallel.cut import local_experts, matrix_cut, vocabulary_slice
 from libs.engine.parallel.sizes import ParallelSizes, RankPlace
 from libs.engine.parallel.stages import PartCost, balance_stages
@@ -35,7 +36,7 @@ class StageWeights:
 
 
 class StageLoader(WeightLoader):
-    """A loader of one rank. Each tensor of its stage is read whole, cut and packed before the next one."""
+    """A loader of one rank. It reads the rows that the rank holds, and cuts columns from whole rows."""
 
     def __init__(
         self,
@@ -54,24 +55,28 @@ class StageLoader(WeightLoader):
         c, place = self._config, self._place
         embedding = norm = head = None
         if place.is_first_stage:
-            shape = (c.vocab_size, c.hidden_size)
-            embedding = self._dense("embed_tokens.weight", shape)[vocabulary_slice(place, c)].clone()
+            embedding = self._embedding(vocabulary_slice(place, c))
         loaded = tuple(self._layer(index) for index in layers)
         if place.is_last_stage:
             norm = self._norm("norm", c.hidden_size)
-            head = self._kernels.pack(DenseMatrix(self._head_rows()))
+            head = self._kernels.pack(self._head_rows())
+        self._checkpoint.finish()
         return StageWeights(loaded, embedding, norm, head)
 
-    def _head_rows(self) -> torch.Tensor:
+    def _head_rows(self) -> Matrix:
         c = self._config
         shape, name = (c.vocab_size, c.hidden_size), self._checkpoint.head_name()
+        span = vocabulary_slice(self._place, c)
+        stored = None if name is None or c.tie_word_embeddings else self._stored_rows(name, shape)
+        if stored is not None:
+            return StoredMatrix(stored.cut(span, None), c.hidden_size)
         if name is None:
             weight = self._dense("embed_tokens.weight", shape)
         else:
             weight = self._cast(self._checkpoint.dense(name, shape))
             if c.tie_word_embeddings and not torch.equal(weight, self._dense("embed_tokens.weight", shape)):
                 raise CheckpointError(name, "differs from the embedding, to which it is tied")
-        return weight[vocabulary_slice(self._place, c)].clone()
+        return DenseMatrix(weight[span].clone())
 
     def _experts(self, name: str) -> Iterator[MlpMatrices | None]:
         width = self._config.moe_intermediate_size

@@ -25,9 +25,10 @@ from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, w
 from libs.engine.model.stack import PlainStack
 from libs.engine.model.weights import WeightLoader
 from libs.engine.model_spec.config import ModelConfig, parse_config
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix, pack_int4
+from libs.engine.model_spec.matrix import DenseMatrix, pack_int4
 from libs.engine.model_spec.plan import BatchPlan, plan_batch
 from libs.engine.model_spec.rope import Rope
+from libs.engine.model_spec.stored_matrix import Matrix
 from libs.engine.step.batch import Batch
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 

@@ -20,8 +20,9 @@ typedef struct {
 
 INLINE int64_t n_panels(const matrix_t *w) { return (w->rows + LANES - 1) / LANES; }
 
-void ss_pack_f32(const float *source, int64_t rows, int64_t cols, float *panels);
-void ss_pack_bf16(const uint16_t *source, int64_t rows, int64_t cols, uint32_t *panels);
+/* Pack rows into panels; 0 when a value is not finite, or would not be when it is doubled `doublings` times. */
+int32_t ss_pack_f32(const float *source, int64_t rows, int64_t cols, float *panels, int32_t doublings);
+int32_t ss_pack_bf16(const uint16_t *source, int64_t rows, int64_t cols, uint32_t *panels, int32_t doublings);
 /* INT4 from the checkpoint's words, column i of eight at bits 4i; n_words of them in a row. */
 void ss_pack_int4(const uint32_t *source, int64_t rows, int64_t n_words, uint32_t *panels);
 
