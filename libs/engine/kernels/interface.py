@@ -14,7 +14,7 @@ import torch
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.plan import BatchPlan
-from libs.engine.model_spec.stored_matrix import Matrix
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 
 # A weight in the form of one implementation, opaque to others.
 Packed = Any
@@ -35,7 +35,7 @@ class Kernels(Protocol):
         """A weight for `linear`."""
         ...
 
-    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
+    def pack_kv_b(self, matrix: DenseMatrix | StoredMatrix, config: ModelConfig) -> Packed:
         """kv_b_proj [heads * (nope + v), kv_lora], rows interleaved per head, for `attend`."""
         ...
 

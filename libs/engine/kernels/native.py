@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from libs.engine.kernels.interface import MlpMatrices, Packed
@@ -22,6 +23,7 @@ from libs.engine.step.stop_flag import StepAborted
 _LANES = 16
 _F32, _BF16, _INT4 = 0, 1, 2
 _KIND_OF_DTYPE = {torch.float32: _F32, torch.bfloat16: _BF16, torch.int32: _INT4}
+_WORD = {torch.float32: torch.float32, torch.bfloat16: torch.int16}  # what numpy has of the same size
 _INT4_DOUBLINGS = 3  # scales multiply numbers of up to 8
 
 
@@ -63,8 +65,10 @@ class NativeKernels:
     def pack(self, matrix: Matrix) -> Packed:
         return _array([self._panels(matrix)])
 
-    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
+    def pack_kv_b(self, matrix: DenseMatrix | StoredMatrix, config: ModelConfig) -> Packed:
         nope = config.qk_nope_head_dim
+        if isinstance(matrix, StoredMatrix):
+            return self._stream_kv_b(matrix.values, nope, config.v_head_dim)
         per_head = matrix.weight.view(-1, nope + config.v_head_dim, config.kv_lora_rank)
         uk = [self._panels(DenseMatrix(head[:nope].T.contiguous())) for head in per_head]
         uv = [self._panels(DenseMatrix(head[nope:].contiguous())) for head in per_head]
@@ -206,30 +210,60 @@ class NativeKernels:
     def _stored_panels(self, matrix: StoredMatrix) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """As `_panels`, filled by the checkpoint's threads."""
         if matrix.scale is None:
-            kind, data = self._stream_panels(matrix.values)
-            return MATRIX(data.data_ptr(), None, matrix.rows, matrix.cols, kind, 0, 0, 0), (data,)
-        scale_kind, scale = self._stream_panels(matrix.scale, _INT4_DOUBLINGS)
-        kind, data = self._stream_panels(matrix.values)
+            return self._stream_panels(matrix.values)
+        scales, (scale,) = self._stream_panels(matrix.scale, _INT4_DOUBLINGS)
+        words, (data,) = self._stream_panels(matrix.values)
         struct = MATRIX(
-            data.data_ptr(), scale.data_ptr(), matrix.rows, matrix.cols, kind, scale_kind, matrix.group, 0
+            words.data, scales.data, matrix.rows, matrix.cols, words.kind, scales.kind, matrix.group, 0
         )
         return struct, (data, scale)
 
-    def _stream_panels(self, rows: StoredRows, doublings: int = 0) -> tuple[int, torch.Tensor]:
-        kind, cols = _KIND_OF_DTYPE[rows.dtype], rows.n_cols
-        width = cols + cols % 2 if kind == _BF16 else cols
-        data = self._memory.take((_padded(rows.n_rows), width), rows.dtype)
+    def _stream_panels(self, rows: StoredRows, doublings: int = 0) -> tuple[Any, tuple[torch.Tensor]]:
+        cols, dtype = rows.n_cols, rows.dtype
+        struct, (data,) = self._empty_panels(rows.n_rows, cols, dtype)
 
         def pack(first: int, piece: torch.Tensor) -> bool:
-            target = data.data_ptr() + first * width * data.itemsize
-            if kind == _INT4:
-                self._library.ss_pack_int4(piece.data_ptr(), len(piece), cols, target)
-                return True
-            pack_dense = self._library.ss_pack_bf16 if kind == _BF16 else self._library.ss_pack_f32
-            return bool(pack_dense(piece.data_ptr(), len(piece), cols, target, doublings))
+            source, target = piece.data_ptr(), data[first].data_ptr()
+            if dtype != torch.int32:
+                return self._pack_dense(dtype, source, len(piece), cols, target, doublings)
+            self._library.ss_pack_int4(source, len(piece), cols, target)
+            return True
 
         rows.stream(pack, _LANES)
-        return kind, data
+        return struct, (data,)
+
+    def _stream_kv_b(self, rows: StoredRows, nope: int, v: int) -> _KvB:
+        """The panels of each head's two matrices, filled by the checkpoint's threads."""
+        n_heads, lora = rows.n_rows // (nope + v), rows.n_cols
+        uk, uv = (
+            [self._empty_panels(*shape, rows.dtype) for _ in range(n_heads)]
+            for shape in ((lora, nope), (v, lora))
+        )
+
+        def pack(first: int, piece: torch.Tensor) -> bool:
+            head, fits = first // (nope + v), True
+            for values in piece.view(-1, nope + v, lora).view(_WORD[rows.dtype]).numpy():
+                keys = np.ascontiguousarray(values[:nope].T)
+                fits &= self._pack_dense(rows.dtype, keys.ctypes.data, lora, nope, uk[head][1][0].data_ptr())
+                latents = values[nope:].ctypes.data
+                fits &= self._pack_dense(rows.dtype, latents, v, lora, uv[head][1][0].data_ptr())
+                head += 1
+            return fits
+
+        rows.stream(pack, nope + v)
+        return _KvB(_array(uk), _array(uv))
+
+    def _empty_panels(self, rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, tuple[torch.Tensor]]:
+        kind = _KIND_OF_DTYPE[dtype]
+        data = self._memory.take((_padded(rows), cols + cols % 2 if kind == _BF16 else cols), dtype)
+        return MATRIX(data.data_ptr(), None, rows, cols, kind, 0, 0, 0), (data,)
+
+    def _pack_dense(
+        self, dtype: torch.dtype, source: int, rows: int, cols: int, target: int, doublings: int = 0
+    ) -> bool:
+        """Whether all values are finite, also when doubled so often."""
+        pack = self._library.ss_pack_bf16 if dtype == torch.bfloat16 else self._library.ss_pack_f32
+        return bool(pack(source, rows, cols, target, doublings))
 
     def _dense_panels(self, weight: torch.Tensor) -> tuple[int, torch.Tensor]:
         kind = _BF16 if weight.dtype == torch.bfloat16 else _F32

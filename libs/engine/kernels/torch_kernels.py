@@ -14,7 +14,7 @@ from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.moe import route
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.model_spec.rope import rotate
-from libs.engine.model_spec.stored_matrix import Matrix
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TorchKernels:
     def pack(self, matrix: Matrix) -> Packed:
         return matrix.dequantised().contiguous()
 
-    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
+    def pack_kv_b(self, matrix: DenseMatrix | StoredMatrix, config: ModelConfig) -> Packed:
         nope = config.qk_nope_head_dim
         per_head = matrix.dequantised().view(-1, nope + config.v_head_dim, config.kv_lora_rank)
         return _KvProjection(per_head[:, :nope].contiguous(), per_head[:, nope:].contiguous())

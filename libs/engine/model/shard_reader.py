@@ -108,7 +108,9 @@ def _read_fully(descriptor: int, target: memoryview, offset: int, wanted: int) -
     done = 0
     while done < wanted:
         n_bytes = os.preadv(descriptor, [target[done:]], offset + done)
-        if n_bytes == 0:
+        if done + n_bytes >= wanted:
+            return
+        # A direct read must go on at the begin of a block; only the end of the file is within one.
+        if n_bytes < _ALIGNED:
             raise OSError("the file ends too early")
-        # A direct read that ends within a block must go on at the block's begin.
-        done = done + n_bytes if done + n_bytes >= wanted else (done + n_bytes) // _ALIGNED * _ALIGNED
+        done = (done + n_bytes) // _ALIGNED * _ALIGNED

@@ -15,6 +15,7 @@ from libs.engine.model.shards import CheckpointError
 from libs.engine.model.tensor_rows import TensorRows, copy_finite_into
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix
+from libs.engine.model_spec.stacked_rows import StackedRows
 from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -97,18 +98,17 @@ class WeightLoader:
     def _attention(self, name: str) -> Attention:
         c = self._config
         q_rows = c.n_heads * c.qk_head_dim
-        kv_a = self._dense_matrix(f"{name}.kv_a_proj_with_mqa", c.latent_width, c.hidden_size)
+        kv_a = self._unpacked(f"{name}.kv_a_proj_with_mqa", c.latent_width, c.hidden_size)
         if c.q_lora_rank is None:
-            first, q_norm, q_b = self._dense_matrix(f"{name}.q_proj", q_rows, c.hidden_size), None, None
+            first, q_norm, q_b = self._unpacked(f"{name}.q_proj", q_rows, c.hidden_size), None, None
         else:
-            first = self._dense_matrix(f"{name}.q_a_proj", c.q_lora_rank, c.hidden_size)
+            first = self._unpacked(f"{name}.q_a_proj", c.q_lora_rank, c.hidden_size)
             q_norm = self._norm(f"{name}.q_a_layernorm", c.q_lora_rank)
             q_b = self._kernels.pack(self._matrix(f"{name}.q_b_proj", q_rows, c.q_lora_rank))
-        stacked = DenseMatrix(torch.cat((first.weight, kv_a.weight)))
         kv_b_rows = c.n_heads * (c.qk_nope_head_dim + c.v_head_dim)
-        kv_b = self._dense_matrix(f"{name}.kv_b_proj", kv_b_rows, c.kv_lora_rank)
+        kv_b = self._unpacked(f"{name}.kv_b_proj", kv_b_rows, c.kv_lora_rank)
         return Attention(
-            a_proj=self._kernels.pack(stacked),
+            a_proj=self._kernels.pack(_stack(first, kv_a)),
             q_norm=q_norm,
             q_b=q_b,
             kv_norm=self._norm(f"{name}.kv_a_layernorm", c.kv_lora_rank),
@@ -167,11 +167,12 @@ class WeightLoader:
         dtype: torch.dtype = getattr(torch, self._dtype)
         return dtype
 
-    def _dense_matrix(self, name: str, rows: int, cols: int) -> DenseMatrix:
+    def _unpacked(self, name: str, rows: int, cols: int) -> DenseMatrix | StoredMatrix:
         """A matrix to be rearranged before packing, dequantised if it is INT4."""
         matrix = self._matrix(name, rows, cols)
-        matrix = matrix.read() if isinstance(matrix, StoredMatrix) else matrix
-        return matrix if isinstance(matrix, DenseMatrix) else DenseMatrix(matrix.dequantised())
+        if isinstance(matrix, DenseMatrix) or (isinstance(matrix, StoredMatrix) and matrix.scale is None):
+            return matrix
+        return DenseMatrix(matrix.dequantised())
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self._cast(self._checkpoint.dense(f"{self._prefix}{name}", shape))
@@ -181,3 +182,14 @@ class WeightLoader:
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self._dtype == "auto" else weight.to(getattr(torch, self._dtype))
+
+
+def _stack(upper: DenseMatrix | StoredMatrix, lower: DenseMatrix | StoredMatrix) -> Matrix:
+    match upper, lower:
+        case StoredMatrix(values=above), StoredMatrix(values=below) if above.dtype == below.dtype:
+            return StoredMatrix(StackedRows(above, below), upper.cols)
+    return DenseMatrix(torch.cat((_weight(upper), _weight(lower))))
+
+
+def _weight(matrix: DenseMatrix | StoredMatrix) -> torch.Tensor:
+    return matrix.weight if isinstance(matrix, DenseMatrix) else matrix.values.read()

@@ -17,7 +17,7 @@ from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, w
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.weights import ComputeDtype
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import Matrix
+from libs.engine.model_spec.stored_matrix import Matrix
 from libs.engine.step.batch import Batch
 from tests.engine.kernels.test_kernels import (
     CONFIG,

@@ -1,0 +1,47 @@
+"""Stored tensors of equal width and dtype, one below the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from libs.engine.model_spec.stored_matrix import StoredRows, TakeRows
+
+
+@dataclass(frozen=True, slots=True)
+class StackedRows:
+    """`upper` over `lower`, for packing as one matrix."""
+
+    upper: StoredRows
+    lower: StoredRows
+
+    @property
+    def n_rows(self) -> int:
+        return self.upper.n_rows + self.lower.n_rows
+
+    @property
+    def n_cols(self) -> int:
+        return self.upper.n_cols
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.upper.dtype
+
+    def cut(self, rows: slice | None, cols: slice | None) -> StoredRows:
+        """Columns only: no rank holds some rows of a stack."""
+        if rows is not None:
+            raise NotImplementedError("rows of a stack are not cut")
+        return StackedRows(self.upper.cut(None, cols), self.lower.cut(None, cols))
+
+    def read(self) -> torch.Tensor:
+        return torch.cat((self.upper.read(), self.lower.read()))
+
+    def stream(self, take: TakeRows, unit: int) -> None:
+        """Where the lower part begins within a unit, all rows are read and taken at once."""
+        offset = self.upper.n_rows
+        if offset % unit:
+            take(0, self.read())
+            return
+        self.upper.stream(take, unit)
+        self.lower.stream(lambda first, rows: take(offset + first, rows), unit)

@@ -1,0 +1,73 @@
+"""Panels hold each value at its place, in every variant of the library that this processor runs."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from libs.engine.kernels.library import load_library, processor_level
+from libs.engine.kernels.native_types import declare
+
+LEVELS = range(2, processor_level() + 1)
+SHAPES = [(16, 32), (48, 34), (33, 70), (5, 3), (16, 31), (1, 16), (64, 1)]
+
+
+@pytest.fixture(params=LEVELS, ids=lambda level: f"v{level}")
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    return declare(load_library(request.param))
+
+
+def panels_of(source: torch.Tensor, columns: int) -> torch.Tensor:
+    """[panel][column group][16] of a matrix whose rows are padded with zeros, in plain torch."""
+    rows, width = source.shape
+    padded = source.new_zeros(-(-rows // 16) * 16, width)
+    padded[:rows] = source
+    return padded.view(-1, 16, width // columns, columns).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dense_values_are_where_the_layout_puts_them(library: ctypes.CDLL, shape: tuple[int, int]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = panels_of(values, 1)
+    found = torch.full_like(expected, 7.0)
+    assert library.ss_pack_f32(values.data_ptr(), *shape, found.data_ptr(), 0)
+    assert torch.equal(found, expected)
+    half = values.bfloat16()
+    even = torch.nn.functional.pad(half, (0, shape[1] % 2))
+    expected = panels_of(even, 2)
+    found = torch.full_like(expected, 7.0)
+    assert library.ss_pack_bf16(half.data_ptr(), *shape, found.data_ptr(), 0)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 33), (5, 3)])
+def test_nibbles_are_where_the_layout_puts_them(library: ctypes.CDLL, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    nibbles = torch.randint(0, 16, (*shape, 8), generator=generator)
+    bits = torch.arange(0, 32, 4)
+    source = (nibbles << bits).sum(-1).to(torch.int32)
+    placed = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])  # columns 2i and 2i + 1 at bits 4i and 16 + 4i
+    expected = panels_of((nibbles << placed).sum(-1).to(torch.int32), 1)
+    found = torch.full_like(expected, 7)
+    library.ss_pack_int4(source.data_ptr(), *shape, found.data_ptr())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (17, 40), (32, 70), (47, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_out_of_range_are_found_wherever_they_are(
+    library: ctypes.CDLL, dtype: torch.dtype, place: tuple[int, int]
+) -> None:
+    pack = library.ss_pack_f32 if dtype == torch.float32 else library.ss_pack_bf16
+    largest = float(torch.finfo(dtype).max)
+    out = torch.empty(48, 72, dtype=dtype)
+    cases = [(float("nan"), 0), (float("-inf"), 0), (largest, 1), (-largest / 4, 3)]
+    for bad, doublings in cases:
+        values = torch.full((48, 71), largest / 16, dtype=dtype)
+        assert pack(values.data_ptr(), 48, 71, out.data_ptr(), 3)
+        values[place] = bad
+        assert not pack(values.data_ptr(), 48, 71, out.data_ptr(), doublings), (bad, doublings)
+        if doublings:
+            assert pack(values.data_ptr(), 48, 71, out.data_ptr(), doublings - 1), (bad, doublings)
