@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from libs.engine.model_spec.matrix import Int4Matrix, Matrix, unpack_int4
+from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, unpack_int4
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 
 _WORD_VALUES = 8
 
@@ -44,15 +45,21 @@ def repack_int4(matrix: Int4Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     return words.flatten(1), scale
 
 
+def in_memory(matrix: Matrix) -> DenseMatrix | Int4Matrix:
+    """The matrix without its file."""
+    return matrix.read() if isinstance(matrix, StoredMatrix) else matrix
+
+
 def is_repackable(matrix: Matrix) -> bool:
     """Whether a tile of words is a power of two of at least 16 values wide, which a matrix unit needs."""
     return isinstance(matrix, Int4Matrix) and matrix.group >= 16 and matrix.group & (matrix.group - 1) == 0
 
 
 def stack_experts(
-    experts: Sequence[Sequence[Matrix]], device: torch.device, dense_dtype: torch.dtype
+    stored: Sequence[Sequence[Matrix]], device: torch.device, dense_dtype: torch.dtype
 ) -> ExpertWeights:
     """Each expert's matrices, of equal columns, below one another. INT4 stays INT4 when all of it can."""
+    experts = [[in_memory(matrix) for matrix in expert] for expert in stored]
     rows, cols = sum(matrix.rows for matrix in experts[0]), experts[0][0].cols
     groups = {m.group if isinstance(m, Int4Matrix) and is_repackable(m) else 0 for e in experts for m in e}
     if len(groups) == 1 and (group := groups.pop()):

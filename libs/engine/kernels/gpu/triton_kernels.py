@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from libs.engine.kernels.gpu.device_plan import DevicePlan, upload
-from libs.engine.kernels.gpu.expert_weights import ExpertWeights, is_repackable, stack_experts
+from libs.engine.kernels.gpu.expert_weights import ExpertWeights, in_memory, is_repackable, stack_experts
 from libs.engine.kernels.gpu.grouped_gemm import combine, grouped_gemm
 from libs.engine.kernels.gpu.mla_decode import choose_split_tokens, mla_decode
 from libs.engine.kernels.gpu.mla_prefill import mla_prefill
@@ -22,8 +22,9 @@ from libs.engine.kernels.gpu.router import choose_experts
 from libs.engine.kernels.gpu.work_list import build_work_list, single_list
 from libs.engine.kernels.interface import MlpMatrices, Packed
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix
+from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.plan import BatchPlan
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 
 _INTERPRETED_PROCESSORS = 2
 
@@ -80,8 +81,8 @@ class TritonKernels:
     def pack(self, matrix: Matrix) -> Packed:
         return self._stacked((matrix,))
 
-    def pack_kv_b(self, matrix: DenseMatrix, config: ModelConfig) -> Packed:
-        kv_b = matrix.weight.to(self.device, self.dtype).contiguous()
+    def pack_kv_b(self, matrix: DenseMatrix | StoredMatrix, config: ModelConfig) -> Packed:
+        kv_b = matrix.dequantised().to(self.device, self.dtype).contiguous()
         heads = kv_b.view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         return _HeadProjections(
             kv_b, heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
@@ -203,6 +204,7 @@ class TritonKernels:
 
     def _stacked(self, matrices: tuple[Matrix, ...]) -> Packed:
         """INT4 for the grouped product, anything else as a matrix for cuBLAS."""
+        matrices = tuple(in_memory(matrix) for matrix in matrices)
         if all(is_repackable(matrix) for matrix in matrices):
             return stack_experts([matrices], self.device, self.dtype)
         return torch.cat([m.dequantised().to(self.dtype) for m in matrices]).to(self.device)

@@ -20,8 +20,9 @@ from libs.engine.kernels.gpu.router import choose_experts
 from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 from libs.engine.kernels.gpu.work_list import FEW_PAIRS, build_work_list, single_list
 from libs.engine.kernels.torch_kernels import TorchKernels
-from libs.engine.model_spec.matrix import DenseMatrix, Matrix, pack_int4
+from libs.engine.model_spec.matrix import DenseMatrix, pack_int4
 from libs.engine.model_spec.moe import route
+from libs.engine.model_spec.stored_matrix import Matrix
 from tests.engine.kernels.test_kernels import CONFIG, ODD, normal, plan_of
 
 CPU = torch.device("cpu")
