@@ -44,6 +44,7 @@ SHORTEST = {
     "bench.kvstore.pool_tier": "--turns 1 --json",
     "bench.kvstore.remote": "--turns 1 --batches 2 --json",
     "bench.kvstore.ttft": "--prompt-tokens 1024 --rounds 1 --json",
+    "bench.load": "--gb 0.01 --rounds 1 --dir {tmp} --json",
     "bench.overload": "--seconds 1 --rounds 1 --json",
     "bench.placement": "--workers 2 --agents-per-s 0.05 --json",
     "bench.placement.decision": "--workers 2 --decisions 20 --json",
