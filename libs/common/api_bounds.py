@@ -111,7 +111,7 @@ PREFILL = MESSAGES.add(
     Rule(
         "messages[i]",
         "must not be the assistant's: an answer is not continued",
-        "The chat template begins each answer anew.",
+        "The chat template begins a new answer each time.",
         "HTTP",
     )
 )

@@ -23,7 +23,7 @@ def usage(
     from_day: Annotated[str, typer.Option("--from", help="First day, as 2027-01-31; default: 30 days.")] = "",
     to_day: Annotated[str, typer.Option("--to", help="Last day; default: today (UTC).")] = "",
     by: Annotated[
-        str, typer.Option(help="What has a row of its own: day,tenant,key,model,endpoint.")
+        str, typer.Option(help="What has a separate row: day,tenant,key,model,endpoint.")
     ] = "model",
     tenant: Annotated[str, typer.Option(help="This tenant alone, for operators.")] = "",
     as_json: AsJson = False,

@@ -15,7 +15,10 @@ QUEUED = "job-000000000000f500f50badcafe0000"  # the fifth newest
 
 
 def rows(page: Page) -> list[str]:
-    return page.get_by_role("region", name="Table of jobs").locator("tbody tr th").all_inner_texts()
+    texts: list[str] = (
+        page.get_by_role("region", name="Table of jobs").locator("tbody tr th").all_inner_texts()
+    )
+    return texts
 
 
 def test_pages_and_filters_show_every_job_once(fake: ConsoleServer, open_page: OpenPage) -> None:
