@@ -125,7 +125,7 @@ class BatchStore:
             if batch.state in CANCELLABLE:
                 changes = {"state": BatchState.CANCELLING, "cancelling_unix_s": now_s}
                 batch = msgspec.structs.replace(batch, **changes)
-                # The lease ends: the runner that holds the batch finds that it lost it, and another look begins.
+                # The lease ends: the runner that holds the batch finds that it lost it; another look begins.
                 _write(tx, batch, ", lease = '', lease_until_unix_s = 0", "", ())
             return batch
 
