@@ -21,7 +21,7 @@ ROWS: Mapping[str, Bound] = {
     name: row for name, row in vars(api_bounds).items() if any(row in s.rows for s in api_bounds.API_SECTIONS)
 }
 # Rows that need a database, or its lack: tests/router/api/http/test_answer_apis.py and test_store.py.
-ELSEWHERE = {"NO_STORE", "REFERENCES"}
+ELSEWHERE = {"NO_STORE", "REFERENCES", "CONVERSATION"}
 
 
 def response(**body: Any) -> Callable[[], object]:

@@ -73,7 +73,7 @@ def test_what_is_missing_names_what_the_client_sets() -> None:
     ):
         with pytest.raises(Unauthenticated, match=words) as refused:
             keys.identify(headers, over_http=over_http)
-        assert ("slipstream chat" in refused.value.message) == (words[0] == "-")
+        assert ("`slipstream` takes" in refused.value.message) == (words[0] == "-")
         assert "YTpi" not in refused.value.message
 
 
