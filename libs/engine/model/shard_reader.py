@@ -100,7 +100,7 @@ def _read_cached(descriptor: int, target: memoryview, offset: int) -> int:
         return 0
     try:
         return os.preadv(descriptor, [target], offset, _NO_WAIT)
-    except OSError:  # nothing is cached, or the file system cannot tell
+    except OSError:  # nothing is cached, or the file system lacks RWF_NOWAIT
         return 0
 
 

@@ -270,7 +270,7 @@ class JobPuller:
                 log.warning("the jobs of this router have no beat: %s", error)
 
     async def _beat_once(self, unknown: frozenset[JobKey]) -> frozenset[JobKey]:
-        """Raise the beat and act on what it tells; the jobs that this router has and does not know.
+        """Raise the beat and act on its answer; the jobs that this router has and does not know.
 
         They were claimed by a transaction whose answer was lost. One that a claim has just made is not yet
         known either, so only what was `unknown` before is given back.

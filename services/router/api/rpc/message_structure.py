@@ -9,6 +9,8 @@ import functools
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from services.router.api.rpc.varint import read_varint
+
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
@@ -24,14 +26,14 @@ def structure_bytes(data: bytes, schema: Descriptor, *, at_most: int) -> int:
             open_messages.pop()
         end, kind = open_messages[-1]
         try:
-            tag, position = _varint(data, position)
+            tag, position = read_varint(data, position)
             wire_type = tag & 7
             if wire_type == 0:
-                _, position = _varint(data, position)
+                _, position = read_varint(data, position)
             elif wire_type in (1, 5):
                 position += 8 if wire_type == 1 else 4
             elif wire_type == 2:
-                size, position = _varint(data, position)
+                size, position = read_varint(data, position)
                 inner = _inner(kind).get(tag >> 3, True)  # the parser skips unknown fields
                 if isinstance(inner, Descriptor):
                     open_messages.append((min(position + size, end), inner))
@@ -50,16 +52,3 @@ def _inner(schema: Descriptor) -> dict[int, Descriptor | bool]:
         field.number: field.message_type or field.type in _TEXTS or field.is_repeated
         for field in schema.fields
     }
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("varint too long")

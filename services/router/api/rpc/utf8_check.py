@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
+from services.router.api.rpc.varint import read_varint
+
 _MAX_DEPTH = 32
 
 
@@ -24,14 +26,14 @@ def _find(data: memoryview, schema: Descriptor, path: str, depth: int) -> str | 
     seen: dict[int, int] = {}
     position = 0
     while position < len(data):
-        tag, position = _varint(data, position)
+        tag, position = read_varint(data, position)
         number, wire_type = tag >> 3, tag & 7
         if wire_type == 0:
-            _, position = _varint(data, position)
+            _, position = read_varint(data, position)
         elif wire_type in (1, 5):
             position += 8 if wire_type == 1 else 4
         elif wire_type == 2:
-            size, start = _varint(data, position)
+            size, start = read_varint(data, position)
             position = start + size
             if position > len(data):
                 raise ValueError("cut short")
@@ -61,16 +63,3 @@ def _in_field(data: memoryview, field: FieldDescriptor, where: str, is_map: bool
         found = _find(data, field.message_type, f"{where}.", depth - 1)
         return where if found is not None and is_map else found
     return None
-
-
-def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("varint too long")

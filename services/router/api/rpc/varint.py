@@ -1,0 +1,17 @@
+"""Variable-length integers of protobuf's wire format. Pure."""
+
+from __future__ import annotations
+
+
+def read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
+    """The integer at `position`, and the position behind it. Raises IndexError and ValueError."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("varint too long")
