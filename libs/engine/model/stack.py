@@ -67,15 +67,7 @@ class PlainStack:
 
     def _attention(self, x: torch.Tensor, weights: Attention, index: int, plan: BatchPlan) -> torch.Tensor:
         """Multi-head latent attention: [T, H] -> [T, heads * v]."""
-        kernels, config = self.kernels, self.config
-        a = kernels.linear(x, weights.a_proj)
-        q, kv_a = a[:, : -config.latent_width], a[:, -config.latent_width :]
-        if weights.q_norm is not None:
-            q = kernels.linear(kernels.rms_norm(q, weights.q_norm, self.latent_norm_eps), weights.q_b)
-        q = q.view(plan.n_rows, config.n_heads, config.qk_head_dim)
-        kernels.rotate_queries(q, config.qk_rope_head_dim, plan.cos_sin)
-        kernels.store_latent(kv_a, weights.kv_norm, self.latent_norm_eps, index, plan)
-        return kernels.attend(q, weights.kv_b, index, plan, config)
+        return attend_latents(x, weights, index, plan, self.kernels, self.config, self.latent_norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +85,23 @@ class FusedStack(PlainStack):
             kernels.moe(normed, layer.mlp, residual=x)
         else:
             kernels.mlp(normed, layer.mlp, residual=x)
+
+
+def attend_latents(
+    x: torch.Tensor,
+    weights: Attention,
+    index: int,
+    plan: BatchPlan,
+    kernels: Kernels,
+    config: ModelConfig,
+    norm_eps: float,
+) -> torch.Tensor:
+    """Multi-head latent attention over the heads of `config`: [T, H] -> [T, heads * v]."""
+    a = kernels.linear(x, weights.a_proj)
+    q, kv_a = a[:, : -config.latent_width], a[:, -config.latent_width :]
+    if weights.q_norm is not None:
+        q = kernels.linear(kernels.rms_norm(q, weights.q_norm, norm_eps), weights.q_b)
+    q = q.view(plan.n_rows, config.n_heads, config.qk_head_dim)
+    kernels.rotate_queries(q, config.qk_rope_head_dim, plan.cos_sin)
+    kernels.store_latent(kv_a, weights.kv_norm, norm_eps, index, plan)
+    return kernels.attend(q, weights.kv_b, index, plan, config)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from libs.engine.kernels.interface import Kernels
-from libs.engine.kernels.layer import Attention, Layer
+from libs.engine.kernels.layer import Layer
+from libs.engine.model.stack import attend_latents
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.parallel.links import GroupLinks
@@ -58,21 +59,18 @@ class StageStack:
         if plan.attention is None:
             return torch.zeros_like(x)
         normed = self.kernels.rms_norm(x[plan.rows], layer.input_norm, self.config.rms_norm_eps)
-        mixed = self._mix(normed, layer.attention, index, plan.attention)
+        mixed = attend_latents(
+            normed,
+            layer.attention,
+            index,
+            plan.attention,
+            self.kernels,
+            self.local,
+            self.latent_norm_eps,
+        )
         out = self.kernels.linear(mixed, layer.attention.o_proj)
         if len(out) == len(x):
             return out
         padded = torch.zeros_like(x)
         padded[plan.rows] = out
         return padded
-
-    def _mix(self, x: torch.Tensor, weights: Attention, index: int, plan: BatchPlan) -> torch.Tensor:
-        kernels, local = self.kernels, self.local
-        a = kernels.linear(x, weights.a_proj)
-        q, kv_a = a[:, : -local.latent_width], a[:, -local.latent_width :]
-        if weights.q_norm is not None:
-            q = kernels.linear(kernels.rms_norm(q, weights.q_norm, self.latent_norm_eps), weights.q_b)
-        q = q.view(plan.n_rows, local.n_heads, local.qk_head_dim)
-        kernels.rotate_queries(q, local.qk_rope_head_dim, plan.cos_sin)
-        kernels.store_latent(kv_a, weights.kv_norm, self.latent_norm_eps, index, plan)
-        return kernels.attend(q, weights.kv_b, index, plan, local)
