@@ -29,10 +29,12 @@ class StackedRows:
         return self.upper.dtype
 
     def cut(self, rows: slice | None, cols: slice | None) -> StoredRows:
-        """Columns only: no rank holds some rows of a stack."""
-        if rows is not None:
-            raise NotImplementedError("rows of a stack are not cut")
-        return StackedRows(self.upper.cut(None, cols), self.lower.cut(None, cols))
+        start, stop, _ = (rows or slice(None)).indices(self.n_rows)
+        border = self.upper.n_rows
+        if start >= border:
+            return self.lower.cut(slice(start - border, stop - border), cols)
+        upper = self.upper.cut(slice(start, min(stop, border)), cols)
+        return upper if stop <= border else StackedRows(upper, self.lower.cut(slice(stop - border), cols))
 
     def read(self) -> torch.Tensor:
         return torch.cat((self.upper.read(), self.lower.read()))
