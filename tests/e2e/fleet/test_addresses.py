@@ -13,6 +13,7 @@ from libs.common.cluster.discovery import EtcdDiscovery, Fleet
 from libs.common.cluster.worker_record import FleetSnapshot, Role
 from libs.common.etcd.client import EtcdClient
 from slipstream.async_client import AsyncClient
+from slipstream.errors import Unavailable
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.rpc.peer_token import TokenMinter
@@ -125,7 +126,11 @@ async def _converse(fleet: FleetSnapshot) -> None:
     pulled = 0
     async with asyncio.timeout(WAIT_S), AsyncClient(_endpoint(fleet, Role.ROUTER)) as client:
         while not pulled:  # until the router has a link to the prefill worker, decode does it all
-            reply = await client.chat(_PROMPT, max_tokens=8, timeout_s=WAIT_S)
+            try:
+                reply = await client.chat(_PROMPT, max_tokens=8, timeout_s=WAIT_S)
+            except Unavailable:  # nor does the router have a link to the decode worker at first
+                await asyncio.sleep(0.2)
+                continue
             assert reply.stats is not None and reply.finish_reason in ("length", "stop")
             pulled = reply.stats.kv_bytes_pulled
             await asyncio.sleep(0.2)
