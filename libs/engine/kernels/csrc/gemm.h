@@ -8,9 +8,6 @@
 /* With fewer multiplications, a few microseconds of work, distributing them costs more than it gains. */
 #define SERIAL_WORK (64 * 1024)
 
-/* Tiles of any number of rows and panels. */
-void run_tiles(tiles_t t);
-
 /* out[r] (+)= W x[r], or out[r] = silu(W x[r]) * (up x[r]) when `up` is given. Matrices take pairs with `is_pairs`. */
 typedef struct {
     const float *x;

@@ -1,7 +1,5 @@
 #include "panel.h"
 
-#include "gemm.h"
-
 #define BLOCK_COLS 512 /* columns per pass when a panel is widened first: 32 KiB */
 #define PAIR_COLS 512  /* columns per pass of a packed panel: 16 KiB, and 12 KiB of a tile's rows */
 

@@ -29,32 +29,8 @@ typedef struct {
     int64_t n, n_panels;
 } tiles_t;
 
-/* n_rows <= TILE_ROWS rows of one or two panels. */
-INLINE void tile(const int is_pairs, const int n_rows, const int n_sides, const tiles_t *t, const int64_t step,
-                 const int accumulate) {
-    vf sum[TILE_ROWS][2][NV];
-    const float *row[TILE_ROWS], *b = t->b;
-    UNROLL for (int m = 0; m < n_rows; m++) {
-        row[m] = t->a[m] + t->offset;
-        UNROLL for (int s = 0; s < n_sides; s++)
-            UNROLL for (int v = 0; v < NV; v++)
-                sum[m][s][v] = accumulate ? load(t->c + m * t->c_stride + s * t->c_panel + v * VL) : (vf){0};
-    }
-    for (int64_t i = 0; i < t->n; i++, b += t->b_stride) {
-        vf lanes[2][NV];
-        UNROLL for (int s = 0; s < n_sides; s++)
-            UNROLL for (int v = 0; v < NV; v++) lanes[s][v] = load(b + s * t->b_panel + v * VL);
-        UNROLL for (int m = 0; m < n_rows; m++) {
-            const float *x = row[m] + i * step;
-            UNROLL for (int s = 0; s < n_sides; s++)
-                UNROLL for (int v = 0; v < NV; v++)
-                    sum[m][s][v] = is_pairs ? add_dot(sum[m][s][v], x, lanes[s][v]) : sum[m][s][v] + *x * lanes[s][v];
-        }
-    }
-    UNROLL for (int m = 0; m < n_rows; m++)
-        UNROLL for (int s = 0; s < n_sides; s++)
-            UNROLL for (int v = 0; v < NV; v++) store(t->c + m * t->c_stride + s * t->c_panel + v * VL, sum[m][s][v]);
-}
+/* Tiles of any number of rows and panels. */
+void run_tiles(tiles_t t);
 
 /* Height of the next tile. Slightly more rows than one tile are halved, because a low tile wastes the multipliers. */
 INLINE int64_t tile_height(int64_t rows_left) {
