@@ -12,7 +12,7 @@ import typer
 from google.protobuf.json_format import MessageToDict
 
 from slipstream.cli.fleet.routed_channel import RoutedDial
-from slipstream.cli.status import port_error
+from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name
 from slipstream.errors import FailedPrecondition, NotFound

@@ -5,30 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
+from slipstream.cli.fleet.fleet_client import FleetClient, fleet_dict
+from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
-from slipstream.errors import SlipstreamError, Unauthenticated, Unavailable
-from slipstream.rpc.credential_fault import credential_fault, with_tls_hint
+from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel
-from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0
-if TYPE_CHECKING:
-    from slipstream.cli.fleet.fleet_client import FleetClient
-
-# Of a process's words for a call without any credential, and the flags that give one.
-_NO_CREDENTIAL = "a credential of class"
-_CREDENTIALS = "--cluster-secret-file, --api-key, or --tls-ca, --tls-certificate and --tls-key"
-# Of gRPC's words for a port where a server answers by HTTP/1.
-_HTTP_1 = "http1"
-_NO_STATUS = "a port without status: of a router, ask the gRPC admin port (--admin; `admin` in cluster.json)"
 _POOL_AWAY = "slipstream_kvstore_pool_away"
 # Columns of the worker table: heading and field of a LoadReport.
 LOAD_COLUMNS = {
@@ -86,8 +77,6 @@ def _table(endpoints: Sequence[str], statuses: Sequence[Mapping[str, Any] | None
 
 async def show_fleet(client: FleetClient, *, as_json: bool) -> None:
     """Print the processes that a router sees. Raises what it answers."""
-    from slipstream.cli.fleet.fleet_client import fleet_dict
-
     fleet = fleet_dict(await client.get())
     if as_json:
         print(json.dumps(fleet, indent=2))
@@ -107,17 +96,6 @@ async def ask_status(endpoint: str, dial: OpenChannel) -> worker_pb2.GetStatusRe
             return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             return port_error(error)
-
-
-def port_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
-    """Why an operator's call failed: another kind of port, a credential, TLS, or what the process says."""
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED or _HTTP_1 in (error.details() or ""):
-        return Unavailable(_NO_STATUS)
-    fault = credential_fault(error)
-    if fault is not None:
-        return Unauthenticated(f"{fault} ({_CREDENTIALS})" if _NO_CREDENTIAL in fault else fault)
-    typed = from_rpc_error(error)
-    return Unavailable(with_tls_hint(typed.message)) if isinstance(typed, Unavailable) else typed
 
 
 def status_dict(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import grpc
 
 from slipstream.cli.fleet.fleet_client import FleetClient, key_of
-from slipstream.cli.status import port_error
+from slipstream.cli.port_error import port_error
 from slipstream.enum_names import role_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from slipstream.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc

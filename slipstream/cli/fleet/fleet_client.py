@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from slipstream.cli.fleet.routed_channel import RoutedDial
-from slipstream.cli.status import port_error
+from slipstream.cli.port_error import port_error
 from slipstream.enum_names import role_name
 from slipstream.errors import InvalidArgument, NotFound, SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel

@@ -1,0 +1,27 @@
+"""Why an operator's call to a port fails."""
+
+from __future__ import annotations
+
+import grpc
+
+from slipstream.errors import SlipstreamError, Unauthenticated, Unavailable
+from slipstream.rpc.credential_fault import credential_fault, with_tls_hint
+from slipstream.rpc.rpc_errors import from_rpc_error
+
+# Of a process's words for a call without any credential, and the flags that give one.
+_NO_CREDENTIAL = "a credential of class"
+_CREDENTIALS = "--cluster-secret-file, --api-key, or --tls-ca, --tls-certificate and --tls-key"
+# Of gRPC's words for a port where a server answers by HTTP/1.
+_HTTP_1 = "http1"
+_NO_STATUS = "a port without status: of a router, ask the gRPC admin port (--admin; `admin` in cluster.json)"
+
+
+def port_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
+    """Why an operator's call failed: another kind of port, a credential, TLS, or what the process says."""
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED or _HTTP_1 in (error.details() or ""):
+        return Unavailable(_NO_STATUS)
+    fault = credential_fault(error)
+    if fault is not None:
+        return Unauthenticated(f"{fault} ({_CREDENTIALS})" if _NO_CREDENTIAL in fault else fault)
+    typed = from_rpc_error(error)
+    return Unavailable(with_tls_hint(typed.message)) if isinstance(typed, Unavailable) else typed
