@@ -162,7 +162,7 @@ async def test_the_jobs_of_a_router_that_dies_run_elsewhere(rig: PullerRig) -> N
     rig.room = IDLE
     async with asyncio.timeout(30):
         while len(second.begun) < 2:
-            rig.clock_s += 1.0  # a lease's time passes from the beat at which the new router saw the silent one
+            rig.clock_s += 1.0  # the lease is counted from the new router's first look
             await asyncio.sleep(0.01)
     rig.executor.finish_all()  # the results of the first router come late
     second.finish_all()
