@@ -30,10 +30,8 @@ from services.router.api.families import add_families
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import JOB_SERVICE_NAME, RouterJobs
 from services.router.api.metrics import begin_series, measure_fleet
-from services.router.api.readiness import readiness_of
 from services.router.api.rpc.server import SERVICE_NAME, GrpcServer
-from services.router.autoscale import scaler as autoscale_scaler
-from services.router.autoscale import service as autoscale_service
+from services.router.autoscale.assembly import add_autoscale
 from services.router.autoscale.signals import FleetSignals
 from services.router.console.assembly import make_console
 from services.router.console.fleet_view import RouterIdentity
@@ -43,8 +41,9 @@ from services.router.execution.dispatcher import Dispatcher
 from services.router.execution.failover import FailoverState
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.sessions import Sessions
+from services.router.membership import RouterMembership
 from services.router.metering.assembly import make_metering
-from services.router.operators import fleet_service
+from services.router.operators.assembly import add_fleet_service
 from services.router.operators.process_calls import ProcessCalls
 from services.router.operators.request_rates import RequestRates
 from services.router.options import RouterOptions
@@ -56,13 +55,11 @@ from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.fleet import RouterFleet
 from services.router.workers.router_peers import RouterPeers
 from slipstream.errors import DeadlineExceeded, Overloaded
-from slipstream.keda import externalscaler_pb2_grpc
 from slipstream.rpc.dial import Dial
-from slipstream.v1 import autoscale_pb2_grpc, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-HAND_OVER_AFTER_S = 1.0
 _KEYS_CHECK_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
 # Waits before a router serves: for discovery to name workers, and for these to answer. A process that shares
@@ -137,6 +134,9 @@ class RouterServer:
             max_requests=options.max_requests,
             allow_pinning=options.allow_pinning,
         )
+        self._membership = RouterMembership(
+            discovery, self._record, self.runs, self.fleet, hosts=(self.host, self.admin)
+        )
         self.metrics = ProcessMetrics(Role.ROUTER, self.counters, self._measure)
         self.metrics.model = card.name
         begin_series(self.counters)
@@ -146,8 +146,8 @@ class RouterServer:
             load=self._load,
             ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
             counters=self.metrics.snapshot,
-            on_drain=self._drain,
-            on_undrain=self._undrain,
+            on_drain=self._membership.drain,
+            on_undrain=self._membership.undrain,
             on_exit=self.host.request_stop,
         )
         self._grpc = GrpcServer(
@@ -163,9 +163,29 @@ class RouterServer:
         self.jobs = RouterJobs(options, self.runs, self.fleet)
         self.jobs.serve(self.host.server, self._grpc)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.admin.server)
-        self._add_autoscale(sessions)
-        self._calls = ProcessCalls(dial_peer, options.secret)
-        self._add_fleet_service(card)
+        calls = ProcessCalls(dial_peer, options.secret)
+        self.signals = FleetSignals(
+            self.fleet,
+            self.peers,
+            own=options.instance,
+            own_admin=self.admin.endpoint,
+            load=self._load,
+            sessions=sessions.all,
+        )
+        self._operator_services = [
+            WORKER_SERVICE_NAME,
+            *add_autoscale(self.admin, self.signals, options.autoscale),
+            add_fleet_service(
+                self.admin,
+                self._members,
+                self.fleet,
+                self.peers,
+                calls,
+                own=options.instance,
+                model=card.name,
+                load=self._load,
+            ),
+        ]
         self._http = HttpServer(
             self.runs,
             fleet=self.fleet,
@@ -194,7 +214,7 @@ class RouterServer:
             self._members,
             self.peers,
             dial=dial_peer,
-            calls=self._calls,
+            calls=calls,
             chat=self._http.admin_chat("/console/api/chat"),
             jobs=self.jobs.overview,
         )
@@ -213,36 +233,6 @@ class RouterServer:
         self._http_listener = self._http.listener(
             self.ports.http, tls=http_tls, keepalive_s=options.idle_connection_s
         )
-        self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
-
-    def _add_autoscale(self, sessions: Sessions) -> None:
-        options = self._options
-        signals = self._signals = FleetSignals(
-            self.fleet,
-            self.peers,
-            own=options.instance,
-            own_admin=self.admin.endpoint,
-            load=self._load,
-            sessions=sessions.all,
-        )
-        autoscale_pb2_grpc.add_AutoscaleServiceServicer_to_server(
-            autoscale_service.AutoscaleService(signals, options.autoscale), self.admin.server
-        )
-        externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server(
-            autoscale_scaler.KedaScaler(signals, options.autoscale), self.admin.server
-        )
-
-    def _add_fleet_service(self, card: ModelCard) -> None:
-        servicer = fleet_service.FleetService(
-            self._members,
-            self.fleet,
-            self.peers,
-            self._calls,
-            own=self._options.instance,
-            model=card.name,
-            load=self._load,
-        )
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, self.admin.server)
 
     @property
     def http_endpoint(self) -> str:
@@ -266,18 +256,13 @@ class RouterServer:
         else:
             await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
         await self.host.start([SERVICE_NAME, JOB_SERVICE_NAME])
-        await self.admin.start(
-            [
-                WORKER_SERVICE_NAME,
-                *[each.SERVICE_NAME for each in (autoscale_service, autoscale_scaler, fleet_service)],
-            ]
-        )
+        await self.admin.start(self._operator_services)
         await self._http_listener.start()
         await self._admin_http.start()
-        self._tasks.append(asyncio.create_task(self._follow_readiness(), name="readiness"))
+        self._tasks.append(asyncio.create_task(self._membership.follow_readiness(), name="readiness"))
         self._tasks.append(asyncio.create_task(self._follow_keys(), name="revoked-keys"))
         self.jobs.start()
-        self._discovery.announce(self._record)
+        self._membership.join()
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
         log.info("operators: gRPC at %s, HTTP at %s", self.admin.endpoint, self.admin_http_endpoint)
 
@@ -340,37 +325,11 @@ class RouterServer:
     def _note_refused(self, *call: Any) -> Metadata:
         return self._grpc.note_refused(*call)
 
-    async def _drain(self) -> None:
-        self.runs.drain()
-        await self._report_readiness()
-        await self._discovery.withdraw(self._record)
-        # Streams of the SDK continue at another router; many end before.
-        loop = asyncio.get_running_loop()
-        self._hand_over = loop.call_later(HAND_OVER_AFTER_S, self.runs.hand_over)
-
-    async def _undrain(self) -> None:
-        if self._hand_over is not None:
-            self._hand_over.cancel()
-        self.runs.undrain()
-        self._discovery.announce(self._record)
-        await self._report_readiness()
-
-    async def _follow_readiness(self) -> None:
-        while True:
-            seen = self.fleet.version
-            await self._report_readiness()
-            await self.fleet.wait_changed(seen)
-
     async def _follow_keys(self) -> None:
         """End what runs by keys that were revoked or have expired."""
         while True:
             await asyncio.sleep(_KEYS_CHECK_S)
             self.runs.end_revoked(self._options.tenants.counts)
-
-    async def _report_readiness(self) -> None:
-        serves = readiness_of(self.runs, self.fleet).serves
-        await self.host.set_ready(serves)
-        await self.admin.set_ready(serves)
 
     def _measure(self, counters: Counters) -> Mapping[str, float]:
         measure_fleet(counters, self.fleet)

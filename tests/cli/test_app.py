@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from slipstream import __version__
 from slipstream.cli import app as app_module
 from slipstream.cli.app import app, build_app
-from slipstream.cli.status import port_error, show_endpoints
+from slipstream.cli.port_error import port_error
+from slipstream.cli.status import show_endpoints
 from slipstream.errors import FailedPrecondition, InvalidArgument, Unavailable
 from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.v1 import worker_pb2, worker_pb2_grpc

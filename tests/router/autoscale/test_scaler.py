@@ -139,7 +139,7 @@ async def test_every_router_gives_the_same_answer(card: ModelCard) -> None:
         # What waits at one router only.
         first._load = waiting  # type: ignore[method-assign]
         first._worker_service._load = waiting
-        first._signals._load = waiting
+        first.signals._load = waiting
         async with scaler_of(first) as one, scaler_of(second) as other:
             async with asyncio.timeout(WAIT_S):
                 while (await total(one), await total(other)) != (4.0, 4.0):

@@ -1,0 +1,68 @@
+"""A router's place in the cluster: announced or withdrawn, ready or not, and how it leaves its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from libs.common.cluster.discovery import Discovery
+from libs.common.cluster.worker_record import Worker
+from libs.common.rpc.serve import ServiceHost
+from services.router.api.readiness import readiness_of
+from services.router.execution.request_manager import RequestManager
+from services.router.workers.fleet import RouterFleet
+
+HAND_OVER_AFTER_S = 1.0
+
+
+class RouterMembership:
+    """Discovery and the health of the router's gRPC ports say the same as its HTTP ports."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        record: Worker,
+        runs: RequestManager,
+        fleet: RouterFleet,
+        *,
+        hosts: Sequence[ServiceHost],
+    ) -> None:
+        self._discovery = discovery
+        self._record = record
+        self._runs = runs
+        self._fleet = fleet
+        self._hosts = hosts
+        self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
+
+    def join(self) -> None:
+        """Announce the router."""
+        self._discovery.announce(self._record)
+
+    async def drain(self) -> None:
+        """Refuse new requests, and hand over those that another router can continue."""
+        self._runs.drain()
+        await self._report()
+        await self._discovery.withdraw(self._record)
+        # Streams of the SDK continue at another router; many end before.
+        loop = asyncio.get_running_loop()
+        self._hand_over = loop.call_later(HAND_OVER_AFTER_S, self._runs.hand_over)
+
+    async def undrain(self) -> None:
+        """Take requests again."""
+        if self._hand_over is not None:
+            self._hand_over.cancel()
+        self._runs.undrain()
+        self.join()
+        await self._report()
+
+    async def follow_readiness(self) -> None:
+        """Report each change of the fleet, for ever."""
+        while True:
+            seen = self._fleet.version
+            await self._report()
+            await self._fleet.wait_changed(seen)
+
+    async def _report(self) -> None:
+        serves = readiness_of(self._runs, self._fleet).serves
+        for host in self._hosts:
+            await host.set_ready(serves)
