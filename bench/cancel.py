@@ -305,6 +305,7 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
         run_dir=run_dir,
         prefill=1,
         decode=1,
+        drafters=1,
         drafts="on",
         transport=options.transport,
         extra_arguments={Role.PREFILL: memory, Role.DECODE: memory},

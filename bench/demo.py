@@ -2,8 +2,10 @@
 
 The agent's text comes from the shipped model through the public gRPC API. After each turn the demo prints
 its workers, the cached tokens of the prompt by tier, and its speed. Another worker prefills one of the turns,
-and finds the prefix in the kvstore; one turn runs without the drafter, which was killed. The last line is one
-JSON object; exit status 1 means that a check failed.
+and finds the prefix in the kvstore. The draft head runs in decode-0, as on any cluster of this model;
+decode-1 asks the drafter service. It takes over when decode-0 is killed, and the last turn has no drafts,
+because the drafter service was killed. The last line is one JSON object; exit status 1 means that a check
+failed.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ MAX_CALLS_A_TURN = 3
 # The demo chooses the prefill worker of each turn, so that every run moves at the same turn.
 PIN_PREFILL_HEADER = "x-slipstream-prefill"
 FIRST_WORKER, OTHER_WORKER = "prefill-0", "prefill-1"
+LOCAL_HEAD, SERVED = "decode-0", "decode-1"  # decode workers by where their drafts come from
+DRAFTER = "drafter-0"
 BOLD, DIM, RED, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
 
 
@@ -138,22 +142,29 @@ def show(replies: Sequence[Reply]) -> None:
 
 
 async def converse(cluster: ClusterSupervisor, conversation: Conversation) -> None:
-    """Run the scripted turns, one of them on the second worker and one with the drafter killed."""
+    """Run the scripted turns; some of them move to another worker, or lose one."""
     worker = FIRST_WORKER
     for number, turn in enumerate(TURNS, 1):
         say(f"{BOLD}Turn {number}{RESET}" + (f" {DIM}({turn.note}){RESET}" if turn.note else ""))
         if "other prefill" in turn.note:
             worker = OTHER_WORKER
-        if "drafter killed" in turn.note:
-            await cluster.hold("drafter-0")
+        if f"{LOCAL_HEAD} killed" in turn.note:
+            await cluster.hold(LOCAL_HEAD)
+        if "service killed" in turn.note:
+            await cluster.hold(DRAFTER)
         replies = await conversation.turn(turn, {PIN_PREFILL_HEADER: worker})
         show(replies)
         if "other prefill" in turn.note:
             check_moved(conversation, replies[0])
-        if "drafter killed" in turn.note:
-            if any(reply.stats is not None and reply.stats.accepted_drafts for reply in replies):
-                conversation.problems.append("drafts were accepted although the drafter was killed")
-            await cluster.release("drafter-0")
+        if "service killed" in turn.note and accepted_drafts(replies):
+            conversation.problems.append("drafts were accepted although the drafter was killed")
+    await asyncio.gather(cluster.release(LOCAL_HEAD), cluster.release(DRAFTER))
+
+
+def accepted_drafts(replies: Sequence[Reply], worker: str = "") -> int:
+    """Drafts that became text; only those of one decode worker with `worker`."""
+    found = [reply.stats for reply in replies if reply.stats is not None]
+    return sum(stats.accepted_drafts for stats in found if worker in ("", stats.decode_worker))
 
 
 def check_moved(conversation: Conversation, reply: Reply) -> None:
@@ -188,6 +199,10 @@ def report(
         "ttft_ms_p50": round(statistics.median(stats.ttft_ms for stats in all_stats), 1),
         "tokens_per_s": round((completion - len(usages)) / decode_s, 1) if decode_s else 0.0,
         "acceptance_length": round(generated / steps, 2) if steps else 0.0,
+        "accepted_drafts_by_place": {
+            "decode worker": accepted_drafts(replies, LOCAL_HEAD),
+            "drafter service": accepted_drafts(replies, SERVED),
+        },
         "kv_bytes_pulled": sum(stats.kv_bytes_pulled for stats in all_stats),
         "transport": all_stats[0].transport,
         "kvstore_blocks": blocks,
@@ -204,7 +219,13 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     # Drafts are on even where they save no time: the demo shows that losing the drafter changes no text.
     config = ClusterConfig(
-        run_dir=run_dir, transport=transport_of(arguments.transport), drafts="on", allow_pinning=True
+        run_dir=run_dir,
+        transport=transport_of(arguments.transport),
+        drafts="on",
+        drafts_from="local",
+        drafters=1,
+        instance_arguments={SERVED: ("--drafter", "service")},
+        allow_pinning=True,
     )
     async with ClusterSupervisor(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()

@@ -59,9 +59,9 @@ TURNS = (
         "reset_password",
         {"email": "anna.keller@mail.example"},
         ("anna.keller@mail.example", "30"),
-        note="with the drafter killed",
+        note="decode-0 killed; decode-1 asks the drafter service for drafts",
     ),
-    Turn("How long is the warranty?", None, {}, ("12 months",)),
+    Turn("How long is the warranty?", None, {}, ("12 months",), note="with the drafter service killed"),
 )
 
 

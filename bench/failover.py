@@ -71,7 +71,9 @@ def config_of(options: argparse.Namespace, run_dir: Path) -> ClusterConfig:
     if options.engine == "torch":
         return ClusterConfig(run_dir=run_dir)
     extra = {Role.PREFILL: _FAKE, Role.DECODE: _FAKE, Role.DRAFTER: ["--engine", "fake"]}
-    return ClusterConfig(run_dir=run_dir, draft_model=None, transport="socket", extra_arguments=extra)
+    return ClusterConfig(
+        run_dir=run_dir, drafters=1, draft_model=None, transport="socket", extra_arguments=extra
+    )
 
 
 async def run_round(

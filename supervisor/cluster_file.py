@@ -43,7 +43,9 @@ class UpSettings:
     prefill: int = setting("number of prefill workers", default=2)
     decode: int = setting("number of decode workers", default=2)
     kvstore: int = setting("number of KV stores", default=1)
-    drafter: int = setting("number of drafters", default=1)
+    drafter: int | None = setting(
+        "number of drafters", default=None, default_text="1 where drafters draft, else 0"
+    )
     pool_masters: int = setting("masters of the pool; one leads, the others stand by", default=1, least=1)
     ready_timeout_s: float = setting("seconds until the start fails", default=90.0)
     grace_s: float = setting("seconds from SIGTERM to SIGKILL; for routers after their drain", default=10.0)

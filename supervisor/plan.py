@@ -21,7 +21,10 @@ DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"
 POOLS = ("mooncake",)
 DRAFTS = ("auto", "on", "off")
-DRAFTERS = ("remote", "local")
+REMOTE, LOCAL = "remote", "local"
+DRAFTERS = ("auto", REMOTE, LOCAL)
+# Settings of decode workers whose steps a head on the processor would hold up.
+_FAR_FROM_HEAD = frozenset({"device", "parallel"})
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 ACCESS_LOG = ("on", "off")
@@ -38,9 +41,9 @@ class ClusterConfig:
     prefill: int = 2
     decode: int = 2
     kvstores: int = 1
-    drafters: int = 1
+    drafters: int | None = None  # None: one where drafters draft, else none
     drafts: str = "auto"  # one of DRAFTS
-    drafts_from: str = "remote"  # one of DRAFTERS: where the draft head runs
+    drafts_from: str = "auto"  # one of DRAFTERS: where the draft head runs; see `head_place`
     prefill_parallel: str | None = None  # ranks of each worker; None: one process
     decode_parallel: str | None = None
     etcd: str | None = None  # an external etcd; None: one of our own
@@ -75,9 +78,22 @@ class ClusterConfig:
     grace_s: float = 10.0  # from SIGTERM to SIGKILL, for routers from the end of their drain
     modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})
     extra_arguments: Mapping[Role, Sequence[str]] = field(default_factory=dict)
+    instance_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by instance
     extra_environment: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
     config_file: Path | None = None  # that every service reads
     from_file: frozenset[str] = frozenset()  # settings that the file has for some service, and no flag sets
+
+    @property
+    def head_place(self) -> str:
+        """REMOTE or LOCAL. By default the head runs in decode workers that compute on the processor.
+
+        There a step is short, and a message to a drafter costs more than a draft. Who asks for drafters, or
+        for devices or ranks, whose steps are long, gets the service.
+        """
+        if self.drafts_from != "auto":
+            return self.drafts_from
+        is_far = bool(self.decode_parallel) or bool(_FAR_FROM_HEAD & self.from_file)
+        return REMOTE if self.drafters or is_far else LOCAL
 
     def counts(self) -> dict[Role, int]:
         """How many processes of each role, in the order in which they are started and shown."""
@@ -85,7 +101,7 @@ class ClusterConfig:
             Role.KVSTORE: self.kvstores,
             Role.PREFILL: self.prefill,
             Role.DECODE: self.decode,
-            Role.DRAFTER: self.drafters if self.drafts_from == "remote" else 0,
+            Role.DRAFTER: int(self.head_place == REMOTE) if self.drafters is None else self.drafters,
             Role.ROUTER: self.routers,
         }
 
@@ -203,7 +219,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
             arguments += ["--draft-model", str(config.draft_model)]
     if role is Role.DECODE:
         arguments += ["--drafts", config.drafts]
-        arguments += ["--drafter", "local"] if config.drafts_from == "local" else []
+        arguments += ["--drafter", LOCAL] if config.head_place == LOCAL else []
     parallel = {Role.PREFILL: config.prefill_parallel, Role.DECODE: config.decode_parallel}
     arguments += _given(("--parallel", parallel.get(role)))
     if http is not None:
@@ -225,7 +241,8 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
         arguments += ["--transport", config.transport]
     arguments += ["--log-level", config.log_level, "--log-format", config.log_format]
     left = _without(arguments, config.from_file)
-    return [*_of_one_process(config, role, instance, http), *left, *config.extra_arguments.get(role, ())]
+    extra = (*config.extra_arguments.get(role, ()), *config.instance_arguments.get(instance, ()))
+    return [*_of_one_process(config, role, instance, http), *left, *extra]
 
 
 def _of_one_process(config: ClusterConfig, role: Role, instance: str, http: str | None) -> list[str]:
@@ -238,8 +255,8 @@ def _of_one_process(config: ClusterConfig, role: Role, instance: str, http: str 
 
 def _absent_tiers(config: ClusterConfig) -> str | None:
     """Limits of autoscaling by which no tier is recommended that this cluster does without."""
-    counts = {Role.DRAFTER: config.drafters, Role.KVSTORE: config.kvstores}
-    absent = [f"{role}=0:0" for role, count in counts.items() if not count]
+    counts = config.counts()
+    absent = [f"{role}=0:0" for role in (Role.DRAFTER, Role.KVSTORE) if not counts[role]]
     return ",".join(absent) if absent and config.etcd is None else None
 
 

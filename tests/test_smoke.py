@@ -20,6 +20,7 @@ def test_a_request_travels_through_all_five_services(tmp_path: Path) -> None:
         run_dir=tmp_path / "run",
         prefill=2,
         decode=1,
+        drafters=1,
         transport="socket",
         allow_pinning=True,
         extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), FAKE),

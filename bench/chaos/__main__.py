@@ -73,7 +73,11 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
         run_dir = Path(folder) / "run"
         with FaultyDisk(Path(folder), run_dir / "data") as disk:
             config = ClusterConfig(
-                run_dir=run_dir, routers=2, kvstores=2, extra_environment={Role.KVSTORE: disk.environment}
+                run_dir=run_dir,
+                routers=2,
+                kvstores=2,
+                drafters=1,
+                extra_environment={Role.KVSTORE: disk.environment},
             )
             async with ClusterSupervisor(config, say=_say) as cluster:
                 found = await _measure(cluster, disk, options)

@@ -47,6 +47,7 @@ def fuzzed_config(run_dir: Path) -> ClusterConfig:
         run_dir=run_dir,
         prefill=1,
         decode=1,
+        drafters=1,
         log_level="warning",
         extra_arguments={
             Role.PREFILL: engine,

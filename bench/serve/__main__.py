@@ -190,7 +190,7 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
         draft_model=DEFAULT_DRAFT_MODEL if drafts else None,
         prefill=arguments.prefill,
         decode=arguments.decode,
-        drafters=1 if drafts else 0,
+        drafters=None if drafts else 0,
     )
     async with ClusterSupervisor(
         config, say=lambda line: print(line, file=sys.stderr, flush=True)

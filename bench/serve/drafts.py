@@ -23,7 +23,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.cluster_record import ClusterRecord
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import DEFAULT_DRAFT_MODEL, DRAFTERS, DRAFTS, ClusterConfig
+from supervisor.plan import DEFAULT_DRAFT_MODEL, DRAFTERS, DRAFTS, REMOTE, ClusterConfig
 
 _WARM_TURNS = 4
 
@@ -71,9 +71,9 @@ def cluster_config(run_dir: Path, way: DraftsWay, pace_ms: float) -> ClusterConf
         prefill=1,
         decode=1,
         drafts=way.drafts,
-        drafts_from=way.drafter or DRAFTERS[0],
+        drafts_from=way.drafter or REMOTE,
         draft_model=None if way.drafts == "off" else DEFAULT_DRAFT_MODEL,
-        drafters=int(way.drafts != "off"),
+        drafters=0 if way.drafts == "off" else None,
         extra_arguments={Role.DECODE: ["--bench-step-ms", f"{pace_ms:g}"]} if pace_ms else {},
     )
 

@@ -99,7 +99,7 @@ def main() -> None:
         for start in STARTS:
             with tempfile.TemporaryDirectory() as folder:
                 extra: Any = _FAKE if options.engine == "fake" else {}
-                config = ClusterConfig(run_dir=Path(folder), start=start, extra_arguments=extra)
+                config = ClusterConfig(run_dir=Path(folder), drafters=1, start=start, extra_arguments=extra)
                 rows[start].append(asyncio.run(measure(config)))
     found = {
         start: {

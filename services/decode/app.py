@@ -18,7 +18,7 @@ from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
 from services.decode.local_speculation import LocalSpeculation
 from services.decode.service import DecodeService
-from services.decode.settings import LOCAL, DecodeSettings
+from services.decode.settings import LOCAL, SERVICE, DecodeSettings
 from services.decode.speculation import RemoteSpeculation
 from slipstream.v1 import decode_pb2_grpc
 
@@ -83,7 +83,7 @@ class DecodeApp(EngineApp):
 
     async def _find_drafter(self) -> str | None:
         """The configured drafter, else one in discovery whose record names this worker's draft head."""
-        if self.options.drafter:
+        if self.options.drafter not in ("", SERVICE):
             return self.options.drafter
         assert self._fleet is not None
         assert self.core is not None

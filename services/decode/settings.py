@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from libs.common.runtime.settings import setting
 from libs.worker.process.settings import EngineSettings
 
-LOCAL = "local"
+LOCAL, SERVICE = "local", "service"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class DecodeSettings(EngineSettings):
     draft_budget_ms: float = setting("longest wait of a step for the drafter, milliseconds", default=25.0)
     draft_max_sequences: int = setting("with more sequences running, no drafts are used", default=16)
     drafter: str = setting(
-        "local: the draft head runs in this process; HOST:PORT: the drafter's service there",
-        default="",
-        default_text="a service, by discovery",
+        "local: the draft head runs in this process; service: a drafter that discovery knows; HOST:PORT",
+        default=SERVICE,
     )

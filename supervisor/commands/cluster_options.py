@@ -23,12 +23,19 @@ Routers = Annotated[
 PrefillWorkers = Annotated[int, typer.Option(min=0, help="Number of prefill workers.")]
 DecodeWorkers = Annotated[int, typer.Option(min=0, help="Number of decode workers.")]
 Kvstores = Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")]
-Drafters = Annotated[int, typer.Option("--drafter", min=0, help="Number of drafters.")]
+Drafters = Annotated[
+    int | None,
+    typer.Option("--drafter", min=0, help="Number of drafters; default: 1 where they draft, else 0."),
+]
 Drafts = Annotated[
     str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")
 ]
 DraftsFrom = Annotated[
-    str, typer.Option(help="remote: drafters run the draft head; local: each decode worker runs it.")
+    str,
+    typer.Option(
+        help="remote: drafters run the draft head; local: each decode worker runs it; auto: local, unless "
+        "--drafter asks for drafters, or decode workers have devices or several ranks."
+    ),
 ]
 PrefillParallel = Annotated[
     str | None, typer.Option(help="Ranks of each prefill worker: tp=2,pp=2 (docs/parallelism.md).")

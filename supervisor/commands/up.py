@@ -13,7 +13,7 @@ from pathlib import Path
 from slipstream.errors import InvalidArgument
 from supervisor.cluster import ClusterSupervisor
 from supervisor.cluster_file import ClusterFile
-from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
+from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, LOCAL, ClusterConfig
 
 
 def say(line: str) -> None:
@@ -53,10 +53,11 @@ def check_counts(config: ClusterConfig) -> None:
 
 
 def with_fitting_draft_model(config: ClusterConfig) -> ClusterConfig:
-    """The shipped head fits the shipped model only, and no drafter needs none."""
+    """The shipped head fits the shipped model only, and `--drafter 0` alone means that nothing drafts."""
     if config.draft_model != DEFAULT_DRAFT_MODEL:
         return config
-    fits = config.model.resolve() == DEFAULT_MODEL and config.drafters
+    drafts = config.drafters != 0 or config.drafts_from == LOCAL
+    fits = config.model.resolve() == DEFAULT_MODEL and drafts
     return config if fits else replace(config, draft_model=None)
 
 

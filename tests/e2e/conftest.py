@@ -36,7 +36,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     with (
         lasting_dir(request, "cluster") as run_dir,
         LocalCluster(
-            ClusterConfig(run_dir=run_dir, drafts="on", modules=modules, allow_pinning=True)
+            ClusterConfig(run_dir=run_dir, drafters=1, drafts="on", modules=modules, allow_pinning=True)
         ) as running,
     ):
         yield running

@@ -160,6 +160,8 @@ def test_a_tier_that_the_cluster_does_without_is_not_recommended(started: list[C
     assert CliRunner().invoke(app, ["up", "--drafter", "0", "--kvstore", "0"]).exit_code == 0
     assert settings_of(started[-1])["router-0"].autoscale_limits == "drafter=0:0,kvstore=0:0"
     assert CliRunner().invoke(app, ["up"]).exit_code == 0
+    assert settings_of(started[-1])["router-0"].autoscale_limits == "drafter=0:0"
+    assert CliRunner().invoke(app, ["up", "--drafter", "1"]).exit_code == 0
     assert settings_of(started[-1])["router-0"].autoscale_limits == ""
 
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,15 +37,38 @@ def test_the_workers_share_three_quarters_of_the_memory() -> None:
         found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
         wanted = None if share is None else str(share)
         assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [wanted] * 3
-        assert found["router-0"] is found["kvstore-0"] is found["drafter-0"] is None
+        assert found["router-0"] is found["kvstore-0"] is None
 
 
-def test_default_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    plans = plan(ClusterConfig(decode=1, drafts_from="local"))
-    assert "drafter-0" not in plans
-    assert flag(plans["decode-0"], "--drafter") == "local"
-    assert flag(plan(ClusterConfig(decode=1))["decode-0"], "--drafter") is None
+@pytest.mark.parametrize(
+    ("fields", "n_drafters", "drafter"),
+    [
+        ({}, 0, "local"),
+        ({"drafters": 0}, 0, "local"),
+        ({"drafters": 2}, 2, None),
+        ({"drafts_from": "remote"}, 1, None),
+        ({"drafts_from": "local"}, 0, "local"),
+        ({"drafts_from": "local", "drafters": 1}, 1, "local"),
+        ({"decode_parallel": "tp=2"}, 1, None),
+        ({"from_file": frozenset({"device"})}, 1, None),
+    ],
+)
+def test_the_draft_head_runs_where_a_draft_is_cheapest(
+    fields: dict[str, Any], n_drafters: int, drafter: str | None
+) -> None:
+    plans = plan(ClusterConfig(decode=1, **fields))
+    assert sum(name.startswith("drafter-") for name in plans) == n_drafters
+    assert flag(plans["decode-0"], "--drafter") == drafter
+    limits = flag(plans["router-0"], "--autoscale-limits")
+    assert limits == (None if n_drafters else "drafter=0:0")
+
+
+def test_one_process_may_have_further_arguments() -> None:
+    plans = plan(
+        ClusterConfig(drafts_from="local", instance_arguments={"decode-1": ("--drafter", "service")})
+    )
+    assert plans["decode-1"].command[-2:] == ("--drafter", "service")
+    assert "service" not in plans["decode-0"].command
 
 
 def test_each_tier_has_its_own_cut() -> None:

@@ -65,6 +65,7 @@ async def test_the_five_services_start_and_stop(
         draft_model=None,
         prefill=1,
         decode=1,
+        drafters=1,
         transport="socket",
         extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), fake_engine),
         ready_timeout_s=300,

@@ -35,6 +35,7 @@ def cut(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
                 prefill=1,
                 decode=1,
                 drafts="on",
+                drafters=1,
                 prefill_parallel=request.param[0],
                 decode_parallel=request.param[1],
             )

@@ -24,5 +24,6 @@ def fake_engine_config(run_dir: Path, *, pace_s: float = 0.0005, **fields: Any) 
     }
     defaults: dict[str, Any] = {"transport": "socket", "draft_model": None, "extra_arguments": extra}
     defaults["allow_pinning"] = True
+    defaults["drafters"] = 1
     defaults["modules"] = dict.fromkeys(Role, "tests.support.clusters.altered_service")
     return ClusterConfig(run_dir=run_dir, **(defaults | fields))

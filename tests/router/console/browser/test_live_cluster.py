@@ -30,7 +30,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     modules = dict.fromkeys(Role, "tests.support.clusters.altered_service")
     with (
         lasting_dir(request, "console") as run_dir,
-        LocalCluster(ClusterConfig(run_dir=run_dir, drafts="on", modules=modules)) as running,
+        LocalCluster(ClusterConfig(run_dir=run_dir, drafters=1, drafts="on", modules=modules)) as running,
     ):
         yield running
 
