@@ -219,7 +219,8 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
             arguments += ["--draft-model", str(config.draft_model)]
     if role is Role.DECODE:
         arguments += ["--drafts", config.drafts]
-        arguments += ["--drafter", LOCAL] if config.head_place == LOCAL else []
+        has_local_head = config.draft_model is not None and config.head_place == LOCAL
+        arguments += ["--drafter", LOCAL] if has_local_head else []
     parallel = {Role.PREFILL: config.prefill_parallel, Role.DECODE: config.decode_parallel}
     arguments += _given(("--parallel", parallel.get(role)))
     if http is not None:

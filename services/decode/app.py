@@ -37,7 +37,7 @@ class DecodeApp(EngineApp):
         has_head = options.draft_model is not None or options.engine == "fake"
         if options.draft_tokens < 1 or options.drafts == "off" or not has_head:
             return None
-        gate = DraftGate() if options.drafts == "auto" else None
+        gate = DraftGate(is_forced=options.drafts == "on")
         if options.drafter == LOCAL:
             self._speculation = LocalSpeculation(
                 draft_tokens=options.draft_tokens, max_sequences=options.draft_max_sequences, gate=gate

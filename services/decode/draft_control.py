@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from libs.engine.step.types import StepOutput
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
 from services.decode.draft_gate import DraftGate, DraftMode
 from services.decode.step_costs import DEFAULT_CONFIDENCE, least_confidence
 
@@ -53,6 +53,15 @@ class DraftControl:
         sequence = self._running.pop(seq_id, None)
         if sequence is not None and self.gate is not None and sequence.setup_ms:
             self.gate.record_setup(sequence.setup_ms, sequence.tokens)
+
+    def prompt_rows(self, context_tokens: int) -> int:
+        """How many rows of its prompt one more sequence would use; 0 while drafts do not pay."""
+        n_sequences = len(self._running) + 1
+        if n_sequences > self.max_sequences:
+            return 0
+        total = context_tokens + sum(sequence.context_tokens for sequence in self._running.values())
+        wanted = self.gate is None or self.gate.wants_contexts(n_sequences, total // n_sequences)
+        return FEATURE_WINDOW_TOKENS if wanted else 0
 
     def begin(self, *, available: bool) -> DraftMode:
         """The mode of the step that begins. `available`: there is a drafter."""

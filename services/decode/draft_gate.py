@@ -79,6 +79,7 @@ class DraftGate:
     tokens are judged apart; a new bucket begins with the verdict of its nearest neighbour."""
 
     limits: GateLimits = field(default_factory=GateLimits)
+    is_forced: bool = False  # drafts are always on; the gate measures what they cost
     feature_factor: float = 1.0  # a plain step with features, of one without
     setup_ms: float = 0.0  # of a sequence with drafts: its context is taken in once
     sequence_tokens: float = 0.0  # that such a sequence gave
@@ -93,6 +94,11 @@ class DraftGate:
         if bucket.phase is _Phase.SETTLED and self._is_due(bucket, fresh):
             self._begin(bucket)
         return bucket.mode
+
+    def wants_contexts(self, n_sequences: int, context_tokens: int) -> bool:
+        """Whether a sequence that begins now may have drafts: they are on, tried, or due to be tried."""
+        bucket = self._bucket(n_sequences, context_tokens)
+        return bucket.on or bucket.phase is not _Phase.SETTLED or self._is_due(bucket, fresh=True)
 
     def record(
         self,
@@ -144,7 +150,7 @@ class DraftGate:
     # ---- trials
 
     def _is_due(self, bucket: _Bucket, fresh: bool) -> bool:
-        if len(bucket.window) < self.limits.baseline_steps:
+        if self.is_forced or len(bucket.window) < self.limits.baseline_steps:
             return False
         if bucket.on:
             return bucket.settled_ms >= bucket.due_ms or self._got_worse(bucket)
@@ -207,7 +213,8 @@ class DraftGate:
         bucket = self._buckets.get(key)
         if bucket is None:
             steps = self.limits.window_steps
-            bucket = _Bucket(StepWindow(steps), StepWindow(steps), StepWindow(steps), n_sequences)
+            windows = StepWindow(steps), StepWindow(steps), StepWindow(steps)
+            bucket = _Bucket(*windows, n_sequences, on=self.is_forced)
             if self._buckets:
                 nearest = min(self._buckets, key=lambda other: _distance(key, other))
                 bucket.on = self._buckets[nearest].on

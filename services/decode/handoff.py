@@ -39,10 +39,12 @@ class HandoffPull:
         first_block: int,
         stats: FetchStats,
         deadline_s: float | None = None,
+        draft_rows: int = 0,
     ) -> None:
         """`pages`: one for each block of the ticket; those before `first_block` hold their KV already.
 
         `deadline_s`: the request's, on the event loop's clock; the watch ends with it at the latest.
+        `draft_rows`: of the prompt's features, that its end may bring.
         """
         self._ticket = ticket
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -51,6 +53,7 @@ class HandoffPull:
         self._first_block = first_block
         self._stats = stats
         self._deadline_s = deadline_s
+        self._draft_rows = draft_rows
         self._ready: collections.deque[tuple[int, RemoteBlock]] = collections.deque()
         self._read: list[int] = []  # blocks that the exporter does not know to be read
         self._has_read = asyncio.Event()
@@ -96,7 +99,10 @@ class HandoffPull:
 
     async def _watch(self) -> None:
         request = prefill_pb2.WatchHandoffRequest(
-            handoff_id=self._ticket.handoff_id, attempt=self._ticket.attempt, first_block=self._first_block
+            handoff_id=self._ticket.handoff_id,
+            attempt=self._ticket.attempt,
+            first_block=self._first_block,
+            draft_rows=self._draft_rows,
         )
         try:
             events = self._stub.WatchHandoff(

@@ -59,6 +59,11 @@ class LocalSpeculation:
     async def close(self) -> None:
         """See `Speculation`."""
 
+    def prompt_rows(self, context_tokens: int) -> int:
+        """See `Speculation`."""
+        with self._lock:
+            return self._control.prompt_rows(context_tokens) if self._head is not None else 0
+
     def open(
         self,
         seq_id: str,

@@ -152,10 +152,12 @@ class DecodeSequence(SequenceTask):
         if ticket is None or self._releasing is not None:
             return
         if self._core.peers.addresses.knows_endpoint(ticket.control_endpoint):
-            pull = self._open_pull(ticket, first_block=0)
+            pull = self._open_pull(ticket, first_block=0, draft_rows=0)
             self._releasing = asyncio.create_task(pull.release(), name=f"release {self.plan.key}")
 
-    def _open_pull(self, ticket: prefill_pb2.HandoffTicket, *, first_block: int) -> HandoffPull:
+    def _open_pull(
+        self, ticket: prefill_pb2.HandoffTicket, *, first_block: int, draft_rows: int
+    ) -> HandoffPull:
         return HandoffPull(
             ticket,
             self._core.peers.channel(ticket.control_endpoint),
@@ -164,6 +166,7 @@ class DecodeSequence(SequenceTask):
             first_block=first_block,
             stats=self._pulled,
             deadline_s=self.plan.deadline_s,
+            draft_rows=draft_rows,
         )
 
     async def _start_from_handoff(
@@ -173,7 +176,11 @@ class DecodeSequence(SequenceTask):
         spec, core = self.plan.spec, self._core
         await core.peers.addresses.check_endpoint(ticket.control_endpoint)
         await core.peers.addresses.check_session(ticket.transport_session)
-        pull = self._open_pull(ticket, first_block=reservation.cached_tokens // core.info.block_tokens)
+        pull = self._open_pull(
+            ticket,
+            first_block=reservation.cached_tokens // core.info.block_tokens,
+            draft_rows=self._speculation.prompt_rows(spec.context_tokens) if self._speculation else 0,
+        )
         complete = await pull.run()
         core.counters.observe(
             "slipstream_handoff_transfer_seconds",

@@ -14,7 +14,7 @@ LOCAL, SERVICE = "local", "service"
 class DecodeSettings(EngineSettings):
     """What a decode worker is given."""
 
-    draft_tokens: int = setting("most drafts for each sequence and step; 0 = none", default=5)
+    draft_tokens: int = setting("most drafts for each sequence and step; 0 = none", default=8)
     drafts: str = setting(
         "auto: use drafts where they are measured to save time (text is the same either way)",
         default="auto",

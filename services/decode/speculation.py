@@ -62,6 +62,10 @@ class Speculation(Protocol):
         """End everything."""
         ...
 
+    def prompt_rows(self, context_tokens: int) -> int:
+        """How many rows of its prompt a sequence of so many tokens needs, if it opens soon."""
+        ...
+
     def open(
         self,
         seq_id: str,
@@ -125,6 +129,11 @@ class RemoteSpeculation:
     def connected(self) -> bool:
         """Whether a drafter is connected."""
         return self._state.connected
+
+    def prompt_rows(self, context_tokens: int) -> int:
+        """See `Speculation`."""
+        with self._changed:
+            return self._control.prompt_rows(context_tokens) if self._state.connected else 0
 
     def open(
         self,

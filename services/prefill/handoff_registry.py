@@ -30,8 +30,8 @@ class Owner(Protocol):
         """Stop and release the pages. Idempotent, returns at once."""
         ...
 
-    def on_watched(self, first_block: int) -> None:
-        """A reader watches the handoff, and needs the blocks from `first_block` on."""
+    def on_watched(self, first_block: int, draft_rows: int) -> None:
+        """A reader watches, and needs the blocks from `first_block` on and so many rows of draft state."""
         ...
 
     def on_read(self, blocks: Sequence[int]) -> None:
@@ -122,14 +122,14 @@ class HandoffRegistry:
         self._ended(self._table.cancel(key))
 
     async def watch(
-        self, handoff_id: str, key: AttemptKey, first_block: int = 0
+        self, handoff_id: str, key: AttemptKey, first_block: int = 0, draft_rows: int = 0
     ) -> AsyncGenerator[prefill_pb2.WatchHandoffResponse, None]:
         """The handoff's events until it is complete or ended. The caller reads from `first_block` on."""
         handoff = self._table.get(handoff_id)
         if handoff.key != key:
             raise FailedPrecondition(f"handoff {handoff_id} belongs to {handoff.key}, not {key}")
         if self.hold(handoff_id):
-            self._owners[handoff_id].on_watched(first_block)
+            self._owners[handoff_id].on_watched(first_block, draft_rows)
         try:
             sent = 0
             while True:

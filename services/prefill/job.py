@@ -51,6 +51,7 @@ class PrefillJob(SequenceTask):
         self._cached: list[common_pb2.CachedTokens] = []
         self._arrived = time.perf_counter()
         self._complete = False
+        self._draft_rows = 0  # that a reader needs
         self.tokens_left = plan.spec.context_tokens  # to compute; for the load report
 
     def start(self) -> asyncio.Task[None]:
@@ -69,7 +70,8 @@ class PrefillJob(SequenceTask):
 
     # ---- Owner
 
-    def on_watched(self, first_block: int) -> None:
+    def on_watched(self, first_block: int, draft_rows: int) -> None:
+        self._draft_rows = max(self._draft_rows, draft_rows)
         if self._export is not None:
             self._export.on_watched(first_block)
 
@@ -274,8 +276,10 @@ class PrefillJob(SequenceTask):
         complete = prefill_pb2.HandoffComplete(
             first_token_id=last.tokens[0], finish_reason=finish_reason(last.finish)
         )
-        if last.features is not None and last.finish is None:
-            complete.draft_state.CopyFrom(draft_state(last.feature_start, last.features))
+        if last.features is not None and last.finish is None and self._draft_rows:
+            first = max(len(last.features) - self._draft_rows, 0)
+            newest = draft_state(last.feature_start + first, last.features[first:])
+            complete.draft_state.CopyFrom(newest)
         self._exports.complete(self.handoff_id, complete)
 
     def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:

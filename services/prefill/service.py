@@ -94,7 +94,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.WatchHandoffRequest, context: _Context
     ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
         key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
-        events = self._exports.watch(request.handoff_id, key, request.first_block)
+        events = self._exports.watch(request.handoff_id, key, request.first_block, request.draft_rows)
         self._streams += 1
         try:
             async for event in events:

@@ -90,7 +90,7 @@ class ExtendContext(_message.Message):
     width: _builtins.int
     """values in a row of `features`"""
     features: _builtins.bytes
-    """rows x width, little-endian float32"""
+    """rows x width, little-endian bfloat16"""
     draft_tokens: _builtins.int
     """how many tokens to propose; 0 = only append"""
     @_builtins.property

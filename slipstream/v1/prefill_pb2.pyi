@@ -371,9 +371,12 @@ class WatchHandoffRequest(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    DRAFT_ROWS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     first_block: _builtins.int
     """the first block that the caller needs"""
+    draft_rows: _builtins.int
+    """the most rows of draft state that the caller needs; 0 = none"""
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     def __init__(
@@ -382,10 +385,11 @@ class WatchHandoffRequest(_message.Message):
         handoff_id: _builtins.str = ...,
         attempt: _common_pb2.Attempt | None = ...,
         first_block: _builtins.int = ...,
+        draft_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_block", b"first_block", "handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draft_rows", b"draft_rows", "first_block", b"first_block", "handoff_id", b"handoff_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -463,7 +467,7 @@ class HandoffComplete(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     @_builtins.property
     def draft_state(self) -> Global___DraftState:
-        """absent without a draft head"""
+        """absent without a draft head, and where no watcher asked for rows"""
 
     def __init__(
         self,
@@ -494,7 +498,7 @@ class DraftState(_message.Message):
     width: _builtins.int
     """values in a row"""
     features: _builtins.bytes
-    """rows x width, little-endian float32"""
+    """rows x width, little-endian bfloat16"""
     def __init__(
         self,
         *,

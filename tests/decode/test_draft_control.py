@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libs.engine.step.types import StepOutput
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
 from services.decode.draft_control import DraftControl
 from services.decode.draft_gate import DraftGate, DraftMode
 from services.decode.draft_state import DraftLimits
@@ -72,6 +72,15 @@ def test_no_drafter_and_too_many_sequences_leave_steps_plain() -> None:
     assert control.begin(available=True) is DraftMode.ON
     control.open("b", is_whole=True, context_tokens=5)
     assert control.begin(available=True) is DraftMode.OFF
+
+
+def test_a_prompt_brings_rows_where_its_sequence_may_have_drafts() -> None:
+    control = DraftControl(DraftGate(is_forced=True), Clock(), 2)
+    assert control.prompt_rows(100) == FEATURE_WINDOW_TOKENS
+    assert DraftControl(DraftGate(), Clock(), 2).prompt_rows(100) == 0
+    for seq_id in "ab":
+        control.open(seq_id, is_whole=True, context_tokens=100)
+    assert control.prompt_rows(100) == 0, "with three sequences there are no drafts"
 
 
 async def test_closed_nothing_is_computed_kept_or_sent() -> None:

@@ -75,6 +75,28 @@ def run(gate: DraftGate, machine: Machine, steps: int, *, sequences: int = 1, co
     return ran
 
 
+def test_a_forced_gate_never_tries_the_other_way_and_still_measures() -> None:
+    gate = DraftGate(is_forced=True)
+    ran = run(gate, Machine(drafter_ms=50.0), 2000)
+    assert set(ran.modes) == {DraftMode.ON}
+    costs = gate.draft_costs(1, 500)
+    assert costs is not None and costs.cost_ms == pytest.approx(ran.cost_ms, rel=0.1)
+
+
+def test_contexts_are_wanted_while_drafts_are_on_or_due_to_be_tried() -> None:
+    gate, worse = DraftGate(), Machine(drafter_ms=12.0)
+    assert not gate.wants_contexts(1, 500), "nothing is known of plain steps yet"
+    run(gate, worse, LIMITS.baseline_steps)
+    assert gate.wants_contexts(1, 500), "a trial is due"
+    run(gate, worse, 1)
+    assert gate.wants_contexts(1, 500), "it runs"
+    run(gate, worse, 200)
+    assert not gate.wants_contexts(1, 500), "drafts lost"
+    better = DraftGate()
+    run(better, Machine(), 200)
+    assert better.wants_contexts(1, 500)
+
+
 def test_drafts_that_cost_more_than_they_save_are_left_out() -> None:
     gate = DraftGate()
     run(gate, Machine(drafter_ms=12.0), 200)

@@ -33,7 +33,7 @@ def extend(seq_id: str, start: int, tokens: list[int], *, traced: bool = True) -
         start_position=start,
         next_tokens=packed(tokens),
         width=8,
-        features=np.zeros((len(tokens), 8), "<f4").tobytes(),
+        features=np.zeros((len(tokens), 8), "<u2").tobytes(),
         draft_tokens=3,
         trace={"traceparent": PARENT} if traced else {},
     )

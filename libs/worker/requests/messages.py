@@ -11,6 +11,8 @@ from libs.engine.step.types import FinishReason, FloatArray, TokenLogprobs
 from slipstream.errors import InvalidArgument
 from slipstream.v1 import common_pb2, prefill_pb2
 
+FEATURE_BYTES = 2  # of a value on the wire: bfloat16, as models compute and heads are trained
+
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -54,12 +56,16 @@ def draft_state(start_position: int, features: FloatArray) -> prefill_pb2.DraftS
 
 
 def pack_features(features: FloatArray) -> bytes:
-    """Features [rows, width] as little-endian float32."""
-    return np.ascontiguousarray(features, dtype="<f4").tobytes()
+    """Features [rows, width] as little-endian bfloat16, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(features, dtype="<f4").view("<u4")
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # Rounding could carry a NaN into the sign; the drafter must see it, to refuse it.
+    return np.where(np.isnan(features), 0x7FC0, rounded).astype("<u2").tobytes()
 
 
 def parse_features(packed: bytes, width: int, field: str) -> FloatArray:
-    """Inverse of `pack_features`. Raises InvalidArgument for a length that is no multiple of the width."""
-    if width < 1 or len(packed) % (4 * width):
+    """Inverse of `pack_features`, as float32. Raises InvalidArgument for a length that is no whole rows."""
+    if width < 1 or len(packed) % (FEATURE_BYTES * width):
         raise InvalidArgument(field, f"{len(packed)} bytes are no rows of {width} values")
-    return np.frombuffer(packed, dtype="<f4").reshape(-1, width)
+    bits = np.frombuffer(packed, dtype="<u2").astype("<u4") << 16
+    return bits.view("<f4").reshape(-1, width)

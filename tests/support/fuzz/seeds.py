@@ -163,7 +163,7 @@ def _extend(seq_id: str, start: int, tokens: list[int]) -> drafter_pb2.ExtendCon
         start_position=start,
         next_tokens=array("I", tokens).tobytes(),
         width=_WIDTH,
-        features=bytes(4 * _WIDTH * len(tokens)),
+        features=bytes(2 * _WIDTH * len(tokens)),
         draft_tokens=3,
     )
 
