@@ -12,6 +12,7 @@ from libs.engine.core.accounting import count_ledger
 from libs.engine.core.state_lock import StateLock, locked
 from libs.engine.core.step_commit import commit_outputs, fail, progress
 from libs.engine.core.step_outputs import split_result
+from libs.engine.kv.block_features import BlockFeatures, feature_bytes
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.page_pins import PagePins
 from libs.engine.kv.sequence import EngineSequence, SequenceState
@@ -51,6 +52,7 @@ class PagedEngine:
         self.model = model
         self._limits = Limits(max(step_tokens, model.info.max_batch), model.info.max_batch)
         self._blocks = BlockManager(model.info.n_pages)
+        self._features = BlockFeatures(feature_bytes(model.info.n_pages * model.info.page_bytes))
         self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
         self._pins = PagePins(self._blocks)
@@ -123,6 +125,7 @@ class PagedEngine:
         context = sequence.n_tokens
         if first_token is None:
             sequence.n_computed = min(sequence.n_computed, context - 1)
+            sequence.take_features(self._features)
             sequence.state = SequenceState.PREFILLING
         else:
             if sequence.n_computed < context:
@@ -183,6 +186,8 @@ class PagedEngine:
         outputs = self._report_finished()
         prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
         copied = self._shared.copy_new(prefilling)
+        for seq_id in copied:
+            self._sequences[seq_id].take_features(self._features)
         candidates, starved = find_candidates(
             self._sequences.values(),
             drafts,
@@ -209,6 +214,7 @@ class PagedEngine:
                 self._sequences[part.rows.seq_id],
                 part,
                 self._blocks,
+                self._features,
                 max_context_tokens=self.info.max_context_tokens,
             )
             for part in split_result(result, rows, slices, copied)
@@ -285,7 +291,7 @@ class PagedEngine:
         )
 
     def _progress(self, seq_id: str, shared_tokens: int) -> StepOutput:
-        return progress(self._sequences[seq_id], shared_tokens, self._blocks)
+        return progress(self._sequences[seq_id], shared_tokens, self._blocks, self._features)
 
     def _reserved(self, seq_id: str) -> EngineSequence:
         sequence = self._sequences.get(seq_id)

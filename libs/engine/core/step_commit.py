@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from libs.engine.core.step_outputs import StepOutputs
+from libs.engine.kv.block_features import BlockFeatures
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.sampling.verify import count_accepted
 from libs.engine.step.step_model import BAD_TOKEN
-from libs.engine.step.types import FloatArray, StepOutput
+from libs.engine.step.types import FloatArray, FullBlock, StepOutput
 from slipstream.errors import Internal, InvalidArgument, SlipstreamError
 
 
 def commit_outputs(
-    sequence: EngineSequence, sampled: StepOutputs, blocks: BlockManager, *, max_context_tokens: int
+    sequence: EngineSequence,
+    sampled: StepOutputs,
+    blocks: BlockManager,
+    features: BlockFeatures,
+    *,
+    max_context_tokens: int,
 ) -> StepOutput:
     """Advance a sequence by its rows of a step: prompt tokens, or sampled tokens with the accepted drafts."""
     start = sequence.n_computed
@@ -20,20 +28,19 @@ def commit_outputs(
     if not sampled.rows.n_sampled:
         sequence.n_computed = start + n_known
         _keep_features(sequence, start, sampled.features)
-        return progress(sequence, sampled.shared_tokens, blocks)
+        return progress(sequence, sampled.shared_tokens, blocks, features)
     drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
     accepted = count_accepted(drafts, sampled.tokens)
-    if sequence.constraint is not None and sequence.constraint.failure:
-        return fail(sequence, InvalidArgument("grammar", sequence.constraint.failure))
-    if BAD_TOKEN in sampled.tokens[: accepted + 1]:
-        blocks.uncache(sequence.pages)  # damaged KV may be the cause, so it must not be reused
-        return fail(sequence, Internal("the model's logits are not finite"))
+    failure = _failure(sequence, sampled.tokens[: accepted + 1], blocks)
+    if failure is not None:
+        return fail(sequence, failure)
     tokens, finish = sequence.cut(sampled.tokens[: accepted + 1], max_context_tokens=max_context_tokens)
     sequence.append(tokens)
     sequence.n_computed = start + n_known + len(tokens) - 1
     rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
     _keep_features(sequence, start, rows)
-    feature_start, features = sequence.features.pop()
+    new_full_blocks = _commit_blocks(sequence, blocks, features)
+    feature_start, newest = sequence.features.pop()
     sequence.state = (
         SequenceState.FINISHED if finish or sequence.spec.prefill_only else SequenceState.DECODING
     )
@@ -46,22 +53,34 @@ def commit_outputs(
         logprobs=sampled.logprobs[: len(tokens)] if sampled.logprobs else None,
         accepted_drafts=min(accepted, len(tokens)),
         proposed_drafts=sampled.n_drafts,
-        features=features,
-        feature_tokens=None if features is None else sequence.tokens_after(feature_start, len(features)),
+        features=newest,
+        feature_tokens=None if newest is None else sequence.tokens_after(feature_start, len(newest)),
         feature_start=feature_start,
-        new_full_blocks=sequence.commit_blocks(sequence.n_computed, blocks),
+        new_full_blocks=new_full_blocks,
     )
 
 
-def progress(sequence: EngineSequence, shared_tokens: int, blocks: BlockManager) -> StepOutput:
+def progress(
+    sequence: EngineSequence, shared_tokens: int, blocks: BlockManager, features: BlockFeatures
+) -> StepOutput:
     """The output of a prompt that has advanced, without a first token."""
     return StepOutput(
         sequence.spec.seq_id,
         (),
         sequence.n_computed,
         shared_tokens,
-        new_full_blocks=sequence.commit_blocks(sequence.n_computed, blocks),
+        new_full_blocks=_commit_blocks(sequence, blocks, features),
     )
+
+
+def _failure(sequence: EngineSequence, tokens: Sequence[int], blocks: BlockManager) -> SlipstreamError | None:
+    """Why these tokens cannot be committed."""
+    if sequence.constraint is not None and sequence.constraint.failure:
+        return InvalidArgument("grammar", sequence.constraint.failure)
+    if BAD_TOKEN in tokens:
+        blocks.uncache(sequence.pages)  # damaged KV may be the cause, so it must not be reused
+        return Internal("the model's logits are not finite")
+    return None
 
 
 def fail(sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
@@ -70,6 +89,17 @@ def fail(sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:
     return StepOutput(sequence.spec.seq_id, (), sequence.n_computed, failure=failure)
 
 
+def _commit_blocks(
+    sequence: EngineSequence, blocks: BlockManager, features: BlockFeatures
+) -> tuple[FullBlock, ...]:
+    first = sequence.n_committed_blocks
+    new_full_blocks = sequence.commit_blocks(sequence.n_computed, blocks)
+    sequence.keep_features(first, features)
+    return new_full_blocks
+
+
 def _keep_features(sequence: EngineSequence, start: int, rows: FloatArray | None) -> None:
-    if rows is not None and len(rows):
+    if rows is None:
+        sequence.features.pop()  # the rows before the step no longer follow on
+    elif len(rows):
         sequence.features.append(start, rows)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.common.block_hash import HashChain, TokenArray
+from libs.engine.kv.block_features import BlockFeatures
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.sampling.stop_conditions import cut_at_stop
 from libs.engine.step.constraint import TokenConstraint
@@ -48,6 +49,13 @@ class FeatureRows:
         surplus = len(self.rows) - FEATURE_WINDOW_TOKENS
         if surplus > 0:
             self.start, self.rows = self.start + surplus, self.rows[surplus:]
+
+    def span(self, start: int, n_rows: int) -> FloatArray | None:
+        """The rows of positions [start, start + n_rows); None unless all of them are there."""
+        first = start - self.start
+        if self.rows is None or first < 0 or first + n_rows > len(self.rows):
+            return None
+        return self.rows[first : first + n_rows]
 
     def pop(self) -> tuple[int, FloatArray | None]:
         start, rows = self.start, self.rows
@@ -177,6 +185,22 @@ class EngineSequence:
             blocks.commit(block.page, block.hash)
         self.n_committed_blocks = n_full
         return fresh
+
+    def take_features(self, features: BlockFeatures) -> None:
+        """Begin with the rows that are known of the filled blocks, so that a reused prefix has them, too."""
+        n_blocks, rest = divmod(self.n_computed, self._block_tokens)
+        if n_blocks and not rest:
+            hashes = self.full_block_hashes(n_blocks)
+            rows = features.newest(hashes, -(-FEATURE_WINDOW_TOKENS // self._block_tokens))
+            if rows is not None:
+                self.features.append(self.n_computed - len(rows), rows)
+
+    def keep_features(self, first_block: int, features: BlockFeatures) -> None:
+        """Keep the rows of the blocks from `first_block` on that are committed."""
+        for block in range(first_block, self.n_committed_blocks):
+            rows = self.features.span(block * self._block_tokens, self._block_tokens)
+            if rows is not None:
+                features.put(self.hashes[block], rows)
 
     def cut(
         self, tokens: Sequence[int], *, max_context_tokens: int

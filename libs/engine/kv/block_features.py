@@ -1,0 +1,50 @@
+"""Features of full blocks, by the blocks' hashes: what a reused prefix gives a draft head.
+
+A page keeps no features, so a prompt with a cached prefix would begin its draft context after that prefix.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from libs.engine.step.types import FloatArray
+
+_SHARE_OF_KV = 16
+_MAX_BYTES = 256 << 20
+
+
+def feature_bytes(kv_bytes: int) -> int:
+    """What an engine with so much KV keeps of features."""
+    return min(kv_bytes // _SHARE_OF_KV, _MAX_BYTES)
+
+
+class BlockFeatures:
+    """At most `max_bytes` of rows; the least recently used blocks go first. Not thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rows: OrderedDict[bytes, FloatArray] = OrderedDict()
+        self.n_bytes = 0
+
+    def put(self, block_hash: bytes, rows: FloatArray) -> None:
+        """Keep a copy of one block's rows."""
+        if block_hash in self._rows or rows.nbytes > self._max_bytes:
+            return
+        self._rows[block_hash] = np.array(rows, np.float32)
+        self.n_bytes += self._rows[block_hash].nbytes
+        while self.n_bytes > self._max_bytes:
+            self.n_bytes -= self._rows.popitem(last=False)[1].nbytes
+
+    def newest(self, hashes: Sequence[bytes], n_blocks: int) -> FloatArray | None:
+        """Rows of the last blocks of a prefix, at most `n_blocks` and without a gap; None without any."""
+        found: list[FloatArray] = []
+        for block_hash in reversed(hashes[-n_blocks:]):
+            rows = self._rows.get(block_hash)
+            if rows is None:
+                break
+            self._rows.move_to_end(block_hash)
+            found.append(rows)
+        return np.concatenate(found[::-1]) if found else None
