@@ -100,6 +100,7 @@ class _Sequence:
     trace: TraceMetadata = ()
     base_tokens: int = 0
     pending: _Pending | None = None
+    is_known: bool = False  # the drafter has rows of it
     wanted: bool = False  # a proposal for the base of this moment may still come
     proposal: tuple[int, ...] | None = None
 
@@ -129,8 +130,9 @@ class DraftState:
         self._sequences.setdefault(seq_id, _Sequence(trace))
 
     def close(self, seq_id: str) -> None:
-        """The sequence ended. Idempotent."""
-        if self._sequences.pop(seq_id, None) is not None and self.connected:
+        """The sequence ended. Idempotent. The drafter hears of it only if it has rows of it."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None and sequence.is_known:
             self._closed.append(seq_id)
 
     def extend(self, seq_id: str, start: int, tokens: TokenArray, features: FloatArray) -> None:
@@ -155,6 +157,15 @@ class DraftState:
         """Whether proposals are asked for at all."""
         return self.connected and not self.paused and 0 < len(self._sequences) <= self.limits.max_sequences
 
+    @property
+    def has_message(self) -> bool:
+        """Whether `take_message` may have one."""
+        if not self.connected:
+            return False
+        return bool(self._closed) or (
+            not self.paused and any(s.pending is not None for s in self._sequences.values())
+        )
+
     def take_message(self, now_ms: float) -> DraftMessage | None:
         """What to send now; None when nothing waits, no drafter is connected, or too much is in flight."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
@@ -167,6 +178,7 @@ class DraftState:
             return None
         if rows:
             for sequence in self._sequences.values():
+                sequence.is_known = sequence.is_known or sequence.pending is not None
                 sequence.pending = None
         closed, self._closed = tuple(self._closed), []
         if rows:
@@ -196,7 +208,7 @@ class DraftState:
         self._in_flight.clear()
         self._closed.clear()
         for sequence in self._sequences.values():
-            sequence.wanted, sequence.proposal = False, None
+            sequence.is_known, sequence.wanted, sequence.proposal = False, False, None
 
     def wait_ms(self, now_ms: float) -> float:
         """How long a step that begins now may wait for `complete`; 0 = not at all."""

@@ -151,7 +151,7 @@ class RemoteSpeculation:
             self._control.open(seq_id, is_whole=rows > 0, context_tokens=start_position + rows)
             if next_tokens is not None and features is not None:
                 self._state.extend(seq_id, start_position, next_tokens, features)
-        self._to_send.set()
+            self._wake_writer()
 
     def end(self, seq_id: str) -> int:
         """The sequence ended; returns how many of its steps went on without an answer in time."""
@@ -160,8 +160,13 @@ class RemoteSpeculation:
             self._control.close(seq_id)
             missed = self._missed.pop(seq_id, 0)
             self._changed.notify_all()
-        self._to_send.set()
+            self._wake_writer()
         return missed
+
+    def _wake_writer(self) -> None:
+        """Under the lock, on the event loop. Closed, no sequence costs the drafter or this loop anything."""
+        if self._state.has_message:
+            self._to_send.set()
 
     # ---- on the engine's thread
 
@@ -191,21 +196,19 @@ class RemoteSpeculation:
         """Send the drafter what was committed."""
         with self._changed:
             self._control.end(outputs, sum(output.proposed_drafts for output in outputs))
-            has_news = False
             for output in outputs:
                 if output.finish is not None or output.failure is not None:
                     self._state.close(output.seq_id)
                     self._control.close(output.seq_id)
-                    has_news = True
                 elif output.features is not None and output.feature_tokens is not None:
                     self._state.extend(
                         output.seq_id, output.feature_start, output.feature_tokens, output.features
                     )
-                    has_news = True
                 elif output.tokens:
                     self._state.skip(output.seq_id)
+            has_message = self._state.has_message
         # A step that neither sends nor ends anything leaves the event loop alone.
-        if self._loop is not None and has_news and self._control.mode is not DraftMode.FEATURES:
+        if self._loop is not None and has_message and self._control.mode is not DraftMode.FEATURES:
             try:
                 self._loop.call_soon_threadsafe(self._to_send.set)
             except RuntimeError:  # the loop is closed: the process ends

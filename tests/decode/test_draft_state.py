@@ -211,3 +211,20 @@ def test_random_histories(events: list[tuple[str, str, int]]) -> None:
         if not state.connected:
             assert not drafts
             assert state.wait_ms(now) == 0.0
+
+
+def test_the_drafter_hears_of_no_sequence_that_it_does_not_know() -> None:
+    state = connected_state("paused", "sent")
+    state.pause(True)
+    state.extend("paused", *rows(0, 4))
+    state.close("paused")
+    assert not state.has_message and state.take_message(0) is None
+    state.pause(False)
+    state.extend("sent", *rows(0, 4))
+    assert state.has_message
+    sent = state.take_message(0)
+    assert sent is not None and [r.seq_id for r in sent.rows] == ["sent"] and not state.has_message
+    state.close("sent")
+    assert state.has_message
+    last = state.take_message(1)
+    assert last is not None and last.closed == ("sent",)
