@@ -5,26 +5,24 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from libs.engine.kernels.interface import MlpMatrices, Packed
 from libs.engine.kernels.native_types import ATTENTION, MATRIX, MLP, MOE, SLOTS, declare
 from libs.engine.kernels.panel_memory import PanelMemory
+from libs.engine.kernels.panels import PanelPacker, Panels, TensorMemory
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.plan import BatchPlan
-from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix, StoredRows
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 from libs.engine.step.batch import Int32Array
 from libs.engine.step.stop_flag import StepAborted
 
-_LANES = 16
-_F32, _BF16, _INT4 = 0, 1, 2
-_KIND_OF_DTYPE = {torch.float32: _F32, torch.bfloat16: _BF16, torch.int32: _INT4}
-_WORD = {torch.float32: torch.float32, torch.bfloat16: torch.int16}  # what numpy has of the same size
-_INT4_DOUBLINGS = 3  # scales multiply numbers of up to 8
+# One matrix in the checkpoint's form, or packed before.
+_Packable = Matrix | Panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,8 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self._library = declare(library)
-        self._memory = PanelMemory()
+        self.library_path = Path(library._name)
+        self._packer = self.packer_into(PanelMemory())
         self._context = library.ss_context_new(threads)
         if not self._context:
             raise MemoryError("no memory for the kernels' context")
@@ -62,17 +61,19 @@ class NativeKernels:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def pack(self, matrix: Matrix) -> Packed:
-        return _array([self._panels(matrix)])
+    def packer_into(self, memory: TensorMemory) -> PanelPacker:
+        """What packs weights for these kernels into another memory than theirs."""
+        return PanelPacker(self._library, memory)
 
-    def pack_kv_b(self, matrix: DenseMatrix | StoredMatrix, config: ModelConfig) -> Packed:
-        nope = config.qk_nope_head_dim
-        if isinstance(matrix, StoredMatrix):
-            return self._stream_kv_b(matrix.values, nope, config.v_head_dim)
-        per_head = matrix.weight.view(-1, nope + config.v_head_dim, config.kv_lora_rank)
-        uk = [self._panels(DenseMatrix(head[:nope].T.contiguous())) for head in per_head]
-        uv = [self._panels(DenseMatrix(head[nope:].contiguous())) for head in per_head]
-        return _KvB(_array(uk), _array(uv))
+    def pack(self, matrix: _Packable) -> Packed:
+        return _array([self._packer.pack(matrix)])
+
+    def pack_kv_b(
+        self, matrix: DenseMatrix | StoredMatrix | tuple[Panels, Panels], config: ModelConfig
+    ) -> Packed:
+        if not isinstance(matrix, tuple):
+            matrix = self._packer.pack_heads(matrix, config.qk_nope_head_dim, config.v_head_dim)
+        return _KvB(*(_array([panels]) for panels in matrix))
 
     def pack_mlp(self, matrices: MlpMatrices) -> Packed:
         packed = [self.pack(matrix) for matrix in matrices]
@@ -80,13 +81,13 @@ class NativeKernels:
 
     def pack_moe(
         self,
-        router: Matrix,
+        router: _Packable,
         correction_bias: torch.Tensor,
         experts: Iterable[MlpMatrices | None],
         shared: MlpMatrices | None,
         config: ModelConfig,
     ) -> Packed:
-        held = [expert and [self._panels(matrix) for matrix in expert] for expert in experts]
+        held = [expert and [self._packer.pack(matrix) for matrix in expert] for expert in experts]
         absent = next([_without_data(part) for part in expert] for expert in held if expert)
         panels = [expert or absent for expert in held]
         gate, up, down = (_array([expert[part] for expert in panels]) for part in range(3))
@@ -189,91 +190,6 @@ class NativeKernels:
         if status:
             raise MemoryError("no memory for the kernels' scratch")
 
-    def _panels(self, matrix: Matrix) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """The C view of one matrix, and the tensors behind it."""
-        if isinstance(matrix, StoredMatrix):
-            return self._stored_panels(matrix)
-        if isinstance(matrix, DenseMatrix):
-            kind, data = self._dense_panels(matrix.weight)
-            return MATRIX(data.data_ptr(), None, matrix.rows, matrix.cols, kind, 0, 0, 0), (data,)
-        if matrix.group % 8:  # a word of eight values would cross groups
-            return self._panels(DenseMatrix(matrix.dequantised()))
-        scale_kind, scale = self._dense_panels(matrix.scale)
-        words = matrix.packed.contiguous()
-        data = torch.empty(_padded(matrix.rows), words.shape[1], dtype=torch.int32)
-        self._library.ss_pack_int4(words.data_ptr(), matrix.rows, words.shape[1], data.data_ptr())
-        struct = MATRIX(
-            data.data_ptr(), scale.data_ptr(), matrix.rows, matrix.cols, _INT4, scale_kind, matrix.group, 0
-        )
-        return struct, (data, scale)
-
-    def _stored_panels(self, matrix: StoredMatrix) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """As `_panels`, filled by the checkpoint's threads."""
-        if matrix.scale is None:
-            return self._stream_panels(matrix.values)
-        scales, (scale,) = self._stream_panels(matrix.scale, _INT4_DOUBLINGS)
-        words, (data,) = self._stream_panels(matrix.values)
-        struct = MATRIX(
-            words.data, scales.data, matrix.rows, matrix.cols, words.kind, scales.kind, matrix.group, 0
-        )
-        return struct, (data, scale)
-
-    def _stream_panels(self, rows: StoredRows, doublings: int = 0) -> tuple[Any, tuple[torch.Tensor]]:
-        cols, dtype = rows.n_cols, rows.dtype
-        struct, (data,) = self._empty_panels(rows.n_rows, cols, dtype)
-
-        def pack(first: int, piece: torch.Tensor) -> bool:
-            source, target = piece.data_ptr(), data[first].data_ptr()
-            if dtype != torch.int32:
-                return self._pack_dense(dtype, source, len(piece), cols, target, doublings)
-            self._library.ss_pack_int4(source, len(piece), cols, target)
-            return True
-
-        rows.stream(pack, _LANES)
-        return struct, (data,)
-
-    def _stream_kv_b(self, rows: StoredRows, nope: int, v: int) -> _KvB:
-        """The panels of each head's two matrices, filled by the checkpoint's threads."""
-        n_heads, lora = rows.n_rows // (nope + v), rows.n_cols
-        uk, uv = (
-            [self._empty_panels(*shape, rows.dtype) for _ in range(n_heads)]
-            for shape in ((lora, nope), (v, lora))
-        )
-
-        def pack(first: int, piece: torch.Tensor) -> bool:
-            head, fits = first // (nope + v), True
-            for values in piece.view(-1, nope + v, lora).view(_WORD[rows.dtype]).numpy():
-                keys = np.ascontiguousarray(values[:nope].T)
-                fits &= self._pack_dense(rows.dtype, keys.ctypes.data, lora, nope, uk[head][1][0].data_ptr())
-                latents = values[nope:].ctypes.data
-                fits &= self._pack_dense(rows.dtype, latents, v, lora, uv[head][1][0].data_ptr())
-                head += 1
-            return fits
-
-        rows.stream(pack, nope + v)
-        return _KvB(_array(uk), _array(uv))
-
-    def _empty_panels(self, rows: int, cols: int, dtype: torch.dtype) -> tuple[Any, tuple[torch.Tensor]]:
-        kind = _KIND_OF_DTYPE[dtype]
-        data = self._memory.take((_padded(rows), cols + cols % 2 if kind == _BF16 else cols), dtype)
-        return MATRIX(data.data_ptr(), None, rows, cols, kind, 0, 0, 0), (data,)
-
-    def _pack_dense(
-        self, dtype: torch.dtype, source: int, rows: int, cols: int, target: int, doublings: int = 0
-    ) -> bool:
-        """Whether all values are finite, also when doubled so often."""
-        pack = self._library.ss_pack_bf16 if dtype == torch.bfloat16 else self._library.ss_pack_f32
-        return bool(pack(source, rows, cols, target, doublings))
-
-    def _dense_panels(self, weight: torch.Tensor) -> tuple[int, torch.Tensor]:
-        kind = _BF16 if weight.dtype == torch.bfloat16 else _F32
-        source = weight.contiguous() if kind == _BF16 else weight.float().contiguous()
-        rows, cols = source.shape
-        data = torch.empty(_padded(rows), cols + cols % 2 if kind == _BF16 else cols, dtype=source.dtype)
-        pack = self._library.ss_pack_bf16 if kind == _BF16 else self._library.ss_pack_f32
-        pack(source.data_ptr(), rows, cols, data.data_ptr(), 0)
-        return kind, data
-
 
 def slots_of(plan: BatchPlan, lora: int) -> Any:
     """The SLOTS of a plan. The plan must outlive them."""
@@ -317,19 +233,18 @@ def _layer_base(plan: BatchPlan, layer: int) -> int:
     return plan.cache.address + layer * (shape.page_bytes // shape.n_layers)
 
 
-def _padded(rows: int) -> int:
-    return -(-rows // _LANES) * _LANES
+def _array(matrices: Sequence[Panels | MATRIX]) -> _Packed:
+    structs = [
+        struct for part in matrices for struct in ([part] if isinstance(part, MATRIX) else part.structs())
+    ]
+    array = (MATRIX * len(structs))(*structs)
+    return _struct(array, structs[0].rows, matrices)
 
 
-def _array(panels: Sequence[tuple[Any, tuple[torch.Tensor, ...]]]) -> _Packed:
-    array = (MATRIX * len(panels))(*(struct for struct, _ in panels))
-    return _struct(array, panels[0][0].rows, [tensors for _, tensors in panels])
-
-
-def _without_data(panels: tuple[Any, tuple[torch.Tensor, ...]]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def _without_data(panels: Panels) -> MATRIX:
     """The shape of a matrix whose values another rank has."""
-    struct, _ = panels
-    return MATRIX(None, None, struct.rows, struct.cols, struct.kind, 0, struct.group, 0), ()
+    (struct,) = panels.structs()
+    return MATRIX(None, None, struct.rows, struct.cols, struct.kind, 0, struct.group, 0)
 
 
 def _struct(struct: Any, rows: int, keep: Iterable[Any]) -> _Packed:
