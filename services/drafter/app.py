@@ -11,7 +11,7 @@ from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import DraftHead
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
-from libs.worker.process.settings import WorkerSettings
+from libs.worker.process.settings import WorkerSettings, unusable_models
 from services.drafter.batcher import Batcher
 from services.drafter.service import DrafterService
 from slipstream.v1 import drafter_pb2_grpc, worker_pb2
@@ -39,7 +39,8 @@ class DrafterApp(WorkerApp):
         assert options.draft_model is not None and options.model is not None
         from libs.engine.core.build import build_drafter
 
-        return build_drafter(options.draft_model, options.model)
+        with unusable_models():
+            return build_drafter(options.draft_model, options.model)
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
         self._stop = stop

@@ -45,11 +45,13 @@ class EngineOptions:
     memory_bytes              what weights and KV cache may take together; None = what the process may use
     draft_model_dir           EAGLE-3 head whose features the engine computes; None = none
     device                    cpu, cuda or cuda:N: where weights, KV cache and kernels are
+    max_context_tokens        longest context; None = the model's, or what the KV cache holds
     max_batch                 sequences in one step
     step_tokens               rows in one step: the budget that chunked prefill shares with decode
     compute_dtype             of products with bf16 and INT4 weights; auto = bf16 where a unit exists
     threads                   CPU threads of a step; None = OMP_NUM_THREADS, or all cores
     progress                  follows the weights that are read
+    packed_dir                where processes of a host share packed weights; None = each has its own
     parallel                  how the model is cut over processes; None = one process
     """
 
@@ -58,6 +60,7 @@ class EngineOptions:
     memory_bytes: int | None = None
     block_tokens: int = 64
     draft_model_dir: Path | None = None
+    max_context_tokens: int | None = None
     max_batch: int = 64
     step_tokens: int = 512
     max_draft_tokens: int = 8
@@ -68,6 +71,7 @@ class EngineOptions:
     compute_dtype: Literal["auto", "float32"] = "auto"
     threads: int | None = None
     progress: LoadProgress | None = None
+    packed_dir: Path | None = None
     least_step_s: float = 0.0
     parallel: ParallelSizes | None = None
 
@@ -79,6 +83,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
     if options.draft_model_dir is not None:
         _check_head(options.draft_model_dir, config)
     kv_dtype = _kv_dtype(config, options)
+    _check_context(config, kv_dtype, options)
     runner_options = RunnerOptions(
         n_pages=_n_pages(config, kv_dtype, options),
         block_tokens=options.block_tokens,
@@ -91,10 +96,12 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         threads=options.threads,
         memory_bytes=options.memory_bytes,
         progress=options.progress,
+        packed_dir=options.packed_dir,
     )
     model = TorchModel(
         _load(model_dir, runner_options, options.parallel),
         max_batch=options.max_batch,
+        max_context_tokens=options.max_context_tokens,
         max_draft_tokens=options.max_draft_tokens,
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
     )
@@ -170,8 +177,30 @@ def _n_pages(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> int:
         raise InvalidArgument("kv_memory_bytes", "give either this or n_pages")
     if options.n_pages is not None:
         return options.n_pages
-    page = CacheShape(1, config.n_layers, options.block_tokens, config.latent_width, kv_dtype)
+    page = _page_shape(config, kv_dtype, options)
     if options.kv_memory_bytes is not None:
         return max(options.kv_memory_bytes // page.page_bytes, 1)
     contexts = _DEFAULT_CONTEXTS * config.max_position_tokens // options.block_tokens
     return max(min(contexts, _DEFAULT_KV_BYTES // page.page_bytes), 1)
+
+
+def _page_shape(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> CacheShape:
+    return CacheShape(1, config.n_layers, options.block_tokens, config.latent_width, kv_dtype)
+
+
+def _check_context(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> None:
+    """Raises InvalidArgument for a stated context that the model or the KV cache cannot hold."""
+    wanted, most = options.max_context_tokens, config.max_position_tokens
+    if wanted is None:
+        return
+    if wanted > most:
+        raise InvalidArgument("max_context_tokens", f"{wanted} is more than the model's {most}")
+    pages = -(-wanted // options.block_tokens)
+    missing = pages - _n_pages(config, kv_dtype, options)
+    if missing > 0:
+        page_bytes = _page_shape(config, kv_dtype, options).page_bytes
+        raise InvalidArgument(
+            "max_context_tokens",
+            f"{wanted} tokens need a KV cache of {pages * page_bytes / 1e9:.3f} GB: "
+            f"{missing * page_bytes / 1e9:.3f} GB are missing (--kv-memory-bytes, --memory-bytes)",
+        )

@@ -28,6 +28,7 @@ class TorchModel:
         *,
         max_batch: int,
         max_draft_tokens: int,
+        max_context_tokens: int | None = None,
         drafter_digest: str = "",
     ) -> None:
         self._runner = runner
@@ -39,7 +40,9 @@ class TorchModel:
             page_bytes=runner.cache.page_bytes,
             n_pages=shape.n_pages,
             hidden_size=runner.config.hidden_size,
-            max_context_tokens=min(runner.config.max_position_tokens, shape.n_pages * shape.block_tokens),
+            max_context_tokens=min(
+                max_context_tokens or runner.config.max_position_tokens, shape.n_pages * shape.block_tokens
+            ),
             kv_dtype=shape.kv_dtype,
             layout_version=LAYOUT_VERSION,
             weights_digest=runner.weights_digest,

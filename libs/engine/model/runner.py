@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,11 +23,15 @@ from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.decoder import Decoder
 from libs.engine.model.feature_head import load_feature_head
 from libs.engine.model.inventory import check_inventory
+from libs.engine.model.shards import shard_names
 from libs.engine.model.stack import FusedStack, PlainStack, Stack
 from libs.engine.model.weights import ComputeDtype, ModelWeights, WeightDtype, WeightLoader
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
+from libs.engine.packed.packed_key import packed_key, packed_path
+from libs.engine.packed.shared_weights import PackedSource, open_shared_weights
+from libs.engine.packed.weight_store import PrivateWeights, WeightStore
 from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.stop_flag import StopFlag
@@ -54,6 +59,7 @@ class RunnerOptions:
     memory_bytes    what weights and cache may take together; None = the machine's or the container's
     threads         CPU threads of the kernels; None = what torch started with (OMP_NUM_THREADS, or all cores)
     progress        follows the weights that are read; None = it is not followed
+    packed_dir      where processes share packed weights (compiled kernels only); None = each has its own
     """
 
     n_pages: int = 64
@@ -68,6 +74,7 @@ class RunnerOptions:
     memory_bytes: int | None = None
     threads: int | None = None
     progress: LoadProgress | None = None
+    packed_dir: Path | None = None
 
 
 class ModelRunner:
@@ -100,8 +107,10 @@ class ModelRunner:
         shape = cache_shape(config, options)
         digest = start_digest(model_dir)
         with Checkpoint(model_dir, options.progress) as checkpoint:
-            check_memory(check_inventory(checkpoint, config), shape, options)
-            weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype).load()
+            held_bytes = check_inventory(checkpoint, config)
+            check_memory(held_bytes, shape, options)
+            with open_weights(model_dir, kernels, options, held_bytes, digest) as store:
+                weights = WeightLoader(checkpoint, config, kernels, options.weight_dtype, store).load()
         features = load_feature_head(options.head_dir, config, kernels) if options.head_dir else None
         if isinstance(kernels, NativeKernels):
             torch.set_num_threads(1)  # torch's idle threads would spin on the cores of the kernels' pool
@@ -142,6 +151,22 @@ def start_digest(model_dir: Path) -> Future[str]:
     return digest
 
 
+def open_weights(
+    model_dir: Path, kernels: Kernels, options: RunnerOptions, held_bytes: int, digest: Future[str]
+) -> AbstractContextManager[WeightStore]:
+    """Where the weights of this load are."""
+    if options.packed_dir is None or not isinstance(kernels, NativeKernels):
+        return nullcontext(PrivateWeights())
+    library, dtype = kernels.library_path, options.weight_dtype
+    source = PackedSource(
+        path=packed_path(options.packed_dir, model_dir, library, dtype),
+        key=lambda: packed_key(model_dir, shard_names(model_dir), library, dtype, digest.result()),
+        expected_bytes=held_bytes,
+        make_packer=kernels.packer_into,
+    )
+    return open_shared_weights(source, options.progress or LoadProgress())
+
+
 def choose_kernels(options: RunnerOptions) -> Kernels:
     """Raises InvalidArgument or FailedPrecondition when this machine lacks the device that was asked for."""
     device = open_device(options.device)
@@ -171,10 +196,11 @@ def check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -
     limit = options.memory_bytes
     if limit is None:
         limit = free_device_bytes(options.device) or memory_limit_bytes()
-    if weight_bytes + cache_bytes > limit:
+    missing = weight_bytes + cache_bytes - limit
+    if missing > 0:
         raise FailedPrecondition(
-            f"weights of {weight_bytes / 1e9:.1f} GB and a KV cache of {cache_bytes / 1e9:.1f} GB "
-            f"do not fit in {limit / 1e9:.1f} GB of memory"
+            f"weights of {weight_bytes / 1e9:.3f} GB and a KV cache of {cache_bytes / 1e9:.3f} GB "
+            f"do not fit in {limit / 1e9:.3f} GB of memory: {missing / 1e9:.3f} GB are missing"
         )
 
 

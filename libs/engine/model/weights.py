@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix
 from libs.engine.model_spec.stacked_rows import StackedRows
 from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
+from libs.engine.packed.weight_store import PackableMatrix, PrivateWeights, WeightStore
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 ComputeDtype = Literal["auto", "float32"]
@@ -34,9 +36,19 @@ class WeightLoader:
     """Loads one checkpoint, whose tensors `check_inventory` has compared with the configuration."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, kernels: Kernels, dtype: WeightDtype = "auto"
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        kernels: Kernels,
+        dtype: WeightDtype = "auto",
+        store: WeightStore | None = None,
     ) -> None:
+        """`store`: where the weights are; None = in the memory of this process.
+
+        Names in the store, and their order, are a format: a change needs another PACKING_VERSION.
+        """
         self._checkpoint = checkpoint
+        self._store = store or PrivateWeights()
         self._config = config
         self._kernels = kernels
         self._dtype = dtype
@@ -44,9 +56,12 @@ class WeightLoader:
 
     def load(self) -> ModelWeights:
         c = self._config
-        embedding = self._embedding(slice(0, c.vocab_size))
+        embedding = self._store.tensor("embed_tokens", partial(self._embedding, slice(0, c.vocab_size)))
         layers = tuple(self._layer(index) for index in range(c.n_layers))
-        norm, head = self._norm("norm", c.hidden_size), self._head(embedding)
+        norm, head = (
+            self._norm("norm", c.hidden_size),
+            self._kernels.pack(self._store.matrix("lm_head", partial(self._head, embedding))),
+        )
         self._checkpoint.finish()
         return ModelWeights(self._kernels.place(embedding), layers, norm, head)
 
@@ -57,7 +72,7 @@ class WeightLoader:
         rows = self._stored_rows(name, shape)
         if rows is None:
             return self._dense("embed_tokens.weight", shape)[span].clone()
-        found = torch.empty(span.stop - span.start, c.hidden_size, dtype=rows.dtype)
+        found = self._store.empty(span.stop - span.start, c.hidden_size, dtype=rows.dtype)
         rows.cut(span, None).stream(copy_finite_into(found), 1)
         return found
 
@@ -69,21 +84,21 @@ class WeightLoader:
     def _keeps(self, dtype: torch.dtype) -> bool:
         return self._dtype == "auto" or dtype == getattr(torch, self._dtype)
 
-    def _head(self, embedding: torch.Tensor) -> Packed:
+    def _head(self, embedding: torch.Tensor) -> Matrix:
         c = self._config
         name = self._checkpoint.head_name()
         shape = (c.vocab_size, c.hidden_size)
         if name is None:
             self._checkpoint.finish()
-            return self._kernels.pack(DenseMatrix(embedding))
+            return DenseMatrix(embedding)
         rows = self._stored_rows(name, shape)
         if rows is not None and not c.tie_word_embeddings:
-            return self._kernels.pack(StoredMatrix(rows, c.hidden_size))
+            return StoredMatrix(rows, c.hidden_size)
         weight = self._cast(self._checkpoint.dense(name, shape))
         self._checkpoint.finish()
         if c.tie_word_embeddings and not torch.equal(weight, embedding):
             raise CheckpointError(name, "differs from the embedding, to which tie_word_embeddings ties it")
-        return self._kernels.pack(DenseMatrix(weight))
+        return DenseMatrix(weight)
 
     def _layer(self, index: int) -> Layer:
         c = self._config
@@ -97,41 +112,53 @@ class WeightLoader:
 
     def _attention(self, name: str) -> Attention:
         c = self._config
-        q_rows = c.n_heads * c.qk_head_dim
-        kv_a = self._unpacked(f"{name}.kv_a_proj_with_mqa", c.latent_width, c.hidden_size)
-        if c.q_lora_rank is None:
-            first, q_norm, q_b = self._unpacked(f"{name}.q_proj", q_rows, c.hidden_size), None, None
-        else:
-            first = self._unpacked(f"{name}.q_a_proj", c.q_lora_rank, c.hidden_size)
+        q_norm = q_b = None
+        if c.q_lora_rank is not None:
             q_norm = self._norm(f"{name}.q_a_layernorm", c.q_lora_rank)
-            q_b = self._kernels.pack(self._matrix(f"{name}.q_b_proj", q_rows, c.q_lora_rank))
+            q_b = self._kernels.pack(self._stored(f"{name}.q_b_proj", self._q_rows, c.q_lora_rank))
         kv_b_rows = c.n_heads * (c.qk_nope_head_dim + c.v_head_dim)
-        kv_b = self._unpacked(f"{name}.kv_b_proj", kv_b_rows, c.kv_lora_rank)
+        kv_b = self._store.heads(
+            f"{name}.kv_b_proj",
+            partial(self._unpacked, f"{name}.kv_b_proj", kv_b_rows, c.kv_lora_rank),
+            c.qk_nope_head_dim,
+            c.v_head_dim,
+        )
         return Attention(
-            a_proj=self._kernels.pack(_stack(first, kv_a)),
+            a_proj=self._kernels.pack(self._store.matrix(f"{name}.a_proj", partial(self._a_proj, name))),
             q_norm=q_norm,
             q_b=q_b,
             kv_norm=self._norm(f"{name}.kv_a_layernorm", c.kv_lora_rank),
             kv_b=self._kernels.pack_kv_b(kv_b, c),
             o_proj=self._kernels.pack(
-                self._matrix(f"{name}.o_proj", c.hidden_size, c.n_heads * c.v_head_dim)
+                self._stored(f"{name}.o_proj", c.hidden_size, c.n_heads * c.v_head_dim)
             ),
         )
+
+    @property
+    def _q_rows(self) -> int:
+        return self._config.n_heads * self._config.qk_head_dim
+
+    def _a_proj(self, name: str) -> Matrix:
+        """What reads the residual stream: the first projection of the queries above that of the latent."""
+        c = self._config
+        if c.q_lora_rank is None:
+            first = self._unpacked(f"{name}.q_proj", self._q_rows, c.hidden_size)
+        else:
+            first = self._unpacked(f"{name}.q_a_proj", c.q_lora_rank, c.hidden_size)
+        return _stack(first, self._unpacked(f"{name}.kv_a_proj_with_mqa", c.latent_width, c.hidden_size))
 
     def _dense_mlp(self, name: str) -> Packed:
         return self._kernels.pack_mlp(self._mlp(name, self._config.dense_intermediate_size))
 
     def _moe(self, name: str) -> Packed:
         c = self._config
-        bias = self._checkpoint.dense(
-            f"{self._prefix}{name}.gate.e_score_correction_bias", (c.n_routed_experts,)
-        )
+        bias = self._floats(f"{name}.gate.e_score_correction_bias", c.n_routed_experts)
         shared = None
         if c.n_shared_experts:
             shared = self._mlp(f"{name}.shared_experts", c.moe_intermediate_size * c.n_shared_experts)
         return self._kernels.pack_moe(
-            self._matrix(f"{name}.gate", c.n_routed_experts, c.hidden_size),
-            bias.float(),
+            self._stored(f"{name}.gate", c.n_routed_experts, c.hidden_size),
+            bias,
             self._experts(name),
             shared,
             c,
@@ -144,10 +171,13 @@ class WeightLoader:
     def _mlp(self, name: str, intermediate_size: int) -> MlpMatrices:
         hidden_size = self._config.hidden_size
         return (
-            self._matrix(f"{name}.gate_proj", intermediate_size, hidden_size),
-            self._matrix(f"{name}.up_proj", intermediate_size, hidden_size),
-            self._matrix(f"{name}.down_proj", hidden_size, intermediate_size),
+            self._stored(f"{name}.gate_proj", intermediate_size, hidden_size),
+            self._stored(f"{name}.up_proj", intermediate_size, hidden_size),
+            self._stored(f"{name}.down_proj", hidden_size, intermediate_size),
         )
+
+    def _stored(self, name: str, rows: int, cols: int) -> PackableMatrix:
+        return self._store.matrix(name, partial(self._matrix, name, rows, cols))
 
     def _matrix(self, name: str, rows: int, cols: int) -> Matrix:
         stored = self._checkpoint.stored_matrix(
@@ -178,7 +208,12 @@ class WeightLoader:
         return self._cast(self._checkpoint.dense(f"{self._prefix}{name}", shape))
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
-        return self._kernels.place(self._checkpoint.dense(f"{self._prefix}{name}.weight", (width,)).float())
+        return self._kernels.place(self._floats(f"{name}.weight", width))
+
+    def _floats(self, name: str, width: int) -> torch.Tensor:
+        return self._store.tensor(
+            name, lambda: self._checkpoint.dense(f"{self._prefix}{name}", (width,)).float()
+        )
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self._dtype == "auto" else weight.to(getattr(torch, self._dtype))

@@ -156,7 +156,7 @@ def _shared_options(
         stage_ends=tuple(stage.stop for stage in stages),
         feature_layers=head.layers if head else (),
         cache=shape,
-        runner=replace(options, head_dir=None, progress=None, threads=threads),
+        runner=replace(options, head_dir=None, progress=None, packed_dir=None, threads=threads),
         store=os.memfd_create("slipstream-ranks"),
         pages=memory.descriptor,
     )

@@ -32,8 +32,8 @@ from libs.engine.step.load_progress import LoadProgress
 class RankOptions:
     """What a rank must know to load its part; equal at all ranks, but for `rank`.
 
-    `runner` has no directory of a head and no progress. `store` and `pages` are descriptors of files in
-    memory: where ranks find each other, and the KV pages.
+    `runner` has no directory of a head or of packed weights, and no progress. `store` and `pages` are
+    descriptors of files in memory: where ranks find each other, and the KV pages.
     """
 
     model_dir: str

@@ -16,7 +16,13 @@ _SHARE = 0.5
 
 
 def default_kv_bytes(
-    model_dir: Path, *, memory_bytes: int | None, max_batch: int, weight_dtype: str, kv_dtype: str
+    model_dir: Path,
+    *,
+    memory_bytes: int | None,
+    max_batch: int,
+    weight_dtype: str,
+    kv_dtype: str,
+    max_context_tokens: int | None = None,
 ) -> int:
     """Raises InvalidArgument for an unusable config.json."""
     config = load_config(model_dir)
@@ -26,6 +32,7 @@ def default_kv_bytes(
         read_shape(model_dir),
         memory_bytes=memory_bytes or int(memory_limit_bytes() * _SHARE),
         max_batch=max_batch,
+        max_context_tokens=max_context_tokens,
         weight_growth=_weight_growth(config, held),
         kv_growth=_VALUE_BYTES[kv] / 2,
     )

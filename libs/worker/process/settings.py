@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -17,6 +18,7 @@ from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
 from libs.worker.restore.restore_budget import FLOOR_MS
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
+_PACKED, _OFF = "packed", "off"
 _BY_OMP = "as OMP_NUM_THREADS says"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 ComputeDtype = Literal["auto", "float32"]
@@ -25,6 +27,15 @@ _DTYPES = ("auto", "float32", "bfloat16")
 
 class ModelUnusable(FailedPrecondition):
     """The checkpoint cannot be loaded with these settings on this machine, now or at another start."""
+
+
+@contextlib.contextmanager
+def unusable_models() -> Iterator[None]:
+    """What a load refuses is ModelUnusable, which no further start mends."""
+    try:
+        yield
+    except (FailedPrecondition, InvalidArgument) as error:
+        raise ModelUnusable(error.message) from error
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,18 @@ class EngineSettings(WorkerSettings):
     )
     block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64, least=1)
     max_batch: int = setting("sequences in one engine step", default=64, least=1)
+    max_context_tokens: int | None = setting(
+        "longest context, prompt and answer; its KV must fit",
+        default=None,
+        default_text="the model's, or what the KV cache holds",
+        least=1,
+    )
     step_tokens: int = setting("rows of one step, prefill chunks included", default=512, least=1)
+    packed_dir: str | None = setting(
+        "where processes of this host share packed weights, and the next start finds them; off = nowhere",
+        default=None,
+        default_text="packed in --run-dir",
+    )
     parallel: str | None = setting(
         "ranks of this worker, each a process, such as tp=2,pp=2,ep=2,dp=1 (docs/parallelism.md)",
         default=None,
@@ -104,10 +126,8 @@ def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[
     parallel = parse_sizes(options.parallel) if options.parallel else None
 
     def build() -> Engine:
-        try:
+        with unusable_models():
             return _torch(options, model_dir, progress, parallel)
-        except (FailedPrecondition, InvalidArgument) as error:
-            raise ModelUnusable(error.message) from error
 
     return build
 
@@ -121,7 +141,8 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
     from libs.engine.core.build import build_local_drafter
 
     assert options.draft_model is not None and options.model is not None
-    return build_local_drafter(engine, options.draft_model, options.model)
+    with unusable_models():
+        return build_local_drafter(engine, options.draft_model, options.model)
 
 
 def _torch(
@@ -141,6 +162,7 @@ def _torch(
                 max_batch=options.max_batch,
                 weight_dtype=options.weight_dtype,
                 kv_dtype=options.kv_dtype,
+                max_context_tokens=options.max_context_tokens,
             ),
             device=options.device,
             memory_bytes=options.memory_bytes,
@@ -150,13 +172,22 @@ def _torch(
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
             max_batch=options.max_batch,
+            max_context_tokens=options.max_context_tokens,
             step_tokens=options.step_tokens,
             threads=options.threads,
             progress=progress,
+            packed_dir=packed_dir(options),
             least_step_s=options.bench_step_ms / 1e3,
             parallel=parallel,
         ),
     )
+
+
+def packed_dir(options: EngineSettings) -> Path | None:
+    """The directory of packed weights; None: they are not shared."""
+    if options.packed_dir == _OFF:
+        return None
+    return Path(options.packed_dir) if options.packed_dir else options.run_dir / _PACKED
 
 
 def _fake(options: EngineSettings) -> Engine:

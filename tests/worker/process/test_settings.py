@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from libs.engine.core.fake import build_fake_engine
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.load_progress import LoadProgress
-from libs.worker.process.settings import ModelUnusable, engine_builder
+from libs.worker.process.settings import (
+    ModelUnusable,
+    WorkerSettings,
+    engine_builder,
+    load_local_head,
+    packed_dir,
+)
 from services.decode.settings import DecodeSettings
+from services.drafter.app import DrafterApp
 
 
 @pytest.mark.parametrize("kv_memory_bytes", [None, 1 << 20])
@@ -26,3 +34,24 @@ def test_a_worker_refuses_a_device_that_the_machine_lacks(
     with pytest.raises(ModelUnusable, match="device cuda:1: no CUDA device here"):
         build()
     assert progress.done_bytes == 0
+
+
+def test_a_draft_head_that_cannot_load_is_unusable_for_every_process_that_loads_it(tmp_path: Path) -> None:
+    """By the exit code that the supervisor does not try again and again."""
+    write_random_checkpoint(tmp_path, RandomCheckpoint())
+    (tmp_path / "head").mkdir()
+    settings = DecodeSettings(instance="d0", model=tmp_path, draft_model=tmp_path / "head")
+    with pytest.raises(ModelUnusable, match=r"config\.json"):
+        load_local_head(settings, build_fake_engine())
+    drafter = DrafterApp(WorkerSettings(instance="d0", model=tmp_path, draft_model=tmp_path / "head"))
+    with pytest.raises(ModelUnusable, match=r"config\.json"):
+        drafter._load_head()
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"), [(None, Path("run/packed")), ("off", None), ("/var/cache/p", Path("/var/cache/p"))]
+)
+def test_packed_weights_are_in_the_run_directory_unless_a_flag_says_otherwise(
+    given: str | None, folder: Path | None
+) -> None:
+    assert packed_dir(DecodeSettings(instance="d0", run_dir=Path("run"), packed_dir=given)) == folder
