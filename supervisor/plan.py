@@ -14,12 +14,14 @@ from slipstream.cluster_record import secret_file
 from slipstream.rpc.tls import TlsFiles
 from supervisor.forking.launcher import FORK
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
+from supervisor.worker_sizes import WorkerSizes
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
 DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"
 POOLS = ("mooncake",)
+_ENGINES = (Role.PREFILL, Role.DECODE)
 DRAFTS = ("auto", "on", "off")
 REMOTE, LOCAL = "remote", "local"
 DRAFTERS = ("auto", REMOTE, LOCAL)
@@ -46,6 +48,7 @@ class ClusterConfig:
     drafts_from: str = "auto"  # one of DRAFTERS: where the draft head runs; see `head_place`
     prefill_parallel: str | None = None  # ranks of each worker; None: one process
     decode_parallel: str | None = None
+    sizes: WorkerSizes = field(default_factory=WorkerSizes)  # of each prefill and decode worker
     etcd: str | None = None  # an external etcd; None: one of our own
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router
@@ -150,7 +153,7 @@ def thread_limits(cpu_count: int | None = None) -> dict[str, str]:
 
 def memory_limits(config: ClusterConfig, role: Role, memory_bytes: int) -> dict[str, str]:
     """Three quarters of the memory for the workers with KV caches, the rest for the other processes."""
-    if role not in (Role.PREFILL, Role.DECODE) or "memory_bytes" in config.from_file:
+    if role not in _ENGINES or "memory_bytes" in config.from_file:
         return {}
     share = int(memory_bytes * 0.75) // (config.prefill + config.decode)
     return {"SLIPSTREAM_MEMORY_BYTES": str(share)}
@@ -223,6 +226,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
         arguments += ["--drafter", LOCAL] if has_local_head else []
     parallel = {Role.PREFILL: config.prefill_parallel, Role.DECODE: config.decode_parallel}
     arguments += _given(("--parallel", parallel.get(role)))
+    arguments += config.sizes.arguments() if role in _ENGINES else []
     if http is not None:
         arguments += ["--drain-s", f"{config.drain_s:g}"]
         arguments += ["--database", f"sqlite:{config.run_dir.resolve() / DATABASE_NAME}"]

@@ -43,6 +43,16 @@ def up(
     drafts_from: flags.DraftsFrom = "auto",
     prefill_parallel: flags.PrefillParallel = None,
     decode_parallel: flags.DecodeParallel = None,
+    memory_bytes: flags.MemoryBytes = None,
+    kv_memory_bytes: flags.KvMemoryBytes = None,
+    weight_dtype: flags.WeightDtype = None,
+    kv_dtype: flags.KvDtype = None,
+    compute_dtype: flags.ComputeDtype = None,
+    threads: flags.Threads = None,
+    max_batch: flags.MaxBatch = None,
+    step_tokens: flags.StepTokens = None,
+    max_context_tokens: flags.MaxContextTokens = None,
+    packed_dir: flags.PackedDir = None,
     etcd: flags.Etcd = None,
     etcd_ca: flags.EtcdCa = None,
     etcd_certificate: flags.EtcdCertificate = None,
@@ -81,8 +91,10 @@ def up(
     Services get these settings and those of --config only: SLIPSTREAM_ variables of the shell do not reach
     them.
     """
+    from libs.common.runtime.memory_limit import memory_limit_bytes
     from supervisor.commands.up import check_counts, run_cluster, with_file, with_fitting_draft_model
     from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
+    from supervisor.worker_sizes import WorkerSizes
 
     given = ClusterConfig(
         run_dir=run_dir,
@@ -97,6 +109,7 @@ def up(
         drafts_from=drafts_from,
         prefill_parallel=prefill_parallel,
         decode_parallel=decode_parallel,
+        sizes=WorkerSizes.of(context.params),
         etcd=etcd,
         etcd_ca=etcd_ca,
         etcd_certificate=etcd_certificate,
@@ -133,6 +146,7 @@ def up(
         given = with_file(given, config, flags_given)
     given = with_fitting_draft_model(given)
     check_counts(given)
+    given.sizes.check_memory(given.prefill + given.decode, memory_limit_bytes())
     raise SystemExit(asyncio.run(run_cluster(given)))
 
 

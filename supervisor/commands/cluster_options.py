@@ -41,6 +41,39 @@ PrefillParallel = Annotated[
     str | None, typer.Option(help="Ranks of each prefill worker: tp=2,pp=2 (docs/parallelism.md).")
 ]
 DecodeParallel = Annotated[str | None, typer.Option(help="The same of each decode worker.")]
+MemoryBytes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="What weights, KV and copies of each prefill and decode worker may take; default: equal parts "
+        "of three quarters of the machine. The nine below are of these workers, too (docs/planner.md).",
+    ),
+]
+KvMemoryBytes = Annotated[
+    int | None, typer.Option(min=1, help="Size of the KV cache; default: what --memory-bytes leaves.")
+]
+WeightDtype = Annotated[
+    str | None, typer.Option(help="Weights in memory: auto, float32 or bfloat16; default: the checkpoint's.")
+]
+KvDtype = Annotated[
+    str | None, typer.Option(help="KV cache: auto, float32 or bfloat16; default: the weights'.")
+]
+ComputeDtype = Annotated[
+    str | None,
+    typer.Option(help="Activations in products: auto or float32; default: bf16 where the CPU has it."),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: half of the cores.")]
+MaxBatch = Annotated[int | None, typer.Option(min=1, help="Sequences in one step; default: 64.")]
+StepTokens = Annotated[
+    int | None, typer.Option(min=1, help="Rows of one step, prefill chunks included; default: 512.")
+]
+MaxContextTokens = Annotated[
+    int | None, typer.Option(min=1, help="Longest prompt and answer; default: what the KV cache holds.")
+]
+PackedDir = Annotated[
+    str | None,
+    typer.Option(help="Where workers share packed weights; off = nowhere; default: packed in --run-dir."),
+]
 Etcd = Annotated[str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")]
 EtcdCa = Annotated[Path | None, typer.Option(help="PEM of the CA of that etcd: TLS to it.")]
 EtcdCertificate = Annotated[Path | None, typer.Option(help="PEM of a certificate, where it asks for one.")]

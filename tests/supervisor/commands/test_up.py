@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from libs.common.cluster.worker_record import Role
+from libs.common.runtime.loading import load_settings
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
-from supervisor.plan import ClusterConfig
+from supervisor.cluster_file import SETTINGS
+from supervisor.plan import ClusterConfig, plan_services
 
 PEMS = Path(__file__).parents[2] / "support" / "tls"
 
@@ -60,3 +64,62 @@ def test_two_of_three_certificates_are_refused(tmp_path: Path, started: list[Clu
     done = CliRunner().invoke(app, ["up", "--tls-ca", str(tmp_path)])
     assert isinstance(done.exception, InvalidArgument)
     assert not started
+
+
+SIZES = {
+    "memory_bytes": 1 << 28,
+    "kv_memory_bytes": 1 << 24,
+    "weight_dtype": "float32",
+    "kv_dtype": "bfloat16",
+    "compute_dtype": "float32",
+    "threads": 3,
+    "max_batch": 5,
+    "step_tokens": 96,
+    "max_context_tokens": 1024,
+    "packed_dir": "off",
+}
+
+
+def flags_of(sizes: dict[str, object]) -> list[str]:
+    return [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_sizes_are_flags_that_reach_prefill_and_decode_workers(
+    tmp_path: Path, started: list[ClusterConfig]
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("[prefill]\nmax_batch = 9\nstep_tokens = 64\n[decode]\nmax_batch = 9\n")
+    sizes = {name: value for name, value in SIZES.items() if name != "step_tokens"}
+    done = CliRunner().invoke(app, ["up", "--config", str(file), *flags_of(sizes)])
+    assert done.exit_code == 0, done.output
+    plans = plan_services(started[0], etcd="e:1", ports=list(range(7000, 7040)))
+    for plan in plans:
+        found = load_settings(
+            SETTINGS[Role(plan.role)],
+            section=plan.role,
+            program="p",
+            description="",
+            arguments=plan.command[3:],
+            environment={},
+        )
+        if plan.role not in (Role.PREFILL, Role.DECODE):
+            assert not {"--max-batch", "--memory-bytes"} & set(plan.command)
+            continue
+        assert {name: getattr(found, name) for name in sizes} == sizes
+        assert found.step_tokens == (64 if plan.role == Role.PREFILL else 512), "the file's, and the default"
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"weight_dtype": "int3"}, r"--weight-dtype: must be one of auto, float32, bfloat16, not 'int3'"),
+        ({"compute_dtype": "bfloat16"}, r"--compute-dtype: must be one of"),
+        ({"memory_bytes": 1 << 60}, r"--memory-bytes: 4 prefill and decode workers .* GB are missing"),
+    ],
+)
+def test_sizes_that_no_worker_can_have_are_refused_by_name(
+    started: list[ClusterConfig], given: dict[str, object], refusal: str
+) -> None:
+    done = CliRunner().invoke(app, ["up", *flags_of(given)])
+    assert isinstance(done.exception, InvalidArgument) and not started
+    assert re.search(refusal, str(done.exception)), done.exception

@@ -1,0 +1,60 @@
+"""Flags of `slipstream up` for prefill and decode workers: memory, dtypes, threads and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from libs.common.runtime.settings import checked_value, rows
+from libs.worker.process.settings import EngineSettings
+from slipstream.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSizes:
+    """The settings of EngineSettings with these names; None: the worker's default (docs/planner.md)."""
+
+    memory_bytes: int | None = None
+    kv_memory_bytes: int | None = None
+    weight_dtype: str | None = None
+    kv_dtype: str | None = None
+    compute_dtype: str | None = None
+    threads: int | None = None
+    max_batch: int | None = None
+    step_tokens: int | None = None
+    max_context_tokens: int | None = None
+    packed_dir: str | None = None
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> WorkerSizes:
+        """Those of the parameters of `slipstream up`. Raises InvalidArgument for a value no worker takes."""
+        settings = rows(EngineSettings)
+        found = {each.name: values[each.name] for each in fields(cls)}
+        for name, value in found.items():
+            if value is not None:
+                try:
+                    checked_value(settings[name], settings[name].flag, value)
+                except ValueError as error:
+                    flag, _, reason = str(error).partition(": ")
+                    raise InvalidArgument(flag, reason) from None
+        return cls(**found)
+
+    def arguments(self) -> list[str]:
+        """The flags of a worker."""
+        found: list[str] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None:
+                found += [f"--{each.name.replace('_', '-')}", str(value)]
+        return found
+
+    def check_memory(self, n_workers: int, limit_bytes: int) -> None:
+        """Raises InvalidArgument if the workers may together take more than the machine has."""
+        each_bytes = self.memory_bytes or 0
+        missing = each_bytes * n_workers - limit_bytes
+        if missing > 0:
+            raise InvalidArgument(
+                "--memory-bytes",
+                f"{n_workers} prefill and decode workers of {each_bytes / 1e9:.1f} GB do not fit in the "
+                f"{limit_bytes / 1e9:.1f} GB of this machine: {missing / 1e9:.1f} GB are missing",
+            )
