@@ -7,7 +7,9 @@ Writes random checkpoints with the matrices of Kimi-K2.5 (below 1 GB: smaller on
 them. In each round, both sides run in turn, and a load is `ModelRunner.load` in a new process. "drive": raw
 reads of the files with as many threads, with direct I/O where the file system has it, then a load, each
 after the files left the page cache. "cache": a copy in memory by all cores, then a load from the page cache.
-Rates are GB of files a second. `peak_mb` is the most memory of a load above that of the loaded weights.
+Both again as "packed": the load maps the file that a first load has packed (`pack_s`), and the raw reads are
+of that file. Rates are GB of files a second. `peak_mb` is the most memory of a load above that of the loaded
+weights, of all loads.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import argparse
 import json
 import mmap
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,9 +72,7 @@ def write_checkpoint(model_dir: Path, n_bytes: float, weight_format: str) -> int
         save_file(tensors, model_dir / shard)
         weight_map |= dict.fromkeys(tensors, shard)
     (model_dir / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-    for path in model_dir.glob("*.safetensors"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # dirty pages stay in the page cache
+    _flush(model_dir.glob("*.safetensors"))
     return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
 
 
@@ -112,6 +113,13 @@ def _random_tensors(
             yield f"{stem}weight_shape", torch.tensor(shape, dtype=torch.int32)
         else:
             yield name, normal[:count].view(shape).clone()
+
+
+def _flush(paths: Iterable[Path]) -> None:
+    """Dirty pages would stay in the page cache."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def evict(paths: Sequence[Path]) -> None:
@@ -166,14 +174,15 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def load_once(model_dir: Path) -> dict[str, float]:
+def load_once(model_dir: Path, packed_dir: Path | None) -> dict[str, float]:
     """Time of a load in this process, and its peak memory above the weights."""
     with Checkpoint(model_dir) as checkpoint:
         held_bytes = check_inventory(checkpoint, load_config(model_dir))
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present memory
     before_bytes = _memory_bytes("VmRSS")
     kept: list[ModelRunner] = []
-    load_s = _timed(lambda: kept.append(ModelRunner.load(model_dir, RunnerOptions(n_pages=1))))
+    options = RunnerOptions(n_pages=1, packed_dir=packed_dir)
+    load_s = _timed(lambda: kept.append(ModelRunner.load(model_dir, options)))
     return {"load_s": load_s, "peak_bytes": _memory_bytes("VmHWM") - before_bytes - held_bytes}
 
 
@@ -182,36 +191,49 @@ def _memory_bytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
-def _load_in_child(model_dir: Path) -> dict[str, float]:
+def _load_in_child(model_dir: Path, packed_dir: Path | None = None) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.load", "--load", str(model_dir)]
+    command += ["--packed-dir", str(packed_dir)] if packed_dir else []
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     return found
 
 
-def measure(model_dir: Path, n_bytes: int, rounds: int) -> dict[str, float]:
+def measure(model_dir: Path, rounds: int) -> dict[str, float]:
     """Medians over the rounds; a ratio is that of one round."""
-    paths = sorted(model_dir.glob("*.safetensors"))
+    paths, folder = sorted(model_dir.glob("*.safetensors")), model_dir / "packed"
     rows: list[dict[str, float]] = []
     for _ in range(rounds):
-        evict(paths)
-        raw_s = raw_read_s(paths, direct=True)
-        evict(paths)
-        drive = _load_in_child(model_dir)
-        raw_read_s(paths, direct=False)
-        memory_s, cached = copy_s(n_bytes), _load_in_child(model_dir)
-        gb = n_bytes / 1e9
-        rows.append(
-            {
-                "raw_gb_s": gb / raw_s,
-                "drive_gb_s": gb / drive["load_s"],
-                "drive_ratio": raw_s / drive["load_s"],
-                "copy_gb_s": gb / memory_s,
-                "cache_gb_s": gb / cached["load_s"],
-                "cache_ratio": memory_s / cached["load_s"],
-                "peak_mb": max(drive["peak_bytes"], cached["peak_bytes"]) / 1e6,
-            }
-        )
-    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+        shutil.rmtree(folder, ignore_errors=True)
+        row = _sides(model_dir, paths, None)
+        row["pack_s"] = _load_in_child(model_dir, folder)["load_s"]
+        packed = sorted(folder.glob("*.packed"))
+        _flush(packed)
+        found = _sides(model_dir, packed, folder)
+        peak_mb = max(row["peak_mb"], found["peak_mb"])
+        rows.append(row | {f"packed_{name}": value for name, value in found.items()} | {"peak_mb": peak_mb})
+    shutil.rmtree(folder, ignore_errors=True)
+    return {name: float(f"{statistics.median(row[name] for row in rows):.3g}") for name in rows[0]}
+
+
+def _sides(model_dir: Path, paths: Sequence[Path], packed_dir: Path | None) -> dict[str, float]:
+    """Reads and copies of the files, and loads that read them."""
+    n_bytes = sum(path.stat().st_size for path in paths)
+    evict(paths)
+    raw_s = raw_read_s(paths, direct=True)
+    evict(paths)
+    drive = _load_in_child(model_dir, packed_dir)
+    raw_read_s(paths, direct=False)
+    memory_s, cached = copy_s(n_bytes), _load_in_child(model_dir, packed_dir)
+    gb = n_bytes / 1e9
+    return {
+        "raw_gb_s": gb / raw_s,
+        "drive_gb_s": gb / drive["load_s"],
+        "drive_ratio": raw_s / drive["load_s"],
+        "copy_gb_s": gb / memory_s,
+        "cache_gb_s": gb / cached["load_s"],
+        "cache_ratio": memory_s / cached["load_s"],
+        "peak_mb": max(drive["peak_bytes"], cached["peak_bytes"]) / 1e6,
+    }
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -222,6 +244,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, help="where the checkpoints are written; a temporary folder")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # what a measured process does
+    parser.add_argument("--packed-dir", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -229,15 +252,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each format, and print the medians."""
     options = _options(arguments)
     if options.load:
-        print(json.dumps(load_once(options.load)))
+        print(json.dumps(load_once(options.load, options.packed_dir)))
         return
     found: dict[str, Any] = {}
     for weight_format in options.formats.split(","):
         with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-load-") as folder:
             n_bytes = write_checkpoint(Path(folder), options.gb * 1e9, weight_format)
-            found[weight_format] = {"gb": round(n_bytes / 1e9, 3)} | measure(
-                Path(folder), n_bytes, options.rounds
-            )
+            found[weight_format] = {"gb": round(n_bytes / 1e9, 3)} | measure(Path(folder), options.rounds)
     if options.json:
         print(json.dumps(found))
     else:
