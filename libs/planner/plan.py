@@ -61,6 +61,18 @@ class Plan:
     def chosen(self) -> Candidate:
         return self.candidates[0]
 
+    def worker_arguments(self) -> dict[str, str]:
+        """The flags of a worker on these cards; weights and KV in the dtypes that the plan counts."""
+        memory_bytes = self.n_cards * (self.card.visible_bytes - self.overhead_bytes)
+        cut = self.chosen.fit.cut
+        shared = f"ep={cut.tp},dp={cut.tp}" if cut.is_attention_copied else f"tp={cut.tp}"
+        return {
+            "parallel": f"{shared},pp={cut.pp}" if cut.pp > 1 else shared,
+            "memory-bytes": str(memory_bytes),
+            "weight-dtype": "bfloat16",
+            "kv-dtype": "bfloat16",
+        }
+
 
 def make_plan(
     model: ModelShape,

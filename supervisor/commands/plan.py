@@ -79,6 +79,7 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
         "cuts": [_cut_document(candidate) for candidate in plan.candidates],
         "chosen": plan.chosen.fit.cut.name,
         "reason": plan.reason,
+        "worker_arguments": plan.worker_arguments(),
         "kv_gib_tokens": None if kv_bytes is None else kv_bytes // model.kv_token_bytes,
     }
 
@@ -176,4 +177,6 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
     if kv_bytes is not None:
         tokens = kv_bytes // plan.model.kv_token_bytes
         lines.append(f"{kv_bytes / GIB:g} GiB of KV hold {tokens:,} tokens, each stored once")
+    arguments = " ".join(f"--{name}={value}" for name, value in plan.worker_arguments().items())
+    lines.append(f"Flags of such a worker: {arguments}")
     return "\n".join(lines)

@@ -16,11 +16,14 @@ from libs.common.runtime.loading import CONFIG_VARIABLE
 from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, rows
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import parse_cards
+from libs.planner.host import OVERHEAD_BYTES, kv_cache_bytes
 from libs.planner.plan import make_plan
+from libs.planner.read_shape import read_shape
 from libs.worker.process.settings import EngineSettings
 from services.decode.settings import DecodeSettings
 from services.router.settings import RouterSettings
 from supervisor.cluster_file import SETTINGS
+from supervisor.plan import DEFAULT_MODEL
 from tests.k8s.renders import RENDERS, TIERS, PodTemplate, config_maps, render, services_of
 from tests.planner.shapes import kimi
 
@@ -125,11 +128,35 @@ def test_the_routers_of_a_database_name_it_and_its_password_is_a_secret(name: st
 
 @pytest.mark.parametrize(("name", "cards"), [("kimi-k2.5-8xh100", "8xh100-80"), ("16xh200-pd", "8xh200")])
 def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -> None:
-    cut = make_plan(kimi(), *parse_cards(cards)).chosen.fit.cut
+    plan = make_plan(kimi(), *parse_cards(cards))
+    cut, wanted = plan.chosen.fit.cut, plan.worker_arguments()
     tiers = {pod.tier: pod for pod in services_of(render(f"overlays/{name}"))}
     for tier in ("prefill", "decode"):
-        assert parse_sizes(tiers[tier].arguments()["parallel"]).tp == cut.tp
+        stated = tiers[tier].arguments()
+        assert {flag: stated[flag] for flag in wanted} == wanted
+        assert parse_sizes(stated["parallel"]).tp == cut.tp
+        assert int(stated["memory-bytes"]) > kimi().weights_bytes
         assert tiers[tier].main["resources"]["limits"]["nvidia.com/gpu"] == str(cut.n_cards)
+
+
+@pytest.mark.parametrize("name", ["base", "overlays/local-cpu"])
+def test_an_engine_pod_asks_for_the_memory_that_the_planner_gives_its_worker(name: str) -> None:
+    shape, units = read_shape(DEFAULT_MODEL), {"Mi": 1 << 20, "Gi": 1 << 30}
+    for pod in services_of(render(name)):
+        if pod.tier not in ("prefill", "decode"):
+            continue
+        resources, stated = pod.main["resources"], dict(given(name, pod))
+        request, limit = (
+            int(resources[kind]["memory"][:-2]) * units[resources[kind]["memory"][-2:]]
+            for kind in ("requests", "limits")
+        )
+        memory = int(stated.get("memory_bytes", limit // 2))  # the default of a worker in a container
+        batch = int(stated.get("max_batch", rows(EngineSettings)["max_batch"].default))
+        kv = kv_cache_bytes(shape, memory_bytes=memory, max_batch=batch)
+        assert kv >= shape.max_context_tokens * shape.kv_token_bytes, "one whole context"
+        assert shape.weights_bytes + 1.5 * kv + OVERHEAD_BYTES <= memory, pod.owner
+        # A laptop's cluster asks for less: pages take memory when they are first used.
+        assert memory <= (request if name == "base" else limit), pod.owner
 
 
 def test_a_flag_that_does_not_exist_is_found() -> None:
