@@ -42,6 +42,7 @@ async def full_router(
     ):
         first = asyncio.create_task(client.chat(HELLO, request_id="first"))
         await eventually(lambda: router.runs.gate.controller.running == 1)
+        await eventually(lambda: any(prefill.requests for prefill in cluster.prefills))
         try:
             yield router, client
         finally:
