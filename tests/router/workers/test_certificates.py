@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.rpc.serve import ServiceHost
-from libs.common.telemetry.paced_warnings import WARN_EVERY_S
+from libs.common.telemetry.paced_warnings import WARN_EVERY_S, PacedWarnings
 from services.router.request.model_card import ModelCard
 from services.router.workers.connection import WorkerConnection
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
@@ -20,6 +21,8 @@ from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 from tests.support.network.fault_proxy import FaultProxy
 from tests.support.tls.authority import Authority, install
+
+log = logging.getLogger(__name__)
 
 
 def files_in(directory: Path, source: TlsFiles) -> TlsFiles:
@@ -64,6 +67,8 @@ def connection(endpoint: str, dial: Dial, *, clock: Callable[[], float]) -> Work
         clock=clock,
         on_change=lambda: None,
         fits=lambda fingerprint: True,
+        warnings=PacedWarnings(log, clock=clock, every_s=0.0),
+        news=PacedWarnings(log, clock=clock, every_s=0.0, level=logging.INFO),
     )
 
 
