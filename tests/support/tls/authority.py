@@ -10,6 +10,9 @@ import pytest
 
 from slipstream.rpc.tls import TlsFiles
 
+# Services read it like an RSA key, and openssl makes it without a search for primes.
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
 
 class Authority:
     """A new CA in a directory. Tests that need one are skipped where openssl is missing."""
@@ -20,7 +23,7 @@ class Authority:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self.ca, self._key = directory / "ca.pem", directory / "ca.key"
-        _openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=tests", "-days", "2",
+        _openssl("req", "-x509", *_NEW_KEY, "-nodes", "-subj", "/CN=tests", "-days", "2",
                  "-keyout", self._key, "-out", self.ca)  # fmt: skip
 
     def issue(self, name: str, *hosts: str) -> TlsFiles:
@@ -31,7 +34,7 @@ class Authority:
             ("subjectAltName=IP:127.0.0.1", *(f"DNS:{host}" for host in ("localhost", *hosts)))
         )
         extension.write_text(f"{subjects}\nextendedKeyUsage=serverAuth,clientAuth\n")
-        _openssl("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}", "-keyout", key,
+        _openssl("req", *_NEW_KEY, "-nodes", "-subj", f"/CN={name}", "-keyout", key,
                  "-out", asked)  # fmt: skip
         _openssl("x509", "-req", "-in", asked, "-CA", self.ca, "-CAkey", self._key, "-CAcreateserial",
                  "-days", "2", "-extfile", extension, "-out", certificate)  # fmt: skip
