@@ -11,13 +11,16 @@ from supervisor.plan import ClusterConfig
 KV_MEMORY_BYTES = 64 << 20
 
 
-def fake_engine_config(run_dir: Path, *, pace_s: float = 0.0005, **fields: Any) -> ClusterConfig:
-    """Two of each worker on sockets; a gate can hold the engines. `pace_s`: seconds per row of a step."""
-    engine = ["--engine", "fake", "--fake-pace-s", str(pace_s), "--kv-memory-bytes", str(KV_MEMORY_BYTES)]
-    engine += ["--max-batch", "128"]
+def fake_engine_config(
+    run_dir: Path, *, pace_s: float = 0.0005, decode_pace_s: float | None = None, **fields: Any
+) -> ClusterConfig:
+    """Two of each worker on sockets; a gate can hold the engines. `pace_s`: seconds per row of a step, which
+    `decode_pace_s` overrides for decode workers."""
+    engine = ["--engine", "fake", "--kv-memory-bytes", str(KV_MEMORY_BYTES), "--max-batch", "128"]
+    decode_pace_s = pace_s if decode_pace_s is None else decode_pace_s
     extra = {
-        Role.PREFILL: engine,
-        Role.DECODE: engine,
+        Role.PREFILL: [*engine, "--fake-pace-s", str(pace_s)],
+        Role.DECODE: [*engine, "--fake-pace-s", str(decode_pace_s)],
         Role.DRAFTER: ["--engine", "fake"],
         Role.KVSTORE: ["--dram-bytes", str(KV_MEMORY_BYTES), "--disk-bytes", "0"],
         **fields.pop("extra_arguments", {}),
