@@ -6,6 +6,14 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak smoke test-gpu gpu-report test-k8s test-console test-clients test-images check fix protos up chat status down bench train install native wheels lock images images-report clean
 
+# mypy keeps one core busy for two minutes: `make check test` runs the two side by side, and test_repo.py once.
+ifneq (,$(and $(filter check,$(MAKECMDGOALS)),$(filter test,$(MAKECMDGOALS))))
+MAKEFLAGS += -j2
+REPO_TESTS :=
+else
+REPO_TESTS := $(BIN)/python -m pytest -q tests/test_repo.py
+endif
+
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 14
 
@@ -58,7 +66,7 @@ check: $(VENV)/.dev ## formatting, lint, types, import rules, protos, docs
 	@if [ -f protos/released.binpb ]; then $(BIN)/buf breaking protos --against protos/released.binpb; \
 	else echo "protos: no release yet, so no contract to compare with"; fi
 	@$(BIN)/python scripts/gen_protos.py --check
-	@$(BIN)/python -m pytest -q tests/test_repo.py
+	@$(REPO_TESTS)
 
 fix: $(VENV)/.dev ## format and repair what can be repaired
 	@$(BIN)/ruff format -q .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import tomllib
@@ -75,7 +76,7 @@ def test_functions_in_the_chains_of_the_architecture_exist() -> None:
     functions: set[str] = set()
     for path in _own_sources():
         if path.relative_to(ROOT).parts[0] in PRODUCT:
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(_tree(path)):
                 if isinstance(node, ast.ClassDef):
                     classes.add(node.name)
                 elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -123,6 +124,12 @@ def _tracked(folder: str = "") -> list[Path]:
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def _own_sources() -> list[Path]:
     return [path for path in _tracked() if path.suffix == ".py" and "_pb2" not in path.name]
 
@@ -146,7 +153,7 @@ def test_a_public_class_name_exists_once_in_the_product() -> None:
     homes: dict[str, list[str]] = {}
     for path in _own_sources():
         if path.relative_to(ROOT).parts[0] in PRODUCT:
-            for node in ast.parse(path.read_text()).body:
+            for node in _tree(path).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
