@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,3 +12,9 @@ settings.load_profile("slipstream")
 
 # torch's optimizers and transformers create this directory, by default in /tmp, and leave it behind.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "torchinductor"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the modules and items, which live as long as the process, from every later garbage collection."""
+    gc.collect()
+    gc.freeze()
