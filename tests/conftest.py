@@ -4,6 +4,7 @@ import gc
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # An example's duration means nothing on a shared machine; pytest-timeout bounds the whole test.
@@ -13,8 +14,16 @@ settings.load_profile("slipstream")
 # torch's optimizers and transformers create this directory, by default in /tmp, and leave it behind.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "torchinductor"))
 
+# Files run in this order, in several processes: long ones first, so that none runs alone at the end.
+_ROOT = Path(__file__).parent
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (_ROOT / "e2e" not in item.path.parents, item.path.parent != _ROOT))
+
 
 def pytest_collection_finish() -> None:
-    """Exempt the modules and items, which live as long as the process, from every later garbage collection."""
+    """Exempt modules and items, which live until the end, from every later garbage collection."""
     gc.collect()
     gc.freeze()
