@@ -67,9 +67,11 @@ class Attacker:
                     return peer, address
         return None
 
-    def sweep(self, peer: str, address: int, n_bytes: int) -> int:
-        """Overwrite the region's first bytes. Returns how many pieces the engine accepted."""
+    def sweep(self, peer: str, address: int, n_bytes: int, ended: threading.Event) -> int:
+        """Overwrite the region's first bytes until `ended`. Returns how many pieces the engine accepted."""
         for number in range(n_bytes // PIECE_BYTES):
+            if ended.is_set():
+                return number
             at = address + number * PIECE_BYTES
             if self._engine.transfer_sync_write(peer, self._address, at, PIECE_BYTES) != 0:
                 return number
@@ -91,7 +93,7 @@ def main() -> None:
         for pid, region in regions.items():
             if region is not None:
                 n_bytes = HOT_BYTES if number % _WHOLE_SWEEP_EVERY else MAX_REGION_BYTES
-                written[pid] += attacker.sweep(*region, n_bytes)
+                written[pid] += attacker.sweep(*region, n_bytes, ended)
         print(json.dumps(written), flush=True)
         if ended.is_set():
             break
