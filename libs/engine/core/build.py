@@ -24,6 +24,7 @@ from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import KernelsName, ModelRunner, RunnerOptions
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.config_json import read_config_json
+from libs.engine.model_spec.plan import long_prompt_rows
 from libs.engine.parallel.sizes import ParallelSizes
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 # The default size of the KV cache: pages for so many full context windows, within a bound in bytes.
 _DEFAULT_CONTEXTS = 4
 _DEFAULT_KV_BYTES = 256 << 20
+_LONGEST_STEPS = 4  # a step of a long prompt has at most so many times the usual rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,9 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
     )
     paced = PacedModel(model, options.least_step_s) if options.least_step_s else model
-    return PagedEngine(paced, step_tokens=options.step_tokens)
+    expands = options.device == "cpu" and options.kernels == "native"
+    long_step_tokens = min(long_prompt_rows(config), _LONGEST_STEPS * options.step_tokens) if expands else 0
+    return PagedEngine(paced, step_tokens=options.step_tokens, long_step_tokens=long_step_tokens)
 
 
 def _load(

@@ -46,11 +46,17 @@ class PagedEngine:
     """Implements `libs.engine.step.types.Engine` over a StepModel; contracts are stated there."""
 
     def __init__(
-        self, model: StepModel, *, step_tokens: int = 512, share_running_prefixes: bool = True
+        self,
+        model: StepModel,
+        *,
+        step_tokens: int = 512,
+        long_step_tokens: int = 0,
+        share_running_prefixes: bool = True,
     ) -> None:
         """With `share_running_prefixes=False`, prompts with a common prefix each compute all of it."""
         self.model = model
-        self._limits = Limits(max(step_tokens, model.info.max_batch), model.info.max_batch)
+        max_batch = model.info.max_batch
+        self._limits = Limits(max(step_tokens, max_batch), max_batch, long_step_tokens)
         self._blocks = BlockManager(model.info.n_pages)
         self._features = BlockFeatures(feature_bytes(model.info.n_pages * model.info.page_bytes))
         self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)

@@ -77,6 +77,16 @@ def absorbed_row_limit(config: ModelConfig) -> int:
     return config.kv_lora_rank * expanded // saved
 
 
+def long_prompt_rows(config: ModelConfig) -> int:
+    """Rows of a step for which expanding the prefix costs at most a quarter of attending to it.
+
+    Per context token and head the expansion needs kv_lora * (nope + v) multiplications, and each row
+    nope + rope + v. K2.5 needs 1,640 rows, other shapes less than the usual step of 512.
+    """
+    expansion = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+    return -(-4 * expansion // (config.qk_head_dim + config.v_head_dim))
+
+
 def _check(batch: Batch, config: ModelConfig, cache: PagedLatentCache) -> None:
     rows = np.diff(batch.query_start)
     lengths: npt.NDArray[np.int32] = batch.context_len

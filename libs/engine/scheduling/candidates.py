@@ -41,6 +41,7 @@ def find_candidates(
                 pending_tokens=sequence.pending_tokens,
                 decoding=decoding,
                 n_drafts=n_drafts,
+                computed_tokens=sequence.n_computed,
                 waited_tokens=sequence.waited_tokens,
                 following=following.get(seq_id),
             )

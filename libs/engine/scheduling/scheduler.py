@@ -5,6 +5,9 @@ sequences, those that waited longest go first. Drafts leave a quarter of the rem
 Prefills share these rows, and those that no draft takes, in the order of libs/common/prefill_order.py: the
 prompt that needs least goes first, and the oldest overdue prompt gets a quarter. A prefill that waits for
 blocks of another one gives its rows to that one (libs/engine/scheduling/prefix_sharing.py).
+
+Attention of a prompt's rows expands the latents of its whole prefix again in every step. So a long prompt
+that is alone gets steps of more rows (`Limits.long_step_tokens`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from libs.common.prefill_order import OVERDUE_SHARE, is_overdue, order_key
 from libs.engine.scheduling.prefix_sharing import Following
 
+LONG_PREFIX_STEPS = 8  # a prompt is long when so many usual steps of it have been computed
 DRAFTS_LEAVE = 4  # while prompts wait, drafts leave them 1 / 4 of the rows that decoding leaves
 
 
@@ -28,6 +32,7 @@ class StepCandidate:
     pending_tokens: int  # known tokens without KV; 1 while decoding
     decoding: bool
     n_drafts: int = 0
+    computed_tokens: int = 0  # tokens with KV
     waited_tokens: int = 0  # of a prefill: tokens computed for other prompts since it started
     # Set for a prefill that waits: its leader, a candidate that follows no other, gets the rows.
     following: Following | None = None
@@ -35,10 +40,14 @@ class StepCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`step_tokens`: rows of one forward; at least `max_batch`, so that all decode rows fit."""
+    """`step_tokens`: rows of one forward; at least `max_batch`, so that all decode rows fit.
+
+    `long_step_tokens`: those of a forward that computes a long prompt alone, if more.
+    """
 
     step_tokens: int
     max_batch: int
+    long_step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,12 @@ class Slice:
 
 
 def schedule(candidates: Sequence[StepCandidate], limits: Limits) -> list[Slice]:
-    """Slices of one step; at most `step_tokens` rows and `max_batch` sequences."""
+    """Slices of one step; at most as many rows as `limits` allow, and `max_batch` sequences."""
     decoding = sorted((c for c in candidates if c.decoding), key=lambda c: (c.last_slice, c.arrival))
     prefilling = [c for c in candidates if not c.decoding]
     kept_place = 1 if prefilling and limits.max_batch > 1 else 0  # so that a full batch admits a prefill
     decoding = decoding[: limits.max_batch - kept_place]
-    spare, places = limits.step_tokens - len(decoding), limits.max_batch - len(decoding)
+    spare, places = _rows_of_step(candidates, limits) - len(decoding), limits.max_batch - len(decoding)
     kept_rows = _kept_from_drafts(prefilling, spare) if places else 0
     slices: list[Slice] = []
     for candidate in decoding:
@@ -64,6 +73,12 @@ def schedule(candidates: Sequence[StepCandidate], limits: Limits) -> list[Slice]
         spare -= n_drafts
         slices.append(Slice(candidate.seq_id, 1, n_drafts))
     return slices + _share(prefilling, spare, places)
+
+
+def _rows_of_step(candidates: Sequence[StepCandidate], limits: Limits) -> int:
+    if len(candidates) == 1 and candidates[0].computed_tokens >= LONG_PREFIX_STEPS * limits.step_tokens:
+        return max(limits.step_tokens, limits.long_step_tokens)
+    return limits.step_tokens
 
 
 def _kept_from_drafts(prefilling: Sequence[StepCandidate], spare: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import parse_config
-from libs.engine.model_spec.plan import absorbed_row_limit, plan_batch
+from libs.engine.model_spec.plan import absorbed_row_limit, long_prompt_rows, plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch
 from slipstream.errors import InvalidArgument
@@ -103,3 +103,8 @@ def test_pages_lie_at_the_addresses_given_to_the_transport(kv_dtype: str) -> Non
     assert any(cache.memory[cache.page_bytes : 2 * cache.page_bytes])
     assert not any(cache.memory[2 * cache.page_bytes :])
     assert cache.pages[1].data_ptr() == cache.address + cache.page_bytes
+
+
+def test_steps_of_long_prompts_are_long_where_expanding_is_expensive() -> None:
+    assert long_prompt_rows(parse_config(K25)) == 1639  # 4 * 512 * 256 / 320, rounded up
+    assert long_prompt_rows(CONFIG) == 103

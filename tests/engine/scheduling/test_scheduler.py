@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.scheduling.scheduler import Limits, StepCandidate, schedule
+from libs.engine.scheduling.scheduler import Limits, Slice, StepCandidate, schedule
 
 
 @st.composite
@@ -108,3 +108,17 @@ def test_a_full_batch_leaves_a_row_for_a_prefill() -> None:
     waiting = [StepCandidate(f"d{i}", i, last_slice=0, pending_tokens=1, decoding=True) for i in range(4)]
     prefill = StepCandidate("p", 9, last_slice=0, pending_tokens=50, decoding=False)
     assert "p" in {s.seq_id for s in schedule([*waiting, prefill], Limits(16, 4))}
+
+
+def test_a_long_prompt_has_longer_steps_while_it_is_alone() -> None:
+    limits = Limits(64, 8, long_step_tokens=200)
+    long = StepCandidate("long", 0, 0, pending_tokens=900, decoding=False, computed_tokens=8 * 64)
+    assert schedule([long], limits) == [Slice("long", 200)]
+    assert schedule([replace(long, computed_tokens=8 * 64 - 1)], limits) == [Slice("long", 64)]
+    assert schedule([long], Limits(64, 8)) == [Slice("long", 64)]
+    for other in (
+        StepCandidate("d", 1, 0, pending_tokens=1, decoding=True),
+        StepCandidate("p", 1, 0, pending_tokens=1000, decoding=False),
+    ):
+        plan = {s.seq_id: s.n_tokens for s in schedule([long, other], limits)}
+        assert sum(plan.values()) == 64

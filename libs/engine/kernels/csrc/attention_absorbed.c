@@ -52,17 +52,18 @@ static void pack_queries(const task_t *t, const item_t *item, float *query) {
 
 /* Joins the latents of tokens 2i and 2i + 1 to pairs [lora_pad]; zeros beside an odd last one. */
 static void join_tokens(const task_t *t, const uint16_t *rows, int64_t n_tokens, float *pairs) {
-    int64_t width = width_of(t->a), lora = t->a->lora;
-    for (int64_t i = 0; i < n_tokens; i += 2) {
-        const uint16_t *even = rows + i * width, *odd = even + width;
-        uint32_t words[t->lora_pad];
-        if (i + 1 < n_tokens)
-            for (int64_t j = 0; j < lora; j++) words[j] = even[j] | (uint32_t)odd[j] << 16;
-        else
-            for (int64_t j = 0; j < lora; j++) words[j] = even[j];
-        for (int64_t j = lora; j < t->lora_pad; j++) words[j] = 0;
-        memcpy(pairs + i / 2 * t->lora_pad, words, sizeof words);
+    int64_t width = width_of(t->a), lora = t->a->lora, pad = t->lora_pad - lora;
+    uint16_t none[t->lora_pad];
+    memset(none, 0, sizeof none);
+    for (int64_t i = 0; i < n_tokens; i += 2, rows += 2 * width, pairs += t->lora_pad) {
+        join_bf16(rows, i + 1 < n_tokens ? rows + width : none, lora, pairs);
+        memset(pairs + lora, 0, sizeof(float) * (size_t)pad);
     }
+}
+
+/* Starts to load n cache rows of one page, while the caller computes with others. */
+static void prefetch_rows(const char *rows, int64_t n, int64_t row_bytes) {
+    for (int64_t at = 0; at < n * row_bytes; at += 64) __builtin_prefetch(rows + at);
 }
 
 /* Joins the probabilities of tokens 2i and 2i + 1 of 16 lanes, in place. */
@@ -125,8 +126,22 @@ static void softmax_block(const task_t *t, const item_t *item, int64_t lane0, in
     }
 }
 
+/* Scores of 16 lanes. Meanwhile the rows of the next block, if any, come into the cache. */
+static void score_block(const task_t *t, const float *const *tokens, int64_t n_tokens, const float *query,
+                        float *score, const char *next) {
+    int64_t width = width_of(t->a), row_bytes = width * (t->a->is_bf16 ? 2 : 4);
+    for (int64_t token = 0, n; token < n_tokens; token += n) {
+        n = smaller(2 * TILE_ROWS, n_tokens - token);
+        if (next) prefetch_rows(next + token * row_bytes, n, row_bytes);
+        run_tiles((tiles_t){.is_pairs = t->is_pairs, .a = tokens + token, .n_rows = n, .step = 1, .b = query,
+                            .b_stride = LANES, .c = score + token * LANES, .c_stride = LANES,
+                            .n = width / per_element(t->is_pairs), .n_panels = 1});
+    }
+}
+
+/* Attends to n_tokens cache rows of one page; `next`, if any, has as many rows that follow. */
 static void attend_block(const task_t *t, const item_t *item, const workspace_t *w, int64_t token0,
-                         int64_t n_tokens) {
+                         int64_t n_tokens, const char *next) {
     const attention_t *a = t->a;
     int64_t unit = per_element(t->is_pairs), width = width_of(a) / unit, stride = t->latent_stride;
     const char *row = cache_row(a, item->sequence, token0);
@@ -142,9 +157,7 @@ static void attend_block(const task_t *t, const item_t *item, const workspace_t 
     for (int64_t i = 0; i < n_tokens; i++) tokens[i] = latent + i * stride;
     for (int64_t i = 0; i < LANES; i++) lanes[i] = w->score + i;
     for (int64_t lane0 = 0; lane0 < item->n_lanes; lane0 += LANES) {
-        run_tiles((tiles_t){.is_pairs = t->is_pairs, .a = tokens, .n_rows = n_tokens, .step = 1,
-                            .b = w->query + lane0 * width, .b_stride = LANES, .c = w->score, .c_stride = LANES,
-                            .n = width, .n_panels = 1});
+        score_block(t, tokens, n_tokens, w->query + lane0 * width, w->score, lane0 ? NULL : next);
         softmax_block(t, item, lane0, token0, n_tokens, w->score);
         if (t->is_pairs) join_scores(w->score, n_tokens);
         run_tiles((tiles_t){.is_pairs = t->is_pairs, .accumulate = 1, .a = lanes,
@@ -153,6 +166,12 @@ static void attend_block(const task_t *t, const item_t *item, const workspace_t 
                             .c = item->mixed + lane0 * t->lora_pad, .c_stride = t->lora_pad, .c_panel = LANES,
                             .n = (n_tokens + unit - 1) / unit, .n_panels = t->lora_pad / LANES});
     }
+}
+
+/* Tokens from `token` on that are in one page and in one block, before `end`. */
+static int64_t block_at(const attention_t *a, int64_t token, int64_t end) {
+    int64_t in_page = a->block_tokens - token % a->block_tokens;
+    return smaller(smaller(in_page, BLOCK_TOKENS), end - token);
 }
 
 static void run_item(const task_t *t, const item_t *item, const workspace_t *w) {
@@ -164,9 +183,9 @@ static void run_item(const task_t *t, const item_t *item, const workspace_t *w) 
     for (int64_t i = 0; i < padded; i++) item->best[i] = -INFINITY;
     pack_queries(t, item, w->query);
     for (int64_t token = item->split * SPLIT_TOKENS, n; token < end; token += n) {
-        n = smaller(a->block_tokens - token % a->block_tokens, end - token);
-        n = smaller(n, BLOCK_TOKENS);
-        attend_block(t, item, w, token, n);
+        n = block_at(a, token, end);
+        int has_next = token + n < end && block_at(a, token + n, end) >= n;
+        attend_block(t, item, w, token, n, has_next ? cache_row(a, item->sequence, token + n) : NULL);
     }
 }
 

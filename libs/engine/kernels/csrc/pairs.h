@@ -66,3 +66,24 @@ INLINE void narrow_row(const float *x, int64_t n, float *words) {
         memcpy(words + i / 2, &word, 4);
     }
 }
+
+/* n words of the values of two rows: those of `even` in the low halves. */
+INLINE void join_bf16(const uint16_t *even, const uint16_t *odd, int64_t n, float *words) {
+    int64_t i = 0;
+#if HAS_PAIRS
+    static const uint16_t order[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                       8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+                                       16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+                                       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    __m512i low = _mm512_loadu_si512(order), high = _mm512_loadu_si512(order + 32);
+    for (; i + 32 <= n; i += 32) {
+        __m512i a = _mm512_loadu_si512(even + i), b = _mm512_loadu_si512(odd + i);
+        store_words(words + i, (vf)_mm512_permutex2var_epi16(a, low, b));
+        store_words(words + i + 16, (vf)_mm512_permutex2var_epi16(a, high, b));
+    }
+#endif
+    for (; i < n; i++) {
+        uint32_t word = even[i] | (uint32_t)odd[i] << 16;
+        memcpy(words + i, &word, 4);
+    }
+}
