@@ -5,11 +5,16 @@
     python -m bench.serve --up --streams 1,8,32 --prompt-tokens 128 --output-tokens 128
     python -m bench.serve --up --make DIR --streams 1,8,32     # the shape of bench.engine, random weights
     python -m bench.serve --up --drafts off,auto,on --streams 1,4,16     # what drafts cost and save
+    python -m bench.serve --up --prompt-tokens 8192,32768,131072         # first tokens and memory by length
 
 `--rate`: sessions of held-out help-desk dialogues arrive as a Poisson process, and each sends its turns one
 after another (open loop: a slow cluster does not slow the arrivals). `--streams`: so many concurrent requests
 with prompts of a fixed length, end tokens ignored. Prints TTFT and ITL (p50, p90, p99), goodput and the
 cached share.
+
+`--prompt-tokens N[,N..]` without `--streams` runs one conversation for each length: TTFT and time per token
+cold and of its second turn, whose prefix is cached, and with `--up` the memory of the processes afterwards. A
+checkpoint with a shorter context window gets a longer one for the run.
 
 `--compare tiers,colocated` and `--affinity on,off` are the runs of bench.headline, with its options.
 
@@ -32,22 +37,33 @@ from typing import Any
 from bench.headline import __main__ as headline
 from bench.request_log import summarise
 from bench.serve.drafts import DraftRuns, DraftsWay, compare_drafts
+from bench.serve.prompt_lengths import as_table, long_context_model, run_lengths
 from bench.serve.workloads import run_sessions, run_streams
 from slipstream.async_client import AsyncClient
+from slipstream.cluster_record import ClusterRecord
 from slipstream.errors import SlipstreamError
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
 
+_PROMPT_TOKENS = 128  # of the closed-loop workload
 
-async def run(arguments: argparse.Namespace, endpoint: str) -> list[dict[str, Any]]:
+
+async def run(
+    arguments: argparse.Namespace, endpoint: str, record: ClusterRecord | None = None
+) -> list[dict[str, Any]]:
     """Run every workload on the command line; returns one report each."""
     reports = []
     limits = {"ttft_limit_ms": arguments.ttft_limit_ms, "itl_limit_ms": arguments.itl_limit_ms}
     async with AsyncClient(endpoint, max_retries=0) as client:
         await client.models()  # raises at once without a router
+        if arguments.lengths:
+            tokens, seed = arguments.output_tokens, arguments.seed
+            return await run_lengths(
+                client, arguments.lengths, output_tokens=tokens, seed=seed, record=record
+            )
         for streams in arguments.streams:
             # One request warms connections and kernels, and measures the tokens of a word.
-            words = arguments.prompt_tokens
+            words = arguments.prompt_tokens[0]
             options = {"output_tokens": arguments.output_tokens}
             (warm,) = await run_streams(
                 client, streams=1, requests=1, prompt_words=words, seed=arguments.seed + 1, **options
@@ -94,8 +110,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--model and --make need --up: a running cluster has its model")
     if arguments.drafts and (not arguments.up or arguments.model or arguments.make):
         parser.error("--drafts needs --up and the shipped model, whose draft head it uses")
-    if min(arguments.rate, arguments.sessions, arguments.prompt_tokens, arguments.output_tokens) <= 0:
-        parser.error("--rate, --sessions, --prompt-tokens and --output-tokens must be more than 0")
+    if min(arguments.rate, arguments.sessions, arguments.output_tokens) <= 0:
+        parser.error("--rate, --sessions and --output-tokens must be more than 0")
+    if arguments.prompt_tokens and not arguments.streams:
+        arguments.lengths = arguments.prompt_tokens
+    elif len(arguments.prompt_tokens) > 1:
+        parser.error("--streams takes one number of --prompt-tokens")
+    arguments.prompt_tokens = arguments.prompt_tokens or [_PROMPT_TOKENS]
     return arguments
 
 
@@ -138,7 +159,14 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, default=8, help="requests of a closed-loop run, at least 2 a stream"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of each prompt, about")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=prompt_lengths,
+        default=[],
+        metavar="N[,N..]",
+        help=f"of each prompt, about (default: {_PROMPT_TOKENS}); without --streams: measure these lengths",
+    )
+    parser.set_defaults(lengths=[])
     parser.add_argument("--output-tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--ttft-limit-ms", type=float, default=1000.0, help="goodput: TTFT at most this")
     parser.add_argument("--itl-limit-ms", type=float, default=50.0, help="goodput: mean ITL at most this")
@@ -166,9 +194,18 @@ def drafts_ways(text: str) -> list[DraftsWay]:
 
 def stream_counts(text: str) -> list[int]:
     """Parse `1,8,32`. Raises ArgumentTypeError for anything else, and for numbers below 1."""
+    return _numbers(text, "stream counts such as 1,8,32")
+
+
+def prompt_lengths(text: str) -> list[int]:
+    """Parse `8192,32768`, as `stream_counts`."""
+    return _numbers(text, "prompt lengths such as 8192,32768")
+
+
+def _numbers(text: str, what: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of stream counts such as 1,8,32")
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of {what}")
     return [int(part) for part in parts]
 
 
@@ -184,9 +221,13 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
             pace_ms=arguments.pace_ms,
         )
         return await compare_drafts(runs, run_dir)
+    model = arguments.model or DEFAULT_MODEL
+    if arguments.lengths:
+        room = max(arguments.lengths) * 5 // 4 + 4 * arguments.output_tokens + 1024
+        model = long_context_model(model, run_dir / "model", room)
     config = ClusterConfig(
         run_dir=run_dir,
-        model=arguments.model or DEFAULT_MODEL,
+        model=model,
         draft_model=DEFAULT_DRAFT_MODEL if drafts else None,
         prefill=arguments.prefill,
         decode=arguments.decode,
@@ -195,7 +236,8 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
     async with ClusterSupervisor(
         config, say=lambda line: print(line, file=sys.stderr, flush=True)
     ) as cluster:
-        return await run(arguments, cluster.record().router_grpc)
+        record = cluster.record()
+        return await run(arguments, record.router_grpc, record)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -219,6 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"bench.serve: {error.message}")
     if arguments.json:
         print(json.dumps({"runs": reports}))
+    elif arguments.lengths:
+        print(as_table(reports))
     else:
         for report in reports:
             print(json.dumps(report, indent=2))
