@@ -112,6 +112,18 @@ def test_any_chunk_size_gives_the_same_tokens(
     assert generate(engine, SPECS[-6:]) == {s.seq_id: reference[s.seq_id] for s in SPECS[-6:]}
 
 
+def test_longer_steps_of_a_long_prompt_give_the_same_tokens(model_dir: Path) -> None:
+    """Beyond 64 tokens a step of 8 rows becomes one of 32, unless another sequence decodes."""
+    spec = make_spec("long", np.random.default_rng(5).integers(0, 256, 200))
+    whole = generate(make_engine(model_dir, kernels="native"), [spec])
+    engine = make_engine(model_dir, kernels="native", step_tokens=8, max_batch=4)
+    engine.reserve(spec)
+    engine.start("long")
+    transcript = drive(engine)
+    assert transcript.tokens == whole
+    assert transcript.steps == 8 + 5 + 11  # 64 tokens by 8, 136 by 32, then those after the first answer
+
+
 def test_a_cached_prefix_gives_the_same_tokens(model_dir: Path, reference: dict[str, list[int]]) -> None:
     engine = make_engine(model_dir)
     for _ in range(2):
