@@ -32,7 +32,8 @@ def text_of(tokenizer: Tokenizer, n_tokens: int) -> str:
 def test_a_long_prompt_is_answered_as_by_one_process(tmp_path: Path, n_tokens: int) -> None:
     model = long_context_model(DEFAULT_MODEL, tmp_path / "model", 262_144)
     tokenizer = Tokenizer.from_dir(model)
-    prompts, answers = [text_of(tokenizer, n_tokens)], []
+    prompts = [text_of(tokenizer, n_tokens)]
+    answers: list[str] = []
     config = ClusterConfig(
         run_dir=tmp_path,
         model=model,

@@ -71,7 +71,8 @@ class PlainModel:
         scale = (self.config["qk_nope_head_dim"] + self.config["qk_rope_head_dim"]) ** -0.5
         if self._yarn is None:
             return float(scale)
-        return float(scale) * (0.1 * self._yarn["mscale_all_dim"] * math.log(self._yarn["factor"]) + 1.0) ** 2
+        mscale = float(0.1 * self._yarn["mscale_all_dim"] * math.log(self._yarn["factor"]) + 1.0)
+        return float(scale) * mscale * mscale
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = (positions.float()[:, None] * self._frequencies()).double()
@@ -82,7 +83,7 @@ class PlainModel:
     def _frequencies(self) -> torch.Tensor:
         """fp32, as the releases hold them."""
         dim, theta = self.config["qk_rope_head_dim"], self.config["rope_theta"]
-        base = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        base: torch.Tensor = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         yarn = self._yarn
         if yarn is None:
             return base
