@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 from llguidance import LLMatcher
+from msgspec.structs import replace
 
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
-from libs.structured.endless_schemas import find_endless
 from libs.structured.grammar_cache import compile_grammar, first_lines
-from libs.structured.json_schema import IGNORED, find_repeatable, find_unsupported
+from libs.structured.json_schema import find_unsupported
+from libs.structured.unheld import find_unheld, locate
 from libs.structured.vocabulary import GrammarVocabulary
 from slipstream.errors import InvalidArgument
 
@@ -67,30 +68,31 @@ def check_grammar(request: CheckRequest, vocabulary: GrammarVocabulary) -> Defec
 
 def _check_part(part: OutputFormat) -> None:
     """Refuse what llguidance would take, and not hold."""
-    if part.kind == "json_schema" and (found := find_unsupported(part.content, IGNORED)) is not None:
-        raise InvalidArgument(f"{part.field}.{found[0]}", found[1])
-    if part.kind == "json_schema":
-        _check_values(part)
+    if part.kind == "json_schema" and (found := find_unheld(part.content)) is not None:
+        raise InvalidArgument(".".join(filter(None, (part.field, found[0]))), found[1])
     if part.kind == "lark" and (used := _FORBIDDEN_IN_LARK.search(_LITERALS.sub("", part.content))):
         raise InvalidArgument(part.field, f"may not use {used.group()}: it holds text, not control tokens")
 
 
-def _check_values(part: OutputFormat) -> None:
-    if (endless := find_endless(part.content)) is not None:
-        raise InvalidArgument(".".join(filter(None, (part.field, endless))), "has no value that ends")
-    if (path := find_repeatable(part.content)) is not None:
-        reason = "is not supported where keys are not declared: one may occur twice"
-        raise InvalidArgument(f"{part.field}.{path}", reason)
-
-
 def _name_defect(part: OutputFormat, vocabulary: GrammarVocabulary) -> None:
     """Raise the error of a part that does not compile alone, naming the keyword where there is one."""
-    try:
-        compile_grammar(answer_grammar(part, (), {}), vocabulary, field=part.field)
-    except InvalidArgument:
-        if part.kind == "json_schema" and (found := find_unsupported(part.content)) is not None:
-            raise InvalidArgument(f"{part.field}.{found[0]}", found[1]) from None
-        raise
+
+    def compile_alone(content: Any) -> str:
+        try:
+            compile_grammar(answer_grammar(replace(part, content=content), (), {}), vocabulary)
+        except InvalidArgument as error:
+            return error.reason
+        return ""
+
+    reason = compile_alone(part.content)
+    if not reason:
+        return
+    if part.kind == "json_schema":
+        if (found := find_unsupported(part.content)) is not None:
+            raise InvalidArgument(f"{part.field}.{found[0]}", found[1])
+        path = locate(part.content, reason, compile_alone)
+        raise InvalidArgument(".".join(filter(None, (part.field, path))), reason)
+    raise InvalidArgument(part.field, reason)
 
 
 def _check_warnings(matcher: LLMatcher, field: str) -> None:

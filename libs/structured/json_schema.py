@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libs.structured.string_formats import with_exact_formats
+from libs.structured.exact_schema import exact_schema
 
 Json = Mapping[str, Any]
 
@@ -40,8 +40,6 @@ UNSUPPORTED = frozenset(
         "uniqueItems",
     }
 )
-# Keywords of draft 3, which llguidance would ignore.
-IGNORED = frozenset({"disallow", "divisibleBy", "extends"})
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 )
@@ -55,39 +53,27 @@ def json_grammar(schema: Json | bool) -> Json:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if any(_is_open(part) for _, part in walk(schema)):
+    if forbids_unicode_escapes(schema):
         options["json_allowed_escapes"] = _PLAIN_ESCAPES
-    return {"json_schema": {**with_exact_formats(schema), "x-guidance": options}}
+    return {"json_schema": {**exact_schema(schema), "x-guidance": options}}
 
 
-def find_unsupported(schema: Json | bool, keywords: frozenset[str] = UNSUPPORTED) -> tuple[str, str] | None:
-    """The path of the first of these keywords, and why it is refused; None without one.
+def forbids_unicode_escapes(schema: Json | bool) -> bool:
+    """Whether a key could spell a declared one by escapes, or one that a pattern decides about."""
+    return any(_is_open(part) for _, part in walk(schema))
 
-    For UNSUPPORTED also a format or a reference that no grammar can hold.
-    """
+
+def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:
+    """The path of the first keyword, format or reference that no grammar can hold, and why; None without."""
     for path, part in walk(schema):
         for name, value in part.items():
             where = f"{path}.{name}" if path else name
-            if name in keywords:
+            if name in UNSUPPORTED:
                 return where, "is not supported"
-            if keywords is not UNSUPPORTED:
-                continue
             if name == "format" and value not in FORMATS and _may_be_text(part):
                 return where, f"must be one of {', '.join(sorted(FORMATS))}"
             if name == "$ref" and isinstance(value, str) and "://" in value:
                 return where, "must refer to a place in the same schema"
-    return None
-
-
-def find_repeatable(schema: Json | bool) -> str | None:
-    """The path of the first `minProperties` that a repeated undeclared key could satisfy; None without."""
-    for path, part in walk(schema):
-        least = part.get("minProperties", 0)
-        required = part.get("required")
-        named = set(map(str, required)) if isinstance(required, list) else set()
-        is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
-        if isinstance(least, (int, float)) and least > len(named) + 1 and not is_closed:
-            return f"{path}.minProperties" if path else "minProperties"
     return None
 
 
@@ -154,9 +140,10 @@ def resolve(root: object, reference: str) -> object:
 
 
 def _is_open(part: Json) -> bool:
-    """Whether the object may have keys beside those that it declares."""
-    return (
-        bool(part.get("properties") or part.get("required")) and part.get("additionalProperties") is not False
+    """Whether the object may have keys beside those that it declares, or some for which a pattern decides."""
+    is_declared = bool(part.get("properties") or part.get("required"))
+    return bool(part.get("patternProperties")) or (
+        is_declared and part.get("additionalProperties") is not False
     )
 
 

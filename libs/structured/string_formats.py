@@ -15,32 +15,16 @@ _PATTERNS: Mapping[str, str] = {
     "date-time": f"^{_DAY}[Tt]{_SECOND}",
     "time": f"^{_SECOND}",
 }
-# Keywords whose values are data and no schemas, and those whose values are schemas by name.
-_DATA = frozenset({"const", "default", "enum", "examples"})
-_BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 
 
-def with_exact_formats(schema: Any) -> Any:
-    """A copy of the schema in which the formats of dates and times have patterns beside them."""
-    if isinstance(schema, list):
-        return [with_exact_formats(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {key: _exact(key, item) for key, item in schema.items()}
+def with_pattern(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with a pattern beside its format of dates and times."""
     stated = schema.get("format")
     pattern = _PATTERNS.get(stated) if isinstance(stated, str) else None
     if pattern is None:
-        return made
-    if "pattern" not in made:
-        made["pattern"] = pattern
-    elif isinstance(made.get("allOf", []), list):
-        made["allOf"] = [*made.get("allOf", []), {"pattern": pattern}]
-    return made
-
-
-def _exact(keyword: str, value: Any) -> Any:
-    if keyword in _DATA:
-        return value
-    if keyword in _BY_NAME and isinstance(value, Mapping):
-        return {name: with_exact_formats(item) for name, item in value.items()}
-    return with_exact_formats(value)
+        return schema
+    if "pattern" not in schema:
+        return {**schema, "pattern": pattern}
+    if isinstance(schema.get("allOf", []), list):
+        return {**schema, "allOf": [*schema.get("allOf", []), {"pattern": pattern}]}
+    return schema

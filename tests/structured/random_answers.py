@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
 from libs.structured.constraint import GrammarConstraint, Phase
@@ -49,6 +51,15 @@ def random_answer(
     return walk(constraint, vocabulary, tokenizer, seed=seed, max_tokens=max_tokens)
 
 
+@functools.cache
+def closing_tokens(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
+    """The tokens that begin with the end of a string, an array or an object."""
+    closing = (b'"', b"]", b"}")
+    return np.array(
+        [i for i in range(tokenizer.base_vocab_tokens) if tokenizer.token_bytes(i)[:1] in closing]
+    )
+
+
 def walk(
     constraint: GrammarConstraint,
     vocabulary: GrammarVocabulary,
@@ -56,9 +67,14 @@ def walk(
     *,
     seed: int,
     max_tokens: int,
+    haste: float = 0.0,
 ) -> str | None:
-    """The text of the answer that this constraint holds; None for one without an end."""
+    """The text of the answer that this constraint holds; None for one without an end.
+
+    `haste` is the chance of a token that closes something, where one is allowed.
+    """
     random = np.random.default_rng(seed)
+    closing = closing_tokens(tokenizer)
     masks = np.zeros((1, -(-vocabulary.size // 32)), dtype=np.int32)
     tokens: list[int] = []
     while len(tokens) < max_tokens:
@@ -67,6 +83,10 @@ def walk(
         bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[: vocabulary.size]
         allowed = np.flatnonzero(bits)
         assert len(allowed), tokenizer.decode(tokens)
+        if haste and random.random() < haste:
+            ends = np.intersect1d(allowed, list(vocabulary.end_ids))
+            closes = ends if len(ends) else np.intersect1d(allowed, closing)
+            allowed = closes if len(closes) else allowed
         # The largest of logits with Gumbel noise is a sample of their softmax.
         logits = random.normal(size=len(allowed)) / TEMPERATURE + random.gumbel(size=len(allowed))
         token = int(allowed[logits.argmax()])

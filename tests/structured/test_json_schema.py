@@ -40,10 +40,19 @@ def defect(schema: Any, vocabulary: GrammarVocabulary) -> tuple[str, str]:
         ({"properties": {"a": {"format": "iban"}}}, "schema.properties.a.format"),
         ({"type": "integer", "divisibleBy": 3}, "schema.divisibleBy"),
         ({"$ref": "https://example.com/x"}, "schema.$ref"),
-        ({"type": "string", "pattern": "(?=a)b"}, "schema"),
-        ({"oneOf": [{"minLength": 2}, {"maxLength": 5}]}, "schema"),
+        ({"properties": {"p": {"type": "string", "pattern": "(?=a)b"}}}, "schema.properties.p.pattern"),
+        ({"items": {"oneOf": [{"minLength": 2}, {"maxLength": 5}]}}, "schema.items.oneOf"),
+        ({"type": "object", "properties": {"a": {}}, "maxProperties": 1}, "schema.maxProperties"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"patternProperties": {"^x": {"const": 1}, "y$": {}}}}},
+            "schema.$defs.a.patternProperties",
+        ),
+        ({"anyOf": [{"const": 1}, {"enum": ["a", {"n": [2**53 + 1]}]}]}, "schema.anyOf[1].enum"),
+        ({"properties": {"a": {"const": "\x01"}}}, "schema.properties.a.const"),
+        ({"prefixItems": [{}], "additionalItems": False}, "schema.additionalItems"),
+        ({"prefixItems": [{}], "items": [{}]}, "schema.items"),
         ({"$ref": "#"}, "schema"),
-        ({"type": "integer", "minimum": 3, "maximum": 1}, "schema"),
+        ({"type": "integer", "minimum": 3, "maximum": 1}, "schema.minimum"),
         (False, "schema"),
         ({"type": "object", "minProperties": 2}, "schema.minProperties"),
         ({"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}, "schema"),
@@ -97,6 +106,38 @@ def test_an_escape_spells_no_declared_key(vocabulary: GrammarVocabulary, tokeniz
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert accepts(schema, '{"a":1,"b":"x"}', vocabulary, tokenizer)
     assert not accepts(schema, '{"a":1,"\\u0061":"x"}', vocabulary, tokenizer)
+    by_pattern = {
+        "patternProperties": {"^a": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
+    assert accepts(by_pattern, '{"a":1,"b":"x"}', vocabulary, tokenizer)
+    assert not accepts(by_pattern, '{"\\u0061":"x"}', vocabulary, tokenizer)
+
+
+def test_an_unknown_keyword_is_an_annotation(vocabulary: GrammarVocabulary) -> None:
+    assert defect({"type": "string", "extends": "types.json#/text", "x-order": 1}, vocabulary) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0", "0.6"]),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ["1.25"], ["1", "1.5"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"], ["0", "-0", "-0.6"]),
+        ({"exclusiveMinimum": 1, "minimum": 1.2, "maximum": 1.5}, ["1.2"], ["1", "1.1"]),
+        ({"minimum": 0, "exclusiveMinimum": True}, ["0.1", "7"], ["0"]),
+        ({"type": "integer", "maximum": 2**53 + 3}, [str(2**53)], [str(2**53 + 4)]),
+        ({"type": "integer", "exclusiveMinimum": -(2**53) - 3}, [str(-(2**53))], [str(-(2**53) - 4)]),
+    ],
+)
+def test_bounds_of_numbers_are_exact(
+    bounds: Any, good: list[str], bad: list[str], vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "number", **bounds}
+    for text in good:
+        assert accepts(schema, text, vocabulary, tokenizer), text
+    for text in bad:
+        assert not accepts(schema, text, vocabulary, tokenizer), text
 
 
 def test_white_space_has_an_end(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
