@@ -34,7 +34,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--schemas", type=Path, help="folder of schemas, with or without instances")
     parser.add_argument("--answers", type=int, default=2, help="a schema (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=2000, help="of an answer (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=600, help="of an answer (default: %(default)s)")
     parser.add_argument(
         "--check-limit-s", type=float, default=30.0, help="of a schema (default: %(default)s)"
     )

@@ -1,7 +1,8 @@
 """Which schemas of a folder are held, beside llguidance alone on the same files.
 
 A file is one schema (JSONSchemaBench), or {"schema": .., "tests": [{"valid": .., "data": ..}]} (MaskBench).
-llguidance alone takes the schema as it is, with its default options.
+A set is a folder, or the part of a file's name before `---`. llguidance alone takes the schema as it is, with
+its default options.
 """
 
 from __future__ import annotations
@@ -32,38 +33,44 @@ SIDES = ("slipstream", "llguidance")
 def measure_set(
     folder: Path, model_dir: Path, *, answers: int, max_tokens: int, check_limit_s: float
 ) -> dict[str, Any]:
-    """The shares over all files of the folder, by side."""
+    """The shares over all files of the folder by side, those of each set, and the files that differ."""
     tokenizer = Tokenizer.from_dir(model_dir)
-    vocabulary = GrammarVocabulary.of(tokenizer)
+    judge = _Judge(tokenizer, GrammarVocabulary.of(tokenizer), answers, max_tokens)
     checker = GrammarChecker(model_dir, limit_s=check_limit_s)
-    counts = {side: Counter[str]() for side in SIDES}
+    sets: dict[str, dict[str, Counter[str]]] = {}
+    differing: list[dict[str, Any]] = []
     try:
-        for _, schema, tests in read_folder(folder):
+        for name, path, schema, tests in read_folder(folder):
+            matchers = (_ours(schema, checker, judge.vocabulary), _theirs(schema, judge.vocabulary))
+            counts = {
+                side: judge.count(matcher, schema, tests)
+                for side, matcher in zip(SIDES, matchers, strict=True)
+            }
+            of_set = sets.setdefault(name, {side: Counter() for side in SIDES})
             for side in SIDES:
-                matcher = (
-                    _ours(schema, checker, vocabulary) if side == SIDES[0] else _theirs(schema, vocabulary)
-                )
-                counts[side]["schemas"] += 1
-                if matcher is None:
-                    continue
-                counts[side]["compiled"] += 1
-                _judge_instances(counts[side], matcher, tests, tokenizer)
-                _judge_answers(
-                    counts[side], matcher, schema, tokenizer, vocabulary, n=answers, max_tokens=max_tokens
-                )
+                of_set[side].update(counts[side])
+            if counts[SIDES[0]] != counts[SIDES[1]]:
+                differing.append({"file": path, **{side: dict(counts[side]) for side in SIDES}})
     finally:
         checker.close()
-    return {side: _shares(count) for side, count in counts.items()}
+    total = {side: sum((of_set[side] for of_set in sets.values()), Counter[str]()) for side in SIDES}
+    return {
+        **{side: _shares(count) for side, count in total.items()},
+        "sets": {name: {side: _shares(of_set[side]) for side in SIDES} for name, of_set in sets.items()},
+        "differing": differing,
+    }
 
 
-def read_folder(folder: Path) -> Iterator[tuple[str, Any, list[Mapping[str, Any]]]]:
-    """Name, schema and tests of each file."""
+def read_folder(folder: Path) -> Iterator[tuple[str, str, Any, list[Mapping[str, Any]]]]:
+    """Set, path, schema and tests of each file."""
     for path in sorted(folder.rglob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
+        name = path.name.split("---")[0] if "---" in path.name else path.parent.name
+        where = str(path.relative_to(folder))
         if isinstance(content, dict) and "schema" in content and isinstance(content.get("tests"), list):
-            yield path.name, content["schema"], content["tests"]
+            yield name, where, content["schema"], content["tests"]
         else:
-            yield path.name, content, []
+            yield name, where, content, []
 
 
 def _ours(schema: Any, checker: GrammarChecker, vocabulary: GrammarVocabulary) -> LLMatcher | None:
@@ -81,72 +88,93 @@ def _theirs(schema: Any, vocabulary: GrammarVocabulary) -> LLMatcher | None:
     return None if matcher.is_error() else matcher
 
 
-def _judge_instances(
-    count: Counter[str], matcher: LLMatcher, tests: list[Mapping[str, Any]], tokenizer: Tokenizer
-) -> None:
-    for test in tests:
-        fresh = matcher.deep_copy()
-        tokens = tokenizer.encode_text(json.dumps(test["data"], ensure_ascii=False))
-        accepted = all(fresh.consume_token(token) for token in tokens) and fresh.is_accepting()
-        kind = "valid" if test["valid"] else "invalid"
-        count[f"{kind}_instances"] += 1
-        count[f"{kind}_right"] += accepted == test["valid"]
+class _Judge:
+    """Counts what a matcher accepts, and which of its answers are valid."""
 
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary: GrammarVocabulary, answers: int, max_tokens: int
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._max_tokens = max_tokens
+        closing = [
+            token
+            for token in range(tokenizer.base_vocab_tokens)
+            if tokenizer.token_bytes(token)[:1] in (b'"', b"]", b"}")
+        ]
+        self._closing = np.zeros(vocabulary.size, dtype=np.bool_)
+        self._closing[[*closing, *vocabulary.end_ids]] = True
 
-def _judge_answers(
-    count: Counter[str],
-    matcher: LLMatcher,
-    schema: Any,
-    tokenizer: Tokenizer,
-    vocabulary: GrammarVocabulary,
-    *,
-    n: int,
-    max_tokens: int,
-) -> None:
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    judge = kind(schema, format_checker=kind.FORMAT_CHECKER)
-    for seed in range(n):
-        text = _random_answer(matcher, tokenizer, vocabulary, seed=seed, max_tokens=max_tokens)
-        if text is None:
-            continue
-        count["answers"] += 1
-        try:
-            count["valid_answers"] += judge.is_valid(json.loads(text))
-        except Exception:
-            count["not_judged"] += 1
+    def count(self, matcher: LLMatcher | None, schema: Any, tests: list[Mapping[str, Any]]) -> Counter[str]:
+        """The counts of one schema; no matcher: it does not compile."""
+        count = Counter(schemas=1)
+        if matcher is not None:
+            count["compiled"] = 1
+            self._judge_instances(count, matcher, tests)
+            self._judge_answers(count, matcher, schema)
+        return count
 
+    def _judge_instances(
+        self, count: Counter[str], matcher: LLMatcher, tests: list[Mapping[str, Any]]
+    ) -> None:
+        for test in tests:
+            fresh = matcher.deep_copy()
+            tokens = self._tokenizer.encode_text(json.dumps(test["data"], ensure_ascii=False))
+            accepted = all(fresh.consume_token(token) for token in tokens) and fresh.is_accepting()
+            kind = "valid" if test["valid"] else "invalid"
+            count[f"{kind}_instances"] += 1
+            count[f"{kind}_right"] += accepted == test["valid"]
 
-def _random_answer(
-    matcher: LLMatcher, tokenizer: Tokenizer, vocabulary: GrammarVocabulary, *, seed: int, max_tokens: int
-) -> str | None:
-    """An answer of a model with equal logits; None when it has no end in `max_tokens`."""
-    state = GrammarConstraint(OutputConstraint("-"), matcher.deep_copy(), vocabulary)
-    random = np.random.default_rng(seed)
-    row = np.zeros((1, -(-vocabulary.size // 32)), dtype=np.int32)
-    tokens: list[int] = []
-    for _ in range(max_tokens):
-        state.fill((), row)
-        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-        if state.failure or not len(allowed):
-            return None
-        token = int(random.choice(allowed))
-        state.advance((token,))
-        if state.phase is Phase.ENDED:
-            return tokenizer.decode_bytes(tokens).decode()
-        tokens.append(token)
-    return None
+    def _judge_answers(self, count: Counter[str], matcher: LLMatcher, schema: Any) -> None:
+        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        judge = kind(schema, format_checker=kind.FORMAT_CHECKER)
+        for seed in range(self._answers):
+            text = self._random_answer(matcher, seed)
+            if text is None:
+                continue
+            count["answers"] += 1
+            try:
+                count["valid_answers"] += judge.is_valid(json.loads(text))
+            except Exception:
+                count["not_judged"] += 1
+
+    def _random_answer(self, matcher: LLMatcher, seed: int) -> str | None:
+        """An answer of a model with equal logits, in growing haste; None without an end in `max_tokens`."""
+        state = GrammarConstraint(OutputConstraint("-"), matcher.deep_copy(), self.vocabulary)
+        random = np.random.default_rng(seed)
+        row = np.zeros((1, -(-self.vocabulary.size // 32)), dtype=np.int32)
+        tokens: list[int] = []
+        for n in range(self._max_tokens):
+            state.fill((), row)
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: self.vocabulary.size]
+            allowed = np.flatnonzero(bits)
+            if state.failure or not len(allowed):
+                return None
+            closing = allowed[self._closing[allowed]]
+            if len(closing) and random.random() < 0.1 + 2 * n / self._max_tokens:
+                allowed = closing
+            token = int(allowed[random.integers(len(allowed))])
+            state.advance((token,))
+            if state.phase is Phase.ENDED:
+                return self._tokenizer.decode_bytes(tokens).decode()
+            tokens.append(token)
+        return None
 
 
 def _shares(count: Counter[str]) -> dict[str, Any]:
-    def share(part: str, whole: str) -> float | None:
-        return round(count[part] / count[whole], 4) if count[whole] else None
+    def share(part: str, whole: str, *, less: str = "") -> float | None:
+        n = count[whole] - count[less]
+        return round(count[part] / n, 4) if n else None
 
     return {
         "schemas": count["schemas"],
         "compiled": share("compiled", "schemas"),
         "answers": count["answers"],
-        "valid_answers": share("valid_answers", "answers"),
+        "valid_answers": share("valid_answers", "answers", less="not_judged"),
         "not_judged": count["not_judged"],
+        "valid_instances": count["valid_instances"],
+        "invalid_instances": count["invalid_instances"],
         "valid_accepted": share("valid_right", "valid_instances"),
         "invalid_refused": share("invalid_right", "invalid_instances"),
     }
