@@ -61,6 +61,20 @@ def said(cluster: LocalCluster, **body: Any) -> dict[str, Any]:
     return message
 
 
+def streamed(cluster: LocalCluster, **body: Any) -> list[dict[str, Any]]:
+    """The choices of all events of a streamed answer."""
+    data = json.dumps({"messages": MESSAGES, "max_tokens": 300, "stream": True, **body}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://{cluster.http}/v1/chat/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        events = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
+    return [choice for event in events if event != "[DONE]" for choice in json.loads(event)["choices"]]
+
+
+def text_of(choices: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(item["delta"].get("content") or "" for item in choices if item["index"] == index)
+
+
 def check(text: str) -> None:
     answer = json.loads(text)
     assert answer.keys() == {"name", "age", "when"}
@@ -81,6 +95,57 @@ def test_answers_are_valid_under_their_schema(cluster: LocalCluster) -> None:
     assert re.fullmatch("[a-z]{3}-[0-9]{4}", said(cluster, guided_regex="[a-z]{3}-[0-9]{4}")["content"])
     lark = 'start: "a" b "!"\nb: /[0-9]{1,3}/'
     assert re.fullmatch("a[0-9]{1,3}!", said(cluster, guided_grammar=lark)["content"])
+
+
+def test_streams_choices_and_log_probabilities_keep_the_form(cluster: LocalCluster) -> None:
+    """A streamed answer, each of several choices and gRPC's answer are the same text."""
+    form: dict[str, Any] = {"response_format": OPENAI_FORM, "temperature": 1.2, "seed": 11}
+    status, whole = post(cluster, **form, n=3, logprobs=True, top_logprobs=2)
+    assert status == 200, whole
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert len(set(texts)) > 1
+    for choice in whole["choices"]:
+        check(choice["message"]["content"])
+        assert choice["finish_reason"] == "stop"
+        tokens = choice["logprobs"]["content"]
+        assert b"".join(bytes(token["bytes"]) for token in tokens).decode() == choice["message"]["content"]
+        assert all(token["logprob"] <= 0 and len(token["top_logprobs"]) == 2 for token in tokens)
+    events = streamed(cluster, **form, n=3, logprobs=True, top_logprobs=2)
+    assert [text_of(events, index) for index in range(3)] == texts
+    for index, choice in enumerate(whole["choices"]):
+        mine = [event["logprobs"] for event in events if event["index"] == index and event.get("logprobs")]
+        assert [item for part in mine for item in part["content"]] == choice["logprobs"]["content"]
+    reply = cluster.client.chat(
+        MESSAGES, output={"json_schema": SCHEMA}, temperature=1.2, seed=11, max_tokens=300, top_logprobs=2
+    )
+    assert reply.text == texts[0]
+    assert len(reply.logprobs) == len(whole["choices"][0]["logprobs"]["content"])
+
+
+def test_a_stop_string_ends_an_answer_within_its_form(cluster: LocalCluster) -> None:
+    form: dict[str, Any] = {"response_format": OPENAI_FORM, "temperature": 1.2, "seed": 12}
+    whole = said(cluster, **form)["content"]
+    stop = '"when"'
+    until = whole[: whole.index(stop)]
+    assert said(cluster, **form, stop=[stop])["content"] == until
+    assert text_of(streamed(cluster, **form, stop=[stop])) == until
+    reply = cluster.client.chat(
+        MESSAGES, output={"json_schema": SCHEMA}, temperature=1.2, seed=12, max_tokens=300, stop=[stop]
+    )
+    assert reply.text == until
+    status, short = post(cluster, **form, **{"max_tokens": 5})
+    assert status == 200
+    assert short["choices"][0]["finish_reason"] == "length"
+    assert whole.startswith(short["choices"][0]["message"]["content"])
+
+
+def test_drafts_are_verified_under_a_grammar(cluster: LocalCluster) -> None:
+    for temperature in (0.0, 1.0):
+        arguments: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 600}
+        reply = cluster.client.chat(MESSAGES, output={"regex": "[a-zA-Z ,.]{300}"}, **arguments)
+        assert re.fullmatch("[a-zA-Z ,.]{300}", reply.text)
+        assert reply.stats is not None
+        assert reply.stats.proposed_drafts > 0
 
 
 def test_calls_name_declared_tools_and_hold_their_arguments(cluster: LocalCluster) -> None:
@@ -114,7 +179,7 @@ def test_what_no_grammar_holds_is_refused_by_its_path(cluster: LocalCluster) -> 
 
 
 def test_a_killed_decode_worker_changes_no_byte(cluster: LocalCluster) -> None:
-    arguments: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 2000}
+    arguments: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 2000, "top_logprobs": 1}
     arguments["output"] = {"json_schema": LONG}
     undisturbed = cluster.client.chat(MESSAGES, **arguments)
     assert len(json.loads(undisturbed.text)) == 120
@@ -130,6 +195,7 @@ def test_a_killed_decode_worker_changes_no_byte(cluster: LocalCluster) -> None:
     for _ in events:
         pass
     assert stream.reply.text == undisturbed.text
+    assert [item.token for item in stream.reply.logprobs] == [item.token for item in undisturbed.logprobs]
     assert stream.reply.stats is not None
     assert stream.reply.stats.attempts > 1
     cluster.until_running(running, but=pid)
