@@ -33,20 +33,47 @@ def measure_engine(*, dialogues: int, threads: int) -> dict[str, Any]:
         "without": lambda: None,
         "with": lambda: factory.make(rules, ()),
     }
-    figures: dict[str, Any] = {}
-    answers: list[list[Generation]] = []
-    for name, constrain in kinds.items():
-        engine = build_engine(BASE_DIR, EngineOptions(draft_model_dir=EAGLE_DIR, threads=threads))
-        drafter = build_drafter(EAGLE_DIR, BASE_DIR)
-        began_s = time.perf_counter()
-        stop = tokenizer.special_id(IM_END)
-        replies = generate(engine, prompts, stop_token_id=stop, drafter=drafter, constrain=constrain)
-        took_s = time.perf_counter() - began_s
-        answers.append(replies)
-        lengths = [length for reply in replies for length in reply.step_lengths]
-        figures[name] = {
-            "tokens_per_s": round(sum(len(reply.token_ids) for reply in replies) / took_s, 1),
-            "acceptance_length": round(sum(lengths) / max(len(lengths), 1), 3),
-        }
+    runs = {name: _Run(constrain, tokenizer.special_id(IM_END), threads) for name, constrain in kinds.items()}
+    # In turn, prompt by prompt, so that the load of the machine is the same for both.
+    for number, prompt in enumerate(prompts):
+        for name in sorted(runs, reverse=bool(number % 2)):
+            runs[name].answer(prompt)
+    answers = [run.replies for run in runs.values()]
+    figures: dict[str, Any] = {name: run.figures() for name, run in runs.items()}
     same = [a.token_ids == b.token_ids for a, b in zip(*answers, strict=True)]
     return {**figures, "turns": len(prompts), "equal_answers": sum(same)}
+
+
+class _Run:
+    """Answers of one engine, and what they take."""
+
+    def __init__(
+        self, constrain: Callable[[], TokenConstraint | None], stop_token_id: int, threads: int
+    ) -> None:
+        self.replies: list[Generation] = []
+        self._constrain = constrain
+        self._stop_token_id = stop_token_id
+        self._engine = build_engine(BASE_DIR, EngineOptions(draft_model_dir=EAGLE_DIR, threads=threads))
+        self._drafter = build_drafter(EAGLE_DIR, BASE_DIR)
+        self._took_s = self._took_cpu_s = 0.0
+
+    def answer(self, prompt: list[int]) -> None:
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        self.replies += generate(
+            self._engine,
+            [prompt],
+            stop_token_id=self._stop_token_id,
+            drafter=self._drafter,
+            constrain=self._constrain,
+        )
+        self._took_s += time.perf_counter() - began_s
+        self._took_cpu_s += time.process_time() - began_cpu_s
+
+    def figures(self) -> dict[str, float]:
+        lengths = [length for reply in self.replies for length in reply.step_lengths]
+        n_tokens = sum(len(reply.token_ids) for reply in self.replies)
+        return {
+            "tokens_per_s": round(n_tokens / self._took_s, 1),
+            "cpu_ms_per_token": round(self._took_cpu_s / n_tokens * 1e3, 3),
+            "acceptance_length": round(sum(lengths) / max(len(lengths), 1), 3),
+        }
