@@ -10,6 +10,7 @@ machine the router is what is measured. Tokens are a fixed text, and no KV moves
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import time
 from array import array
@@ -111,6 +112,8 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             if wait_s:
                 await asyncio.sleep(wait_s)
             first = prefill_pb2.FirstToken(token_id=self._answer[0], cached=tiers)
+            if request.sampling.HasField("top_logprobs"):
+                first.logprobs.CopyFrom(position_logprobs(first.token_id, request.sampling.top_logprobs))
             if request.sampling.max_tokens - request.emitted_tokens <= 1:
                 first.finish_reason = common_pb2.FINISH_REASON_LENGTH
             yield prefill_pb2.PrefillEvent(first_token=first)
@@ -126,6 +129,13 @@ class PacedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         known = next((i for i, block in enumerate(blocks) if block not in self._seen), len(blocks))
         self._seen.update(blocks[known:])
         return known
+
+
+@functools.cache
+def position_logprobs(token: int, n_top: int) -> common_pb2.PositionLogprobs:
+    """Log probabilities of a token and of those after it in the vocabulary."""
+    top = [common_pb2.TokenLogprob(token_id=token + i, logprob=-0.5 - i) for i in range(n_top)]
+    return common_pb2.PositionLogprobs(logprob=-0.5, top=top)
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +164,8 @@ class _Frame:
 
     def add(self, start: decode_pb2.StartSequence, token: int) -> None:
         """Add one token of a sequence."""
+        if start.sampling.HasField("top_logprobs"):
+            self.delta(start).logprobs.append(position_logprobs(token, start.sampling.top_logprobs))
         if start.handle not in self._deltas:
             self._handles.append(start.handle)
             self._tokens.append(token)

@@ -54,6 +54,9 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
     def dispatch(self, frame: Any) -> None:
         """Give a frame's content to its receivers. What it raises ends the stream."""
 
+    async def wait_room(self) -> None:
+        """Return when the next frame may be read; frames that are not read wait at the peer."""
+
     @abstractmethod
     def fail(self, receiver: ReceiverT, error: errors.SlipstreamError) -> None:
         """The stream broke: `receiver`, not registered any more, gets nothing else."""
@@ -145,6 +148,7 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
         try:
             async for frame in call.grpc_call:
                 self.dispatch(frame)
+                await self.wait_room()
         except grpc.aio.AioRpcError as broken:
             error = errors.Unavailable(f"{self.peer}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:

@@ -10,19 +10,22 @@
 Order: classes are strict, but work of a lower class that has waited `promote_ms` goes before every second
 request of a higher one. In a class tenants share by tokens (fair_queue.py). A request runs when it fits: a
 place is free, its prefill begins in time and decode will have room when its prefill is done (forecast.py).
-A request that would run alone always fits. A full queue pushes out the newest request of the tenant with the
-most. A higher class may preempt requests of lower classes that have no token yet. Work that is not urgent is
-of class BULK; with `may_wait` False it runs now or is rejected.
+A request that would run alone always fits. A tenant with fewer places than its share may take one of the
+reserve (tenant_places.py), and overtakes tenants that have theirs. A full queue pushes out the newest request
+of the tenant with the most. A higher class may preempt requests of lower classes that have no token yet. Work
+that is not urgent is of class BULK; with `may_wait` False it runs now or is rejected.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from services.router.admission.fair_queue import FairQueue
+from services.router.admission.class_queues import ClassQueues, WaitingRequest
+from services.router.admission.end_pace import EndPace
 from services.router.admission.forecast import Capacity, Forecast, Load, Outlook
+from services.router.admission.tenant_places import TenantPlaces, with_reserve
 from services.router.admission.types import (
     AdmissionDecision,
     AdmissionLimits,
@@ -34,8 +37,6 @@ from services.router.admission.types import (
 
 # A request enters the queue if its expected wait is at most this share of the time to its latest begin.
 _WAIT_SHARE = 0.5
-# Sequences of one batch end together, so the mean covers many ends.
-_END_DECAY = 0.97
 _ADMITTED = AdmissionDecision(Verdict.ADMITTED)
 
 
@@ -43,20 +44,6 @@ _ADMITTED = AdmissionDecision(Verdict.ADMITTED)
 class _Running(Load):
     ask: AdmissionRequest = field(kw_only=True)
     preemptions: int = field(kw_only=True)
-
-
-@dataclass(slots=True)
-class _Waiting:
-    ask: AdmissionRequest
-    since_ms: float
-    until_ms: float
-    preemptions: int = 0
-
-
-@dataclass(slots=True)
-class _Class:
-    queue: FairQueue
-    waiting: dict[str, _Waiting] = field(default_factory=dict)  # by arrival
 
 
 class Admission:
@@ -69,12 +56,9 @@ class Admission:
         # The same requests by phase. Few are in prefill; of the others the forecast needs only the number.
         self._prefilling: dict[str, _Running] = {}
         self._decoding: dict[str, _Running] = {}
-        self._classes = {priority: _Class(FairQueue(limits.tenant_weights)) for priority in Priority}
-        self._where: dict[str, Priority] = {}  # of waiting requests
-        self._last_end_ms: float | None = None
-        # The sum of the times between ends and their number, with decaying weights.
-        self._between_ends_ms, self._ends = 0.0, 0.0
-        self._served_promoted = False
+        self._queues = ClassQueues(limits)
+        self._places = TenantPlaces()
+        self._end_pace = EndPace()
         self.live_ended_ms = -math.inf  # when the last request ended that was no job
 
     @property
@@ -85,21 +69,17 @@ class Admission:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._where)
+        return len(self._queues)
 
     @property
     def waiting_tokens(self) -> int:
         """The tokens to compute of the requests in the queue."""
-        return sum(
-            waiting.ask.prefill_tokens
-            for of_class in self._classes.values()
-            for waiting in of_class.waiting.values()
-        )
+        return sum(waiting.ask.prefill_tokens for waiting in self._queues)
 
     def above(self, priority: Priority) -> tuple[int, int]:
         """How many requests of higher classes run, and how many wait."""
         running = sum([each.ask.priority < priority for each in self._running.values()])
-        return running, sum([len(c.waiting) for p, c in self._classes.items() if p < priority])
+        return running, self._queues.count(Priority(priority - 1)) if priority else 0
 
     @property
     def prefilling(self) -> int:
@@ -109,7 +89,7 @@ class Admission:
     @property
     def crowded(self) -> bool:
         """Whether requests wait or all places are taken."""
-        return bool(self._where) or len(self._running) >= self._limits.max_running
+        return bool(self._queues) or len(self._running) >= self._limits.max_running
 
     # ---- events
 
@@ -117,7 +97,7 @@ class Admission:
         """Admit, queue or reject a new request."""
         outlook = self._outlook(ask, capacity, now_ms)
         late, behind = _is_late(ask, now_ms, outlook), self._queued_before(ask.priority)
-        if not late and not behind and self._fits(ask, capacity, outlook):
+        if not late and self._may_begin(ask, capacity, outlook):
             self._admit(ask, now_ms, outlook, preemptions=0)
             return _ADMITTED
         refusal = self._refusal(ask, capacity, now_ms, outlook)
@@ -129,8 +109,8 @@ class Admission:
                 put_back = tuple(self._put_back(key, now_ms) for key in victims)
                 self._admit(ask, now_ms, self._outlook(ask, capacity, now_ms), preemptions=0)
                 return AdmissionDecision(Verdict.ADMITTED, preempted=put_back)
-        pushed_out = self._make_room(ask) if self._is_full(ask.priority) else ""
-        self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms)))
+        pushed_out = self._make_room(ask) if self._queues.is_full(ask.priority) else ""
+        self._enqueue(WaitingRequest(ask, now_ms, self._until_ms(ask, now_ms)))
         retry_after_ms = self._retry_after_ms(ask.priority, now_ms)
         return AdmissionDecision(Verdict.QUEUED, pushed_out=pushed_out, retry_after_ms=retry_after_ms)
 
@@ -143,7 +123,7 @@ class Admission:
         outlook = self._outlook(ask, capacity, now_ms)
         if self._refusal(ask, capacity, now_ms, outlook) is not None:
             return False
-        return self._queued_before(ask.priority) or not self._may_run(ask, capacity, now_ms, outlook)
+        return self._must_wait(ask, capacity, now_ms, outlook)
 
     def _refusal(
         self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook
@@ -151,13 +131,13 @@ class Admission:
         reason = ""
         if _is_late(ask, now_ms, outlook):
             reason = "cannot begin in time"
-        elif not self._queued_before(ask.priority) and self._may_run(ask, capacity, now_ms, outlook):
+        elif not self._must_wait(ask, capacity, now_ms, outlook):
             return None
         elif not ask.may_wait:
             reason = "busy"
         elif self._expected_wait_ms(ask.priority, now_ms) >= self._most_wait_ms(ask, now_ms):
             reason = "cannot begin in time"
-        elif self._is_full(ask.priority) and self._newest_of_longest(ask) is None:
+        elif self._queues.is_full(ask.priority) and self._queues.newest_of_longest(ask) is None:
             reason = "queue full"
         if not reason:
             return None
@@ -177,7 +157,8 @@ class Admission:
         if running is None:
             self._leave(key)
             return
-        self._observe_end(now_ms)
+        self._places.end(running.ask.tenant)
+        self._end_pace.observe(now_ms, is_waited_for=bool(self._queues))
         decoded = self._decoding.pop(key, None) is not None
         if not decoded:
             del self._prefilling[key]
@@ -187,42 +168,52 @@ class Admission:
         if ask.priority < Priority.JOB:
             self.live_ended_ms = now_ms
         used_tokens = ask.prefill_tokens + output_tokens
-        self._classes[ask.priority].queue.charge(ask.tenant, used_tokens - ask.cost_tokens)
+        self._queues.charge(ask, used_tokens - ask.cost_tokens)
 
     def enter_again(self, ask: AdmissionRequest, now_ms: float) -> None:
         """Queue a request that has ended here and goes on. It is not preempted: its client has tokens."""
         preemptions = self._limits.max_preemptions
-        self._enqueue(_Waiting(ask, now_ms, self._until_ms(ask, now_ms), preemptions))
+        self._enqueue(WaitingRequest(ask, now_ms, self._until_ms(ask, now_ms), preemptions))
 
     def poll(self, capacity: Capacity, now_ms: float) -> Changes:
         """Admit the requests that fit, in order, and drop those that waited too long."""
         expired = [
-            key
-            for of_class in self._classes.values()
-            for key, waiting in of_class.waiting.items()
+            waiting.ask.key
+            for waiting in self._queues
             if min(waiting.until_ms, self._latest_begin_ms(waiting.ask)) <= now_ms
         ]
         for key in expired:
             self._leave(key)
         admitted = []
-        while (priority := self._next_class(now_ms)) is not None:
-            of_class = self._classes[priority]
-            head = of_class.queue.peek()
-            assert head is not None
-            waiting = of_class.waiting[head]
-            outlook = self._outlook(waiting.ask, capacity, now_ms)
-            if _is_late(waiting.ask, now_ms, outlook):
-                self._leave(head)
-                expired.append(head)
+        while (head := self._queues.next_head(now_ms)) is not None:
+            outlook = self._outlook(head.ask, capacity, now_ms)
+            if _is_late(head.ask, now_ms, outlook):
+                self._leave(head.ask.key)
+                expired.append(head.ask.key)
                 continue
-            if not self._fits(waiting.ask, capacity, outlook):
+            if not self._fits(head.ask, capacity, outlook):
                 break
-            of_class.queue.pop()
-            del of_class.waiting[head], self._where[head]
-            self._served_promoted = self._is_promoted(priority)
-            self._admit(waiting.ask, now_ms, outlook, preemptions=waiting.preemptions)
-            admitted.append(head)
+            admitted.append(self._begin_waiting(head, now_ms, outlook))
+        admitted += self._admit_to_reserve(capacity, now_ms)
         return Changes(tuple(admitted), tuple(expired))
+
+    def _begin_waiting(self, head: WaitingRequest, now_ms: float, outlook: Outlook) -> str:
+        self._queues.take(head.ask.key)
+        self._places.leave(head.ask.tenant)
+        self._admit(head.ask, now_ms, outlook, preemptions=head.preemptions)
+        return head.ask.key
+
+    def _admit_to_reserve(self, capacity: Capacity, now_ms: float) -> Iterator[str]:
+        """Of the highest class that waits, the first requests of tenants below their share."""
+        heads = self._queues.heads()
+        while heads:
+            ask = heads[0].ask
+            outlook = self._outlook(ask, capacity, now_ms)
+            if _is_late(ask, now_ms, outlook) or not self._fits_in_reserve(ask, capacity, outlook):
+                del heads[0]
+                continue
+            yield self._begin_waiting(heads[0], now_ms, outlook)
+            heads = self._queues.heads()
 
     # ---- room
 
@@ -252,8 +243,34 @@ class Admission:
         needed = ask.context_tokens + self._forecast.output_tokens
         return not capacity.decode_tokens or outlook.decode_tokens + needed <= capacity.decode_tokens
 
-    def _may_run(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
-        return self._fits(ask, capacity, outlook) or bool(self._victims(ask, capacity, now_ms))
+    def _may_begin(self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook) -> bool:
+        """Whether a new request need not wait behind others."""
+        if not self._queued_before(ask.priority):
+            return self._fits(ask, capacity, outlook) or self._fits_in_reserve(ask, capacity, outlook)
+        # What waits of tenants below their share finds the reserve full, or `poll` would have admitted it.
+        return not self._queues.has_above(ask.priority) and self._fits_in_reserve(ask, capacity, outlook)
+
+    def _fits_in_reserve(self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook) -> bool:
+        """Whether a tenant below its share may run this beyond the places of all.
+
+        Workers share their prefills among tenants, so the prompts of others do not delay it for long.
+        """
+        places = self._limits.max_running
+        if len(self._running) >= with_reserve(places) or ask.priority is Priority.JOB:
+            return False
+        if capacity.decode_sequences:
+            places = min(places, capacity.decode_sequences)
+            if outlook.decode_sequences >= with_reserve(capacity.decode_sequences):
+                return False
+        needed = outlook.decode_tokens + ask.context_tokens + self._forecast.output_tokens
+        if capacity.decode_tokens and needed > with_reserve(capacity.decode_tokens):
+            return False
+        return self._places.is_below_share(ask.tenant, places)
+
+    def _must_wait(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
+        if self._may_begin(ask, capacity, outlook):
+            return False
+        return self._queued_before(ask.priority) or not self._victims(ask, capacity, now_ms)
 
     def _admit(self, ask: AdmissionRequest, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
         prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
@@ -261,6 +278,7 @@ class Admission:
             ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
         )
         self._running[ask.key] = self._prefilling[ask.key] = running
+        self._places.begin(ask.tenant)
 
     def _victims(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> list[str]:
         """The fewest requests of lower classes, lowest and newest first, without which it fits; else none."""
@@ -284,9 +302,10 @@ class Admission:
         running = self._running.pop(key)
         del self._prefilling[key]
         ask = running.ask
+        self._places.end(ask.tenant)
         until_ms = self._until_ms(ask, now_ms)
-        self._classes[ask.priority].queue.charge(ask.tenant, -ask.cost_tokens)
-        self._enqueue(_Waiting(ask, now_ms, until_ms, running.preemptions + 1))
+        self._queues.charge(ask, -ask.cost_tokens)
+        self._enqueue(WaitingRequest(ask, now_ms, until_ms, running.preemptions + 1))
         return key
 
     # ---- the queue
@@ -309,64 +328,26 @@ class Admission:
         most_ms = self._limits.max_wait_ms[ask.priority]
         return min(most_ms, _WAIT_SHARE * (self._latest_begin_ms(ask) - now_ms))
 
-    def _enqueue(self, waiting: _Waiting) -> None:
-        ask = waiting.ask
-        of_class = self._classes[ask.priority]
-        of_class.queue.push(ask.tenant, ask.key, ask.cost_tokens)
-        of_class.waiting[ask.key] = waiting
-        self._where[ask.key] = ask.priority
+    def _enqueue(self, waiting: WaitingRequest) -> None:
+        self._queues.push(waiting)
+        self._places.enter(waiting.ask.tenant)
 
     def _leave(self, key: str) -> None:
-        priority = self._where.pop(key, None)
-        if priority is not None:
-            self._classes[priority].queue.remove(key)
-            del self._classes[priority].waiting[key]
-
-    def _is_full(self, priority: Priority) -> bool:
-        return len(self._classes[priority].waiting) >= self._limits.max_waiting[priority]
-
-    def _newest_of_longest(self, ask: AdmissionRequest) -> str | None:
-        """The newest request of the tenant with the most in the queue, if that is another tenant."""
-        queue = self._classes[ask.priority].queue
-        longest = queue.longest()
-        if longest is None or longest[2] < queue.waiting_of(ask.tenant) + 2:
-            return None
-        return longest[1]
+        left = self._queues.remove(key)
+        if left is not None:
+            self._places.leave(left.ask.tenant)
 
     def _make_room(self, ask: AdmissionRequest) -> str:
-        key = self._newest_of_longest(ask)
+        key = self._queues.newest_of_longest(ask)
         assert key is not None
         self._leave(key)
         return key
 
     def _queued_before(self, priority: Priority) -> bool:
         """Whether requests wait that one of this class must not overtake."""
-        return bool(self._where) and any(c.waiting for p, c in self._classes.items() if p <= priority)
-
-    def _is_promoted(self, priority: Priority) -> bool:
-        """Whether a class above waits while this one is served."""
-        return any(c.waiting for p, c in self._classes.items() if p < priority)
-
-    def _next_class(self, now_ms: float) -> Priority | None:
-        """The class to serve: the highest with requests, or every other time one that has waited long."""
-        waiting = [priority for priority in Priority if self._classes[priority].waiting]
-        if not waiting:
-            return None
-        if not self._served_promoted:
-            for priority in reversed(waiting[1:]):
-                oldest = next(iter(self._classes[priority].waiting.values()))
-                if now_ms - oldest.since_ms >= self._limits.promote_ms[priority]:
-                    return priority
-        return waiting[0]
+        return self._queues.count(priority) > 0
 
     # ---- expected times
-
-    def _observe_end(self, now_ms: float) -> None:
-        """Measure the time between ends while requests wait: only then does an end admit another one."""
-        if self._where and self._last_end_ms is not None:
-            self._between_ends_ms = _END_DECAY * self._between_ends_ms + now_ms - self._last_end_ms
-            self._ends = _END_DECAY * self._ends + 1.0
-        self._last_end_ms = now_ms if self._where else None
 
     def _expected_wait_ms(self, priority: Priority, now_ms: float) -> float:
         """The expected wait after the requests of this class and those above.
@@ -374,9 +355,9 @@ class Admission:
         It is 0 in an empty queue: rejecting the first request by an old mean would end the measurement.
         Before the first end, the age of the oldest running request is the estimate.
         """
-        ahead = sum(len(c.waiting) for p, c in self._classes.items() if p <= priority)
-        if self._ends:
-            return ahead * self._between_ends_ms / self._ends
+        ahead = self._queues.count(priority)
+        if self._end_pace.mean_ms is not None:
+            return ahead * self._end_pace.mean_ms
         if not self._running:
             return 0.0
         oldest = next(iter(self._running.values()))

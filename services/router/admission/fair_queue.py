@@ -58,14 +58,21 @@ class FairQueue:
         tenant = self._next()
         return next(iter(tenant.costs)) if tenant is not None else None
 
-    def pop(self) -> str | None:
-        """Take the next item; None when nothing waits."""
-        tenant = self._next()
-        if tenant is None:
+    def heads(self) -> list[str]:
+        """The first item of each tenant, in order."""
+        waiting = [tenant for tenant in self._tenants.values() if tenant.costs]
+        return [next(iter(t.costs)) for t in sorted(waiting, key=lambda t: (t.start_tag, t.order))]
+
+    def pop(self, item: str | None = None) -> str | None:
+        """Take the next item, or this head of its tenant; None when nothing waits."""
+        following = self._next()
+        if following is None:
             return None
-        item = next(iter(tenant.costs))
+        # Virtual time is that of the order: a head that is taken out of turn does not move it.
+        self._virtual = max(self._virtual, following.start_tag)
+        item = next(iter(following.costs)) if item is None else item
         owner = self._owners[item]
-        self._virtual = max(self._virtual, tenant.start_tag)
+        tenant = self._tenants[owner]
         tenant.start_tag += tenant.costs.pop(item) / self._weights.get(owner, 1.0)
         del self._owners[item]
         self._drop_idle_tenants()

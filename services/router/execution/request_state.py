@@ -28,6 +28,7 @@ from slipstream.v1 import common_pb2, router_pb2
 
 # The most tokens of one write. Further tokens wait until the sink has room for them.
 _PIECE_TOKENS = 256
+_PIECE_LOGPROBS = 16  # tokens with log probabilities, which take much longer
 
 
 class TokenSource(Protocol):
@@ -120,7 +121,7 @@ class RequestState:
 
     async def last_events(self) -> list[router_pb2.GenerateEvent]:
         """Wait until the sink has room, and return the last events, to be written with `finished`."""
-        while self.sink.is_full or len(self._unread_tokens) > _PIECE_TOKENS:
+        while self.sink.is_full or len(self._unread_tokens) > self._piece_tokens:
             if self.sink.is_full:
                 self._room = asyncio.get_running_loop().create_future()
                 try:
@@ -140,9 +141,13 @@ class RequestState:
             self._show(self._push_piece())
 
     def _push_piece(self) -> list[router_pb2.GenerateEvent]:
-        tokens, logprobs = self._unread_tokens, self._unread_logprobs
-        self._unread_tokens, self._unread_logprobs = tokens[_PIECE_TOKENS:], logprobs[_PIECE_TOKENS:]
-        return self.output.push(tokens[:_PIECE_TOKENS], logprobs[:_PIECE_TOKENS])
+        tokens, logprobs, n = self._unread_tokens, self._unread_logprobs, self._piece_tokens
+        self._unread_tokens, self._unread_logprobs = tokens[n:], logprobs[n:]
+        return self.output.push(tokens[:n], logprobs[:n])
+
+    @property
+    def _piece_tokens(self) -> int:
+        return _PIECE_LOGPROBS if self._unread_logprobs else _PIECE_TOKENS
 
     def _show(self, events: Sequence[router_pb2.GenerateEvent]) -> None:
         if not events:

@@ -39,11 +39,11 @@ _Command = decode_pb2.StartSequence | int | decode_pb2.DecodeRequest
 class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
     """See the module's text. Lives as long as its channel."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, instance: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, instance: str, batcher: TokenBatcher) -> None:
         super().__init__(instance)
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self._batcher = TokenBatcher()
-        self.mark = self._batcher.mark  # see SequenceHost
+        self._batcher = batcher
+        self.mark = batcher.mark  # see SequenceHost
         self._interval_ms = 0  # as the worker was asked last
         self._sender = PromptSender()
 
@@ -103,6 +103,9 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
                 continue
             sequence.feed(delta)
         self._keep_pace()
+
+    async def wait_room(self) -> None:
+        await self._batcher.caught_up()
 
     def _send_whole(self, sequence: RemoteSequence, failure: common_pb2.Failure) -> bool:
         """Whether the worker only missed the prompt's prefix, and the whole prompt was sent now."""

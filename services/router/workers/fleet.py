@@ -25,6 +25,7 @@ from services.router.workers.connection import SILENCE_S, WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.fingerprint_vote import most_shared
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
+from services.router.workers.token_batcher import TokenBatcher
 from services.router.workers.unplaced_requests import UnplacedRequests
 from slipstream import errors
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
@@ -71,6 +72,7 @@ class RouterFleet:
         self._of_role: dict[Role, tuple[WorkerConnection, ...]] = dict.fromkeys(_FOLLOWED, ())
         self._feeds: dict[str, KvEventSubscriber] = {}
         self._streams: dict[str, DecodeClient] = {}
+        self.batcher = TokenBatcher()
         self._retired: list[WorkerConnection] = []
         self._strangers: set[str] = set()  # workers that were logged
         self._warnings = PacedWarnings(log)
@@ -219,7 +221,9 @@ class RouterFleet:
         """The stream to a decode worker."""
         stream = self._streams.get(link.key)
         if stream is None:
-            stream = self._streams[link.key] = DecodeClient(link.channel, instance=link.worker.instance)
+            stream = self._streams[link.key] = DecodeClient(
+                link.channel, instance=link.worker.instance, batcher=self.batcher
+            )
         return stream
 
     @property

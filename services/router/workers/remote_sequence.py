@@ -16,6 +16,8 @@ from services.router.workers.token_batcher import PendingDelivery
 from slipstream import errors
 from slipstream.v1 import decode_pb2
 
+# A piece of these takes a few milliseconds, and deliveries take turns piece by piece.
+MAX_LOGPROBS_PIECE = 16
 # Tokens of a paused sequence that may wait: 64 KiB. With more of them the request is aborted.
 MAX_PARKED_TOKENS = 16_384
 
@@ -63,6 +65,7 @@ class RemoteSequence:
         # What may have to be sent again; None once the sequence runs, failed or was aborted.
         self.resendable: SentPrompt[decode_pb2.StartSequence] | None = sent
         self.handle = sent.request.handle  # names the sequence on its stream
+        self.tenant = sent.request.salt  # see PendingDelivery
         self.running = False  # its KV is committed on the worker
         self.finished = False  # its last delta was received: the worker holds nothing of it
         self._stream = stream
@@ -81,7 +84,7 @@ class RemoteSequence:
     def resume(self) -> None:
         """Deliver what waits now, and what comes from now on."""
         self._is_paused = False
-        self.deliver()
+        self._deliver(in_pieces=False)
 
     def abort(self) -> None:
         """Stop the sequence. Its last delta, with the statistics, still comes. Idempotent."""
@@ -137,21 +140,36 @@ class RemoteSequence:
             self.deliver()
 
     def deliver(self) -> None:
-        """Push to the listener what waits, unless the sequence is paused."""
+        """Push to the listener what waits, or a piece of it, unless the sequence is paused."""
+        self._deliver(in_pieces=True)
+
+    def _deliver(self, *, in_pieces: bool) -> None:
         self._is_marked = False
         if self._is_paused or self._listener is None:
             return
         try:
             if self._tokens or self._rest is not None:
-                tokens, rest = self._tokens.tolist(), self._rest
-                self._tokens, self._rest = array("I"), None
-                self._listener.on_tokens(tokens, rest)
+                self._listener.on_tokens(*self._take(in_pieces=in_pieces))
             # The listener may have paused or closed the sequence.
-            if self._error is not None and self._listener is not None and not self._is_paused:
+            waits = self._is_paused or self._is_marked
+            if self._error is not None and self._listener is not None and not waits:
                 self._listener.on_sequence_failed(self._error)
         except Exception as error:
             if self._listener is not None:
                 self._listener.on_listener_error(error)
+
+    def _take(self, *, in_pieces: bool) -> tuple[list[int], decode_pb2.SequenceDelta | None]:
+        """What waits, or a piece of it: log probabilities cost a hundred times as much as their tokens."""
+        rest, piece = self._rest, MAX_LOGPROBS_PIECE
+        if not in_pieces or rest is None or min(len(rest.logprobs), len(self._tokens)) <= piece:
+            tokens, self._tokens, self._rest = self._tokens.tolist(), array("I"), None
+            return tokens, rest
+        tokens, self._tokens = self._tokens[:piece].tolist(), self._tokens[piece:]
+        first = decode_pb2.SequenceDelta(logprobs=rest.logprobs[:piece])
+        del rest.logprobs[:piece]
+        self._is_marked = True
+        self._stream.mark(self)
+        return tokens, first
 
     def _set_running(self) -> None:
         self.running = True

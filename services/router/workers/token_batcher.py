@@ -6,16 +6,28 @@ begins the next round PAUSE_ROUNDS times that later, so that the loop has time l
 arrive meanwhile are joined. A lone stream never waits; a thousand streams get fewer, larger messages instead
 of a growing queue. No round waits longer than MAX_PAUSE_S.
 
+A round runs in slices, one for each iteration of the event loop, and tenants share the slices by time. So a
+request that begins waits for a slice at each of its steps, not for the answers of another tenant's streams.
+
 The policy beside it, for requests that begin, is execution/policies/start_pacer.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
+
+from services.router.workers.fair_turns import FairTurns
+
+T = TypeVar("T")
 
 PAUSE_ROUNDS = 4.0
 MAX_PAUSE_S = 0.05
+# Deliveries take so much of one iteration of the event loop. A request begins in about ten iterations.
+SLICE_S = 0.002
+# Deliveries that are so late stop the reading of frames, whose tokens would fill the router's memory.
+MAX_BACKLOG_S = 1.0
 # A handler that a round wakes runs in the loop's next iteration, its write in the one after.
 _ITERATIONS_OF_A_ROUND = 3
 
@@ -23,21 +35,47 @@ _ITERATIONS_OF_A_ROUND = 3
 class PendingDelivery(Protocol):
     """Something with tokens to deliver."""
 
+    @property
+    def tenant(self) -> Hashable:
+        """Whose tokens they are."""
+
     def deliver(self) -> None:
         """Push the tokens."""
 
 
+class _Work:
+    """A function that a task waits for."""
+
+    def __init__(self, work: Callable[[], Any], done: asyncio.Future[Any]) -> None:
+        self._work = work
+        self._done = done
+
+    def deliver(self) -> None:
+        if self._done.done():  # the task was cancelled
+            return
+        try:
+            self._done.set_result(self._work())
+        except Exception as error:
+            self._done.set_exception(error)
+
+
 class TokenBatcher:
-    """Rounds of deliveries on the running event loop."""
+    """Rounds of deliveries on the running event loop, for all streams of a router."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._due: list[PendingDelivery] = []
+        self._turns: FairTurns[PendingDelivery | _Work] = FairTurns()
+        self._is_slicing = False  # the next slice is scheduled
+        self._behind_since_s = 0.0  # when the turns were empty for the last time
+        self._caught_up: asyncio.Future[None] | None = None
+        self._spent_s = 0.0  # in this iteration of the loop
         self._began_s = 0.0
         self._next_s = 0.0
         self._last_pause_s = 0.0
         self.pause_s = 0.0  # between rounds now; a single long one does not count
         self._running = False  # a round is due or under way
+        self._has_items = False  # some of its items are not delivered
         self.rounds = 0
 
     def mark(self, item: PendingDelivery) -> None:
@@ -45,6 +83,27 @@ class TokenBatcher:
         self._due.append(item)
         if not self._running:
             self._schedule()
+
+    async def run(self, tenant: Hashable, work: Callable[[], T]) -> T:
+        """The result of a short function, at once or in the tenant's turn."""
+        if self._is_slicing or self._spent_s >= SLICE_S:
+            done: asyncio.Future[T] = self._loop.create_future()
+            self._push(tenant, _Work(work, done))
+            return await done
+        began_s = self._loop.time()
+        try:
+            return work()
+        finally:
+            self._spend(self._loop.time() - began_s)
+
+    async def caught_up(self) -> None:
+        """Return at once, or when late deliveries are made."""
+        while self._is_slicing and self._loop.time() - self._behind_since_s > MAX_BACKLOG_S:
+            if self._caught_up is None:
+                self._caught_up = self._loop.create_future()
+            await asyncio.shield(self._caught_up)
+
+    # ---- rounds
 
     def _schedule(self) -> None:
         self._running = True
@@ -56,10 +115,13 @@ class TokenBatcher:
     def _round(self) -> None:
         self._began_s = self._loop.time()
         self.rounds += 1
+        self._has_items = True
         due, self._due = self._due, []
         for item in due:
-            item.deliver()
-        self._loop.call_soon(self._measure, 1)
+            self._turns.push(item.tenant, item)
+        if not self._is_slicing:
+            self._behind_since_s = self._began_s
+            self._slice()
 
     def _measure(self, number: int) -> None:
         if number < _ITERATIONS_OF_A_ROUND:
@@ -72,3 +134,44 @@ class TokenBatcher:
         self._running = False
         if self._due:
             self._schedule()
+
+    # ---- slices
+
+    def _push(self, tenant: Hashable, item: _Work) -> None:
+        self._turns.push(tenant, item)
+        if not self._is_slicing:
+            self._is_slicing, self._behind_since_s = True, self._loop.time()
+            self._loop.call_soon(self._slice)
+
+    def _slice(self) -> None:
+        """Deliver for SLICE_S, then let the loop do what else is due."""
+        now_s = self._loop.time()
+        end_s = now_s + SLICE_S - self._spent_s
+        while self._turns:
+            tenant, item = self._turns.pop()
+            item.deliver()
+            began_s, now_s = now_s, self._loop.time()
+            self._turns.charge(tenant, now_s - began_s)
+            self._spend(now_s - began_s)
+            if now_s >= end_s:
+                break
+        self._is_slicing = bool(self._turns)
+        if self._is_slicing:
+            self._loop.call_soon(self._slice)
+            if self._due and self._has_items and now_s - self._began_s >= MAX_PAUSE_S:
+                self._round()  # a round that takes long is joined by the next one
+            return
+        if self._caught_up is not None:
+            self._caught_up.set_result(None)
+            self._caught_up = None
+        if self._has_items:
+            self._has_items = False
+            self._loop.call_soon(self._measure, 1)
+
+    def _spend(self, spent_s: float) -> None:
+        if not self._spent_s:
+            self._loop.call_soon(self._begin_iteration)
+        self._spent_s += spent_s
+
+    def _begin_iteration(self) -> None:
+        self._spent_s = 0.0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.router.admission.controller import Admission
 from services.router.admission.forecast import Capacity
+from services.router.admission.tenant_places import TenantPlaces, with_reserve
 from services.router.admission.types import (
     AdmissionDecision,
     AdmissionLimits,
@@ -83,11 +84,12 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             if decision.pushed_out:
                 del waiting[decision.pushed_out]
             if decision.verdict is Verdict.ADMITTED:
-                assert not overtakes
+                mine = [key for key in running if requests[key].tenant == tenant]
+                assert not overtakes or 2 * (len(mine) + 1) <= limits.max_running
                 running.add(request.key)
             elif decision.verdict is Verdict.QUEUED:
                 assert may_wait
-                assert len(running) == limits.max_running or overtakes
+                assert len(running) >= limits.max_running or overtakes
                 waiting[request.key] = (priority, min(deadline_ms or now_ms + 500.0, now_ms + 500.0))
             else:
                 assert limits.min_retry_after_ms <= decision.retry_after_ms <= limits.max_retry_after_ms
@@ -103,10 +105,10 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             poll()
         else:
             poll()
-        assert controller.running == len(running) <= limits.max_running
+        assert controller.running == len(running) <= with_reserve(limits.max_running)
         assert controller.waiting == len(waiting)
         if waiting and act >= 0.65:
-            assert len(running) == limits.max_running  # no request waits while a place is free
+            assert len(running) >= limits.max_running  # no request waits while a place is free
     return decisions
 
 
@@ -166,6 +168,7 @@ def test_a_full_queue_evicts_a_request_of_the_tenant_that_fills_it() -> None:
     controller = Admission(_limits())
     for index in range(4):
         controller.offer(_request(f"r{index}"), UNKNOWN, 0.0)
+    controller.offer(_request("other", tenant="other"), UNKNOWN, 0.0)  # takes the reserve
     for index in range(6):
         assert (
             controller.offer(_request(f"greedy{index}", tenant="greedy"), UNKNOWN, 0.0).verdict
@@ -225,3 +228,72 @@ def test_kv_capacity_is_counted_and_unknown_capacity_refuses_nothing() -> None:
     verdicts = [controller.offer(request, capacity, 0.0).verdict for request in requests]
     assert verdicts == [Verdict.ADMITTED, Verdict.ADMITTED, Verdict.REJECTED]
     assert controller.offer(requests[2], UNKNOWN, 0.0).verdict is Verdict.ADMITTED
+
+
+def _fill(controller: Admission, tenant: str, n: int) -> list[Verdict]:
+    """The verdicts on so many requests of a tenant that give tokens at once and do not end."""
+    verdicts = []
+    for index in range(n):
+        verdicts.append(controller.offer(_request(f"{tenant}{index}", tenant=tenant), UNKNOWN, 0.0).verdict)
+        controller.first_token(f"{tenant}{index}", 0.0)
+    return verdicts
+
+
+def test_one_tenant_takes_all_places_and_keeps_no_other_one_waiting() -> None:
+    controller = Admission(_limits(max_running=8))
+    assert _fill(controller, "heavy", 12) == [Verdict.ADMITTED] * 8 + [Verdict.QUEUED] * 4
+    assert _fill(controller, "light", 3) == [Verdict.ADMITTED] * 2 + [Verdict.QUEUED]
+    controller.end("heavy0", 1.0)
+    assert controller.poll(UNKNOWN, 1.0).admitted == ("light2",)
+    controller.end("heavy1", 2.0)
+    assert controller.poll(UNKNOWN, 2.0) == Changes()  # the places beyond go first
+
+
+def test_the_reserve_overtakes_no_higher_class_and_serves_no_jobs() -> None:
+    controller = Admission(_limits(max_running=8))
+    _fill(controller, "heavy", 8)
+    job = _request("job", Priority.JOB, tenant="light")
+    assert controller.offer(job, UNKNOWN, 0.0).verdict is Verdict.QUEUED
+    urgent = _request("urgent", Priority.INTERACTIVE, tenant="heavy")
+    assert controller.offer(urgent, UNKNOWN, 0.0).verdict is Verdict.QUEUED
+    assert controller.waits(_request("light", tenant="light"), UNKNOWN, 0.0)
+
+
+def test_the_reserve_holds_where_prefill_is_far_behind() -> None:
+    slow = Capacity(prefill_tokens_per_ms=1e-3, decode_sequences=8)
+    controller = Admission(_limits(max_running=100))
+    for index in range(12):
+        controller.offer(_request(f"heavy{index}", tenant="heavy"), slow, 0.0)
+    assert 0 < controller.running < 12
+    assert controller.offer(_request("light", tenant="light"), slow, 0.0).verdict is Verdict.ADMITTED
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 40))
+def test_no_tenant_below_its_share_waits_while_the_reserve_has_places(seed: int, max_running: int) -> None:
+    """And what runs beyond the places of all is at most the reserve, with any number of tenants."""
+    rng, places = random.Random(seed), TenantPlaces()
+    wait_ms, n_waiting = dict.fromkeys(Priority, 1e9), dict.fromkeys(Priority, 1e9)
+    controller = Admission(_limits(max_running=max_running, max_wait_ms=wait_ms, max_waiting=n_waiting))
+    running: dict[str, str] = {}
+    waiting: dict[str, str] = {}
+    for step in range(150):
+        tenant = rng.choice("aaaaaabcd")
+        decision = controller.offer(_request(f"k{step}", tenant=tenant), UNKNOWN, float(step))
+        if decision.verdict is Verdict.ADMITTED:
+            running[f"k{step}"] = tenant
+            places.begin(tenant)
+        elif decision.verdict is Verdict.QUEUED:
+            waiting[f"k{step}"] = tenant
+            places.enter(tenant)
+        if running and rng.random() < 0.5:
+            key = rng.choice(sorted(running))
+            places.end(running.pop(key))
+            controller.end(key, float(step))
+        for key in controller.poll(UNKNOWN, float(step)).admitted:
+            places.leave(waiting[key])
+            running[key] = waiting.pop(key)
+            places.begin(running[key])
+        assert len(running) <= with_reserve(max_running)
+        if len(running) < with_reserve(max_running):
+            assert not any(places.is_below_share(each, max_running) for each in waiting.values())

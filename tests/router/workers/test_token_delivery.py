@@ -51,7 +51,7 @@ class _Call:
 
 
 def _stream() -> DecodeClient:
-    stream = DecodeClient(_Channel(), instance="decode-0")  # type: ignore[arg-type]
+    stream = DecodeClient(_Channel(), instance="decode-0", batcher=TokenBatcher())  # type: ignore[arg-type]
     stream._stub = type("Stub", (), {"Decode": staticmethod(lambda metadata=(): _Call())})()
     return stream
 
@@ -129,6 +129,8 @@ async def test_a_busy_loop_gets_fewer_rounds_and_no_item_is_lost() -> None:
     seen: list[int] = []
 
     class Item:
+        tenant = "a"
+
         def __init__(self, number: int) -> None:
             self.number = number
 

@@ -148,8 +148,10 @@ class GenerationEndpoint:
             opening, *events = await self._waiting(stream, run.sink.next_events)
             stream.answer = exchange.exchange.writer(opening.started)
             run.sink.direct_writer = stream
+            salt = self._runs.context.salts.of_tenant(exchange.exchange.caller.tenant)
             while events := events or await self._waiting(stream, run.sink.next_events):
-                data, is_last = stream.encode(events), events[-1].HasField("finished")
+                is_last = events[-1].HasField("finished")
+                data = await self._runs.context.fleet.batcher.run(salt, partial(stream.encode, events))
                 if is_last:
                     await exchange.exchange.body.before_end()
                 await stream.send(data, is_last=is_last)

@@ -1,0 +1,199 @@
+"""What one tenant's streams cost another tenant: its time to the first token, alone and beside them.
+
+    python -m bench.router.fair                       # this tree
+    python -m bench.router.fair --before 648e7e7d     # another commit, then this tree, in turn
+
+Fake workers answer at a set pace behind a real router, so the router is what the tenants share. The heavy
+tenant opens `--streams` long streams with the log probabilities of 20 tokens, and reads them all: a token of
+those costs the router a hundred times as much as one without. The light tenant sends one short request after
+the other. `places` repeats this where the router has places for half of the heavy tenant's streams.
+
+`ratio_p50` and `ratio_p99` are beside / alone. The load of the heavy tenant is another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.another_tree import another_tree
+from bench.request_log import percentiles
+from bench.router.rig import make_model
+from libs.common.cluster.worker_record import Role
+from slipstream.api_key_file import add_key
+from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import ClusterConfig
+
+_PREFILL_MS, _STEP_MS = 10.0, 20.0
+PARTS = {"streams": 4.0, "places": 0.5}  # places of the router for each stream of the heavy tenant
+_FILES = ("bench/fakes/worker.py",)  # that another tree needs beside this file
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.router.fair",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--streams", type=int, default=120, help="of the heavy tenant")
+    parser.add_argument("--requests", type=int, default=40, help="of the light tenant, alone and beside")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--fill-s", type=float, default=5.0, help="until all streams run")
+    parser.add_argument("--before", metavar="COMMIT", help="measure another commit too")
+    parser.add_argument("--rounds", type=int, default=1, help="with --before: of both, in turn")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--heavy", nargs=2, metavar=("ENDPOINT", "KEY"), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _request(endpoint: str, key: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps({"messages": [{"role": "user", "content": "Where is it?"}], "stream": True, **body})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {endpoint}\r\nx-api-key: {key}\r\n"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode()
+
+
+async def _heavy_stream(endpoint: str, key: str) -> None:
+    """One long stream after the other, each read to its end."""
+    host, _, port = endpoint.rpartition(":")
+    body = {"max_tokens": 8000, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    while True:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(OSError):
+            writer.write(_request(endpoint, key, body))
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+
+
+async def _heavy(endpoint: str, key: str, streams: int) -> None:
+    await asyncio.gather(*(_heavy_stream(endpoint, key) for _ in range(streams)))
+
+
+async def _first_token_ms(endpoint: str, key: str) -> float:
+    host, _, port = endpoint.rpartition(":")
+    began_s = time.monotonic()
+    async with asyncio.timeout(120):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(_request(endpoint, key, {"max_tokens": 4, "ignore_eos": True}))
+        await reader.readuntil(b'"content":"')
+        first_ms = (time.monotonic() - began_s) * 1e3
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+    return first_ms
+
+
+async def _light(endpoint: str, key: str, requests: int) -> dict[str, float]:
+    times_ms = []
+    for _ in range(requests):
+        times_ms.append(await _first_token_ms(endpoint, key))
+        await asyncio.sleep(0.05)
+    return percentiles(times_ms)
+
+
+@contextlib.asynccontextmanager
+async def _cluster(folder: Path, keys: Path, *, max_requests: int) -> AsyncIterator[str]:
+    """A router before fake workers. Yields its HTTP endpoint."""
+    model = make_model(folder / "model")
+    pace = ["--prefill-ms", str(_PREFILL_MS), "--step-ms", str(_STEP_MS)]
+    router = ["--max-requests", str(max_requests), "--thinking", "off"]
+    config = ClusterConfig(
+        run_dir=folder / "run",
+        model=model,
+        draft_model=None,
+        prefill=1,
+        decode=1,
+        kvstores=0,
+        drafters=0,
+        modules={role: f"services.{role}" for role in Role}
+        | dict.fromkeys((Role.PREFILL, Role.DECODE), "bench.fakes.worker"),
+        log_level="warning",
+        api_keys=keys,
+        extra_arguments={Role.PREFILL: pace, Role.DECODE: pace, Role.ROUTER: router},
+    )
+    async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+        yield cluster.record().router_http
+
+
+async def measure(options: argparse.Namespace, *, max_requests: int) -> dict[str, Any]:
+    """One cluster: the light tenant alone, then beside the heavy one."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as name:
+        folder = Path(name)
+        keys = folder / "keys.toml"
+        heavy_key, light_key = (add_key(keys, name=tenant, tenant=tenant) for tenant in ("heavy", "light"))
+        async with _cluster(folder, keys, max_requests=max_requests) as endpoint:
+            await _light(endpoint, light_key, 5)
+            alone = await _light(endpoint, light_key, options.requests)
+            command = [sys.executable, "-m", "bench.router.fair", "--streams", str(options.streams)]
+            heavy = await asyncio.create_subprocess_exec(*command, "--heavy", endpoint, heavy_key)
+            try:
+                await asyncio.sleep(options.fill_s)
+                beside = await _light(endpoint, light_key, options.requests)
+            finally:
+                heavy.kill()
+                await heavy.wait()
+    return {"alone_ms": alone, "beside_ms": beside} | {
+        f"ratio_{p}": round(beside[p] / alone[p], 2) for p in ("p50", "p99")
+    }
+
+
+async def measure_parts(options: argparse.Namespace) -> dict[str, Any]:
+    """The chosen parts with this tree."""
+    return {
+        part: await measure(options, max_requests=int(PARTS[part] * options.streams))
+        for part in options.parts
+    }
+
+
+def _measure_tree(tree: Path, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.router.fair", "--json", "--streams", str(options.streams)]
+    command += ["--requests", str(options.requests), "--fill-s", str(options.fill_s)]
+    command += ["--parts", ",".join(options.parts)]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Both trees in turn, with the medians of the rounds' ratios."""
+    here = Path(__file__).resolve().parent.parent.parent
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        before = another_tree(options.before, Path(folder), benchmark=Path(__file__))
+        for name in _FILES:
+            (before / name).write_bytes((here / name).read_bytes())
+        rounds = [
+            (_measure_tree(before, options), _measure_tree(here, options)) for _ in range(options.rounds)
+        ]
+    found: dict[str, Any] = {"rounds": [{"before": then, "now": now} for then, now in rounds]}
+    for part in options.parts:
+        for p in ("ratio_p50", "ratio_p99"):
+            for name, side in (("before", 0), ("now", 1)):
+                of_rounds = [of_both[side][part][p] for of_both in rounds]
+                found.setdefault(part, {})[f"{p}_{name}"] = statistics.median(of_rounds)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse_options()
+    if options.heavy:
+        asyncio.run(_heavy(*options.heavy, options.streams))
+        return
+    found = compare(options) if options.before else asyncio.run(measure_parts(options))
+    print(json.dumps(found, indent=None if options.json else 2))
+
+
+if __name__ == "__main__":
+    main()
