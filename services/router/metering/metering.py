@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from typing import Protocol
@@ -113,6 +114,16 @@ class Metering:
 
         return MeteredRequest(price, counts_prompt, end)
 
+    @contextlib.contextmanager
+    def call(self, caller: Caller) -> Iterator[None]:
+        """A call that runs no model: it counts as a request, whatever comes of it. Raises as `begin`."""
+        held = self._limiter.admit(caller.tenant, caller.key_sha256, LimitedUse(1, 0, 0, 0))
+        try:
+            yield
+        finally:
+            if held is not None:
+                held.end(n_requests=1, tokens=0, spend_pico=0)
+
     @property
     def today(self) -> date:
         """The day of UTC."""
@@ -171,3 +182,8 @@ class Metering:
 def price_of(metering: Metering | None) -> TokenPrice | None:
     """The price of the model that is served; None without prices."""
     return None if metering is None else metering.price
+
+
+def limited_call(metering: Metering | None, caller: Caller) -> contextlib.AbstractContextManager[None]:
+    """See `Metering.call`. Without limits a call takes nothing."""
+    return contextlib.nullcontext() if metering is None else metering.call(caller)

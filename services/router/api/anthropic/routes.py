@@ -15,7 +15,9 @@ from services.router.api.http.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.request_reader import RequestReader
 from services.router.execution.request_manager import RequestManager
+from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
+from services.router.request.types import Caller
 from slipstream import bounds
 
 PATH = "/v1/messages"
@@ -45,6 +47,10 @@ class MessagesRoutes:
     async def _count(self, request: web.Request) -> web.Response:
         """The number of tokens of the prompt that a body makes."""
         caller = self._reader.caller(request, request.path)
+        with limited_call(self._runs.context.metering, caller):
+            return web.json_response({"input_tokens": await self._tokens_of(request, caller)})
+
+    async def _tokens_of(self, request: web.Request, caller: Caller) -> int:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
@@ -53,4 +59,4 @@ class MessagesRoutes:
         )
         body.paths.check(body.generation, self._card)
         prompt = await self._runs.encode(body.generation, caller, n_bytes=n_bytes)
-        return web.json_response({"input_tokens": len(prompt.token_ids)})
+        return len(prompt.token_ids)

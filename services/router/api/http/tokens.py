@@ -14,6 +14,7 @@ from services.router.api.openai.token_bodies import (
     parse_tokenize,
 )
 from services.router.execution.request_manager import RequestManager
+from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
 from services.router.request.token_texts import TokenTexts, check_count
 from services.router.request.types import Caller, GenerationRequest, PromptInput
@@ -23,7 +24,9 @@ T = TypeVar("T")
 
 
 class TokenEndpoint:
-    """Counts and names tokens. A request takes the router's time alone, and no admission."""
+    """Counts and names tokens. A request takes the router's time alone, and no admission.
+
+    It counts as a request where its key has limits."""
 
     def __init__(self, runs: RequestManager, reader: RequestReader, card: ModelCard) -> None:
         self._runs = runs
@@ -33,29 +36,36 @@ class TokenEndpoint:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The ids of a text, or of a conversation as the chat template renders it."""
-        caller, body, n_bytes = await self._read(request, parse_tokenize)
+        caller = self._reader.caller(request, request.path)
+        with limited_call(self._runs.context.metering, caller):
+            return web.json_response(await self._tokens(request, caller))
+
+    async def _tokens(self, request: web.Request, caller: Caller) -> dict[str, object]:
+        body, n_bytes = await self._read(request, caller, parse_tokenize)
         ids = (await self._runs.encode(body.request, caller, n_bytes=n_bytes)).token_ids.tolist()
-        answer: dict[str, object] = {
+        return {
             "count": len(ids),
             "max_model_len": self._card.max_context_tokens,
             "tokens": ids,
             "token_strs": await self._texts.each(ids, tenant=caller.tenant) if body.with_texts else None,
         }
-        return web.json_response(answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of token ids, with the names of control tokens."""
-        caller, body, n_bytes = await self._read(request, parse_detokenize)
+        caller = self._reader.caller(request, request.path)
+        with limited_call(self._runs.context.metering, caller):
+            return web.json_response({"prompt": await self._text(request, caller)})
+
+    async def _text(self, request: web.Request, caller: Caller) -> str:
+        body, n_bytes = await self._read(request, caller, parse_detokenize)
         check_count(body.token_ids, "tokens")
         generation = GenerationRequest(PromptInput(token_ids=body.token_ids), model=body.model)
         await self._runs.encode(generation, caller, n_bytes=n_bytes)  # checks the ids
-        text = await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
-        return web.json_response({"prompt": text})
+        return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
 
-    async def _read(self, request: web.Request, parse: Callable[[bytes], T]) -> tuple[Caller, T, int]:
-        caller = self._reader.caller(request, request.path)
+    async def _read(self, request: web.Request, caller: Caller, parse: Callable[[bytes], T]) -> tuple[T, int]:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
         body = await self._runs.read(caller, lambda: parse(decompress(data, encoding)), n_bytes=n_bytes)
-        return caller, body, n_bytes
+        return body, n_bytes

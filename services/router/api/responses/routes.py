@@ -20,7 +20,9 @@ from services.router.api.responses.errors import error_shape
 from services.router.api.responses.store import ResponseStore
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
 from services.router.execution.request_manager import RequestManager
+from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
+from services.router.request.types import Caller
 from slipstream import bounds
 
 PATH = "/v1/responses"
@@ -63,12 +65,16 @@ class ResponsesRoutes:
     async def _count(self, request: web.Request) -> web.Response:
         """The number of tokens of the prompt that a body makes."""
         caller = self._reader.caller(request, request.path)
+        with limited_call(self._runs.context.metering, caller):
+            n_tokens = await self._tokens_of(request, caller)
+        return web.json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+    async def _tokens_of(self, request: web.Request, caller: Caller) -> int:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         read = await read_exchange(self._runs, self.format, caller, data, request_id="", encoding=encoding)
         prompt = await self._runs.encode(read.body.requests[0], caller, n_bytes=read.n_bytes)
-        body = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
-        return web.json_response(body)
+        return len(prompt.token_ids)
 
     async def _show(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false") != "false":

@@ -9,6 +9,7 @@ from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate_message import parse_generation
 from services.router.api.rpc.message_reader import read_message
 from services.router.execution.request_manager import RequestManager
+from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
 from services.router.request.token_texts import TokenTexts
 from services.router.request.types import GenerationRequest
@@ -27,8 +28,9 @@ class TokenMethods:
     async def tokenize(self, data: bytes, context: Context) -> router_pb2.TokenizeResponse:
         """Tokenize."""
         caller = self._callers.caller(metadata_of(context), context, endpoint="Tokenize")
-        request = await self._runs.read(caller, partial(_generation, data), n_bytes=len(data))
-        prompt = await self._runs.encode(request, caller, n_bytes=len(data))
+        with limited_call(self._runs.context.metering, caller):
+            request = await self._runs.read(caller, partial(_generation, data), n_bytes=len(data))
+            prompt = await self._runs.encode(request, caller, n_bytes=len(data))
         ids = prompt.token_ids.tolist()
         return router_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=self._card.max_context_tokens)
 
@@ -36,8 +38,9 @@ class TokenMethods:
         """Detokenize."""
         caller = self._callers.caller(metadata_of(context), context, endpoint="Detokenize")
         read = partial(read_message, data, router_pb2.DetokenizeRequest)
-        message = await self._runs.read(caller, read, n_bytes=len(data))
-        text = await self._texts.text(message.token_ids, tenant=caller.tenant, field="token_ids")
+        with limited_call(self._runs.context.metering, caller):
+            message = await self._runs.read(caller, read, n_bytes=len(data))
+            text = await self._texts.text(message.token_ids, tenant=caller.tenant, field="token_ids")
         return router_pb2.DetokenizeResponse(text=text)
 
 
