@@ -26,6 +26,8 @@ WRITE_STALL_S = 30.0
 GRPC_RESET_S = 5.0
 UNREAD_SUSPEND_S = 1.0
 MAX_TENANT_SUSPENDED = 256
+# A suspended request goes on after the first of these at the earliest, doubled each time up to the second.
+RESUME_PAUSE_S = (0.5, 15.0)
 GRPC_HANDSHAKE_S = 10.0
 GRPC_PING_S = 10.0
 GRPC_PING_ANSWER_S = 5.0
@@ -266,6 +268,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "A client reads nothing, and that text is at its bound or others wait for a place",
         f"{UNREAD_SUSPEND_S:g} s",
         "the request leaves its workers until the client reads",
+    ),
+    (
+        "Least time until such a request goes on, doubled each time",
+        f"{RESUME_PAUSE_S[0]:g} to {RESUME_PAUSE_S[1]:g} s",
+        "waits",
     ),
     ("Requests of one tenant that left their workers so", f"{MAX_TENANT_SUSPENDED}", "request aborted"),
     ("Failed attempts in a row without a new token", f"{MAX_FRUITLESS_ATTEMPTS}", "request failed"),

@@ -18,6 +18,7 @@ from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.failover import content_digest
 from services.router.execution.output_processor import OutputProcessor
 from services.router.execution.policies.quarantine import Suspect
+from services.router.execution.policies.resume_pace import ResumePace
 from services.router.execution.policies.retry_policy import RetryPolicy
 from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.sessions import SessionPlacement
@@ -66,6 +67,7 @@ class RequestState:
     started: router_pb2.GenerateEvent | None  # the answer's first event, until an attempt begins
     trail: RequestTrail = field(default_factory=RequestTrail)
     retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
+    resume_pace: ResumePace = field(default_factory=ResumePace)
     suspect: Suspect = field(default_factory=Suspect)
     decision: PlacementDecision | None = None  # of the latest attempt
     source: TokenSource | None = None  # the attempt that delivers
@@ -175,8 +177,10 @@ class RequestState:
     async def wait_for_client(self) -> None:
         """Return when the client has read, and admission lets the request run again. Raises Overloaded."""
         self.leave_admission()
+        self.resume_pace.suspended(self.context.clock())
         await self.sink.wait_taken()
         await self.flush()
+        await asyncio.sleep(self.resume_pace.wait_s(self.context.clock()))
         if self.ticket is not None:
             await self.ticket.admitted_again()
         self.is_suspended = self._has_shown = False

@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from libs.common.service_bounds import RESUME_PAUSE_S
+from services.router.recording.trail import RequestTrail
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
@@ -80,7 +82,19 @@ async def test_unread_grpc_streams_hold_up_no_other_tenant(
             if trail.tenant == "a":
                 kinds = [entry.kind for entry in trail.entries]
                 assert 0 < kinds.count("suspended") <= kinds.count("resumed") + 1
+                check_pace(trail)
                 assert trail.curve.count == TOKENS + 1 and trail.status == "succeeded"
+
+
+def check_pace(trail: RequestTrail) -> None:
+    """A request goes on after the least time, which doubles with each suspension."""
+    suspended, least_s = 0.0, RESUME_PAUSE_S[0]
+    for entry in trail.entries:
+        if entry.kind == "suspended":
+            suspended = entry.at_s
+        elif entry.kind == "resumed":
+            assert entry.at_s - suspended >= 0.99 * least_s
+            least_s = min(2 * least_s, RESUME_PAUSE_S[1])
 
 
 async def read_text(call: Any) -> str:
