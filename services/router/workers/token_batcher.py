@@ -62,8 +62,10 @@ class _Work:
 class TokenBatcher:
     """Rounds of deliveries on the running event loop, for all streams of a router."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
+        """`clock`: that of the running event loop, unless a test has another one."""
         self._loop = asyncio.get_running_loop()
+        self._clock = clock or self._loop.time
         self._due: list[PendingDelivery] = []
         self._turns: FairTurns[PendingDelivery | _Work] = FairTurns()
         self._is_slicing = False  # the next slice is scheduled
@@ -90,15 +92,15 @@ class TokenBatcher:
             done: asyncio.Future[T] = self._loop.create_future()
             self._push(tenant, _Work(work, done))
             return await done
-        began_s = self._loop.time()
+        began_s = self._clock()
         try:
             return work()
         finally:
-            self._spend(self._loop.time() - began_s)
+            self._spend(self._clock() - began_s)
 
     async def caught_up(self) -> None:
         """Return at once, or when late deliveries are made."""
-        while self._is_slicing and self._loop.time() - self._behind_since_s > MAX_BACKLOG_S:
+        while self._is_slicing and self._clock() - self._behind_since_s > MAX_BACKLOG_S:
             if self._caught_up is None:
                 self._caught_up = self._loop.create_future()
             await asyncio.shield(self._caught_up)
@@ -107,13 +109,13 @@ class TokenBatcher:
 
     def _schedule(self) -> None:
         self._running = True
-        if self._next_s <= self._loop.time():
+        if self._next_s <= self._clock():
             self._loop.call_soon(self._round)
         else:
             self._loop.call_at(self._next_s, self._round)
 
     def _round(self) -> None:
-        self._began_s = self._loop.time()
+        self._began_s = self._clock()
         self.rounds += 1
         self._has_items = True
         due, self._due = self._due, []
@@ -127,7 +129,7 @@ class TokenBatcher:
         if number < _ITERATIONS_OF_A_ROUND:
             self._loop.call_soon(self._measure, number + 1)
             return
-        took_s = self._loop.time() - self._began_s
+        took_s = self._clock() - self._began_s
         pause_s = min(took_s * PAUSE_ROUNDS, MAX_PAUSE_S)
         self.pause_s, self._last_pause_s = min(pause_s, self._last_pause_s), pause_s
         self._next_s = self._began_s + pause_s
@@ -140,17 +142,17 @@ class TokenBatcher:
     def _push(self, tenant: Hashable, item: _Work) -> None:
         self._turns.push(tenant, item)
         if not self._is_slicing:
-            self._is_slicing, self._behind_since_s = True, self._loop.time()
+            self._is_slicing, self._behind_since_s = True, self._clock()
             self._loop.call_soon(self._slice)
 
     def _slice(self) -> None:
         """Deliver for SLICE_S, then let the loop do what else is due."""
-        now_s = self._loop.time()
+        now_s = self._clock()
         end_s = now_s + SLICE_S - self._spent_s
         while self._turns:
             tenant, item = self._turns.pop()
             item.deliver()
-            began_s, now_s = now_s, self._loop.time()
+            began_s, now_s = now_s, self._clock()
             self._turns.charge(tenant, now_s - began_s)
             self._spend(now_s - began_s)
             if now_s >= end_s:
