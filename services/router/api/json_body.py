@@ -169,15 +169,14 @@ def _checked(given: object, kind: type[msgspec.Struct], ignore: Callable[[str], 
     if not isinstance(given, dict):
         raise bounds.TYPE.refused(path, expected="an object")
     shapes = _shapes_of(kind)
-    no_effect: Mapping[str, tuple[object, ...]] = getattr(kind, "NO_EFFECT", {})
     refused: Mapping[str, tuple[object, ...]] = getattr(kind, "REFUSED", {})
     for name, item in given.items():
         if name in refused:
             check_no_effect(name, item, refused[name], path)
         elif name not in shapes:
             ignore(path_of(path, name))
-        elif name in no_effect or shapes[name].types == (NoneType,):
-            check_no_effect(name, item, no_effect.get(name, ()), path)
+        elif shapes[name].types == (NoneType,):
+            check_no_effect(name, item, (), path)
     known = [(name, item) for name, item in given.items() if name in shapes]
     checked = {name: _typed(item, shapes[name], path_of(path, name)) for name, item in known}
     for name, item in checked.items():

@@ -36,11 +36,9 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     inner: Inner | None = None
     items: list[Inner] | None = None
     free: dict[str, Any] | None = None
-    store: Any = None
     functions: NoEffect = None
 
-    NO_EFFECT: ClassVar[Mapping[str, tuple[object, ...]]] = {"store": (False,)}
-    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {"beams": (1,)}
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {"beams": (1,), "store": (False,)}
 
 
 IGNORED: list[str] = []

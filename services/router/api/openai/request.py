@@ -22,7 +22,6 @@ from services.router.api.json_body import (
     Number,
     Text,
     WholeNumber,
-    check_no_effect,
     decode_body,
     path_of,
 )
@@ -129,12 +128,11 @@ class _CompletionBody(_Body):
     prompt: Any = None
     logprobs: WholeNumber = None
     echo: Flag = None
-    best_of: Any = None
-    suffix: Any = None
 
-    NO_EFFECT: ClassVar = {"best_of": (1,), "suffix": ("",)}
     REFUSED: ClassVar = {
         **_Body.REFUSED,
+        "best_of": (1,),
+        "suffix": ("",),
         "messages": (),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
@@ -204,8 +202,6 @@ def parse_completion(data: bytes, request_id: str = "") -> Parsed:
     """A body of /v1/completions: one request for each prompt and choice; otherwise as `parse_chat`."""
     ignored = IgnoredFields()
     body = decode_body(data, _COMPLETION_DECODER, ignored.add)
-    for name, allowed in body.NO_EFFECT.items():
-        check_no_effect(name, getattr(body, name), allowed)
     if body.prompt is None:
         raise bounds.INPUT.refused("prompt")
     if body.logprobs is not None:
