@@ -36,6 +36,7 @@ from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
 _PREFILL_MS, _STEP_MS = 10.0, 20.0
+_MOST_S = 20.0  # for the requests of the light tenant, alone or beside
 PARTS = {"streams": 4.0, "places": 0.5}  # places of the router for each stream of the heavy tenant
 _FILES = ("bench/fakes/worker.py",)  # that another tree needs beside this file
 
@@ -95,8 +96,9 @@ async def _first_token_ms(endpoint: str, key: str) -> float:
 
 
 async def _light(endpoint: str, key: str, requests: int) -> dict[str, float]:
-    times_ms = []
-    for _ in range(requests):
+    times_ms: list[float] = []
+    until_s = time.monotonic() + _MOST_S
+    while len(times_ms) < requests and (time.monotonic() < until_s or len(times_ms) < 3):
         times_ms.append(await _first_token_ms(endpoint, key))
         await asyncio.sleep(0.05)
     return percentiles(times_ms)

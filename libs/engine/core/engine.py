@@ -18,6 +18,7 @@ from libs.engine.kv.page_pins import PagePins
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.scheduling.admission import check_spec
 from libs.engine.scheduling.candidates import find_candidates
+from libs.engine.scheduling.prefill_shares import PrefillShares, charge_rows
 from libs.engine.scheduling.prefill_wait import add_waited_tokens
 from libs.engine.scheduling.scheduler import Limits, Slice, schedule
 from libs.engine.scheduling.shared_blocks import SharedBlocks
@@ -61,6 +62,7 @@ class PagedEngine:
         self._features = BlockFeatures(feature_bytes(model.info.n_pages * model.info.page_bytes))
         self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
+        self._shares = PrefillShares()
         self._pins = PagePins(self._blocks)
         self._step_abort = StepAbort()
         self.state_lock = StateLock()
@@ -191,6 +193,7 @@ class PagedEngine:
     ) -> list[StepOutput]:
         outputs = self._report_finished()
         prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
+        self._shares.observe([sequence.spec.salt for sequence in prefilling])
         copied = self._shared.copy_new(prefilling)
         for seq_id in copied:
             self._sequences[seq_id].take_features(self._features)
@@ -198,6 +201,7 @@ class PagedEngine:
             self._sequences.values(),
             drafts,
             self._shared.followers(prefilling),
+            shares=self._shares,
             blocks=self._blocks,
             info=self.info,
         )
@@ -212,6 +216,7 @@ class PagedEngine:
         if result is None:  # aborted: copied blocks stay valid, and a later step computes the rows again
             return outputs + [self._progress(i, n_tokens) for i, n_tokens in copied.items() if i in computed]
         add_waited_tokens(prefilling, rows)
+        charge_rows(self._shares, prefilling, rows)
         for part in rows:
             self._n_slices += 1
             self._sequences[part.seq_id].last_slice = self._n_slices

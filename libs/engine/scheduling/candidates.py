@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.scheduling.admission import n_usable_drafts
+from libs.engine.scheduling.prefill_shares import PrefillShares
 from libs.engine.scheduling.prefix_sharing import Following
 from libs.engine.scheduling.scheduler import StepCandidate
 from libs.engine.step.types import EngineInfo
@@ -17,6 +18,7 @@ def find_candidates(
     drafts: Mapping[str, Sequence[int]],
     following: Mapping[str, Following],
     *,
+    shares: PrefillShares,
     blocks: BlockManager,
     info: EngineInfo,
 ) -> tuple[list[StepCandidate], list[EngineSequence]]:
@@ -43,6 +45,7 @@ def find_candidates(
                 n_drafts=n_drafts,
                 computed_tokens=sequence.n_computed,
                 waited_tokens=sequence.waited_tokens,
+                tenant_tag=0.0 if decoding else shares.tag(sequence.spec.salt),
                 following=following.get(seq_id),
             )
         )

@@ -2,9 +2,10 @@
 
 A decoding sequence must not wait for a long prompt, so each gets its row in every step. Beyond `max_batch`
 sequences, those that waited longest go first. Drafts leave a quarter of the remaining rows to prefills.
-Prefills share these rows, and those that no draft takes, in the order of libs/common/prefill_order.py: the
-prompt that needs least goes first, and the oldest overdue prompt gets a quarter. A prefill that waits for
-blocks of another one gives its rows to that one (libs/engine/scheduling/prefix_sharing.py).
+Prefills share these rows, and those that no draft takes. Tenants take turns by tokens (prefill_shares.py). Of
+a tenant's prompts the one that needs least goes first, and of all the oldest overdue one gets a quarter
+(libs/common/prefill_order.py). A prefill that waits for blocks of another one gives its rows to that one
+(libs/engine/scheduling/prefix_sharing.py).
 
 Attention of a prompt's rows expands the latents of its whole prefix again in every step. So a long prompt
 that is alone gets steps of more rows (`Limits.long_step_tokens`).
@@ -34,6 +35,7 @@ class StepCandidate:
     n_drafts: int = 0
     computed_tokens: int = 0  # tokens with KV
     waited_tokens: int = 0  # of a prefill: tokens computed for other prompts since it started
+    tenant_tag: float = 0.0  # of a prefill: prompts of the tenant with the lowest one go first
     # Set for a prefill that waits: its leader, a candidate that follows no other, gets the rows.
     following: Following | None = None
 
@@ -111,6 +113,6 @@ def _share(prefilling: Sequence[StepCandidate], budget: int, places: int) -> lis
     overdue = [c for c in prefilling if is_overdue(c.waited_tokens, c.pending_tokens)]
     if overdue:
         grant(min(overdue, key=lambda c: c.arrival), max(1, budget // OVERDUE_SHARE))
-    for candidate in sorted(prefilling, key=lambda c: order_key(c.pending_tokens, c.arrival)):
+    for candidate in sorted(prefilling, key=lambda c: (c.tenant_tag, order_key(c.pending_tokens, c.arrival))):
         grant(candidate, spare)
     return [Slice(c.seq_id, granted[c.seq_id]) for c in prefilling if granted.get(c.seq_id)]
