@@ -62,6 +62,8 @@ MAX_USAGE_ROWS = 10_000
 
 # Admission, by class: interactive, default, bulk, jobs. The queue is limited in number and in time.
 MAX_RUNNING_REQUESTS = 256
+# Further places, for tenants that have less than their share.
+TENANT_RESERVE_SHARE = 0.25
 MAX_WAITING_REQUESTS = (256, 512, 1024, 64)
 MAX_WAIT_S = (30.0, 60.0, 300.0, 300.0)
 PROMOTE_AFTER_S = (0.0, 10.0, 60.0, math.inf)
@@ -237,6 +239,11 @@ _CONNECTIONS: tuple[_Row, ...] = (
 )
 _TOGETHER: tuple[_Row, ...] = (
     ("Requests running at one router (`--max-requests`)", f"{MAX_RUNNING_REQUESTS}", "others wait"),
+    (
+        "Requests beyond these, and beyond the places of decode workers, of tenants below their share",
+        f"{TENANT_RESERVE_SHARE:.0%} more",
+        "wait",
+    ),
     (
         "Requests waiting there: interactive / default / bulk / jobs",
         _by_class(MAX_WAITING_REQUESTS, "requests"),

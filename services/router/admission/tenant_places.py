@@ -1,16 +1,16 @@
 """Which tenants have fewer places than their share of them, and so may take one of the reserve. Pure.
 
 One tenant alone takes all places. So that its long answers do not keep others waiting, a tenant below its
-share may run beyond the places of all, up to RESERVE more of them. The share is that of equal parts for the
-tenants that run or wait. The places beyond go when requests end: nothing is admitted for a tenant that has
-its share while all places are taken.
+share may run beyond the places of all, up to TENANT_RESERVE_SHARE more of them. Tenants that run or wait have
+equal shares. The places beyond go when requests end: nothing is admitted for a tenant that has its share while
+all places are taken.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-RESERVE = 0.25
+from libs.common.service_bounds import TENANT_RESERVE_SHARE
 
 
 class TenantPlaces:
@@ -46,7 +46,7 @@ class TenantPlaces:
 
 def with_reserve(places: int) -> int:
     """So many places and those of the reserve."""
-    return places + max(1, int(RESERVE * places))
+    return places + max(1, int(TENANT_RESERVE_SHARE * places))
 
 
 def _discount(counts: Counter[str], tenant: str) -> None:
