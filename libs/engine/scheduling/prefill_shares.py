@@ -2,8 +2,10 @@
 
 The tenant with the lowest tag goes first, and the rows of a step move the tags of their tenants on. A tenant
 that returns begins at the lowest tag of those that wait: it has no credit and no debt. So tenants whose
-prompts wait differ by a few steps at most, and one alone has every row. The names are tenants' salts. A cluster
-without API keys has one tenant, whose prompts keep the order of their needs.
+prompts wait differ by a few steps at most, and one alone has every row.
+
+The names are tenants' salts. A cluster without API keys has one tenant, whose prompts keep the order of their
+needs.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One tenant alone takes all places. So that its long answers do not keep others waiting, a tenant below its
 share may run beyond the places of all, up to TENANT_RESERVE_SHARE more of them. Tenants that run or wait have
-equal shares. The places beyond go when requests end: nothing is admitted for a tenant that has its share while
-all places are taken.
+equal shares. The places beyond go when requests end: while all places are taken, nothing is admitted for a
+tenant that has its share.
 """
 
 from __future__ import annotations
