@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from bench.another_tree import another_tree
 from bench.request_log import percentiles
@@ -51,7 +54,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=120, help="of the heavy tenant")
     parser.add_argument("--requests", type=int, default=40, help="of the light tenant, alone and beside")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--fill-s", type=float, default=5.0, help="until all streams run")
+    parser.add_argument("--fill-s", type=float, default=5.0, help="with all streams, before the measurement")
     parser.add_argument("--before", metavar="COMMIT", help="measure another commit too")
     parser.add_argument("--rounds", type=int, default=1, help="with --before: of both, in turn")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -104,9 +107,21 @@ async def _light(endpoint: str, key: str, requests: int) -> dict[str, float]:
     return percentiles(times_ms)
 
 
+async def _wait_running(admin: str, streams: int) -> None:
+    """Return when the router runs so many requests."""
+    async with aiohttp.ClientSession(f"http://{admin}") as session, asyncio.timeout(60):
+        running = -1.0
+        while running < streams:
+            await asyncio.sleep(0.2)
+            async with session.get("/metrics") as answer:
+                text = await answer.text()
+            match = re.search(r"^slipstream_requests_running (.*)$", text, re.MULTILINE)
+            running = float(match[1]) if match else -1.0
+
+
 @contextlib.asynccontextmanager
-async def _cluster(folder: Path, keys: Path, *, max_requests: int) -> AsyncIterator[str]:
-    """A router before fake workers. Yields its HTTP endpoint."""
+async def _cluster(folder: Path, keys: Path, *, max_requests: int) -> AsyncIterator[tuple[str, str]]:
+    """A router before fake workers. Yields its HTTP endpoints, of clients and of operators."""
     model = make_model(folder / "model")
     pace = ["--prefill-ms", str(_PREFILL_MS), "--step-ms", str(_STEP_MS)]
     router = ["--max-requests", str(max_requests), "--thinking", "off"]
@@ -125,7 +140,9 @@ async def _cluster(folder: Path, keys: Path, *, max_requests: int) -> AsyncItera
         extra_arguments={Role.PREFILL: pace, Role.DECODE: pace, Role.ROUTER: router},
     )
     async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
-        yield cluster.record().router_http
+        admin = cluster.record().find("router-0").admin_http
+        assert admin is not None
+        yield cluster.record().router_http, admin
 
 
 async def measure(options: argparse.Namespace, *, max_requests: int) -> dict[str, Any]:
@@ -134,12 +151,13 @@ async def measure(options: argparse.Namespace, *, max_requests: int) -> dict[str
         folder = Path(name)
         keys = folder / "keys.toml"
         heavy_key, light_key = (add_key(keys, name=tenant, tenant=tenant) for tenant in ("heavy", "light"))
-        async with _cluster(folder, keys, max_requests=max_requests) as endpoint:
+        async with _cluster(folder, keys, max_requests=max_requests) as (endpoint, admin):
             await _light(endpoint, light_key, 5)
             alone = await _light(endpoint, light_key, options.requests)
             command = [sys.executable, "-m", "bench.router.fair", "--streams", str(options.streams)]
             heavy = await asyncio.create_subprocess_exec(*command, "--heavy", endpoint, heavy_key)
             try:
+                await _wait_running(admin, min(options.streams, max_requests))
                 await asyncio.sleep(options.fill_s)
                 beside = await _light(endpoint, light_key, options.requests)
             finally:

@@ -55,6 +55,8 @@ class ResponseWriter(AnswerWriter):
         self._text: list[str] = [shape.echo]
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
+        # Of a whole answer. A chat's are JSON already: all of them together take long to encode.
+        self._positions: list[msgspec.Raw] = []
         self._logprobs: list[router_pb2.TextLogprob] = []
         self._n_chars = len(shape.echo)  # of the text before the next token
         self._before = b"data: " + _dumps(self._head(".chunk"))[:-1] + b',"choices":['
@@ -123,7 +125,10 @@ class ResponseWriter(AnswerWriter):
         """Fold a piece into the whole answer."""
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
-        self._logprobs.extend(delta.logprobs)
+        if self._chat:
+            self._positions += [msgspec.Raw(msgspec.json.encode(_position(item))) for item in delta.logprobs]
+        else:
+            self._logprobs.extend(delta.logprobs)
         for piece in delta.tool_calls:
             while len(self._calls) <= piece.index:
                 self._calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
@@ -148,7 +153,10 @@ class ResponseWriter(AnswerWriter):
             message["reasoning_content"] = reasoning
         if self._calls:
             message["tool_calls"] = self._calls
-        return choice | {"message": message, "logprobs": _chat_logprobs(self._logprobs)}
+        return choice | {
+            "message": message,
+            "logprobs": {"content": self._positions} if self._positions else None,
+        }
 
     def body(self, finished: router_pb2.Finished) -> Json:
         """The whole answer of one choice, after all pieces were added."""
@@ -279,7 +287,11 @@ def _call_piece(call: router_pb2.ToolCallDelta) -> Json:
 def _chat_logprobs(items: Any) -> Json | None:
     if not items:
         return None
-    return {"content": [{**_token(i), "top_logprobs": [_token(t) for t in i.top]} for i in items]}
+    return {"content": [_position(item) for item in items]}
+
+
+def _position(item: router_pb2.TextLogprob) -> Json:
+    return {**_token(item), "top_logprobs": [_token(top) for top in item.top]}
 
 
 def _token(item: router_pb2.TextLogprob) -> Json:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -185,7 +186,8 @@ class RunEndpoints:
             name: sum(((item.get("result") or {}).get("usage") or {}).get(name, 0) for item in items)
             for name in ("prompt_tokens", "completion_tokens", "total_tokens")
         }
-        return web.json_response(envelope({"responses": items, "usage": usage}))
+        body = msgspec.json.encode(envelope({"responses": items, "usage": usage}))
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _run_one(self, caller: Caller, run: RunBody, index: int, request_id: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": index, "success": False, "external_reference": run.reference}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,3 +124,19 @@ def test_the_end(
     piece: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     finish = whole["choices"][0]["finish_reason"]
     assert choice == {"index": 0, "finish_reason": finish, **piece, "logprobs": None}
+
+
+def test_a_whole_chat_encodes_its_log_probabilities_piece_by_piece() -> None:
+    """The end of an answer of thousands of positions encodes none of them on the event loop."""
+    started = router_pb2.Started(request_id="r", model="m", created_unix_s=1)
+    writer = answer(started, chat=True, usage=False)
+    top = [router_pb2.TextLogprob(token="\u2028", token_bytes=b"\xe2", logprob=-0.5 - i) for i in range(20)]
+    position = router_pb2.TextLogprob(token="a", token_bytes=b"a", logprob=-0.25, top=top)
+    for _ in range(3):
+        writer.add(router_pb2.Delta(text="a", logprobs=[position] * 2))
+    (choice,) = writer.body(router_pb2.Finished())["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 6 and all(type(item) is msgspec.Raw for item in content)
+    said = msgspec.json.decode(msgspec.json.encode(choice))["logprobs"]["content"]
+    tops = [{"token": "\u2028", "logprob": -0.5 - i, "bytes": [0xE2]} for i in range(20)]
+    assert said == [{"token": "a", "logprob": -0.25, "bytes": [97], "top_logprobs": tops}] * 6
