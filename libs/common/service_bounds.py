@@ -62,8 +62,7 @@ MAX_USAGE_ROWS = 10_000
 
 # Admission, by class: interactive, default, bulk, jobs. The queue is limited in number and in time.
 MAX_RUNNING_REQUESTS = 256
-# Further places, for tenants that have less than their share.
-TENANT_RESERVE_SHARE = 0.25
+TENANT_RESERVE_SHARE = 0.25  # further places, for tenants that have less than their share
 MAX_WAITING_REQUESTS = (256, 512, 1024, 64)
 MAX_WAIT_S = (30.0, 60.0, 300.0, 300.0)
 PROMOTE_AFTER_S = (0.0, 10.0, 60.0, math.inf)
