@@ -25,8 +25,8 @@ def test_tenants_with_items_differ_by_one_largest_item_of_each(costs: dict[str, 
             turns.push(tenant, index)
     took, taken = dict.fromkeys(costs, 0), dict.fromkeys(costs, 0)
     while all(taken[tenant] < 30 for tenant in costs):
-        tenant, index = turns.pop()
-        assert isinstance(tenant, str)
+        owner, index = turns.pop()
+        tenant = str(owner)
         assert index == taken[tenant]  # first in, first out
         turns.charge(tenant, costs[tenant][index])
         took[tenant] += costs[tenant][index]
