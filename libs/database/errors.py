@@ -32,6 +32,8 @@ class Fault(enum.Enum):
     LOST = "connection lost"  # likewise, after a reconnect
     FULL = "disk full"
     DAMAGED = "damaged"
+    MOVED = "its file was deleted or replaced; put it back, or restart this process"
+    READ_ONLY = "its file is read-only"
     VALUE = "a text that the database does not take"
     DEFECT = "defect"  # a wrong statement, a violated constraint
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from libs.database.errors import Fault
 from libs.database.transaction import SqlValue
 
+log = logging.getLogger(__name__)
+
 # How long one statement waits for another process's transaction. Work is retried until its deadline.
 _BUSY_TIMEOUT_S = 1.0
 _MAX_LOG_BYTES = 64 << 20  # of the write-ahead log, once it is copied into the file
 _FAULTS = {
+    sqlite3.SQLITE_READONLY: Fault.READ_ONLY,
     sqlite3.SQLITE_BUSY: Fault.BUSY,
     sqlite3.SQLITE_LOCKED: Fault.BUSY,
     sqlite3.SQLITE_FULL: Fault.FULL,
@@ -29,8 +33,15 @@ _FAULTS = {
 }
 
 
+class FileMoved(sqlite3.OperationalError):
+    """The path names another file than the one that this process opened first, or none."""
+
+
 class SqliteDriver:
-    """Opens connections to one file. A file that is new is readable by its owner only."""
+    """Opens connections to one file. A file that is new is readable by its owner only.
+
+    What is written to a deleted file is lost, so each transaction checks that the path still names the file.
+    """
 
     # One writer; its commits are shared by what waits, so that one fsync serves many transactions.
     writers = 1
@@ -39,17 +50,45 @@ class SqliteDriver:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._opened: tuple[int, int] | None = None  # device and inode
+        self._is_moved = False
 
     def connect(self, *, is_read_only: bool) -> SqliteConnection:
         """A connection for the calling thread. Raises what `fault_of` names."""
-        with contextlib.suppress(OSError):  # SQLite itself reports what is wrong with the path
-            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        return SqliteConnection(self._path, is_read_only=is_read_only)
+        if self._opened is None:
+            with contextlib.suppress(OSError):  # SQLite itself reports what is wrong with the path
+                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        else:
+            self.check_file()
+        connection = SqliteConnection(self._path, is_read_only=is_read_only, check_file=self.check_file)
+        if self._opened is None:
+            self._opened = _file_at(self._path)
+        return connection
+
+    def check_file(self) -> None:
+        """Raises FileMoved where the path does not name the opened file."""
+        is_moved = self._opened is not None and _file_at(self._path) != self._opened
+        if is_moved and not self._is_moved:
+            log.error("%s was deleted or replaced: nothing is stored until it is back", self._path)
+        self._is_moved = is_moved
+        if is_moved:
+            raise FileMoved("the file was deleted or replaced")
 
     def fault_of(self, error: Exception) -> Fault:
         """What the driver's exception means."""
+        if isinstance(error, FileMoved):
+            return Fault.MOVED
         code = getattr(error, "sqlite_errorcode", 0)
         return _FAULTS.get(code) or _FAULTS.get(code & 0xFF, Fault.DEFECT)
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None where there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class SqliteConnection:
@@ -62,7 +101,8 @@ class SqliteConnection:
     skip_locked = ""
     for_update = ""
 
-    def __init__(self, path: Path, *, is_read_only: bool) -> None:
+    def __init__(self, path: Path, *, is_read_only: bool, check_file: Callable[[], None]) -> None:
+        self._check_file = check_file
         self._begin = "BEGIN" if is_read_only else "BEGIN IMMEDIATE"
         self._raw = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         try:
@@ -78,6 +118,7 @@ class SqliteConnection:
 
     def begin(self) -> None:
         """Begin. A writer takes the write lock now, so that no statement finds it taken later."""
+        self._check_file()
         self._raw.execute(self._begin)
 
     def commit(self) -> None:

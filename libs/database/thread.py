@@ -114,6 +114,8 @@ class DatabaseThread:
     def _failure(self, work: DatabaseWork, error: Exception, *, next_try_s: float) -> SlipstreamError | None:
         """Clean up after a fault. The error that ends the work; None = it may run again."""
         fault = self._driver.fault_of(error)
+        if fault is Fault.READ_ONLY and self._is_read_only:
+            fault = Fault.DEFECT  # a reader that writes
         may_have_committed = self._forget(error)
         if fault is Fault.DEFECT:
             log.error("the database refuses a statement: %s", error)
