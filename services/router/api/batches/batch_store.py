@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ from services.router.api.batches.file_store import check_room
 from services.router.api.batches.records import BATCH_PREFIX, NewBatch, RequestBatch, new_id
 from services.router.api.batches.schema import SCHEMA
 from services.router.api.batches.states import ACTIVE, CANCELLABLE, FINAL, BatchState
+from services.router.jobs.rows import marks
 from slipstream import errors
 
 # A router that died holds a batch for so long.
@@ -115,7 +116,7 @@ class BatchStore:
 
         def mark(tx: SqlTransaction) -> RequestBatch:
             rows = tx.execute(
-                f"SELECT record FROM batches WHERE id = ? AND tenant = ?{tx.for_update}", (batch_id, tenant)
+                f"SELECT record FROM batches WHERE id = ? AND tenant = ? {tx.for_update}", (batch_id, tenant)
             )
             if not rows:
                 raise _unknown()
@@ -133,15 +134,16 @@ class BatchStore:
 
     # ---- for the router that works on one
 
-    async def hold(self) -> HeldBatch | None:
-        """Take the oldest batch that is not over and that no router holds."""
-        now_s, lease = self.wall_clock_s(), os.urandom(8).hex()
+    async def hold(self, *, but: Collection[str] = ()) -> HeldBatch | None:
+        """Take the oldest batch that is not over and that no router holds, of other tenants than these."""
+        now_s, lease, tenants = self.wall_clock_s(), os.urandom(8).hex(), tuple(but)
+        others = f" AND tenant NOT IN ({marks(tenants)})" if tenants else ""
 
         def take(tx: SqlTransaction) -> RequestBatch | None:
             rows = tx.execute(
                 f"SELECT id FROM batches WHERE state IN ({_ACTIVE}) AND lease_until_unix_s <= ?"
-                f" ORDER BY lease_until_unix_s, id LIMIT 1{tx.skip_locked}",
-                (now_s,),
+                f"{others} ORDER BY lease_until_unix_s, id LIMIT 1 {tx.skip_locked}",
+                (now_s, *tenants),
             )
             if not rows:
                 return None

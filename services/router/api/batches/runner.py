@@ -34,10 +34,11 @@ _LOOK_S, _FULL_S = 1.0, 15.0
 _IDLE_S = 1.0
 _SWEEP_S = 60.0
 _LEAST_EXPIRY_S = 60.0
+_TENANTS_AT_ONCE = 4
 
 
 class BatchRunner:
-    """One task that works on the batches of all tenants, a step of one after the other."""
+    """Works on the batches of a few tenants side by side, one of each: a long step delays no other tenant."""
 
     def __init__(
         self,
@@ -54,8 +55,9 @@ class BatchRunner:
         self._run_piece = run_piece
         self._clock = clock
         self._wake = asyncio.Event()
+        self._holding = asyncio.Lock()
         self._sweep_s = 0.0
-        self._kept_s = 0.0  # when the lease began or was prolonged
+        self._kept_s: dict[str, float] = {}  # by tenant: when the lease began or was prolonged
 
     def wake(self) -> None:
         """Look for work at once, and for files that were deleted."""
@@ -64,6 +66,11 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Work until cancelled. An unavailable database is tried again."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_TENANTS_AT_ONCE):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
         while True:
             self._wake.clear()
             try:
@@ -79,10 +86,11 @@ class BatchRunner:
 
     async def step(self) -> bool:
         """Work on one batch; whether there was one."""
-        held = await self._batches.hold()
-        self._kept_s = self._clock()
-        if held is None:
-            return False
+        async with self._holding:  # each knows which tenants the others work for
+            held = await self._batches.hold(but=self._kept_s)
+            if held is None:
+                return False
+            self._kept_s[held.batch.tenant] = self._clock()
         try:
             await self._advance(held)
         except errors.FailedPrecondition:
@@ -90,6 +98,8 @@ class BatchRunner:
         except errors.NotFound:
             defect = LineDefect("invalid_file", "the input file does not exist any more")
             await self._fail(held, [defect])
+        finally:
+            del self._kept_s[held.batch.tenant]
         return True
 
     async def _pause(self) -> None:
@@ -103,11 +113,11 @@ class BatchRunner:
         """Remove a piece of what is deleted; whether there may be more."""
         if self._clock() < self._sweep_s:
             return False
-        next_s = self._clock() + _SWEEP_S
+        self._sweep_s = self._clock() + _SWEEP_S
         if await self._files.sweep():
+            self._sweep_s = 0.0
             return True
         await self._batches.sweep()
-        self._sweep_s = next_s
         return False
 
     async def _advance(self, held: HeldBatch) -> None:
@@ -129,9 +139,9 @@ class BatchRunner:
 
     async def _keep(self, held: HeldBatch) -> None:
         """Prolong the lease, now and then. Raises FailedPrecondition where it was lost."""
-        if self._clock() - self._kept_s > LEASE_S / 4:
+        if self._clock() - self._kept_s[held.batch.tenant] > LEASE_S / 4:
             await self._batches.save(held)
-            self._kept_s = self._clock()
+            self._kept_s[held.batch.tenant] = self._clock()
 
     def _is_late(self, batch: RequestBatch) -> bool:
         return self._batches.wall_clock_s() >= batch.expires_unix_s

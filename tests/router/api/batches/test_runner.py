@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from libs.common import batch_bounds
 from services.router.api.batches import runner
 from services.router.api.batches.batch_store import decode_batch
 from services.router.api.batches.records import NewBatch, RequestBatch, batch_object
+from services.router.api.batches.runner import BatchRunner
 from services.router.api.batches.states import BatchState
 from services.router.jobs.store import JobLimits, JobStore
 from slipstream import errors
@@ -267,3 +270,39 @@ async def test_the_oldest_batches_that_are_over_are_forgotten(
             await tables.step()
     stored = await tables.batches.page(TENANT, after="", limit=10)
     assert [decode_batch(record).id for record in stored] == [over[3].id, over[2].id, over[1].id, running.id]
+
+
+async def test_a_long_step_of_one_tenant_delays_no_other_one(tables: BatchTables) -> None:
+    """Four tenants' batches are worked on side by side, and one batch of a tenant at a time."""
+    gate = asyncio.Event()
+    held: list[str] = []
+
+    async def run_piece(tenant: str, piece: Callable[[], Any]) -> Any:
+        if tenant == "large":
+            held.append(tenant)
+            await gate.wait()
+        return piece()
+
+    runner = BatchRunner(
+        tables.batches,
+        tables.files,
+        tables.jobs.store,
+        run_piece=run_piece,
+        clock=lambda: tables.jobs.now_s,
+    )
+    for _ in range(3):
+        await tables.create(line("a"), tenant="large")
+    small = await tables.create(line("a"), tenant="small")
+    task = asyncio.create_task(runner.run())
+    async with asyncio.timeout(30):
+        while not (await tables.jobs.store.counts("small")).queued:
+            await asyncio.sleep(0.01)
+    assert held == ["large"] and not gate.is_set()
+    assert (await tables.batches.get("small", small.id)).state is BatchState.IN_PROGRESS
+    gate.set()
+    async with asyncio.timeout(30):
+        while (await tables.jobs.store.counts("large")).queued < 3:
+            tables.jobs.now_s += 20
+            await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
