@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from libs.common import batch_bounds
 from libs.database.database import open_database
 from services.router.api.api_keys import ApiKeys
+from services.router.api.batches import endpoint
 from services.router.api.batches.file_store import FileStore
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -126,6 +128,30 @@ async def test_pages_lead_from_one_to_the_next(tenants: Tenants) -> None:
     for path in ("/v1/files?limit=0", "/v1/files?limit=x", "/v1/batches?limit=101", "/v1/files?order=up"):
         await tenants.ask("GET", path, status=400)
     await tenants.ask("GET", "/v1/batches?after=file-000000000000", status=400)
+
+
+async def test_a_page_of_failed_batches_is_written_off_the_event_loop(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    write = endpoint._batches_page
+
+    def noted_write(*given: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return write(*given)
+
+    monkeypatch.setattr(endpoint, "_batches_page", noted_write)
+    file = await tenants.upload(b"{\n" * 50)
+    made = [(await tenants.create(file["id"]))["id"] for _ in range(3)]
+    async with asyncio.timeout(60):
+        while True:
+            page = (await tenants.ask("GET", "/v1/batches"))["data"]
+            if all(batch["status"] == "failed" for batch in page):
+                break
+            await asyncio.sleep(0.05)
+    assert [batch["id"] for batch in page] == made[::-1]
+    assert all(len(batch["errors"]["data"]) == 50 for batch in page)
+    assert threads and threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import aiohttp
 import pytest
 
 from libs.database.database import open_database
+from services.router.api.workers_ai import endpoint
 from services.router.api.workers_ai.endpoint import RUN_PATH
+from services.router.execution.request_manager import INLINE_BYTES
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import open_router
@@ -124,6 +127,27 @@ async def test_requests_of_one_call_fail_and_succeed_alone(
     assert bad["success"] is False and bad["errors"][0]["code"] == 5006 and "result" not in bad
     total = good["result"]["usage"]["total_tokens"] + third["result"]["usage"]["total_tokens"]
     assert result["usage"]["total_tokens"] == total
+
+
+async def test_many_short_runs_of_one_call_are_checked_off_the_event_loop(
+    http: aiohttp.ClientSession, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    check = endpoint._check_run
+
+    def noted_check(*given: Any) -> None:
+        threads.append(threading.current_thread())
+        check(*given)
+
+    monkeypatch.setattr(endpoint, "_check_run", noted_check)
+    path = f"{path_of(card)}?queueRequest=true"
+    few = [{"prompt": "x" * 1000, "max_tokens": 1}] * 2
+    await ask(http, path, {"requests": few})
+    assert threads == [threading.main_thread()] * 2  # the premise: each is short
+    threads.clear()
+    await ask(http, path, {"requests": few * (INLINE_BYTES // 2000)})
+    assert len(threads) == 2 * (INLINE_BYTES // 2000)
+    assert threading.main_thread() not in threads
 
 
 async def test_queued_runs_are_polled_by_their_id(http: aiohttp.ClientSession, card: ModelCard) -> None:
