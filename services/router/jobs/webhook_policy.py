@@ -15,6 +15,11 @@ from services.router.jobs.types import Webhook
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _MAX_URL_CHARS = 2048
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
+# A local NAT64 (RFC 8215), mapped and compatible IPv4, 6to4, Teredo.
+_TRANSLATED = tuple(
+    map(ipaddress.IPv6Network, ("64:ff9b:1::/48", "::ffff:0:0/96", "::/96", "2002::/16", "2001::/32"))
+)
 _SECRET_BYTES = (24, 64)
 _SECRET_PREFIX = "whsec_"
 
@@ -37,8 +42,9 @@ class WebhookHosts:
             return False
         network = self.networks[host]
         found = ipaddress.ip_address(address)
-        mapped = getattr(found, "ipv4_mapped", None)
-        return (mapped or found) in network if network is not None else found.is_global and mapped is None
+        if network is None:
+            return is_public(found)
+        return (getattr(found, "ipv4_mapped", None) or found) in network
 
     def _reason(self, url: str) -> str:
         """Why the URL is refused; empty if it is not."""
@@ -56,6 +62,20 @@ class WebhookHosts:
         if parts.hostname not in self.networks:
             return "url must name a host that the router's operator allows (--webhook-hosts)"
         return ""
+
+
+def is_public(address: Address) -> bool:
+    """Whether packets to it leave for the Internet, through translators of addresses, too.
+
+    A NAT64 sends to the IPv4 address that the last 32 bits are. Of mapped, 6to4 and Teredo addresses, none
+    is dialled: they may reach any IPv4 address.
+    """
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64:
+            address = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
+        elif any(address in network for network in _TRANSLATED):
+            return False
+    return address.is_global and not address.is_multicast
 
 
 def parse_webhook_hosts(text: str) -> WebhookHosts:
