@@ -55,7 +55,7 @@ class RouterOptions:
     idle_connection_s: float = service_bounds.IDLE_CONNECTION_S
     autoscale: AutoscalePolicy = field(default_factory=AutoscalePolicy)
     scaler_is_public: bool = False
-    jobs_beside_live: int = 0
+    jobs_beside_live: int = service_bounds.MAX_RUNNING_JOBS
     webhook_hosts: WebhookHosts = field(default_factory=lambda: WebhookHosts({}))
     prices: Path | None = None
 

@@ -11,7 +11,7 @@ from libs.common.api_bounds import RESPONSE_TTL_S
 from libs.common.cluster.placements import SESSION_TTL_S
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
-from libs.common.service_bounds import MAX_RUNNING_REQUESTS
+from libs.common.service_bounds import MAX_RUNNING_JOBS, MAX_RUNNING_REQUESTS
 from libs.database.database import check_database_url
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.webhook_policy import parse_webhook_hosts
@@ -143,8 +143,8 @@ class RouterSettings(ServiceSettings):
         check=check_database_url,
     )
     jobs_beside_live: int = setting(
-        "jobs that this router runs beside live requests; 0 = jobs run when none has run for 5 s",
-        default=0,
+        "most jobs that this router runs beside live requests, as long as these get no slower; 0 = none",
+        default=MAX_RUNNING_JOBS,
         least=0,
     )
     webhook_hosts: str = setting(

@@ -15,6 +15,7 @@ from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.hedging import AttemptEnd
 from services.router.execution.output_processor import OutputProcessor
+from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.retry_loop import run_attempts
@@ -88,6 +89,7 @@ class GenerationTask:
     began_s: float  # when the request arrived, on the context's clock
     trail: RequestTrail = field(default_factory=RequestTrail)
     metered: MeteredRequest | None = None
+    hold: JobHold | None = None  # of a job
     _decision: PlacementDecision | None = None  # of the last attempt
     _state: RequestState | None = None  # while attempts run
     _is_closed: bool = False
@@ -124,7 +126,8 @@ class GenerationTask:
         self.trail.admitted(self._admitted_s)
         self._trace_id = tracing.trace_id()
         queued_s = self._admitted_s - self.began_s
-        context.counters.observe("slipstream_request_queue_seconds", queued_s, trace_id=self._trace_id)
+        if not self.caller.is_job:
+            context.counters.observe("slipstream_request_queue_seconds", queued_s, trace_id=self._trace_id)
         await context.start_pacer.acquire()
         self._prompt = await encode_prompt(
             context,
@@ -200,6 +203,7 @@ class GenerationTask:
             trail=self.trail,
             ticket=self.ticket,
             spawn=self.spawn,
+            hold=self.hold,
             started=self._started(),
         )
 

@@ -31,7 +31,7 @@ class AttemptEnd:
 
 
 class AttemptSuspended:
-    """The attempt left its workers, because the client reads nothing."""
+    """The attempt left its workers: the client reads nothing, or live requests hold the job."""
 
 
 class HedgedAttempt:
@@ -62,7 +62,7 @@ class HedgedAttempt:
             outcome = await self._outcome
             if isinstance(outcome, WorkerFailed):
                 self._fail_spans(outcome.error)
-            elif isinstance(outcome, AttemptSuspended):
+            elif isinstance(outcome, AttemptSuspended) and not state.is_held:
                 state.context.counters.add("slipstream_requests_suspended_total")
             elif self._winner is not None and not self._winner.is_over:  # a stop string ended the answer
                 state.stats.add_stats(await self._winner.stop())
@@ -114,9 +114,10 @@ class HedgedAttempt:
 
     def suspend(self) -> None:
         """See `Suspendable`. An attempt without a token has nothing that a client could leave unread."""
-        if self._winner is None or self._outcome.done():
+        if self._outcome.done() or (self._winner is None and not self._state.is_held):
             return
-        self._winner.resume()  # the state takes what has arrived, perhaps the answer's end
+        if self._winner is not None:
+            self._winner.resume()  # the state takes what has arrived, perhaps the answer's end
         if not self._outcome.done():
             self._outcome.set_result(AttemptSuspended())
 

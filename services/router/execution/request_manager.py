@@ -17,6 +17,7 @@ from services.router.admission.tenant_shares import TextShares
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest, Priority
 from services.router.execution.context import RouterContext
 from services.router.execution.generation import GenerationTask, encode_prompt
+from services.router.execution.policies.job_holds import JobHolds
 from services.router.execution.request_stats import count_end
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.recording.trail import RequestTrail
@@ -55,6 +56,7 @@ class RequestManager:
             counters=context.counters,
         )
         self.texts = TextShares()
+        self.jobs = JobHolds()
         self._constraints = OutputConstraints(context.card)
         # One check at a time, tenant by tenant, beside the threads of long messages.
         self._grammar_thread = FairThreads(n_threads=1)
@@ -100,6 +102,7 @@ class RequestManager:
         context is InvalidArgument even under overload. A caller without a deadline gets the default one.
         """
         began_s, chars = self.context.clock(), request.text_chars
+        met = self.jobs.live_arrived(caller)
         if caller.deadline_s is None:
             caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
@@ -137,6 +140,7 @@ class RequestManager:
         self.context.counters.add("slipstream_requests_total")
         tracing.annotate(request_id=request_id)
         self._runs[key] = run
+        self.jobs.add(run, caller, met, began_s=began_s)
         run.trail = self._record(run, caller, began_s)
         self._watch_unread()
         work = execute(run, partial(self._make_generation, run, request, caller, constraint, began_s))
@@ -226,8 +230,12 @@ class RequestManager:
             is_unread = run.sink.unread_s >= service_bounds.UNREAD_SUSPEND_S
             if is_unread and (run.sink.is_full or self.gate.controller.waiting):
                 run.suspend()
-            suspended[tenant] += run.is_suspended
-            if run.is_suspended and suspended[tenant] > service_bounds.MAX_TENANT_SUSPENDED:
+            suspended[tenant] += run.is_suspended and run.hold is None
+            if (
+                run.is_suspended
+                and run.hold is None
+                and suspended[tenant] > service_bounds.MAX_TENANT_SUSPENDED
+            ):
                 run.end(errors.Aborted("too many answers of this tenant are not read"))
         self._watch_unread()
 
@@ -263,6 +271,7 @@ class RequestManager:
             began_s=began_s,
             trail=run.trail,
             metered=run.metered,
+            hold=run.hold,
         )
         return generation
 
@@ -369,6 +378,7 @@ class RequestManager:
         run.end_metering(error)
         run.finish()
         sink = run.sink
+        self.jobs.remove(run, now_s=self.context.clock(), is_whole=error is None)
         sink.close(error)
         if error is None:
             self.gate.observe_prompt(

@@ -17,6 +17,7 @@ from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.failover import content_digest
 from services.router.execution.output_processor import OutputProcessor
+from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.policies.quarantine import Suspect
 from services.router.execution.policies.resume_pace import ResumePace
 from services.router.execution.policies.retry_policy import RetryPolicy
@@ -72,6 +73,7 @@ class RequestState:
     decision: PlacementDecision | None = None  # of the latest attempt
     source: TokenSource | None = None  # the attempt that delivers
     attempt: Suspendable | None = None  # while it runs
+    hold: JobHold | None = None  # of a job
     is_suspended: bool = False  # the client reads nothing, and the workers hold nothing
     is_closed: bool = False  # no more events may be written: the task is about to be cancelled
     _moving_from: str = ""  # the draining worker whose slot the request holds
@@ -160,7 +162,12 @@ class RequestState:
             if self.ticket is not None:
                 self.ticket.first_token()
 
-    # ---- clients that read nothing
+    # ---- clients that read nothing, and jobs that wait for live requests
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is a job that must wait for live requests."""
+        return self.hold is not None and self.hold.is_held
 
     def suspend(self) -> None:
         """Leave the workers and the place in admission until the client reads again. Idempotent."""
@@ -175,12 +182,19 @@ class RequestState:
             self.ticket.leave(output_tokens=len(self.output.tokens))
 
     async def wait_for_client(self) -> None:
-        """Return when the client has read, and admission lets the request run again. Raises Overloaded."""
+        """Return when the client has read, and admission lets the request run again. Raises Overloaded.
+
+        A job returns when it is not held any more.
+        """
         self.leave_admission()
-        self.resume_pace.suspended(self.context.clock())
-        await self.sink.wait_taken()
-        await self.flush()
-        await asyncio.sleep(self.resume_pace.wait_s(self.context.clock()))
+        if self.hold is not None:  # its reader always reads, but for an answer's start without a token
+            await self.hold.wait_freed()
+            await self.flush()
+        else:
+            self.resume_pace.suspended(self.context.clock())
+            await self.sink.wait_taken()
+            await self.flush()
+            await asyncio.sleep(self.resume_pace.wait_s(self.context.clock()))
         if self.ticket is not None:
             await self.ticket.admitted_again()
         self.is_suspended = self._has_shown = False

@@ -32,7 +32,7 @@ class StatsRecorder:
     ) -> None:
         """`counters` get the times of tokens; `trace_id` names the request's trace there.
 
-        No client waits for the first token of a job (`is_job`), which counts in no time to first token.
+        No client waits for the first token of a job (`is_job`), which counts in no time until it.
         """
         self.attempts = 0
         self.prefill = ""
@@ -70,7 +70,7 @@ class StatsRecorder:
                 self.ttft_ms = (now_s - self._began_s) * 1e3
                 if not self._is_job:
                     self._observe("slipstream_time_to_first_token_seconds", now_s - self._began_s)
-                self._observe("slipstream_request_prefill_seconds", now_s - self._admitted_s)
+                    self._observe("slipstream_request_prefill_seconds", now_s - self._admitted_s)
                 # Only the first attempt counts: later ones find the KV that it computed.
                 self._cached = list(batch.cached or ())
             else:

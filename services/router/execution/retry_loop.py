@@ -26,6 +26,9 @@ _SUSPECT_PAUSE_S = 0.02
 async def run_attempts(state: RequestState) -> AttemptEnd:
     """Run attempts, and return the end of the last one. Raises the client's error."""
     while True:
+        if state.is_held:
+            await state.wait_for_client()
+            continue  # it may be held again
         state.stats.attempts += 1
         assignment = await _select_safe_workers(state)
         shown_tokens = len(state.output.tokens)

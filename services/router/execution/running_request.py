@@ -14,6 +14,7 @@ from typing import Any
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.generation import GenerationTask
+from services.router.execution.policies.job_holds import JobHold, MetJobs
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
@@ -45,11 +46,18 @@ class RunningRequest:
         self.generation: GenerationTask | None = None  # while the request is admitted and not over
         self.ticket: AdmissionTicket | None = None
         self.metered: MeteredRequest | None = None
+        self.hold: JobHold | None = None  # of a job
+        self.met_jobs = MetJobs()  # of a live request
         self._decision: PlacementDecision | None = None  # the last one of a finished request
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
         self._ended_by: errors.SlipstreamError | None = None
         self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def figures(self) -> ResponseQueue:
+        """See `HeldRun`."""
+        return self.sink
 
     def decision(self) -> PlacementDecision | None:
         """The placement of the latest attempt, if any."""
@@ -85,7 +93,7 @@ class RunningRequest:
         return self.generation is not None and self.generation.is_suspended
 
     def suspend(self) -> None:
-        """Leave the workers until the client reads again."""
+        """Leave the workers until the client reads again, or the job is not held any more."""
         if self.generation is not None and not self.is_stopped:
             self.generation.suspend()
 

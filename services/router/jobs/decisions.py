@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.router.jobs.pacing import LONGEST_QUIET_S
 from services.router.jobs.types import JobOutcome, JobState
 
 # Attempts that ended with a server error or with the loss of their router.
@@ -16,9 +17,13 @@ MAX_FAILURES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
 # Jobs leave a part of the decode workers' places to live requests, which then begin at once.
 JOB_SHARE = 0.75
-QUIET_S = 5.0
+# A job that live requests hold for longer goes to another router, without the tokens that it has.
+LONGEST_HOLD_S = 30.0
 # Characters of a prompt without a system message that stand for its common prefix.
 _PREFIX_CHARS = 1024
+
+
+Receiver = tuple[str, str]  # of webhooks: a tenant and a host
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,30 @@ def share_claims(waiting: Sequence[str], running: Mapping[str, int], n: int) -> 
     return shares
 
 
+def share_deliveries(
+    due: Sequence[Receiver], in_flight: Mapping[Receiver, int], n: int, *, most_each: int
+) -> dict[Receiver, int]:
+    """How many of `n` webhooks to send to each receiver that has some due: a tenant and a host.
+
+    Each goes to the tenant with the fewest on the way, and there to the host with the fewest. A receiver has
+    at most `most_each`, so that a slow one delays no other.
+    """
+    counts = {receiver: in_flight.get(receiver, 0) for receiver in due}
+    of_tenant: dict[str, int] = {}
+    for (tenant, _), count in {**in_flight, **counts}.items():
+        of_tenant[tenant] = of_tenant.get(tenant, 0) + count
+    shares: dict[Receiver, int] = {}
+    for _ in range(n):
+        free = [receiver for receiver in counts if counts[receiver] < most_each]
+        if not free:
+            break
+        receiver = min(free, key=lambda each: (of_tenant[each[0]], counts[each], each))
+        counts[receiver] += 1
+        of_tenant[receiver[0]] += 1
+        shares[receiver] = shares.get(receiver, 0) + 1
+    return shares
+
+
 def in_claim_order(oldest: Sequence[tuple[str, str]], alike: Sequence[str]) -> list[str]:
     """The ids in which jobs are claimed, each once: `alike`, then the other `oldest` prefix by prefix.
 
@@ -95,23 +124,9 @@ class Headroom:
     places: int  # of sequences on the decode workers, for this router
     idle_prefills: int  # prefill workers without a prompt of this router
     live_ended_s: float = math.inf  # since the last live request ended
-    beside_live: int = 0  # jobs that may run beside live requests
+    beside_live: int = 0  # jobs that may run beside live requests; see pacing.py
+    quiet_s: float = LONGEST_QUIET_S  # how long after live requests only these run
     is_draining: bool = False
-
-
-def jobs_to_start(room: Headroom, *, running: int, max_running: int) -> int:
-    """How many more jobs to run: none while a live request waits, one for each idle prefill worker.
-
-    Beside live requests, and for QUIET_S after them, `beside_live` run: each job takes a part of a step.
-    """
-    if not room.is_ready or room.is_draining or room.live_waiting:
-        return 0
-    most = max_running
-    if room.live_running or room.live_ended_s < QUIET_S:
-        most = min(most, room.beside_live)
-    if room.places:
-        most = min(most, int(JOB_SHARE * room.places) - room.live_running)
-    return max(0, min(most - running, room.idle_prefills))
 
 
 def jobs_allowed(room: Headroom, *, max_running: int) -> int:
@@ -121,17 +136,33 @@ def jobs_allowed(room: Headroom, *, max_running: int) -> int:
     """
     if room.is_draining or room.live_waiting:
         return 0
-    if room.live_running or room.live_ended_s < QUIET_S:
+    if room.live_running or room.live_ended_s < room.quiet_s:
         return min(max_running, room.beside_live)
     return max_running
 
 
-def jobs_to_preempt(room: Headroom, *, running: int) -> int:
-    """How many running jobs go back to the queue: those in the way of live requests that run or wait."""
+def jobs_on_workers(room: Headroom, *, running: int, max_running: int) -> int:
+    """How many jobs may be on workers now, of which `running` are; the router holds the others.
+
+    None while a live request waits; one more for each idle prefill worker. At least a quarter of the decode
+    workers' places is left to live requests.
+    """
+    most = jobs_allowed(room, max_running=max_running)
+    if room.places:
+        most = min(most, int(JOB_SHARE * room.places) - room.live_running)
+    if not room.is_ready:
+        most = min(most, running)
+    return max(0, min(most, running + room.idle_prefills))
+
+
+def jobs_to_give_back(room: Headroom, *, claimed: int, held: int, held_s: float) -> int:
+    """How many jobs go back to the queue: all of a router that drains, and those held for long.
+
+    Another router may have room for them.
+    """
     if room.is_draining:
-        return running
-    excess = running - room.beside_live if room.live_running else 0
-    return min(running, max(room.live_waiting, excess, 0))
+        return claimed
+    return held if held_s >= LONGEST_HOLD_S else 0
 
 
 def prefix_key(path: str, body: bytes) -> str:

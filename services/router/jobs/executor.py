@@ -20,5 +20,8 @@ class JobExecutor(Protocol):
     async def run(self, job: ClaimedJob) -> JobOutcome:
         """One attempt. A cancel stops it; another attempt waits until the workers hold nothing of it."""
 
+    def limit(self, n: int) -> None:
+        """Let the oldest `n` jobs run. The others leave their workers, keep their tokens and wait."""
+
     def output_tokens(self) -> Mapping[str, int]:
         """The progress of the running jobs, by id."""

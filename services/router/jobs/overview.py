@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction, SqlValue
-from services.router.jobs.rows import JOB_COLUMNS, counts_of, end_job, job_of
+from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_job, job_of
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import Job, JobCounts, JobState
 from slipstream.bound import shown
@@ -63,10 +64,13 @@ class JobDetail:
 class JobOverview:
     """The jobs of all tenants, for operators."""
 
-    def __init__(self, database: Database, *, wall_clock_s: Callable[[], float]) -> None:
+    def __init__(
+        self, database: Database, *, wall_clock_s: Callable[[], float], counters: Counters | None = None
+    ) -> None:
         database.declare(JOB_SCHEMA)
         self._database = database
         self._now_s = wall_clock_s
+        self._counters = counters or Counters()
 
     async def summary(self) -> JobSummary:
         """The counts, the rate and the age of the queue, each by an index."""
@@ -125,7 +129,8 @@ class JobOverview:
     async def cancel(self, job_id: str) -> JobDetail:
         """End a job at once. One that has ended stays as it is. Raises NotFound."""
         now_s = self._now_s()
-        await self._database.run(
+        is_ended = await self._database.run(
             lambda tx: end_job(tx, job_id, JobState.CANCELLED, now_s=now_s), is_idempotent=True
         )
+        count_ended(self._counters, JobState.CANCELLED, int(is_ended))
         return await self.get(job_id)

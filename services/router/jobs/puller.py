@@ -1,7 +1,7 @@
-"""Runs stored jobs while the cluster has room: claims them, gives them back for live requests.
+"""Runs stored jobs while the cluster has room: claims them, holds them while live requests run.
 
-One owner of leases (leases.py). A job that was claimed starts when a prefill worker is idle; live requests
-that wait take the places of the newest jobs, whose work is repeated later.
+One owner of leases (leases.py). A job that was claimed starts when a prefill worker is idle. Live requests
+hold running jobs, which go on from their tokens; those that are held for long go back to the queue.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import os
 import random
 from collections import deque
@@ -21,12 +22,14 @@ from services.router.jobs.decisions import (
     Headroom,
     NextState,
     after_attempt,
-    jobs_to_preempt,
-    jobs_to_start,
+    jobs_allowed,
+    jobs_on_workers,
+    jobs_to_give_back,
 )
 from services.router.jobs.executor import JobExecutor
 from services.router.jobs.leases import Heartbeat, JobKey, JobLeases, OwnerLost
 from services.router.jobs.owner_watch import OwnerWatch
+from services.router.jobs.rows import count_ended
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.backoff import Backoff
@@ -90,6 +93,8 @@ class JobPuller:
         self._owner = ""  # "" until it is registered
         self._running: dict[tuple[str, int], _RunningJob] = {}
         self._claimed: deque[ClaimedJob] = deque()  # not started yet
+        self._on_workers = 0  # running jobs that are not held
+        self._held_since_s = math.inf  # since when live requests hold claimed jobs
         self._tasks: list[asyncio.Task[None]] = []
         self._seen = Heartbeat({}, frozenset(), 0, 0)
         self._is_away = False  # the database did not answer the last beat
@@ -149,32 +154,43 @@ class JobPuller:
             await asyncio.sleep(pause_s)
 
     async def _tick(self) -> None:
-        room = self._room()
-        n_preempted = jobs_to_preempt(room, running=self.running)
-        if n_preempted or room.live_waiting or room.is_draining:
-            await self._yield(n_preempted)
+        room, n, claimed = self._room(), self._pace(), self.running + len(self._claimed)
+        held = claimed - jobs_allowed(room, max_running=self._max_running)
+        self._held_since_s = min(self._held_since_s, self._clock()) if held > 0 else math.inf
+        held_s = self._clock() - self._held_since_s
+        if n_back := jobs_to_give_back(room, claimed=claimed, held=held, held_s=held_s):
+            await self._give_back_newest(n_back)
             return
         if not self._owner:
             await self._register()
-        n = jobs_to_start(room, running=self.running, max_running=self._max_running)
-        if n and not self._claimed and await self._leases.has_queued():
-            most = max(n, min(_CLAIMED_AT_ONCE, self._max_running - self.running))
-            self._claimed += await self._leases.claim(self._owner, most)
-            self._counters.add("slipstream_jobs_claimed_total", len(self._claimed))
-            n = jobs_to_start(self._room(), running=self.running, max_running=self._max_running)
-        for _ in range(min(n, len(self._claimed))):
+        if n > claimed and await self._leases.has_queued():
+            most = max(n - claimed, min(_CLAIMED_AT_ONCE, self._max_running - claimed))
+            found = await self._leases.claim(self._owner, most)
+            self._counters.add("slipstream_jobs_claimed_total", len(found))
+            self._claimed += found
+            n = self._pace()
+        while self._claimed and self.running < n:
             self._begin(self._claimed.popleft())
+        self._on_workers = min(n, self.running)
 
-    async def _yield(self, n: int) -> None:
-        """Give back what has not started, and the newest jobs that run."""
+    def _pace(self) -> int:
+        """Hold and free running jobs; how many may be on workers."""
+        n = jobs_on_workers(self._room(), running=self._on_workers, max_running=self._max_running)
+        self._executor.limit(n)
+        return n
+
+    async def _give_back_newest(self, n: int) -> None:
+        """Give back what has not started, then the newest jobs that run."""
+        while self._claimed and n > 0:
+            job = self._claimed[-1]
+            await self._leases.give_back(self._owner, job.id, job.attempt, _AGAIN)
+            self._claimed.pop()
+            n -= 1
         stopping = sum(running.stop_reason is not None for running in self._running.values())
         for running in list(reversed(self._running.values()))[: max(0, n - stopping)]:
             if running.stop_reason is None:
                 self._counters.add("slipstream_jobs_preempted_total")
                 running.stop(StopReason.PREEMPTED)
-        while self._claimed:
-            job = self._claimed.pop()
-            await self._leases.give_back(self._owner, job.id, job.attempt, _AGAIN)
 
     async def _register(self) -> None:
         owner = f"{self._instance}.{os.urandom(6).hex()}"
@@ -226,7 +242,7 @@ class JobPuller:
             is_kept = await self._give_back(running, then)
         else:
             is_kept = await self._store(running, lambda: self._leases.finish(owner, job, outcome, then.state))
-            self._count_ended(then.state, int(is_kept))
+            count_ended(self._counters, then.state, int(is_kept))
         if not is_kept:
             self._counters.add("slipstream_job_leases_lost_total")
 
@@ -261,7 +277,7 @@ class JobPuller:
                 n_beats += 1
                 if n_beats % _SWEEP_EVERY == 1:
                     n_expired, _ = await self._leases.sweep()
-                    self._count_ended(JobState.EXPIRED, n_expired)
+                    count_ended(self._counters, JobState.EXPIRED, n_expired)
                 self._is_away = False
             except OwnerLost:
                 await self._lose_owner()
@@ -292,7 +308,3 @@ class JobPuller:
         for job_id, attempt in (seen.mine - held) & unknown:
             await self._leases.give_back(owner, job_id, attempt, _AGAIN)
         return seen.mine - held
-
-    def _count_ended(self, state: JobState, n: int = 1) -> None:
-        if n:
-            self._counters.add("slipstream_jobs_ended_total", n, (state.value,))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
+from libs.common.telemetry.counters import Counters
 from libs.database.transaction import SqlTransaction, SqlValue
 from services.router.jobs.types import Job, JobCounts, JobState
 
@@ -30,6 +32,17 @@ def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:
 def marks(values: Sequence[object]) -> str:
     """As many `?` as there are values, for IN (...)."""
     return ", ".join("?" * len(values))
+
+
+def count_ended(counters: Counters, state: JobState, n: int = 1) -> None:
+    """Count jobs that this router ended."""
+    if n:
+        counters.add("slipstream_jobs_ended_total", n, (state.value,))
+
+
+def host_of(url: str) -> str:
+    """Where a webhook goes."""
+    return urlsplit(url).hostname or ""
 
 
 def end_job(
@@ -66,7 +79,7 @@ def end_job(
         data = {"id": job_id, "status": state.value, "group_id": group_id, "reference": reference}
         notice = {"type": f"job.{state.value}", "timestamp": now_s, "data": data}
         tx.execute(
-            "INSERT INTO job_notices VALUES (?, ?, ?, ?, 0, ?, ?) ON CONFLICT (id) DO NOTHING",
-            (f"msg_{job_id}", url, secret, msgspec.json.encode(notice), now_s, now_s),
+            "INSERT INTO job_notices VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+            (f"msg_{job_id}", url, secret, msgspec.json.encode(notice), now_s, now_s, tenant, host_of(url)),
         )
     return True

@@ -68,5 +68,12 @@ JOB_SCHEMA = Schema(
         ),
         # In hexadecimal: the key whose limits count for the job, and whose end is the job's.
         ("ALTER TABLE jobs ADD COLUMN key_sha256 TEXT NOT NULL DEFAULT ''",),
+        # Whose webhooks are due at which receivers, so that no receiver takes the places of others.
+        (
+            "ALTER TABLE job_notices ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
+            "ALTER TABLE job_notices ADD COLUMN host TEXT NOT NULL DEFAULT ''",
+            "CREATE INDEX IF NOT EXISTS job_notices_by_receiver"
+            " ON job_notices (tenant, host, not_before_unix_s)",
+        ),
     ),
 )

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from libs.common import job_bounds, service_bounds
+from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction, SqlValue
 from services.router.jobs.decisions import prefix_key
-from services.router.jobs.rows import JOB_COLUMNS, counts_of, end_job, job_of
+from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_job, job_of
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobState
 from slipstream import bounds
@@ -35,12 +36,18 @@ class JobStore:
     """The jobs of all tenants. A job of another tenant does not exist."""
 
     def __init__(
-        self, database: Database, *, wall_clock_s: Callable[[], float], limits: JobLimits | None = None
+        self,
+        database: Database,
+        *,
+        wall_clock_s: Callable[[], float],
+        limits: JobLimits | None = None,
+        counters: Counters | None = None,
     ) -> None:
         database.declare(JOB_SCHEMA)
         self._database = database
         self._now_s = wall_clock_s
         self._limits = limits or JobLimits()
+        self._counters = counters or Counters()
         self._last_us = 0  # in the ids of the last submission
 
     async def submit(
@@ -160,9 +167,10 @@ class JobStore:
         """End a job at once; whatever still runs of it is not seen. An ended job stays as it is."""
         now_s = self._now_s()
         await self.get(tenant, job_id)
-        await self._database.run(
+        is_ended = await self._database.run(
             lambda tx: end_job(tx, job_id, JobState.CANCELLED, now_s=now_s), is_idempotent=True
         )
+        count_ended(self._counters, JobState.CANCELLED, int(is_ended))
         return await self.get(tenant, job_id)
 
     async def cancel_group(self, tenant: str, group_id: str) -> int:
@@ -178,6 +186,7 @@ class JobStore:
         while True:
             n_found, n_cancelled = await self._database.run(cancel_some, is_idempotent=True)
             n_ended += n_cancelled
+            count_ended(self._counters, JobState.CANCELLED, n_cancelled)
             if n_found < _CANCELLED_AT_ONCE:
                 return n_ended
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from libs.common.service_bounds import WEBHOOK_LIFE_S, WEBHOOK_S
 from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
+from services.router.jobs.decisions import Receiver, share_deliveries
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.webhook_message import webhook_headers, webhook_retry_s
 from services.router.jobs.webhook_policy import WebhookHosts, first_allowed
@@ -25,7 +27,8 @@ from slipstream.errors import SlipstreamError
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-_SENT_AT_ONCE = 8
+# Of one router, and of these to one host for one tenant.
+_SENT_AT_ONCE, _SENT_TO_ONE = 32, 4
 _LEASE_S = 4 * WEBHOOK_S  # of a message that one router sends
 _GONE = 410
 
@@ -38,6 +41,7 @@ class _Message:
     body: bytes
     tries: int
     made_unix_s: float
+    receiver: Receiver
 
 
 class AllowedResolver(AbstractResolver):
@@ -90,6 +94,7 @@ class WebhookSender:
         self._counters = counters
         self._tick_s = tick_s
         self._task: asyncio.Task[None] | None = None
+        self._sending: dict[asyncio.Task[None], Receiver] = {}
 
     def start(self) -> None:
         """Begin to send, where any host is allowed."""
@@ -108,35 +113,55 @@ class WebhookSender:
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, trust_env=False, auto_decompress=False
         ) as session:
-            while True:
-                try:
-                    messages = await self._claim()
-                    await asyncio.gather(*[self._deliver(session, message) for message in messages])
-                except SlipstreamError as error:
-                    log.warning("no webhooks are sent: %s", error)
-                    messages = []
-                if not messages:
-                    await asyncio.sleep(self._tick_s)
+            try:
+                await self._send_all(session)
+            finally:
+                for task in self._sending:
+                    task.cancel()
+                await asyncio.gather(*self._sending, return_exceptions=True)
+
+    async def _send_all(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            messages: list[_Message] = []
+            try:
+                messages = await self._claim()
+            except SlipstreamError as error:
+                log.warning("no webhooks are sent: %s", error)
+            for message in messages:
+                self._sending[asyncio.create_task(self._deliver(session, message))] = message.receiver
+            if not messages:
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until a delivery has ended, or for a tick."""
+        if not self._sending:
+            await asyncio.sleep(self._tick_s)
+            return
+        done, _ = await asyncio.wait(self._sending, timeout=self._tick_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            del self._sending[task]
+            if (error := task.exception()) is not None:  # the message is sent again when its lease ends
+                log.warning("a webhook is sent again: %s", error)
 
     async def _claim(self) -> list[_Message]:
         now_s = self._now_s()
-
-        def is_due(tx: SqlTransaction) -> bool:
-            return bool(
-                tx.execute("SELECT 1 FROM job_notices WHERE not_before_unix_s <= ? LIMIT 1", (now_s,))
-            )
+        in_flight = Counter(self._sending.values())
+        n = _SENT_AT_ONCE - len(self._sending)
+        if n <= 0:
+            return []
+        sql = "SELECT DISTINCT tenant, host FROM job_notices WHERE not_before_unix_s <= ?"
+        due = await self._database.read(lambda tx: tx.execute(sql, (now_s,)))
+        receivers = [(str(tenant), str(host)) for tenant, host in due]
+        shares = share_deliveries(receivers, in_flight, n, most_each=_SENT_TO_ONE)
 
         def claim(tx: SqlTransaction) -> list[_Message]:
-            rows = tx.execute(
-                "WITH chosen AS MATERIALIZED (SELECT id FROM job_notices WHERE not_before_unix_s <= ?"
-                f" ORDER BY not_before_unix_s LIMIT ? {tx.skip_locked})"
-                " UPDATE job_notices SET tries = tries + 1, not_before_unix_s = ?"
-                " WHERE id IN (SELECT id FROM chosen) RETURNING id, url, secret, body, tries, made_unix_s",
-                (now_s, _SENT_AT_ONCE, now_s + _LEASE_S),
-            )
-            return [_Message(row[0], row[1], row[2], bytes(row[3]), row[4], row[5]) for row in rows]
+            return [
+                message
+                for receiver, count in shares.items()
+                for message in _claim_of(tx, receiver, count, now_s)
+            ]
 
-        return await self._database.run(claim) if await self._database.read(is_due) else []
+        return await self._database.run(claim) if shares else []
 
     async def _deliver(self, session: aiohttp.ClientSession, message: _Message) -> None:
         status = await self._send(session, message)
@@ -168,3 +193,15 @@ class WebhookSender:
                 return response.status
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return 0
+
+
+def _claim_of(tx: SqlTransaction, receiver: Receiver, n: int, now_s: float) -> list[_Message]:
+    rows = tx.execute(
+        "WITH chosen AS MATERIALIZED (SELECT id FROM job_notices"
+        " WHERE tenant = ? AND host = ? AND not_before_unix_s <= ?"
+        f" ORDER BY not_before_unix_s LIMIT ? {tx.skip_locked})"
+        " UPDATE job_notices SET tries = tries + 1, not_before_unix_s = ?"
+        " WHERE id IN (SELECT id FROM chosen) RETURNING id, url, secret, body, tries, made_unix_s",
+        (*receiver, now_s, n, now_s + _LEASE_S),
+    )
+    return [_Message(row[0], row[1], row[2], bytes(row[3]), row[4], row[5], receiver) for row in rows]

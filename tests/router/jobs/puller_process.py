@@ -37,6 +37,8 @@ class HashExecutor:
         await asyncio.sleep(answer[0] % 16 / 1e3)
         return JobOutcome(200, answer, output_tokens=1)
 
+    def limit(self, n: int) -> None: ...
+
     def output_tokens(self) -> Mapping[str, int]:
         return {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from services.router.jobs.leases import JobLeases
 from services.router.jobs.store import JobLimits, JobStore
@@ -17,7 +18,10 @@ class JobTables:
     def __init__(self, database: Database, limits: JobLimits | None = None) -> None:
         self.database = database
         self.now_s = 1_000_000.0
-        self.store = JobStore(database, wall_clock_s=lambda: self.now_s, limits=limits)
+        self.counters = Counters()
+        self.store = JobStore(
+            database, wall_clock_s=lambda: self.now_s, limits=limits, counters=self.counters
+        )
         self.leases = JobLeases(database, wall_clock_s=lambda: self.now_s)
 
     async def submit(self, *prompts: str, tenant: str = "alice", **options: object) -> list[str]:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from services.router.jobs.decisions import (
     FIRST_RETRY_S,
     JOB_SHARE,
+    LONGEST_HOLD_S,
     LONGEST_RETRY_S,
     MAX_FAILURES,
-    QUIET_S,
     Headroom,
     after_attempt,
     after_loss,
     in_claim_order,
     jobs_allowed,
-    jobs_to_preempt,
-    jobs_to_start,
+    jobs_on_workers,
+    jobs_to_give_back,
     prefix_key,
     retry_delay_s,
     share_claims,
@@ -31,7 +31,16 @@ from services.router.jobs.types import JobOutcome, JobState
 SHARES = st.floats(0, 1)
 COUNTS = st.integers(0, 300)
 ROOMS = st.builds(
-    Headroom, st.booleans(), COUNTS, COUNTS, COUNTS, COUNTS, st.floats(0, 60), COUNTS, st.booleans()
+    Headroom,
+    st.booleans(),
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    COUNTS,
+    st.floats(0, 60),
+    COUNTS,
+    st.floats(0.05, 5),
+    st.booleans(),
 )
 OUTCOMES = st.builds(
     JobOutcome,
@@ -89,34 +98,31 @@ def test_claims_go_to_the_tenants_with_the_fewest_running(
 
 @given(ROOMS, COUNTS, COUNTS)
 def test_jobs_leave_room_to_live_requests(room: Headroom, running: int, max_running: int) -> None:
-    n = jobs_to_start(room, running=running, max_running=max_running)
-    assert 0 <= n <= max(0, max_running - running)
-    if room.live_waiting or not room.is_ready or room.is_draining:
+    n = jobs_on_workers(room, running=running, max_running=max_running)
+    assert 0 <= n <= max_running
+    assert n <= running + room.idle_prefills
+    if room.live_waiting or room.is_draining:
         assert n == 0
-    assert n <= room.idle_prefills
+    if not room.is_ready:
+        assert n <= running
     if n and room.places:
-        assert room.live_running + running + n <= JOB_SHARE * room.places
-    if n:
-        assert jobs_to_preempt(room, running=running) == 0
-        if room.live_running or room.live_ended_s < QUIET_S:
-            assert running + n <= room.beside_live
+        assert room.live_running + n <= JOB_SHARE * room.places
+    if room.live_running or room.live_ended_s < room.quiet_s:
+        assert n <= room.beside_live
 
 
-@given(ROOMS, COUNTS, st.integers(1, 300))
-def test_a_waiting_request_stops_pulling_and_takes_running_jobs(
-    room: Headroom, running: int, waiting: int
+@given(ROOMS, COUNTS, COUNTS, st.floats(0, 100))
+def test_only_jobs_that_were_held_for_long_go_back(
+    room: Headroom, claimed: int, held: int, held_s: float
 ) -> None:
-    crowded = replace(room, live_waiting=waiting, is_draining=False)
-    assert jobs_to_start(crowded, running=running, max_running=1000) == 0
-    preempted = jobs_to_preempt(crowded, running=running)
-    assert preempted >= min(running, waiting)
-    if room.live_running:
-        assert running - preempted <= max(room.beside_live, 0)
+    calm = replace(room, is_draining=False)
+    n = jobs_to_give_back(calm, claimed=claimed, held=held, held_s=held_s)
+    assert n == (held if held_s >= LONGEST_HOLD_S else 0)
 
 
 def test_an_idle_cluster_runs_a_job() -> None:
-    assert jobs_to_start(Headroom(True, 0, 0, 0, 4), running=0, max_running=64) == 4
-    assert jobs_to_start(Headroom(True, 0, 0, 8, 9), running=0, max_running=64) == 6
+    assert jobs_on_workers(Headroom(True, 0, 0, 0, 4), running=0, max_running=64) == 4
+    assert jobs_on_workers(Headroom(True, 0, 0, 8, 9), running=0, max_running=64) == 6
 
 
 def _chat(system: str, user: str) -> bytes:
@@ -140,7 +146,8 @@ def test_any_body_has_a_key(body: bytes) -> None:
 
 @given(ROOMS, COUNTS)
 def test_a_draining_router_gives_all_its_jobs_back(room: Headroom, running: int) -> None:
-    assert jobs_to_preempt(replace(room, is_draining=True), running=running) == running
+    drained = replace(room, is_draining=True)
+    assert jobs_to_give_back(drained, claimed=running, held=0, held_s=0.0) == running
 
 
 OLDEST = st.tuples(st.integers(0, 40).map(str), st.sampled_from("abc"))

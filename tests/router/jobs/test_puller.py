@@ -12,7 +12,7 @@ import pytest
 
 from libs.common.telemetry.counters import Counters
 from libs.database.database import open_database
-from services.router.jobs.decisions import Headroom
+from services.router.jobs.decisions import LONGEST_HOLD_S, Headroom
 from services.router.jobs.puller import JobPuller
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
 from tests.router.jobs.stores import DONE, JobTables
@@ -26,6 +26,7 @@ class HeldExecutor:
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
         self.ends: dict[str, asyncio.Future[JobOutcome]] = {}
+        self.limits: list[int] = []
 
     async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> None: ...
 
@@ -33,6 +34,9 @@ class HeldExecutor:
         self.begun.append((job.id, job.attempt))
         self.ends[job.id] = asyncio.get_running_loop().create_future()
         return await self.ends[job.id]
+
+    def limit(self, n: int) -> None:
+        self.limits.append(n)
 
     def output_tokens(self) -> Mapping[str, int]:
         return dict.fromkeys(self.ends, 3)
@@ -75,6 +79,11 @@ class PullerRig:
                 seen = await self.tables.store.counts("alice")
                 if all(getattr(seen, name) == count for name, count in counts.items()):
                     return
+                await asyncio.sleep(0.01)
+
+    async def until_limit(self, limit: int) -> None:
+        async with asyncio.timeout(30):
+            while not self.executor.limits or self.executor.limits[-1] != limit:
                 await asyncio.sleep(0.01)
 
     async def until_begun(self, count: int) -> None:
@@ -121,12 +130,35 @@ async def test_nothing_is_pulled_while_a_live_request_waits(rig: PullerRig) -> N
     await rig.until_begun(1)
 
 
-async def test_live_requests_take_the_places_of_the_newest_jobs(rig: PullerRig) -> None:
+async def test_live_requests_hold_jobs_and_no_new_one_begins(rig: PullerRig) -> None:
     await rig.tables.submit("a", "b")
     rig.start("r1")
     await rig.until_begun(2)
+    rig.room = replace(IDLE, live_running=1)
+    await rig.until_limit(0)
+    await rig.tables.submit("c")
+    beats = len(rig.executor.limits)
+    async with asyncio.timeout(30):
+        while len(rig.executor.limits) < beats + 5:  # several ticks pass
+            await asyncio.sleep(0.01)
+    assert len(rig.executor.begun) == 2
+    assert (await rig.tables.store.counts("alice")).running == 2
+    rig.room = IDLE
+    await rig.until_begun(3)
+    assert rig.executor.limits[-1] >= 2
+    rig.executor.finish_all()
+    await rig.until_states(succeeded=3)
+    assert {job.attempt for job in await rig.tables.store.list_jobs("alice")} == {1}
+
+
+async def test_jobs_that_are_held_for_long_go_back_to_the_queue(rig: PullerRig) -> None:
+    await rig.tables.submit("a", "b")
+    rig.start("r1")
+    await rig.until_begun(2)
+    rig.room = replace(IDLE, live_running=1, beside_live=1)
     newest = rig.executor.begun[-1][0]
-    rig.room = replace(IDLE, live_waiting=1)
+    await rig.until_limit(1)
+    rig.clock_s += LONGEST_HOLD_S
     await rig.until_states(running=1, queued=1)
     assert (await rig.tables.store.get("alice", newest)).state is JobState.QUEUED
     rig.room = IDLE

@@ -11,6 +11,8 @@ from services.router.jobs.types import JobCounts, JobOutcome, JobRequest, JobRes
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
 from tests.router.jobs.stores import DONE, PATH, JobTables, make_request
 
+CANCELLED = 'slipstream_jobs_ended_total{state="cancelled"}'
+
 
 async def test_jobs_are_listed_in_the_order_of_their_submission(tables: JobTables) -> None:
     first = await tables.submit("a", "b", "c", group_id="g")
@@ -94,6 +96,7 @@ async def test_a_cancelled_job_has_no_result_whatever_ran(tables: JobTables) -> 
     assert not await tables.finish("r1", claimed)
     assert await tables.store.result("alice", job_id) is None
     assert (await tables.store.cancel("alice", job_id)).state is JobState.CANCELLED
+    assert tables.counters.snapshot()[CANCELLED] == 1
 
 
 async def test_a_group_is_cancelled_and_counted(tables: JobTables) -> None:
@@ -102,6 +105,7 @@ async def test_a_group_is_cancelled_and_counted(tables: JobTables) -> None:
     await tables.leases.register("r1")
     await tables.finish("r1", await tables.claim_one("r1"))
     assert await tables.store.cancel_group("alice", "g") == 1
+    assert tables.counters.snapshot()[CANCELLED] == 1
     assert await tables.store.counts("alice", "g") == JobCounts(succeeded=1, cancelled=1)
     pairs = await tables.store.results("alice", "g")
     assert [result and result.status for _, result in pairs] == [200, None]

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import OpenAI
 
 from libs.common.telemetry.counters import Counters
 from libs.database.database import open_database
+from services.router.jobs.decisions import share_deliveries
 from services.router.jobs.types import Webhook
 from services.router.jobs.webhook_message import webhook_headers, webhook_retry_s
 from services.router.jobs.webhook_policy import first_allowed, parse_webhook_hosts
@@ -111,6 +114,55 @@ async def test_openai_accepts_the_signature() -> None:
         OpenAI(api_key="x").webhooks.verify_signature(body.decode() + " ", headers, secret=SECRET)
 
 
+class SlowReceiver(Receiver):
+    """Answers nothing until the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(200)
+        self.answers = asyncio.Event()
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        self.received.append((dict(request.headers), await request.read()))
+        await self.answers.wait()
+        return web.Response()
+
+
+async def test_a_slow_receiver_delays_no_other_one(tables: JobTables) -> None:
+    counters = Counters()
+    async with SlowReceiver() as slow, Receiver(200) as quick:
+        await tables.leases.register("r1")
+        for tenant, url, n in (
+            ("alice", slow.url, 60),
+            ("bob", quick.url.replace("127.0.0.1", "localhost"), 3),
+        ):
+            prompts = [f"{tenant} {index}" for index in range(n)]
+            await tables.submit(*prompts, tenant=tenant, webhook=Webhook(url, SECRET))
+        for _ in range(63):
+            await tables.finish("r1", await tables.claim_one("r1"))
+        sender = _sender(tables, counters, hosts="127.0.0.1,localhost@127.0.0.0/8")
+        sender.start()
+        await _until(counters, "delivered", 3)
+        assert 0 < len(slow.received) <= 4 and len(quick.received) == 3
+        slow.answers.set()
+        await _until(counters, "delivered", 63)
+        await sender.close()
+
+
+RECEIVERS = st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"))
+
+
+@given(st.lists(RECEIVERS, unique=True), st.dictionaries(RECEIVERS, st.integers(0, 6)), st.integers(0, 40))
+def test_deliveries_are_shared(
+    due: list[tuple[str, str]], in_flight: dict[tuple[str, str], int], n: int
+) -> None:
+    shares = share_deliveries(due, in_flight, n, most_each=4)
+    assert set(shares) <= set(due) and sum(shares.values()) <= n
+    after = {each: in_flight.get(each, 0) + shares.get(each, 0) for each in due}
+    assert all(after[each] <= 4 for each in shares)
+    if sum(shares.values()) < n:
+        assert all(count >= 4 for count in after.values())
+
+
 async def test_a_failed_delivery_is_repeated_with_the_same_id(tables: JobTables) -> None:
     counters = Counters()
     async with Receiver(500, 302, 204) as receiver:
@@ -156,6 +208,18 @@ async def test_a_name_that_resolves_to_a_private_address_is_not_dialled() -> Non
         ("hooks.example.com", "169.254.169.254", False),
         ("hooks.example.com", "::ffff:93.184.216.34", False),
         ("hooks.example.com", "::ffff:169.254.169.254", False),
+        ("hooks.example.com", "64:ff9b::5db8:d822", True),  # NAT64 of 93.184.216.34
+        ("hooks.example.com", "64:ff9b::a00:1", False),  # of 10.0.0.1
+        ("hooks.example.com", "64:ff9b::a9fe:a9fe", False),
+        ("hooks.example.com", "64:ff9b:1::5db8:d822", False),
+        ("hooks.example.com", "2002:a00:1::1", False),  # 6to4 of 10.0.0.1
+        ("hooks.example.com", "2002:5db8:d822::1", False),
+        ("hooks.example.com", "2001:0:5db8:d822::f5ff:fffe", False),  # Teredo
+        ("hooks.example.com", "::10.0.0.1", False),
+        ("hooks.example.com", "224.0.0.1", False),
+        ("hooks.example.com", "ff0e::1", False),
+        ("hooks.example.com", "2606:2800:220:1::1", True),
+        ("inner.example.com", "64:ff9b::a01:203", False),
         ("inner.example.com", "10.1.2.3", True),
         ("inner.example.com", "::ffff:10.1.2.3", True),
         ("inner.example.com", "11.1.2.3", False),

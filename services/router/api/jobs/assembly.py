@@ -20,6 +20,7 @@ from services.router.execution.request_manager import RequestManager
 from services.router.jobs.decisions import Headroom, jobs_allowed
 from services.router.jobs.leases import JobLeases
 from services.router.jobs.overview import JobOverview
+from services.router.jobs.pacing import JobPacing
 from services.router.jobs.puller import JobPuller
 from services.router.jobs.store import JobStore
 from services.router.jobs.webhook_policy import WebhookHosts
@@ -43,7 +44,7 @@ class JobSettings(Protocol):
 
     @property
     def jobs_beside_live(self) -> int:
-        """Jobs that this router runs beside live requests."""
+        """The most jobs that this router runs beside live requests."""
 
     @property
     def webhook_hosts(self) -> WebhookHosts:
@@ -60,11 +61,12 @@ class RouterJobs:
         self.store: JobStore | None = None
         self.overview: JobOverview | None = None
         self._executor = AnswerExecutor(runs, self.formats, clock=clock, wall_clock_s=time.time)
+        self._pacing = JobPacing(options.jobs_beside_live)
         self._puller: JobPuller | None = None
         self._webhooks: WebhookSender | None = None
         if (database := options.database) is not None:
-            self.store = JobStore(database, wall_clock_s=time.time)
-            self.overview = JobOverview(database, wall_clock_s=time.time)
+            self.store = JobStore(database, wall_clock_s=time.time, counters=counters)
+            self.overview = JobOverview(database, wall_clock_s=time.time, counters=counters)
             self._puller = JobPuller(
                 JobLeases(database, wall_clock_s=time.time),
                 self._executor,
@@ -73,6 +75,7 @@ class RouterJobs:
                 clock=clock,
                 counters=counters,
             )
+            runs.jobs.observer = self._pacing
             self._webhooks = WebhookSender(
                 database, options.webhook_hosts, wall_clock_s=time.time, counters=counters
             )
@@ -97,7 +100,15 @@ class RouterJobs:
 
     def gauges(self) -> dict[str, float]:
         """The metrics of the queue; none without a database."""
-        return self._puller.gauges() if self._puller is not None else {}
+        if self._puller is None:
+            return {}
+        return {
+            **self._puller.gauges(),
+            "slipstream_jobs_held": self._runs.jobs.held,
+            "slipstream_jobs_held_total": self._runs.jobs.n_held_total,
+            "slipstream_jobs_beside_live": self._pacing.beside,
+            "slipstream_jobs_quiet_seconds": self._pacing.quiet_s,
+        }
 
     def add_to(self, report: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
         """Complete the load report: what the queue holds, and what of it this router could run."""
@@ -110,6 +121,7 @@ class RouterJobs:
     def _room(self) -> Headroom:
         gate = self._runs.gate
         capacity = gate.capacity()
+        beside = self._runs.jobs.beside = self._pacing.beside
         live_running, live_waiting = gate.controller.above(Priority.JOB)
         return Headroom(
             is_ready=readiness_of(self._runs, self._fleet) is READY,
@@ -118,6 +130,7 @@ class RouterJobs:
             places=capacity.decode_sequences,
             idle_prefills=max(0, capacity.prefill_workers - gate.controller.prefilling),
             live_ended_s=(gate.now_ms() - gate.controller.live_ended_ms) / 1e3,
-            beside_live=self._options.jobs_beside_live,
+            beside_live=beside,
+            quiet_s=self._pacing.quiet_s,
             is_draining=self._runs.draining,
         )

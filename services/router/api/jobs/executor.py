@@ -67,6 +67,10 @@ class AnswerExecutor:
             self._ids.discard(job.id)
         return JobOutcome(200, msgspec.json.encode(body), output_tokens=_output_tokens(body))
 
+    def limit(self, n: int) -> None:
+        """See JobExecutor."""
+        self._runs.jobs.set_limit(n)
+
     def output_tokens(self) -> Mapping[str, int]:
         """See JobExecutor."""
         ids = self._ids
