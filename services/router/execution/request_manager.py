@@ -101,8 +101,7 @@ class RequestManager:
         `is_checked`, another choice of a running request, is not checked again. A prompt that exceeds the
         context is InvalidArgument even under overload. A caller without a deadline gets the default one.
         """
-        began_s, chars = self.context.clock(), request.text_chars
-        met = self.jobs.live_arrived(caller)
+        began_s, chars, met = self.context.clock(), request.text_chars, self.jobs.live_arrived(caller)
         if caller.deadline_s is None:
             caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
@@ -277,12 +276,8 @@ class RequestManager:
 
     def _check(self, request: GenerationRequest) -> None:
         card = self.context.card
-        validate(
-            request,
-            models=card.names,
-            vocab_size=card.vocab_size,
-            max_context_tokens=card.max_context_tokens,
-        )
+        limits = {"vocab_size": card.vocab_size, "max_context_tokens": card.max_context_tokens}
+        validate(request, models=card.names, **limits)
 
     async def _constrain(self, request: GenerationRequest, caller: Caller) -> OutputConstraint | None:
         """What the answer may be. A schema or grammar that is new here is checked off the event loop."""
