@@ -101,7 +101,9 @@ class SqliteConnection:
     skip_locked = ""
     for_update = ""
 
-    def __init__(self, path: Path, *, is_read_only: bool, check_file: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path, *, is_read_only: bool, check_file: Callable[[], None] = lambda: None
+    ) -> None:
         self._check_file = check_file
         self._begin = "BEGIN" if is_read_only else "BEGIN IMMEDIATE"
         self._raw = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
