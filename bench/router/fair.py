@@ -209,7 +209,8 @@ def main() -> None:
     """Measure and print."""
     options = parse_options()
     if options.heavy:
-        asyncio.run(_heavy(*options.heavy, options.streams))
+        endpoint, key = options.heavy
+        asyncio.run(_heavy(endpoint, key, options.streams))
         return
     found = compare(options) if options.before else asyncio.run(measure_parts(options))
     print(json.dumps(found, indent=None if options.json else 2))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.cluster.worker_record import Role
+from slipstream.replies import Reply
 from tests.e2e.kv.placed_chat import TEXT, ask_at, plain_config
 from tests.support.clusters.local_cluster import PATIENCE_S, LocalCluster, until
 from tests.support.processes.kv_attacker import listening_ports
@@ -19,7 +20,7 @@ from tests.support.processes.kv_attacker import listening_ports
 pytest.importorskip("mooncake.engine")
 
 # More than MIN_CASES only until a reader has met the attacker.
-MIN_CASES, MAX_CASES = 3, 20
+MIN_CASES, MAX_CASES = 3, 60
 WORKERS = ("prefill-0", "prefill-1")
 KV_PROCESSES = (*WORKERS, "decode-0", "kvstore-0")
 # The attacker covers all memory in seconds when there is little.
@@ -29,18 +30,41 @@ LITTLE_MEMORY = {
     Role.DECODE: _PAGES,
     Role.KVSTORE: ("--dram-bytes", str(32 << 20), "--disk-bytes", "0"),
 }
+# Of log probabilities; rounding moves them by about a hundredth.
+TIE = 0.05
 FAILURES = "slipstream_kv_checksum_failures_total"
 
 
-def conversation(cluster: LocalCluster, case: int) -> list[str]:
+def conversation(cluster: LocalCluster, case: int) -> list[Reply]:
     """The replies to three turns, each at the other prefill worker, which reads the earlier turns' KV."""
     messages = [{"role": "user", "content": f"Case {case}. {TEXT}"}]
     replies = []
     for turn in range(3):
-        reply = ask_at(cluster, WORKERS[(case + turn) % 2], messages)
-        replies.append(str(reply.as_message()))
+        reply = ask_at(cluster, WORKERS[(case + turn) % 2], messages, top_logprobs=2)
+        replies.append(reply)
         messages += [reply.as_message(), {"role": "user", "content": f"And {turn}? {TEXT[:400]}"}]
     return replies
+
+
+def is_other(got: Reply, calm: Reply) -> bool:
+    """Whether the replies differ, and not at a tie.
+
+    A prompt that is computed in other pieces has other roundings, which decide between two tokens that are
+    as likely as each other.
+    """
+    for mine, other in zip(got.logprobs, calm.logprobs, strict=False):
+        if mine.token != other.token:
+            first, second = other.top
+            return first.logprob - second.logprob > TIE
+    return False
+
+
+def is_wrong(got: list[Reply], calm: list[Reply]) -> bool:
+    """Whether a reply differs from that of the calm cluster to the same conversation."""
+    for mine, other in zip(got, calm, strict=True):
+        if mine.as_message() != other.as_message():
+            return is_other(mine, other)
+    return False
 
 
 @contextmanager
@@ -71,7 +95,7 @@ def attacked(cluster: LocalCluster) -> Iterator[Path]:
 def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> None:
     (tmp_path / "attacked").mkdir()
     (tmp_path / "calm").mkdir()
-    got: list[list[str]] = []
+    got: list[list[Reply]] = []
     with LocalCluster(
         plain_config(tmp_path / "attacked", kvstores=1, transport="mooncake", extra_arguments=LITTLE_MEMORY)
     ) as cluster:
@@ -97,7 +121,12 @@ def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> No
             assert ports and all(ports.values()), f"{name} listens beyond loopback: {ports}"
         undisturbed = [conversation(calm, case) for case in range(len(got))]
         calm.assert_idle()
-    wrong = [case for case in range(len(got)) if got[case] != undisturbed[case]]
-    for case in wrong:
-        print(case, got[case], undisturbed[case])
+    cases = range(len(got))
+    wrong = [case for case in cases if is_wrong(got[case], undisturbed[case])]
     assert not wrong, f"cases {wrong} differ; {refused} blocks were refused"
+    equal = [
+        case
+        for case in cases
+        if [reply.as_message() for reply in got[case]] == [reply.as_message() for reply in undisturbed[case]]
+    ]
+    assert len(equal) > len(got) / 2, f"{len(got) - len(equal)} of {len(got)} cases met a tie"

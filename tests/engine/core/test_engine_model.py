@@ -114,7 +114,7 @@ def test_any_chunk_size_gives_the_same_tokens(
 
 def test_longer_steps_of_a_long_prompt_give_the_same_tokens(model_dir: Path) -> None:
     """Beyond 64 tokens a step of 8 rows becomes one of 32, unless another sequence decodes."""
-    spec = make_spec("long", np.random.default_rng(5).integers(0, 256, 200))
+    spec = make_spec("long", np.random.default_rng(5).integers(0, 256, 200).tolist())
     whole = generate(make_engine(model_dir, kernels="native"), [spec])
     engine = make_engine(model_dir, kernels="native", step_tokens=8, max_batch=4)
     engine.reserve(spec)

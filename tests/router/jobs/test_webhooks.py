@@ -129,7 +129,8 @@ class SlowReceiver(Receiver):
 
 async def test_a_slow_receiver_delays_no_other_one(tables: JobTables) -> None:
     counters = Counters()
-    async with SlowReceiver() as slow, Receiver(200) as quick:
+    slow = SlowReceiver()
+    async with slow, Receiver(200) as quick:
         await tables.leases.register("r1")
         for tenant, url, n in (
             ("alice", slow.url, 60),

@@ -56,7 +56,8 @@ async def test_a_thousand_odd_requests_make_no_series(cluster: FakeCluster, card
                 async with session.request(method, path, **arguments) as response:
                     await response.read()
             with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary(f"/slipstream.v1.Odd{number}/Odd{number}")(b"")
+                odd: Any = channel.unary_unary(f"/slipstream.v1.Odd{number}/Odd{number}")
+                await odd(b"")
 
         async def series() -> set[str]:
             return set(router.metrics.snapshot())

@@ -11,7 +11,7 @@ import torch
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.step.batch import Batch
-from tests.engine.model.plain_model import PlainModel
+from tests.engine.long_context.plain_model import PlainModel
 from tests.engine.model.release_configs import YARN
 
 # The rotary part, its base and YaRN are those of K2.5. With this gain few keys get most of a row's attention,
@@ -90,7 +90,8 @@ def engine_logits(model_dir: Path, ids: np.ndarray, positions: list[int], comput
 
 
 def relative_errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    errors: torch.Tensor = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return errors
 
 
 def check(model_dir: Path, n_tokens: int) -> None:

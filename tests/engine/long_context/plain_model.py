@@ -56,9 +56,11 @@ class PlainModel:
         heads, nope, rope = c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"]
         q = self._norm(self._linear(f"{name}.q_a_proj", x[rows]), f"{name}.q_a_layernorm", 1e-6)
         q = self._linear(f"{name}.q_b_proj", q).view(len(rows), heads, nope + rope)
-        latent, k_rope = self._linear(f"{name}.kv_a_proj_with_mqa", x).split([c["kv_lora_rank"], rope], -1)
+        latent, k_rope = torch.split(
+            self._linear(f"{name}.kv_a_proj_with_mqa", x), [c["kv_lora_rank"], rope], -1
+        )
         kv = self._linear(f"{name}.kv_b_proj", self._norm(latent, f"{name}.kv_a_layernorm", 1e-6))
-        k_nope, v = kv.view(len(x), heads, -1).split([nope, c["v_head_dim"]], -1)
+        k_nope, v = torch.split(kv.view(len(x), heads, -1), [nope, c["v_head_dim"]], -1)
         k_rope = self._rotate(k_rope, torch.arange(len(x)))
         out = []
         for head in range(heads):
@@ -93,7 +95,8 @@ class PlainModel:
         )
         low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
         ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        return base / yarn["factor"] * ramp + base * (1 - ramp)
+        mixed: torch.Tensor = base / yarn["factor"] * ramp + base * (1 - ramp)
+        return mixed
 
     def _experts(self, name: str, x: torch.Tensor) -> torch.Tensor:
         affinity = (x @ self.tensors[f"{name}.gate.weight"].T).sigmoid()
