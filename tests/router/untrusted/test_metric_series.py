@@ -55,8 +55,8 @@ async def test_a_thousand_odd_requests_make_no_series(cluster: FakeCluster, card
                 method, path, arguments = _odd_request(kind, number)
                 async with session.request(method, path, **arguments) as response:
                     await response.read()
+            odd: Any = channel.unary_unary(f"/slipstream.v1.Odd{number}/Odd{number}")
             with pytest.raises(grpc.aio.AioRpcError):
-                odd: Any = channel.unary_unary(f"/slipstream.v1.Odd{number}/Odd{number}")
                 await odd(b"")
 
         async def series() -> set[str]:
