@@ -17,8 +17,9 @@ from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import HELLO, open_router
 from tests.router.support.fake_cluster import FakeCluster
 
-_IDLE_S = 0.04
-_CALLS = 80
+# A call whose retry meets another close fails: the time is long beside the delays of a loaded machine.
+_IDLE_S = 0.1
+_CALLS = 40
 
 
 @pytest.fixture
