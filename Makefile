@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
+# Tests start hundreds of processes. Each would compile all modules again: about a second of processor time.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test soak smoke test-gpu gpu-report test-k8s test-console test-clients test-images check fix protos up chat status down bench train install native wheels lock images images-report clean
 
 # mypy keeps one core busy for two minutes: `make check test` runs the two side by side, and test_repo.py once.
