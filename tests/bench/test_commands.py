@@ -49,6 +49,7 @@ SHORTEST = {
     "bench.placement": "--workers 2 --agents-per-s 0.05 --json",
     "bench.placement.decision": "--workers 2 --decisions 20 --json",
     "bench.router": "--only throughput --api http --requests 8 --rounds 1 --json",
+    "bench.router.fair": "--parts streams --streams 2 --requests 2 --fill-s 0.2 --json",
     "bench.router.unread": "--ways silent --streams 2 --seconds 1 --fill-s 0 --json",
     "bench.serve": "--up --sessions 2 --prefill 1 --decode 1 --no-drafts --json",
     "bench.siblings": "--siblings 2 --prefix 128 --own 64 --rounds 1 --json",
