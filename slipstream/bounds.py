@@ -211,6 +211,30 @@ NAME = _messages.add(
 ASSISTANT_ONLY = _messages.add(
     Rule("messages[i].tool_calls", "is only for role assistant", "Also reasoning_content.")
 )
+PARTIAL = _messages.add(
+    Rule("messages[i].partial", "is only for a last message of role assistant", "The answer continues it.")
+)
+PARTIAL_CALLS = _messages.add(
+    Rule("messages[i].tool_calls", "must be left out of a partial message", "Only a text is continued.")
+)
+PARTIAL_TOOL_CHOICE = _messages.add(
+    Rule("tool_choice", "must be auto or none with a partial message", "A forced call begins the answer.")
+)
+PARTIAL_OUTPUT = _messages.add(
+    Rule(
+        "response_format",
+        "is not supported together with a partial message",
+        "Also guided_* and structured_outputs: a form holds a whole answer.",
+    )
+)
+GENERATION_PROMPT = _messages.add(
+    Rule(
+        "add_generation_prompt",
+        "must be false when the last message is continued, and true otherwise",
+        "The prompt ends either way.",
+        "HTTP",
+    )
+)
 TOOL_ONLY = _messages.add(
     Rule("messages[i].tool_call_id", "is only for role tool", "Only tool results answer a call.")
 )

@@ -24,6 +24,8 @@ Tool = Mapping[str, Any]
 
 # The fields of a message that are plain text.
 MESSAGE_TEXTS = ("name", "reasoning_content", "tool_call_id")
+# The names of the mark that the answer continues a message.
+PARTIAL_FLAGS = ("partial", "prefix")
 
 
 class GenerateArguments(SamplingArguments, total=False):
@@ -188,9 +190,18 @@ def _message(message: Message, path: str) -> router_pb2.Message:
     for name in MESSAGE_TEXTS:
         if message.get(name) is not None:
             _set(out, name, message[name], path)
+    for name in PARTIAL_FLAGS:
+        if message.get(name):
+            out.partial = _flag(message[name], f"{path}.{name}")
     for index, call in enumerate(message.get("tool_calls") or ()):
         _add_tool_call(out, call, f"{path}.tool_calls[{index}]")
     return out
+
+
+def _flag(value: Any, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise bounds.TYPE.refused(path, expected="true or false")
+    return value
 
 
 def _role(role: Any, path: str) -> router_pb2.MessageRole.ValueType:

@@ -134,6 +134,16 @@ def render_chat(
     return out
 
 
+def render_partial(messages: Sequence[Message], *, thinking: bool) -> list[Segment]:
+    """The last message, of role assistant, without its end: the answer continues its text.
+
+    With `thinking` its reasoning is rendered, as the model wrote it. The reasoning is over in either case.
+    """
+    last = len(messages) - 1
+    kept_from = last if thinking else len(messages)
+    return render_chat(messages, first=last, kept_from=kept_from, add_generation_prompt=False)[:-1]
+
+
 def tools_header(declaration: str) -> list[Segment]:
     """The message before all others, which declares the tools; `declaration` is their `tools_text`."""
     out: list[Segment] = []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.text.chat_template import encode_chat, render_chat
+from libs.text.chat_template import encode_chat, render_chat, render_partial
 from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
 from slipstream.errors import InvalidArgument
@@ -72,6 +72,26 @@ def test_the_generation_prompt_opens_thinking_or_closes_it() -> None:
     assert _render([HELLO], thinking=True) == user + THINKING_PROMPT
     assert _render([HELLO], thinking=False) == user + INSTANT_PROMPT
     assert _render([HELLO], add_generation_prompt=False) == user
+
+
+def _partial(*messages: dict[str, Any], thinking: bool = False) -> str:
+    return "".join(segment.text for segment in render_partial(messages, thinking=thinking))
+
+
+def test_a_partial_message_ends_with_its_text() -> None:
+    begun = {"role": "assistant", "content": "Hi <|im_end|>there,", "reasoning_content": "So."}
+    assert _partial(HELLO, begun) == INSTANT_PROMPT + "Hi <|im_end|>there,"
+    assert _partial(HELLO, begun, thinking=True) == THINKING_PROMPT + "So.</think>Hi <|im_end|>there,"
+    assert _partial({"role": "assistant", "content": ""}, thinking=True) == INSTANT_PROMPT
+    named = {"role": "assistant", "name": "Holmes", "content": None}
+    assert _partial(named) == "<|im_assistant|>Holmes<|im_middle|><think></think>"
+
+
+@given(st.text(max_size=40), st.text(max_size=20))
+def test_a_partial_message_is_the_whole_one_without_its_end(content: str, reasoning: str) -> None:
+    messages = [HELLO, {"role": "assistant", "content": content, "reasoning_content": reasoning}]
+    whole = _render(messages, add_generation_prompt=False)
+    assert _render([HELLO], add_generation_prompt=False) + _partial(*messages) + "<|im_end|>" == whole
 
 
 def test_there_is_no_default_system_prompt() -> None:

@@ -3,6 +3,9 @@
 Forced tool calls: with tool_choice `required` or a function, the prompt ends with the beginning of the
 answer. In Kimi's format that is the part up to the call's id or its arguments. The response parser reads
 these ids first; they count as prompt tokens.
+
+Partial messages: the prompt ends within the last message instead of with the generation prompt. The token
+cache holds the messages before it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,14 @@ import msgspec
 import numpy as np
 
 from libs.common.block_hash import NOTHING_SHARED, HashChain, SharedPrefix, TokenArray, as_tokens
-from libs.text.chat_template import encode_chat, reasoning_kept_from, render_chat, tools_header
+from libs.text.chat_template import (
+    Segment,
+    encode_chat,
+    reasoning_kept_from,
+    render_chat,
+    render_partial,
+    tools_header,
+)
 from libs.text.response_parser import ResponseParser
 from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
@@ -26,12 +36,14 @@ from libs.text.special_tokens import (
 )
 from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
+from services.router.request.message_node import ID_BYTES
 from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import (
     CachedChat,
     Conversation,
     TokenCache,
     encode,
+    encode_segments,
     pack_ids,
     run_to_end,
     unpack_ids,
@@ -89,13 +101,17 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptDraft(msgspec.Struct, frozen=True):
-    """A rendered request with the ids that the token cache has; `encode_pieces` makes the others."""
+    """A rendered request with the ids that the token cache has; `encode_pieces` makes the others.
+
+    `thinking`: whether the template keeps reasoning. `partial`: the last message, if the answer continues it.
+    """
 
     request: GenerationRequest
     card: ModelCard
     memory: TokenCache
     conversation: Conversation | None  # None: plain text
     thinking: bool
+    partial: Sequence[Segment] = ()
 
     @classmethod
     def of(
@@ -114,16 +130,17 @@ class PromptDraft(msgspec.Struct, frozen=True):
         if not isinstance(request.input, ChatInput):
             return cls(request, card, memory, None, thinking=False)
         chat = request.input
-        thinking = thinks(chat, card)
-        kept_from = reasoning_kept_from(chat.messages, thinking=thinking, keeps_all=chat.keeps_reasoning)
+        thinking = _keeps_reasoning(chat, card)
+        messages = chat.messages[:-1] if chat.partial else chat.messages
+        kept_from = reasoning_kept_from(messages, thinking=thinking, keeps_all=chat.keeps_reasoning)
         if declaration is None and chat.tools:
             declaration = tools_text(chat.tools)
         # Only messages that the cache does not have are rendered.
         conversation = memory.look_up(
             tenant,
-            chat.messages,
+            messages,
             lambda first, end: render_chat(
-                chat.messages,
+                messages,
                 thinking=thinking,
                 first=first,
                 end=end,
@@ -133,13 +150,14 @@ class PromptDraft(msgspec.Struct, frozen=True):
             header=tools_header(declaration) if declaration is not None else (),
             kept_from=kept_from,
         )
-        return cls(request, card, memory, conversation, thinking)
+        partial = render_partial(chat.messages, thinking=thinking) if chat.partial else ()
+        return cls(request, card, memory, conversation, thinking, partial)
 
     @property
     def new_chars(self) -> int:
         """The number of characters to encode."""
         if self.conversation is not None:
-            return self.conversation.missing_chars
+            return self.conversation.missing_chars + sum([len(segment.text) for segment in self.partial])
         return 0 if isinstance(self.request.input, ChatInput) else len(self.request.input.prompt)
 
     @property
@@ -153,7 +171,14 @@ class PromptDraft(msgspec.Struct, frozen=True):
         if self.conversation is not None:
             special_id = tokenizer.special_ids.__getitem__
             messages = yield from encode(self.conversation, tokenizer.encode_pieces, special_id)
-            return messages, _generation_prompt(tokenizer, self.thinking)
+            if not self.partial:
+                return messages, _generation_prompt(tokenizer, self.thinking)
+            n_before = sum(map(len, messages)) // ID_BYTES
+            segments = [(segment.control, segment.text) for segment in self.partial]
+            tail = yield from encode_segments(
+                segments, tokenizer.encode_pieces, special_id, n_before=n_before
+            )
+            return messages, pack_ids(tail)
         assert not isinstance(self.request.input, ChatInput)
         if self.request.input.token_ids:
             return [], pack_ids(self.request.input.token_ids)
@@ -197,7 +222,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
             token_ids=ids,
             encoded_tokens=n_encoded,
             forced=forced,
-            thinking=self.thinking,
+            thinking=self.thinking and not self.partial,
             tools_allowed=tools_allowed,
             # K2.5's template drops the reasoning of earlier answers, so no later prompt has those blocks.
             store_generated=not self.thinking
@@ -220,7 +245,12 @@ def _generation_prompt(tokenizer: Tokenizer, thinking: bool) -> bytes:
 
 
 def thinks(chat: ChatInput, card: ModelCard) -> bool:
-    """Whether the model reasons before it answers. A forced call leaves no room for that."""
+    """Whether the answer begins with reasoning. That of a partial message is over."""
+    return _keeps_reasoning(chat, card) and not chat.partial
+
+
+def _keeps_reasoning(chat: ChatInput, card: ModelCard) -> bool:
+    """Whether the model reasons in this conversation. A forced call leaves no room for that."""
     return (card.thinks if chat.thinking is None else chat.thinking) and _mode(chat) not in (
         "required",
         "function",

@@ -283,17 +283,29 @@ def encode(
     packed: list[bytes] = []
     n_ids = 0
     for key in conversation.missing:
-        ids: list[int] = []
-        for control, text in pieces_of(key):
-            if control:
-                ids.append(special_id(text))
-                continue
-            for piece in encode_pieces(text):
-                ids += piece
-                yield n_ids + len(ids)
+        ids = yield from encode_segments(pieces_of(key), encode_pieces, special_id, n_before=n_ids)
         n_ids += len(ids)
         packed.append(pack_ids(ids))
     return packed
+
+
+def encode_segments(
+    segments: Iterable[tuple[bool, str]],
+    encode_pieces: Callable[[str], Iterable[list[int]]],
+    special_id: Callable[[str], int],
+    *,
+    n_before: int,
+) -> Generator[int, None, list[int]]:
+    """Encode (control, text) of each segment; yields as `encode`, counting from `n_before`."""
+    ids: list[int] = []
+    for control, text in segments:
+        if control:
+            ids.append(special_id(text))
+            continue
+        for piece in encode_pieces(text):
+            ids += piece
+            yield n_before + len(ids)
+    return ids
 
 
 def run_to_end(pieces: Generator[int, None, T]) -> T:

@@ -34,7 +34,8 @@ class ChatInput(msgspec.Struct, frozen=True, gc=False):
     """A conversation to answer. `thinking` None: as the model does by default.
 
     `keeps_reasoning`: the reasoning of all earlier answers stays in the prompt. `parallel_tool_calls` False
-    allows at most one call in the answer.
+    allows at most one call in the answer. `partial`: the field of the client's request that asks the answer
+    to continue the last message; empty: none does.
     """
 
     messages: Sequence[Message]
@@ -43,6 +44,7 @@ class ChatInput(msgspec.Struct, frozen=True, gc=False):
     thinking: bool | None = None
     keeps_reasoning: bool = False
     parallel_tool_calls: bool = True
+    partial: str = ""
 
 
 class PromptInput(msgspec.Struct, frozen=True, gc=False):

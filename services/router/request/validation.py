@@ -61,6 +61,8 @@ def validate(
         _check_stop(request.stop)
     if request.output is not None:
         _check_output(request.output)
+        if isinstance(request.input, ChatInput) and request.input.partial:
+            raise bounds.PARTIAL_OUTPUT.refused(request.output.field)
 
 
 def is_session(text: str) -> bool:
@@ -181,6 +183,8 @@ def _check_chat(chat: ChatInput) -> None:
     for index, message in enumerate(chat.messages):
         if len(message) != 2 or not message.get("content") or message.get("role") not in _TALKING_ROLES:
             _check_message(message, f"messages[{index}]", calls)
+    if chat.partial:
+        _check_partial(chat)
     names = validate_tools(chat.tools) if chat.tools else ()
     _check_strict(chat.tools)
     choice = chat.tool_choice
@@ -191,6 +195,16 @@ def _check_chat(chat: ChatInput) -> None:
     for name in (choice.function,) if choice.mode == "function" else choice.allowed:
         if name not in names:
             raise bounds.TOOL_CHOICE_FUNCTION.refused(name=shown(name))
+
+
+def _check_partial(chat: ChatInput) -> None:
+    last = chat.messages[-1]
+    if last.get("role") != "assistant":
+        raise bounds.PARTIAL.refused(chat.partial)
+    if last.get("tool_calls"):
+        raise bounds.PARTIAL_CALLS.refused(f"messages[{len(chat.messages) - 1}].tool_calls")
+    if chat.tool_choice is not None and chat.tool_choice.mode not in ("none", "auto"):
+        raise bounds.PARTIAL_TOOL_CHOICE.refused()
 
 
 def _check_strict(tools: Sequence[Mapping[str, Any]]) -> None:

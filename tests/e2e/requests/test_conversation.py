@@ -13,7 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
 from libs.common.telemetry.metric_table import SERVICES, metrics_of
+from libs.text.tokenizer import Tokenizer
 from slipstream.replies import Reply
+from supervisor.plan import DEFAULT_MODEL
 from tests.support.clusters.local_cluster import LocalCluster, until
 
 PIN = "x-slipstream-prefill"
@@ -139,6 +141,24 @@ def test_seeded_sampling_repeats_and_other_seeds_differ(cluster: LocalCluster) -
 
     assert draw(1) == draw(1)
     assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_a_partial_message_is_continued_as_the_whole_answer(cluster: LocalCluster) -> None:
+    tokenizer = Tokenizer.from_dir(DEFAULT_MODEL)
+    whole = cluster.client.chat(OPENING, **GREEDY)
+    ids = tokenizer.encode_text(whole.text)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == len(ids) + 1  # the model writes the text as the tokenizer does
+    assert len(ids) > 8
+    for n in (1, len(ids) // 2, len(ids) - 1):
+        begun = tokenizer.decode(ids[:n])
+        assert tokenizer.encode_text(begun) == ids[:n]
+        partial = {"role": "assistant", "content": begun, "partial": True}
+        rest = cluster.client.chat([*OPENING, partial], **GREEDY)
+        assert begun + rest.text == whole.text
+        assert rest.usage is not None
+        assert rest.usage.completion_tokens == len(ids) + 1 - n
+        assert rest.finish_reason == whole.finish_reason == "stop"
 
 
 def test_a_stop_string_ends_the_reply_before_it(cluster: LocalCluster) -> None:

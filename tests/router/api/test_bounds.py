@@ -22,7 +22,7 @@ from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
-from tests.router.support.bound_case import USER, Case, both, messages, output_schema, tools
+from tests.router.support.bound_case import PARTIAL_CASES, USER, Case, both, messages, output_schema, tools
 from tests.router.support.fake_cluster import FakeCluster
 
 BAD_UTF8 = b"caf\xe9"
@@ -167,6 +167,7 @@ CASES: dict[str, Case] = {
         http={"messages": [{**USER, "tool_calls": [OPENAI_CALL]}]},
         grpc={"chat": {"messages": [{**USER, "toolCalls": [CALL]}]}},
     ),
+    **PARTIAL_CASES,
     "TOOL_ONLY": messages(
         "messages[0].tool_call_id", {**USER, "tool_call_id": "x"}, grpc=[{**USER, "toolCallId": "x"}]
     ),

@@ -41,3 +41,46 @@ def output_schema(schema: Any) -> Case:
         http={"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
         grpc={"output": {"jsonSchema": json.dumps(schema)}},
     )
+
+
+_BEGUN = {"role": "assistant", "content": "Yes, ", "partial": True}
+_CALL = {"id": "functions.look:0", "name": "look", "arguments": "{}"}
+_FUNCTION = {"name": "look", "parameters": {"type": "object"}}
+# A partial message: on another message, and beside what it excludes.
+PARTIAL_CASES = {
+    "PARTIAL": messages("messages[1].partial", USER, _BEGUN, {"role": "user", "content": "why?"}),
+    "PARTIAL_CALLS": Case(
+        "messages[1].tool_calls",
+        http={
+            "messages": [
+                USER,
+                {**_BEGUN, "tool_calls": [{"id": _CALL["id"], "function": {"name": "look"}}]},
+            ]
+        },
+        grpc={"chat": {"messages": [USER, {**_BEGUN, "toolCalls": [_CALL]}]}},
+    ),
+    "PARTIAL_TOOL_CHOICE": Case(
+        "tool_choice",
+        http={
+            "messages": [USER, _BEGUN],
+            "tools": [{"type": "function", "function": _FUNCTION}],
+            "tool_choice": "required",
+        },
+        grpc={
+            "chat": {
+                "messages": [USER, _BEGUN],
+                "tools": [{"name": "look", "parameters": json.dumps(_FUNCTION["parameters"])}],
+                "toolChoice": {"mode": "required"},
+            }
+        },
+    ),
+    "PARTIAL_OUTPUT": Case(
+        "response_format",
+        http={"messages": [USER, _BEGUN], "response_format": {"type": "json_object"}},
+        grpc={"chat": {"messages": [USER, _BEGUN]}, "output": {"jsonObject": True}},
+    ),
+    "GENERATION_PROMPT": Case(
+        "add_generation_prompt",
+        http={"messages": [USER, _BEGUN], "add_generation_prompt": True},
+    ),
+}

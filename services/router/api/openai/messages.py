@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from services.router.api.json_body import Json, NoEffect, Text, path_of, read_object
+from services.router.api.json_body import Flag, Json, NoEffect, Text, path_of, read_object
 from services.router.request.types import ToolChoice
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
@@ -33,7 +33,7 @@ class _ToolCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """One entry of `messages`. `reasoning` is another name of `reasoning_content`."""
+    """One entry of `messages`. `reasoning` is another name of `reasoning_content`, `prefix` of `partial`."""
 
     role: Text = None
     content: Any = None
@@ -41,6 +41,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_call_id: Text = None
     reasoning_content: Text = None
     reasoning: Text = None
+    partial: Flag = None
+    prefix: Flag = None
     tool_calls: list[_ToolCall] | None = None
     annotations: Any = None
     refusal: Any = None
@@ -61,6 +63,7 @@ _TOOL_FIELDS = frozenset({"type", "function"})
 _FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 _PART_FIELDS = frozenset({"type", "text"})
 _ECHOED_ONLY = ("annotations", "refusal")
+_PARTIAL_FLAGS = ("partial", "prefix")
 # Parts of answers of other servers: text by another name, and reasoning, which is no text of the answer.
 _TEXT_PARTS: Mapping[str, str] = {"text": "text", "refusal": "refusal", "output_text": "text"}
 _REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
@@ -90,6 +93,24 @@ def parse_messages(given: Sequence[ChatMessage], ignore: Ignore) -> Sequence[Jso
     return messages
 
 
+def partial_field(
+    given: Sequence[ChatMessage], *, continue_final_message: bool | None, add_generation_prompt: bool | None
+) -> str:
+    """The field that asks to continue the last message; empty: none does.
+
+    Raises InvalidArgument for a flag of an earlier message, and for a generation prompt that does not fit.
+    """
+    field = "continue_final_message" if continue_final_message else ""
+    for index, message in enumerate(given):
+        if message.partial or message.prefix:
+            field = f"messages[{index}].{'partial' if message.partial else 'prefix'}"
+            if index + 1 < len(given):
+                raise bounds.PARTIAL.refused(field)
+    if add_generation_prompt is not None and add_generation_prompt is bool(field):
+        raise bounds.GENERATION_PROMPT.refused()
+    return field
+
+
 _PLAIN_FIELDS = frozenset({"role", "content", "name", "tool_call_id", "reasoning_content"})
 
 
@@ -100,6 +121,8 @@ def _normalize(
     for name in _ECHOED_ONLY:
         if message.pop(name, None):
             ignore(f"{path}.{name}")
+    for name in _PARTIAL_FLAGS:
+        message.pop(name, None)
     if (reasoning := message.pop("reasoning", None)) and given.role == "assistant":
         message.setdefault("reasoning_content", reasoning)
     if given.content is not None:

@@ -26,11 +26,17 @@ from services.router.api.json_body import (
     path_of,
 )
 from services.router.api.openai.ignored_fields import IgnoredFields
-from services.router.api.openai.messages import ChatMessage, parse_messages, parse_tool_choice, parse_tools
+from services.router.api.openai.messages import (
+    ChatMessage,
+    parse_messages,
+    parse_tool_choice,
+    parse_tools,
+    partial_field,
+)
 from services.router.api.openai.output_format import ResponseFormat, StructuredOutputs, parse_output
 from services.router.api.openai.prompts import parse_prompts
 from services.router.api.openai.thinking import TemplateOptions, parse_thinking
-from services.router.api.openai.unsupported import ANSWER_CHANGING
+from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY
 from services.router.request.choices import split_choices
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
 from services.router.request.validation import is_session
@@ -118,6 +124,8 @@ class _ChatBody(_Body):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: Flag = None
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
     logprobs: Flag = None
     top_logprobs: WholeNumber = None
 
@@ -133,6 +141,7 @@ class _CompletionBody(_Body):
         **_Body.REFUSED,
         "best_of": (1,),
         "suffix": ("",),
+        **OF_CHAT_ONLY,
         "messages": (),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
@@ -185,6 +194,11 @@ def parse_chat(data: bytes, request_id: str = "") -> Parsed:
         thinking=thinking,
         keeps_reasoning=keeps_reasoning,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        partial=partial_field(
+            body.messages,
+            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt,
+        ),
     )
     top_logprobs = body.top_logprobs
     if body.logprobs:

@@ -9,7 +9,7 @@ import msgspec
 
 from services.router.api.json_body import Flag, Text, decode_body
 from services.router.api.openai.ignored_fields import IgnoredFields
-from services.router.api.openai.messages import ChatMessage, parse_messages, parse_tools
+from services.router.api.openai.messages import ChatMessage, parse_messages, parse_tools, partial_field
 from services.router.api.openai.thinking import TemplateOptions, parse_thinking
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput
 from slipstream import bounds
@@ -21,6 +21,8 @@ class _TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[ChatMessage] | None = None
     tools: list[Any] | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: Flag = None
+    continue_final_message: Flag = None
     return_token_strs: Flag = None
 
 
@@ -63,6 +65,11 @@ def parse_tokenize(data: bytes) -> Tokenize:
             tools=parse_tools(body.tools, ignored.add) if body.tools else (),
             thinking=thinking,
             keeps_reasoning=keeps_reasoning,
+            partial=partial_field(
+                body.messages,
+                continue_final_message=body.continue_final_message,
+                add_generation_prompt=body.add_generation_prompt,
+            ),
         )
     elif body.prompt is not None:
         source = PromptInput(body.prompt)

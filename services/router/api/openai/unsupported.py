@@ -18,13 +18,11 @@ _OPENAI: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 _VLLM: Mapping[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False, True),  # Kimi's template and text have none to add
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "cache_salt": ("",),  # it promises that no other request shares the KV
     "chat_template": ("",),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "include_reasoning": (True,),
@@ -73,4 +71,9 @@ _OTHERS: Mapping[str, tuple[object, ...]] = {
     "xtc_probability": (0,),
 }
 
+# vLLM's fields that chat completions have, and no other endpoint.
+OF_CHAT_ONLY: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
 ANSWER_CHANGING: Mapping[str, tuple[object, ...]] = {**_OPENAI, **_VLLM, **_SGLANG, **_OTHERS}

@@ -130,7 +130,18 @@ def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
         tool_choice=_tool_choice(chat),
         thinking=message.thinking if message.HasField("thinking") else None,
         keeps_reasoning=message.keeps_reasoning,
+        partial=_partial(chat.messages),
     )
+
+
+def _partial(messages: Sequence[router_pb2.Message]) -> str:
+    """The field that asks to continue the last message. Raises InvalidArgument for an earlier message."""
+    for index, item in enumerate(messages):
+        if item.partial:
+            if index + 1 < len(messages):
+                raise bounds.PARTIAL.refused(f"messages[{index}].partial")
+            return f"messages[{index}].partial"
+    return ""
 
 
 def _message(item: router_pb2.Message, index: int) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from services.router.api.openai.ignored_fields import MAX_HEADER_BYTES, IgnoredFields
 from services.router.api.openai.openapi import openapi_json
 from services.router.api.openai.request import BODIES, ResponseOptions, parse_chat, parse_completion
-from services.router.api.openai.unsupported import ANSWER_CHANGING
+from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY
+from services.router.api.responses.request import decode_response
 from services.router.request.choices import choice_id, choice_seed
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput
 from slipstream.errors import InvalidArgument
@@ -40,7 +42,6 @@ ECHOED: dict[str, Any] = {
     "timestamp": 1.5,
     "cache_control": {"type": "ephemeral"},
     "is_error": False,
-    "partial": True,
     "refusal": "no",
     "annotations": [{"type": "url_citation"}],
 }
@@ -124,6 +125,19 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str) -> N
         assert refused.value.field == name
         for nothing in (None, *ANSWER_CHANGING[name]):
             parse(json.dumps({**body, name: nothing}).encode(), "")
+
+
+@pytest.mark.parametrize("name", sorted(OF_CHAT_ONLY))
+def test_a_field_of_chat_alone_is_refused_elsewhere(name: str) -> None:
+    bodies: list[tuple[Callable[[bytes], object], dict[str, Any]]] = [
+        (parse_completion, {"prompt": "p"}),
+        (decode_response, {"input": "p"}),
+    ]
+    for parse, body in bodies:
+        with pytest.raises(InvalidArgument, match=f"^{name}: is not supported"):
+            parse(json.dumps({**body, name: "something"}).encode())
+        for nothing in OF_CHAT_ONLY[name]:
+            parse(json.dumps({**body, name: nothing}).encode())
 
 
 def test_the_header_is_bounded_and_safe() -> None:
