@@ -30,8 +30,8 @@ LITTLE_MEMORY = {
     Role.DECODE: _PAGES,
     Role.KVSTORE: ("--dram-bytes", str(32 << 20), "--disk-bytes", "0"),
 }
-# Of log probabilities; rounding moves them by about a hundredth.
-TIE = 0.05
+# Of log probabilities: rounding to bf16 moved one by up to 0.07 in 18 replies.
+TIE = 0.15
 FAILURES = "slipstream_kv_checksum_failures_total"
 
 
@@ -50,12 +50,11 @@ def is_other(got: Reply, calm: Reply) -> bool:
     """Whether the replies differ, and not at a tie.
 
     A prompt that is computed in other pieces has other roundings, which decide between two tokens that are
-    as likely as each other.
+    about as likely. The reply that took the end of the turn does not list that token.
     """
     for mine, other in zip(got.logprobs, calm.logprobs, strict=False):
         if mine.token != other.token:
-            first, second = other.top
-            return first.logprob - second.logprob > TIE
+            return min(top[0].logprob - top[1].logprob for top in (mine.top, other.top)) > TIE
     return False
 
 
