@@ -15,8 +15,9 @@ import ctypes
 import math
 import mmap
 import os
+import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ PIECE_BYTES = 4 << 20
 ALIGNED = 64
 _MAGIC = b"SLIPPACK"
 _TRAILER = struct.Struct("<8sQ16s")
+_MAX_INDEX_BYTES = 256 << 20  # a million tensors; a damaged length must not take the memory of the host
 _N_THREADS = 8  # pieces in flight: a drive needs several
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
 # With a key the checksum runs in C functions, which let go of the interpreter's lock.
@@ -121,7 +123,8 @@ def open_packed_file(path: Path, key: Callable[[], str], progress: Callable[[int
     Raises PackedFileUnusable, and FileNotFoundError when there is none. Its pages are those of the page
     cache, which all processes share; they stay when the file is removed.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    # Without O_NONBLOCK a named pipe in place of the file would hold the process here.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         index = _read_index(descriptor)
         if index.key != key():
@@ -149,21 +152,51 @@ def protect(address: int, n_bytes: int) -> None:
 
 
 def _read_index(descriptor: int) -> PackedIndex:
-    found = os.fstat(descriptor)
-    if found.st_uid not in (os.geteuid(), 0):
-        raise PackedFileUnusable("belongs to another user")
-    trailer = os.pread(descriptor, _TRAILER.size, max(found.st_size - _TRAILER.size, 0))
+    n_bytes = _checked_size(descriptor)
+    trailer = os.pread(descriptor, _TRAILER.size, max(n_bytes - _TRAILER.size, 0))
     if len(trailer) < _TRAILER.size or not trailer.startswith(_MAGIC):
         raise PackedFileUnusable("is incomplete")
     _, length, checksum = _TRAILER.unpack(trailer)
-    begin = found.st_size - _TRAILER.size - length
-    body = os.pread(descriptor, length, begin) if begin >= 0 else b""
-    if len(body) != length or _CHECKSUM.of(body) != checksum:
+    begin = n_bytes - _TRAILER.size - length
+    body = os.pread(descriptor, length, begin) if begin > 0 and length <= _MAX_INDEX_BYTES else b""
+    if not body or len(body) != length or _CHECKSUM.of(body) != checksum:
         raise PackedFileUnusable("is damaged: its index")
     try:
         index = msgspec.json.decode(body, type=PackedIndex)
-    except msgspec.ValidationError:
+    except (msgspec.DecodeError, RecursionError):
         raise PackedFileUnusable("has the index of another version") from None
     if index.n_bytes != begin:
         raise PackedFileUnusable("is damaged: its size")
+    for tensor in _tensors_of(index):
+        if not _is_inside(tensor, begin):
+            raise PackedFileUnusable("is damaged: a tensor is not inside")
     return index
+
+
+def _checked_size(descriptor: int) -> int:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise PackedFileUnusable("is no regular file")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise PackedFileUnusable("belongs to another user")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # mapped pages change with the file, unchecked
+        raise PackedFileUnusable("may be written by other users")
+    return found.st_size
+
+
+def _tensors_of(index: PackedIndex) -> Iterator[PackedTensor]:
+    yield from index.tensors.values()
+    for matrix in index.matrices.values():
+        yield matrix.data
+        if matrix.scale is not None:
+            yield matrix.scale
+
+
+def _is_inside(tensor: PackedTensor, n_bytes: int) -> bool:
+    return (
+        tensor.dtype in _DTYPES
+        and min(tensor.shape, default=1) >= 0
+        and tensor.offset >= 0
+        and tensor.offset % ALIGNED == 0
+        and tensor.offset + tensor.n_bytes <= n_bytes
+    )

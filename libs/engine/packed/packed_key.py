@@ -22,8 +22,12 @@ def packed_path(folder: Path, model_dir: Path, library: Path, weight_dtype: str)
 def packed_key(
     model_dir: Path, shards: Iterable[str], library: Path, weight_dtype: str, weights_digest: str
 ) -> str:
-    """Hex; another one for other contents, for files that were written later, and for other kernels."""
-    files = [(name, (found := (model_dir / name).stat()).st_size, found.st_mtime_ns) for name in shards]
+    """Hex; another one for other contents, for files that were written later, and for other kernels.
+
+    Time of change as well: what writes into a shard, or replaces it, may set the time of modification back.
+    """
+    found = [(name, (model_dir / name).stat()) for name in shards]
+    files = [(name, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found]
     kernels = hashlib.blake2b(library.read_bytes(), digest_size=16).hexdigest()
     parts = [PACKING_VERSION, library.name, kernels, weight_dtype, weights_digest, files]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

@@ -113,14 +113,17 @@ def _new_file(source: PackedSource, stack: contextlib.ExitStack) -> NewPackedFil
 
 
 def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Take the lock until the stack is closed, unless another process has it."""
-    file = path.open("a")
+    """Take the lock until the stack is closed, unless another process has it.
+
+    Another user who can open the file could hold it for ever. A named pipe in its place does not wait.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
+        os.close(descriptor)
         return False
-    stack.callback(file.close)
+    stack.callback(os.close, descriptor)
     return True
 
 
