@@ -101,7 +101,7 @@ class RequestManager:
         `is_checked`, another choice of a running request, is not checked again. A prompt that exceeds the
         context is InvalidArgument even under overload. A caller without a deadline gets the default one.
         """
-        began_s, chars, met = self.context.clock(), request.text_chars, self.jobs.live_arrived(caller)
+        began_s, chars = self.context.clock(), request.text_chars
         if caller.deadline_s is None:
             caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
@@ -139,7 +139,8 @@ class RequestManager:
         self.context.counters.add("slipstream_requests_total")
         tracing.annotate(request_id=request_id)
         self._runs[key] = run
-        self.jobs.add(run, caller, met, began_s=began_s)
+        # Admitted or queued: a client whose requests are refused must not hold the jobs of others.
+        self.jobs.add(run, caller, self.jobs.live_arrived(caller), began_s=began_s)
         run.trail = self._record(run, caller, began_s)
         self._watch_unread()
         work = execute(run, partial(self._make_generation, run, request, caller, constraint, began_s))

@@ -74,7 +74,13 @@ class RunningRequest:
 
     def end_at_deadline(self) -> None:
         """Stop the request because its deadline passed."""
-        self.end(errors.DeadlineExceeded("the request's deadline passed"))
+        self.end(self.final_error(errors.DeadlineExceeded("the request's deadline passed")))
+
+    def final_error(self, error: errors.SlipstreamError) -> errors.SlipstreamError:
+        """The error with which the request ends. A job that was held runs again: it had less time."""
+        if self.hold is not None and self.hold.was_held and isinstance(error, errors.DeadlineExceeded):
+            return errors.Overloaded("live requests held the job until its deadline", retry_after_ms=1000)
+        return error
 
     def end(self, error: errors.SlipstreamError | None = None) -> None:
         """Stop the request on the router and its workers. The sink's reader gets `error`. Idempotent."""
@@ -173,7 +179,7 @@ async def execute(
     except errors.SlipstreamError as error:
         # Without traceback and cause, to avoid reference cycles through the frames.
         error.__cause__ = error.__context__ = None
-        return error.with_traceback(None)
+        return run.final_error(error).with_traceback(None)
     except Exception:
         log.exception("request %s failed", run.request_id)
         return errors.Internal("internal error")

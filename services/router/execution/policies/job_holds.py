@@ -1,7 +1,7 @@
 """Holds jobs back while live requests run: a held job leaves its workers and keeps its tokens.
 
-A live request holds jobs at its arrival, before it is parsed, so that the workers are free when its prompt
-comes. A job goes on from its tokens, as after a failover, and so with the same text.
+A live request holds jobs when admission takes it, before its prompt is encoded, so that the workers are free
+when the prompt comes. A job goes on from its tokens, as after a failover, and so with the same text.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class JobHold:
 
     def __init__(self, run: HeldRun, caller: Caller) -> None:
         self.caller = caller
+        self.was_held = False  # at any time until now
         self._run = run
         self._freed = asyncio.Event()
         self._freed.set()
@@ -82,6 +83,7 @@ class JobHold:
 
     def hold(self) -> None:
         """Leave the workers until `free`."""
+        self.was_held = True
         self._freed.clear()
         self._run.suspend()
 

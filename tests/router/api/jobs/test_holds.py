@@ -15,6 +15,7 @@ from services.router.jobs.types import ClaimedJob, JobOutcome
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
+from slipstream.errors import NotFound
 from tests.router.conftest import HELLO, WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 
@@ -103,3 +104,41 @@ async def test_a_held_job_can_be_cancelled(router: RouterServer, cluster: FakeCl
     await eventually(lambda: router.runs.jobs.held == 1)
     task.cancel()
     await eventually(lambda: not router.runs.held and router.runs.jobs.held == 0)
+
+
+async def test_a_request_that_is_refused_holds_no_job(router: RouterServer, cluster: FakeCluster) -> None:
+    """Else a client without a right to anything would keep the jobs of all tenants from their workers."""
+    jobs = router.runs.jobs
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    tasks = [_run_job(router, number) for number in range(3)]
+    await eventually(lambda: jobs.running == 3)
+    async with AsyncClient(router.host.endpoint, timeout_s=WAIT_S) as client:
+        with pytest.raises(NotFound):
+            await client.complete("y", max_tokens=8, model="another")
+    assert (jobs.running, jobs.n_held_total) == (3, 0)
+    for decode in cluster.decodes:
+        decode.gate.set()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(("is_held", "status"), [(False, 504), (True, 429)])
+@pytest.mark.parametrize("is_freed", [False, True])
+async def test_a_job_whose_deadline_passes_runs_again_only_if_it_was_held(
+    router: RouterServer, cluster: FakeCluster, is_held: bool, is_freed: bool, status: int
+) -> None:
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    task = _run_job(router, 1)
+    await eventually(lambda: bool(cluster.held) and router.runs.jobs.running == 1)
+    if is_held:
+        router.runs.jobs.set_limit(0)
+        await eventually(lambda: not cluster.held)
+    if is_freed:
+        router.runs.jobs.set_limit(None)
+    [run] = router.runs.running
+    run.end_at_deadline()
+    async with asyncio.timeout(WAIT_S):
+        outcome = await task
+    assert (outcome.status, outcome.is_final) == (status, not is_held)
