@@ -151,6 +151,9 @@ class JobPuller:
             except SlipstreamError as error:
                 log.warning("no jobs are pulled: %s", error)
                 pause_s = backoff.pause_s(random.random())
+            except Exception:  # else this router would keep its jobs, and run none until it ends
+                log.exception("no jobs are pulled")
+                pause_s = backoff.pause_s(random.random())
             await asyncio.sleep(pause_s)
 
     async def _tick(self) -> None:
@@ -284,6 +287,8 @@ class JobPuller:
             except SlipstreamError as error:
                 self._is_away = True
                 log.warning("the jobs of this router have no beat: %s", error)
+            except Exception:
+                log.exception("the jobs of this router have no beat")
 
     async def _beat_once(self, unknown: frozenset[JobKey]) -> frozenset[JobKey]:
         """Raise the beat and act on its answer; the jobs that this router has and does not know.

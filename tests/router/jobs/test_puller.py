@@ -271,3 +271,28 @@ async def test_a_database_that_is_away_is_a_figure(tmp_path: Path) -> None:
     finally:
         await puller.close()
         await database.close()
+
+
+@pytest.mark.parametrize("call", ["claim", "beat"])
+async def test_an_unexpected_failure_does_not_end_the_work_of_a_router(
+    rig: PullerRig, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its beat would keep its jobs from other routers, and none of them would run."""
+    original, n_failures = getattr(rig.tables.leases, call), 0
+
+    async def fail_once(*arguments: Any) -> Any:
+        nonlocal n_failures
+        n_failures += 1
+        if n_failures == 1:
+            raise KeyError("job")
+        return await original(*arguments)
+
+    monkeypatch.setattr(rig.tables.leases, call, fail_once)
+    await rig.tables.submit("a")
+    rig.start("r1")
+    await rig.until_begun(1)
+    async with asyncio.timeout(30):
+        while n_failures < 2:
+            await asyncio.sleep(0.01)
+    rig.executor.finish_all()
+    await rig.until_states(succeeded=1)
