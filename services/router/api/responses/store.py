@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ MAX_RESPONSES = 10_000
 MAX_BYTES = 1 << 30
 # Of one column without compression. A response repeats fields of its request, and has its output beside them.
 _MAX_COLUMN_BYTES = 4 * bounds.MAX_BODY_BYTES
-_SWEEP_EVERY = 16  # responses
+# A tenant that saves beside others could keep to the turns that sweep nothing, if they were counted.
+_SWEEP_SHARE = 1 / 16
 
 _SCHEMA = Schema(
     "stored_responses",
@@ -77,14 +79,15 @@ class ResponseStore:
         ttl_s: float = api_bounds.RESPONSE_TTL_S,
         max_responses: int = MAX_RESPONSES,
         max_bytes: int = MAX_BYTES,
+        chance: Callable[[], float] = random.random,
     ) -> None:
-        """The bounds are those of one tenant."""
+        """The bounds are those of one tenant. `chance`: whether a response that is saved sweeps."""
         self._database = database
         self._wall_clock_s = wall_clock_s
         self._ttl_s = ttl_s
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._n_saved = 0
+        self._chance = chance
         database.declare(_SCHEMA)
 
     async def save(self, tenant: str, response: StoredResponse) -> None:
@@ -92,8 +95,7 @@ class ResponseStore:
         blobs = await asyncio.to_thread(_packed, response)
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
-        sweeps = self._n_saved % _SWEEP_EVERY == 0
-        self._n_saved += 1
+        sweeps = self._chance() < _SWEEP_SHARE
 
         def insert(tx: SqlTransaction) -> None:
             tx.execute(_INSERT, row)

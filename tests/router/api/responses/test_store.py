@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ async def test_items_are_found_by_their_ids(database: Database) -> None:
 
 async def test_a_response_is_gone_after_its_life_time(database: Database) -> None:
     clock = Clock()
-    store = ResponseStore(database, wall_clock_s=clock, ttl_s=60)
+    store = ResponseStore(database, wall_clock_s=clock, ttl_s=60, chance=lambda: 0.0)
     await store.save("alice", response("a"))
     clock.now_s += 59
     await store.find_body("alice", "resp_a")
@@ -96,8 +97,7 @@ async def test_a_response_is_gone_after_its_life_time(database: Database) -> Non
         await store.find_body("alice", "resp_a")
     with pytest.raises(NotFound):
         await store.delete("alice", "resp_a")
-    for index in range(16):  # a sweep is among them
-        await store.save("bob", response(f"b{index}"))
+    await store.save("bob", response("b"))
     left = await database.read(
         lambda tx: tx.execute("SELECT id FROM stored_responses WHERE tenant = 'alice'")
     )
@@ -105,22 +105,32 @@ async def test_a_response_is_gone_after_its_life_time(database: Database) -> Non
 
 
 @pytest.mark.parametrize("limits", [{"max_responses": 3}, {"max_bytes": 1000}])
-async def test_a_tenants_oldest_responses_make_room(database: Database, limits: dict[str, int]) -> None:
+async def test_a_tenants_oldest_responses_make_room(database: Database, limits: dict[str, Any]) -> None:
     clock = Clock()
-    store = ResponseStore(database, wall_clock_s=clock, **limits)
+    store = ResponseStore(database, wall_clock_s=clock, chance=lambda: 0.0, **limits)
     await store.save("bob", response("bob"))
     for index in range(32):
         clock.now_s += 1
         await store.save("alice", response(f"a{index}"))
     sql = "SELECT id, n_bytes FROM stored_responses WHERE tenant = 'alice' ORDER BY created_unix_s"
     left = await database.read(lambda tx: tx.execute(sql))
-    # A sweep was at the last save, and the newest ones are left.
     assert [row[0] for row in left] == [f"resp_a{index}" for index in range(32 - len(left), 32)]
     if "max_responses" in limits:
         assert len(left) == 3
     else:
         assert sum(row[1] for row in left) <= 1000
     await store.find_body("bob", "resp_bob")
+
+
+async def test_a_tenant_that_saves_in_turns_with_another_is_bounded(database: Database) -> None:
+    clock, number = Clock(), random.Random(5)
+    store = ResponseStore(database, wall_clock_s=clock, max_responses=3, chance=number.random)
+    for index in range(200):
+        clock.now_s += 1
+        await store.save("bob" if index % 16 == 0 else "alice", response(f"{index}"))
+    sql = "SELECT COUNT(*) FROM stored_responses WHERE tenant = 'alice'"
+    [(left,)] = await database.read(lambda tx: tx.execute(sql))
+    assert left < 100
 
 
 def test_pages_of_input_items() -> None:
