@@ -128,10 +128,17 @@ class JobHolds:
         return met
 
     def set_limit(self, limit: int | None) -> None:
-        """Hold all but so many of the oldest jobs, and let these go on; None = hold none."""
+        """Hold all but so many of the oldest jobs, and let these go on; None = hold none.
+
+        Each choice counts, so that jobs with many leave the places of live requests free. The oldest job goes
+        on with any number of them: it would wait for ever.
+        """
         self._limit = limit
-        for index, holds in enumerate(self._jobs.values()):
-            if limit is None or index < limit:
+        n_choices = 0
+        for holds in self._jobs.values():
+            n_with = n_choices + len(holds)
+            if limit is None or n_with <= limit or (limit and not n_choices):
+                n_choices = n_with
                 for hold in holds:
                     hold.free()
             else:
