@@ -109,6 +109,8 @@ def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefec
     if len(line.custom_id.encode(errors="surrogatepass")) > MAX_CUSTOM_ID_BYTES:
         message = f"custom_id must have at most {MAX_CUSTOM_ID_BYTES} bytes"
         return LineDefect("invalid_custom_id", message, number, "custom_id")
+    if "\0" in line.custom_id:  # PostgreSQL stores none: the batch would begin again until it expires
+        return LineDefect("invalid_custom_id", "custom_id must have no NUL", number, "custom_id")
     if line.method != "POST":
         return LineDefect(
             "invalid_method", f"method must be POST, not {shown(line.method)}", number, "method"

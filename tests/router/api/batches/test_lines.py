@@ -54,6 +54,7 @@ def test_the_body_stays_as_it_was_written() -> None:
         ({"custom_id": None}, "missing_required_parameter", "custom_id"),
         ({"custom_id": 3}, "missing_required_parameter", "custom_id"),
         ({"custom_id": "x" * 513}, "invalid_custom_id", "custom_id"),
+        ({"custom_id": "a\0b"}, "invalid_custom_id", "custom_id"),
         ({"method": None}, "missing_required_parameter", "method"),
         ({"method": "GET"}, "invalid_method", "method"),
         ({"url": "/v1/completions"}, "mismatched_url", "url"),
