@@ -31,7 +31,7 @@ def commit_outputs(
         return progress(sequence, sampled.shared_tokens, blocks, features)
     drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
     accepted = count_accepted(drafts, sampled.tokens)
-    failure = _failure(sequence, sampled.tokens[: accepted + 1], blocks)
+    failure = _failure(sequence, sampled.tokens[: accepted + 1], blocks, features)
     if failure is not None:
         return fail(sequence, failure)
     tokens, finish = sequence.cut(sampled.tokens[: accepted + 1], max_context_tokens=max_context_tokens)
@@ -73,12 +73,15 @@ def progress(
     )
 
 
-def _failure(sequence: EngineSequence, tokens: Sequence[int], blocks: BlockManager) -> SlipstreamError | None:
+def _failure(
+    sequence: EngineSequence, tokens: Sequence[int], blocks: BlockManager, features: BlockFeatures
+) -> SlipstreamError | None:
     """Why these tokens cannot be committed."""
     if sequence.constraint is not None and sequence.constraint.failure:
         return InvalidArgument("grammar", sequence.constraint.failure)
     if BAD_TOKEN in tokens:
         blocks.uncache(sequence.pages)  # damaged KV may be the cause, so it must not be reused
+        features.drop(sequence.hashes)
         return Internal("the model's logits are not finite")
     return None
 

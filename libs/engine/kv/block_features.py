@@ -6,7 +6,7 @@ A page keeps no features, so a prompt with a cached prefix would begin its draft
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -37,6 +37,13 @@ class BlockFeatures:
         self.n_bytes += self._rows[block_hash].nbytes
         while self.n_bytes > self._max_bytes:
             self.n_bytes -= self._rows.popitem(last=False)[1].nbytes
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """Forget blocks whose KV is damaged: their rows may be, too."""
+        for block_hash in hashes:
+            rows = self._rows.pop(block_hash, None)
+            if rows is not None:
+                self.n_bytes -= rows.nbytes
 
     def newest(self, hashes: Sequence[bytes], n_blocks: int) -> FloatArray | None:
         """Rows of the last blocks of a prefix, at most `n_blocks` and without a gap; None without any."""

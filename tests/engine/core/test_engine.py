@@ -231,7 +231,7 @@ def test_a_sequence_with_bad_logits_fails_alone_and_its_blocks_leave_the_cache()
     def breaks_after_20(history: np.ndarray, params: SamplingParams) -> int:
         return BAD_TOKEN if len(history) > 20 and params.seed == 1 else 3
 
-    engine = build_fake_engine(block_tokens=BLOCK, next_token=breaks_after_20)
+    engine = build_fake_engine(block_tokens=BLOCK, next_token=breaks_after_20, row_bytes=1024)
     for seq_id, seed in (("good", 0), ("bad", 1)):
         engine.reserve(replace(make_spec(seq_id, LONG, seed=seed, max_tokens=6), salt=seq_id.encode()))
         engine.start(seq_id)
@@ -239,6 +239,9 @@ def test_a_sequence_with_bad_logits_fails_alone_and_its_blocks_leave_the_cache()
     assert isinstance(transcript.last["bad"].failure, Internal)
     assert transcript.tokens["bad"] == [3, 3, 3]
     assert transcript.last["good"].finish == "length"
+    kept = {name: [block.hash for block in transcript.blocks(name)] for name in ("good", "bad")}
+    assert any(engine._features.newest([block], 1) is not None for block in kept["good"])
+    assert kept["bad"] and all(engine._features.newest([block], 1) is None for block in kept["bad"])
     again = make_spec("again", LONG)
     assert engine.reserve(replace(again, salt=b"bad")).cached_tokens == 0
     engine.release("again")

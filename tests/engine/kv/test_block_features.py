@@ -38,6 +38,18 @@ def test_the_least_recently_used_blocks_go() -> None:
     assert features.newest([b"b"], 1) is None and features.newest([b"a"], 1) is not None
 
 
+def test_blocks_that_are_dropped_free_their_bytes() -> None:
+    features = BlockFeatures(10 * BLOCK_BYTES)
+    for name in (b"a", b"b"):
+        features.put(name, rows(name[0]))
+    features.drop([b"a", b"x", b"a"])
+    assert features.n_bytes == BLOCK_BYTES
+    assert features.newest([b"a"], 1) is None and features.newest([b"b"], 1) is not None
+    features.put(b"a", rows(7))
+    found = features.newest([b"a"], 1)
+    assert found is not None and np.unique(found).tolist() == [7.0]
+
+
 def prompt_output(engine, tokens: list[int], seq_id: str, **step: bool) -> StepOutput:  # type: ignore[no-untyped-def]
     sampling = SamplingParams(temperature=0.0, max_tokens=8)
     engine.reserve(SequenceSpec(seq_id, np.array(tokens, np.uint32), sampling))
