@@ -249,7 +249,7 @@ _TOGETHER: tuple[_Row, ...] = (
         "refused: this one, or the newest of the tenant with most waiting",
     ),
     (
-        "Text of the requests that run or wait: of all tenants / of one",
+        "Text of the requests that run or wait: of all tenants / of one; jobs take half of it",
         f"{MAX_HELD_TEXT_CHARS} / {MAX_TENANT_HELD_TEXT_CHARS} characters",
         "refused",
     ),

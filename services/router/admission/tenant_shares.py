@@ -28,9 +28,14 @@ class TextShares:
         self._held: Counter[str] = Counter()
         self.held_chars = 0
 
-    def take(self, tenant: str, chars: int) -> None:
-        """Hold a request's text. Raises Overloaded beyond the tenant's share or the whole."""
-        if self._held[tenant] + chars > self._most_tenant_chars or self.held_chars + chars > self._most_chars:
+    def take(self, tenant: str, chars: int, *, is_job: bool = False) -> None:
+        """Hold a request's text. Raises Overloaded beyond the tenant's share or the whole.
+
+        Jobs, which live requests may hold for long, leave the half of both to live requests.
+        """
+        shares = 2 if is_job else 1
+        held, all_held = self._held[tenant] + chars, self.held_chars + chars
+        if shares * held > self._most_tenant_chars or shares * all_held > self._most_chars:
             raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS)
         self._held[tenant] += chars
         self.held_chars += chars

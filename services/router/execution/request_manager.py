@@ -122,7 +122,7 @@ class RequestManager:
             await self._free_id(key, is_takeover=bool(request.resume_after_tokens) or caller.attempt > 1)
             run = RunningRequest(request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256)
             admission = self._admission(request, caller, request_id, chars)
-            self.texts.take(caller.tenant, chars)
+            self.texts.take(caller.tenant, chars, is_job=caller.is_job)
             try:
                 if self.context.metering is not None:
                     run.metered = self.context.metering.begin(caller, admission, counts_prompt=not is_checked)
@@ -285,7 +285,7 @@ class RequestManager:
         if self._constraints.is_known(request):
             return self._constraints.make(request)
         chars = request.text_chars  # held meanwhile, as while it runs
-        self.texts.take(caller.tenant, chars)
+        self.texts.take(caller.tenant, chars, is_job=caller.is_job)
         try:
             async with asyncio.timeout_at(caller.deadline_s):
                 make = partial(self._constraints.make, request)

@@ -27,6 +27,19 @@ def test_a_tenant_at_its_share_leaves_room_to_another() -> None:
     shares.take("b", 20)
 
 
+def test_jobs_leave_half_of_each_share_to_live_requests() -> None:
+    shares = TextShares(most_chars=100, most_tenant_chars=60)
+    shares.take("a", 30, is_job=True)
+    with pytest.raises(Overloaded):
+        shares.take("a", 1, is_job=True)
+    shares.take("b", 20, is_job=True)
+    with pytest.raises(Overloaded):
+        shares.take("c", 1, is_job=True)
+    shares.take("a", 30)
+    shares.take("c", 20)
+    assert shares.held_chars == 100
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50))))
 def test_shares_return_to_nothing_and_never_exceed_their_bounds(takes: list[tuple[str, int]]) -> None:
     shares, held = TextShares(most_chars=100, most_tenant_chars=60), []
