@@ -44,8 +44,15 @@ def add(jobs: JobHolds, caller: Caller, n_choices: int = 1) -> list[Run]:
 
 @pytest.mark.parametrize(
     ("limit", "running"),
-    [(0, [False] * 3), (1, [True, False, False]), (4, [True, False, False]), (5, [True, False, True])]
-    + [(6, [True, True, False]), (7, [True] * 3), (None, [True] * 3)],
+    [
+        (0, [False] * 3),
+        (1, [True, False, False]),
+        (4, [True, False, False]),
+        (5, [True, False, True]),
+        (6, [True, True, False]),
+        (7, [True] * 3),
+        (None, [True] * 3),
+    ],
 )
 @pytest.mark.parametrize("before", [0, 3, None])
 async def test_each_choice_of_a_job_counts(
