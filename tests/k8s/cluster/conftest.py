@@ -6,7 +6,7 @@ import base64
 import os
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +35,13 @@ class Deployed:
 
     kubectl: Kubectl
     api_key: str
-    image: str  # of the router, with the packages that helpers in pods need
+    images: Mapping[str, str]  # NAME:TAG of each tier
     new_load: Callable[..., load.Load]  # name, each: as of Load
+
+    @property
+    def image(self) -> str:
+        """The router's, with the packages that helpers in pods need."""
+        return self.images["router"]
 
 
 @contextmanager
@@ -60,28 +65,42 @@ def doubled(kubectl: Kubectl, *tiers: str) -> Iterator[None]:
 def kubectl() -> Kubectl:
     """Of the cluster that KUBECONFIG names; without one the suite is skipped."""
     path = needs_kubectl()
-    if not os.environ.get("KUBECONFIG"):
+    named = os.environ.get("KUBECONFIG")
+    if not named:
         pytest.skip("KUBECONFIG names no cluster: only the tests that need none ran")
+    # Without a file kubectl asks localhost, and fails in words that lead nowhere.
+    if not any(Path(each).is_file() for each in named.split(os.pathsep)):
+        pytest.fail(f"KUBECONFIG names {named}, and there is no such file")
     asked = subprocess.run([path, "get", "--raw", "/readyz"], capture_output=True, text=True, timeout=60)
     if asked.returncode:
         pytest.fail(f"the cluster of KUBECONFIG does not answer: {asked.stderr.strip()}")
     return Kubectl(path)
 
 
-def _secret(name: str, key: str, value: bytes) -> dict[str, object]:
+def secret(name: str, key: str, value: bytes) -> dict[str, object]:
+    """A Secret of one key."""
     data = {key: base64.b64encode(value).decode()}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
 
 
-def write_overlay(folder: Path, image_of: Mapping[str, str]) -> None:
-    """An overlay of local-cpu with the images, NAME:TAG by tier, that the nodes have."""
+def write_overlay(folder: Path, image_of: Mapping[str, str], *, components: Sequence[str] = ()) -> None:
+    """An overlay of local-cpu with the images, NAME:TAG by tier or upstream's name, that the nodes have."""
     images = []
     for tier, image in image_of.items():
         new_name, _, tag = image.rpartition(":")
-        name = tier if tier == "etcd" else f"slipstream-{tier}"
+        name = f"slipstream-{tier}" if tier in TIERS else tier
         images.append({"name": name, "newName": new_name, "newTag": tag})
-    local = os.path.relpath(K8S / "overlays" / "local-cpu", folder.resolve())
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump({"resources": [local], "images": images}))
+    k8s = os.path.relpath(K8S, folder.resolve())
+    used = [f"{k8s}/components/{name}" for name in components]
+    kustomization = {"resources": [f"{k8s}/overlays/local-cpu"], "components": used, "images": images}
+    if used:  # an overlay's namespace reaches its own resources only
+        kustomization["namespace"] = NAMESPACE
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+
+
+def apply_manifests(kubectl: Kubectl, manifests: str) -> None:
+    """Apply them as an operator does, with the same owner of fields each time."""
+    kubectl("apply", "--server-side", "--field-manager=suite", "-f", "-", given=manifests)
 
 
 @pytest.fixture(scope="session")
@@ -95,21 +114,21 @@ def deployed(kubectl: Kubectl, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("overlay")
     keys = folder / "keys.toml"
     api_key = add_key(keys, name="suite", tenant="suite")
-    write_overlay(folder, {**{tier: IMAGES.format(tier=tier) for tier in TIERS}, "etcd": ETCD_IMAGE})
+    images = {**{tier: IMAGES.format(tier=tier) for tier in TIERS}, "etcd": ETCD_IMAGE}
+    write_overlay(folder, images)
     manifests = kubectl("kustomize", str(folder))
     loading = Kubectl(needs_kubectl(), load.NAMESPACE)
     try:
         for namespace in (NAMESPACE, load.NAMESPACE):
             kubectl("create", "namespace", namespace)
         kubectl.apply(
-            _secret("slipstream-cluster", "cluster.secret", secrets.token_hex(32).encode()),
-            _secret("slipstream-api-keys", "keys.toml", keys.read_bytes()),
+            secret("slipstream-cluster", "cluster.secret", secrets.token_hex(32).encode()),
+            secret("slipstream-api-keys", "keys.toml", keys.read_bytes()),
         )
-        kubectl("apply", "--server-side", "--field-manager=suite", "-f", "-", given=manifests)
+        apply_manifests(kubectl, manifests)
         for workload in WORKLOADS.values():
             kubectl.wait_rolled(workload, timeout_s=START_S)
-        image = IMAGES.format(tier="router")
-        yield Deployed(kubectl, api_key, image, partial(load.Load, loading, image, api_key))
+        yield Deployed(kubectl, api_key, images, partial(load.Load, loading, images["router"], api_key))
     finally:
         if not os.environ.get("SLIPSTREAM_TEST_KEEP"):
             kubectl("delete", "-f", "-", "--ignore-not-found", given=manifests, timeout_s=START_S)
