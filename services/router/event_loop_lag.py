@@ -5,11 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from libs.common.telemetry.recent_rate import RecentRate
 
 INTERVAL_S = 0.1
 WINDOW_S = 10.0
+# Of Linux: nanoseconds that the reading thread ran and waited for a core, and how often it ran.
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+def wanted_s(schedstat: str, ran_s: float) -> float:
+    """How long a thread ran or waited for a core. Pure. `schedstat`: "" or zeros where there is none."""
+    ran_ns, waited_ns = [int(field) for field in schedstat.split()[:2]] or (0, 0)
+    return max((ran_ns + waited_ns) / 1e9, ran_s)
+
+
+def _thread_wanted_s() -> float:
+    """Of the calling thread."""
+    try:
+        schedstat = _SCHEDSTAT.read_text()
+    except OSError:
+        schedstat = ""
+    return wanted_s(schedstat, time.thread_time())
 
 
 class LagWindow:
@@ -42,9 +60,11 @@ class LagWindow:
 class EventLoopLag:
     """Measures the running loop: how much later than asked a timer fires. `start`, then `close`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, wanted: Callable[[], float] = _thread_wanted_s) -> None:
+        """`wanted`: how long the calling thread ran or waited for a core."""
         self.window = LagWindow()
         self._clock = clock
+        self._wanted = wanted
         self._due_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._busy = RecentRate()
@@ -61,8 +81,11 @@ class EventLoopLag:
             self._timer = None
 
     def busy_share(self) -> float:
-        """The share of recent time that the loop's thread ran. To be called on that thread."""
-        return min(self._busy.per_s(self._clock(), time.thread_time()), 1.0)
+        """The share of recent time that the loop's thread ran or waited for a core; it has to call.
+
+        By its CPU time alone a router that gets too little of it would look idle.
+        """
+        return min(self._busy.per_s(self._clock(), self._wanted()), 1.0)
 
     def gauges(self) -> dict[str, float]:
         """For the table of metrics."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens
 from services.decode.stream import DecodeStream
-from services.router.event_loop_lag import LagWindow
+from services.router.event_loop_lag import EventLoopLag, LagWindow, wanted_s
 from services.router.workers.decode_client import DecodeClient, frame_interval_ms
 from services.router.workers.prompt_delta import OutgoingPrompt
 from services.router.workers.remote_sequence import MAX_PARKED_TOKENS, RemoteSequence
@@ -254,6 +254,23 @@ def test_the_delay_window_forgets() -> None:
     assert window.max_ms == 100.0
     window.add(21.0, 4.0)
     assert window.max_ms == 4.0
+
+
+def test_a_loop_that_waits_for_a_core_is_busy() -> None:
+    now_s, schedstat, ran_s = 0.0, "0 0 0", 0.0
+    lag = EventLoopLag(lambda: now_s, wanted=lambda: wanted_s(schedstat, ran_s))
+    assert lag.busy_share() == 0.0
+    now_s, schedstat, ran_s = (
+        10.0,
+        "500000000 8500000000 1200",
+        0.5,
+    )  # a twentieth of a core, and the wish for nine tenths
+    assert lag.busy_share() == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("schedstat", ["", "0 0 0"])
+def test_a_kernel_that_keeps_no_waits_leaves_the_cpu_time(schedstat: str) -> None:
+    assert wanted_s(schedstat, 1.5) == 1.5
 
 
 def _tokens_frame(*sequences: RemoteSequence, token: int) -> decode_pb2.DecodeResponse:
