@@ -15,3 +15,9 @@ fi
 rm -f mooncake/transfer_engine_bench
 # Of torch's requirements: setuptools, which only the build of extensions needs.
 rm -rf setuptools setuptools-*.dist-info pkg_resources _distutils_hack distutils-precedence.pth
+# Of the `slipstream` command, which runs where the operator is: what no service imports.
+for package in typer rich pygments markdown_it_py mdurl shellingham annotated_doc prompt_toolkit wcwidth pydantic pydantic_core \
+  annotated_types typing_inspection; do
+  rm -rf "${package%_py}" "$package"-*.dist-info
+done
+rm -f ../../../bin/typer ../../../bin/pygmentize ../../../bin/markdown-it

