@@ -137,7 +137,8 @@ def _drafter(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
 
 def _router(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     reports = _reports(fleet, Role.ROUTER)
-    busy = _busy(reports, aims)
+    share = _mean([report.busy_share for report in reports])
+    busy = Signal("loop_busy_share", share, aims.loop_busy_share, "", "of the time busy")
     if busy.value < IDLE_SHARE:
         return [busy]
     delay_ms = _mean([report.event_loop_delay_ms for report in reports])

@@ -29,7 +29,8 @@ class Aims:
     """The value of each signal at which a tier has the right size; a replica's mean."""
 
     queued_s: float = 2.0  # of prompts at a prefill worker
-    busy_share: float = 0.75  # of engines of prefill, of draft heads, of routers' event loops
+    busy_share: float = 0.75  # of engines of prefill, of draft heads
+    loop_busy_share: float = 0.75  # of routers' event loops, waits for a core included
     kv_share: float = 0.8  # of a decode worker's KV blocks that sequences hold
     batch_share: float = 0.8  # of its places
     step_ms: float = 50.0

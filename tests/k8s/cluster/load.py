@@ -28,11 +28,12 @@ class Load:
         name: str = "load",
         each: int = 2,
         pollers: int = 0,
+        pause_s: float = 0.0,
     ) -> None:
-        """`each`: requests of a kind at a time. `pollers`: clients that only ask routers."""
+        """`each`: requests of a kind at a time, `pause_s` apart. `pollers`: clients that only ask routers."""
         self._kubectl, self._image, self._api_key = kubectl, image, api_key
         self._name = name
-        self._arguments = [ROUTER, "7000", "8000", str(each), str(pollers)]
+        self._arguments = [ROUTER, "7000", "8000", str(each), str(pollers), str(pause_s)]
 
     def __enter__(self) -> Load:
         confined = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}

@@ -1,7 +1,8 @@
-"""Load from inside the cluster, by the Service: load_client.py HOST GRPC_PORT HTTP_PORT [EACH] [POLLERS].
+"""Load by the Service: load_client.py HOST GRPC_PORT HTTP_PORT [EACH [POLLERS [PAUSE_S]]].
 
 It runs in a pod, from a ConfigMap, with the SDK of an image. Requests go over the SDK and over plain HTTP,
-side by side, EACH of a kind at a time (2). HTTP retries a connection that is refused, and nothing else.
+side by side, EACH of a kind at a time (2) with pauses of PAUSE_S (0). HTTP retries a connection that is
+refused, and nothing else.
 POLLERS (0) ask for the list of models, which only routers answer. Each second a line of JSON has the counts.
 SIGTERM ends the load; the last line comes after the last answer. API_KEY has the key.
 """
@@ -9,6 +10,7 @@ SIGTERM ends the load; the last line comes after the last answer. API_KEY has th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -24,7 +26,8 @@ from slipstream.async_client import AsyncClient
 HOST, GRPC_PORT, HTTP_PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 EACH = int(sys.argv[4]) if len(sys.argv) > 4 else 2
 POLLERS = int(sys.argv[5]) if len(sys.argv) > 5 else 0
-POLL_S = 0.02
+PAUSE_S = float(sys.argv[6]) if len(sys.argv) > 6 else 0.0
+POLL_S = 0.01
 MAX_TOKENS = 48
 CONNECT_TRIES_S = 30.0
 REQUEST_S = 300.0
@@ -65,6 +68,13 @@ async def over_sdk(worker: int, counts: Counts, stopping: asyncio.Event) -> None
             except Exception as error:
                 counts.fail(error)
             number += 2 * EACH
+            await pause(stopping)
+
+
+async def pause(stopping: asyncio.Event) -> None:
+    """Between two requests, or until the end."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stopping.wait(), PAUSE_S)
 
 
 def post(number: int) -> None:
@@ -108,6 +118,7 @@ async def over_http(worker: int, counts: Counts, stopping: asyncio.Event) -> Non
         except Exception as error:
             counts.fail(error)
         number += 2 * EACH
+        await pause(stopping)
 
 
 async def poll(counts: Counts, stopping: asyncio.Event) -> None:

@@ -23,9 +23,17 @@ UP_AND_DOWN = ("router", "prefill", "decode", "drafter")
 DECLARED = {"router": 2}  # of local-cpu, 1 otherwise
 MOST = 2
 SETTLE_S = 30
-SURGE, POLLERS = 12, 4  # requests of a kind at a time, and clients that only ask routers
-# Of a few conversations on a busy machine of two cores; a load of SURGE exceeds each of them.
-AIMS = {"busy_share": 0.1, "batch_share": 0.15, "step_ms": 1000, "missed_share": 0.9, "loop_delay_ms": 1000}
+SURGE, POLLERS = 12, 8  # requests of a kind at a time, and clients that only ask routers
+PAUSE_S = 3.0  # between the requests of the load that stays: a conversation without pauses keeps engines busy
+# On two cores a load of SURGE exceeds each of them, and the load that stays none.
+AIMS = {
+    "busy_share": 0.1,
+    "loop_busy_share": 0.5,
+    "batch_share": 0.1,
+    "step_ms": 1000,
+    "missed_share": 0.9,
+    "loop_delay_ms": 1000,
+}
 
 
 @pytest.fixture
@@ -124,7 +132,7 @@ def _finish(load: Load) -> None:
 
 
 def test_every_tier_follows_a_load_that_rises_and_falls(deployed: Deployed, autoscaled: Kubectl) -> None:
-    with deployed.new_load(each=1) as load:
+    with deployed.new_load(each=1, pause_s=PAUSE_S) as load:
         _wait_replicas(autoscaled, dict.fromkeys(UP_AND_DOWN, 1))
         with deployed.new_load(name="surge", each=SURGE, pollers=POLLERS) as surge:
             _wait_replicas(autoscaled, dict.fromkeys(UP_AND_DOWN, MOST))

@@ -104,6 +104,7 @@ OVERLOADS: dict[str, tuple[Role, list[WorkerLoad]]] = {
             worker(Role.DRAFTER, busy_share=BUSY),
         ],
     ),
+    "loop_busy_share": (Role.ROUTER, [worker(Role.ROUTER, busy_share=0.95)]),
     "loop_delay_ms": (Role.ROUTER, [worker(Role.ROUTER, busy_share=BUSY, event_loop_delay_ms=30.0)]),
     "evicted_wanted_mib_per_s": (
         Role.KVSTORE,
