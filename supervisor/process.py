@@ -152,11 +152,13 @@ class SupervisedProcess:
                 ready_before = self._ready.is_set()
                 failures = 1 if time.monotonic() - started_s > _PROVEN_S else failures + 1
                 unusable = code == MODEL_UNUSABLE
-                if (unusable or failures >= _FAILED_STARTS) and not ready_before:
-                    self._hopeless.set()
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S)
                 pause_s = _UNUSABLE_PAUSE_S if unusable else pause_s
-                self._say(f"{self.plan.instance} {how_ended(code)}; starting it again in {pause_s:g} s")
+                again = f"; starting it again in {pause_s:g} s"
+                if (unusable or failures >= _FAILED_STARTS) and not ready_before:
+                    self._hopeless.set()
+                    again = ""  # who waits for the start gives it up
+                self._say(f"{self.plan.instance} {how_ended(code)}{again}")
                 self._enter(ProcessState.BACKING_OFF)
                 await self._pause(pause_s)
             if not self._may_run.is_set():

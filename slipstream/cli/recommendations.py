@@ -105,6 +105,7 @@ def _print(answer: autoscale_pb2.GetRecommendationsResponse, *, explain: bool) -
     if explain:
         figures += ["value", "target"]
     table = figures_table(names, figures)
+    table.columns[0].vertical = "top"  # beside the first line of a long reason
     if explain:
         table.add_column("reason", max_width=_REASON_WIDTH, vertical="bottom")
     for row in answer.tiers:

@@ -25,7 +25,11 @@ DecodeWorkers = Annotated[int, typer.Option(min=0, help="Number of decode worker
 Kvstores = Annotated[int, typer.Option("--kvstore", min=0, help="Number of KV stores.")]
 Drafters = Annotated[
     int | None,
-    typer.Option("--drafter", min=0, help="Number of drafters; default: 1 where they draft, else 0."),
+    typer.Option(
+        "--drafter",
+        min=0,
+        help="Number of drafters; default: 1 where they draft, else 0. A stated 0: no drafts with auto.",
+    ),
 ]
 Drafts = Annotated[
     str, typer.Option(help="on, off, or auto: use drafts where they are measured to save time.")

@@ -111,6 +111,12 @@ def test_the_table_has_each_tier_and_explains_it(admin: AdminPort) -> None:
     assert "1.5 prefill workers for each decode worker" in lines[-1]
 
 
+def test_a_tier_stands_beside_the_first_line_of_its_reason(admin: AdminPort) -> None:
+    lines = invoke(admin, "--explain").output.splitlines()
+    (first,) = [line for line in lines if "evicted_wanted_mib_per_s:" in line]
+    assert first.startswith("decode")
+
+
 def test_no_line_of_the_reasons_exceeds_120_columns(admin: AdminPort) -> None:
     lines = invoke(admin, "--explain").output.splitlines()
     assert any("never scaled down" in line for line in lines)  # the end of the longest reason

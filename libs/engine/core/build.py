@@ -183,7 +183,13 @@ def _n_pages(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> int:
         return options.n_pages
     page = _page_shape(config, kv_dtype, options)
     if options.kv_memory_bytes is not None:
-        return max(options.kv_memory_bytes // page.page_bytes, 1)
+        if options.kv_memory_bytes < page.page_bytes:
+            raise InvalidArgument(
+                "kv_memory_bytes",
+                f"{options.kv_memory_bytes} is less than one block of {options.block_tokens} tokens: "
+                f"{page.page_bytes} bytes",
+            )
+        return options.kv_memory_bytes // page.page_bytes
     contexts = _DEFAULT_CONTEXTS * config.max_position_tokens // options.block_tokens
     return max(min(contexts, _DEFAULT_KV_BYTES // page.page_bytes), 1)
 

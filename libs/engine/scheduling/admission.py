@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libs.engine.step.types import EngineInfo, SequenceSpec
+from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
 
@@ -13,8 +14,8 @@ def check_spec(spec: SequenceSpec, info: EngineInfo) -> None:
     if not len(spec.prompt):
         raise InvalidArgument("prompt", "is empty")
     if spec.context_tokens >= info.max_context_tokens:
-        raise InvalidArgument(
-            "prompt", f"{spec.context_tokens} tokens leave no room in {info.max_context_tokens}"
+        raise bounds.PROMPT_TOKENS.refused(
+            "prompt", prompt_tokens=spec.context_tokens, max_context_tokens=info.max_context_tokens
         )
     if spec.sampling.max_tokens <= len(spec.emitted):
         raise InvalidArgument("max_tokens", f"must exceed the {len(spec.emitted)} tokens already emitted")

@@ -82,7 +82,9 @@ def prefill_per_decode(recommendations: Iterable[Recommendation]) -> float:
 def _with_bound(found: Recommendation) -> Recommendation:
     """The reason names the limit that decides instead of the load."""
     limits, reason = found.limits, found.reason
-    if found.load > limits.most:
+    if not limits.most:
+        reason += "; its limits leave the tier out"
+    elif found.load > limits.most:
         reason += f"; at most {limits.most} are allowed"
     elif found.load < limits.least and found.wanted == limits.least:
         reason += f"; at least {limits.least} are wanted at any load"

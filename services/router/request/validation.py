@@ -40,10 +40,7 @@ def validate(
     request: GenerationRequest, *, models: Sequence[str], vocab_size: int, max_context_tokens: int
 ) -> None:
     """Raises InvalidArgument naming the first field out of bounds, NotFound for an unknown model."""
-    if request.model and request.model not in models:
-        served = ", ".join(models)
-        reason = bounds.MODEL.refused(model=shown(request.model), served=served)
-        raise NotFound(reason.message, field="model")
+    check_model(request.model, models)
     if request.request_id and not is_request_id(request.request_id):
         raise bounds.REQUEST_ID.refused()
     if request.priority and request.priority not in PRIORITIES:
@@ -63,6 +60,13 @@ def validate(
         _check_output(request.output)
         if isinstance(request.input, ChatInput) and request.input.partial:
             raise bounds.PARTIAL_OUTPUT.refused(request.output.field)
+
+
+def check_model(model: str, models: Sequence[str]) -> None:
+    """Raises NotFound for a model that is not among `models`. No name stands for the served one."""
+    if model and model not in models:
+        reason = bounds.MODEL.refused(model=shown(model), served=", ".join(models))
+        raise NotFound(reason.message, field="model")
 
 
 def is_session(text: str) -> bool:

@@ -12,7 +12,14 @@ from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.step_model import BAD_TOKEN
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FullBlock, SamplingParams
-from slipstream.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, OutOfPages
+from slipstream.errors import (
+    ContextExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutOfPages,
+)
 from tests.engine.support import check_accounting, drive, generate, make_spec
 
 BLOCK = 4
@@ -292,6 +299,11 @@ def test_a_prompt_longer_than_the_cache_is_refused() -> None:
     engine = build_fake_engine(n_pages=2, block_tokens=BLOCK, max_context_tokens=64)
     with pytest.raises(InvalidArgument):
         engine.reserve(make_spec("a", [1] * 8))
+
+
+def test_a_prompt_beyond_the_context_has_the_error_that_clients_know(engine: PagedEngine) -> None:
+    with pytest.raises(ContextExceeded, match="prompt is too long"):
+        engine.reserve(make_spec("a", [1] * 64))
 
 
 def test_step_without_work_does_nothing(engine: PagedEngine) -> None:

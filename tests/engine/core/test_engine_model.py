@@ -381,3 +381,5 @@ def test_the_cache_has_the_asked_size(model_dir: Path) -> None:
     assert len(host_memory(engine)) == 10 * page_bytes
     with pytest.raises(InvalidArgument):
         make_engine(model_dir, kv_memory_bytes=1 << 20)
+    with pytest.raises(InvalidArgument, match=f"less than one block of {BLOCK} tokens: {page_bytes} bytes"):
+        make_engine(model_dir, n_pages=None, kv_memory_bytes=page_bytes - 1)

@@ -209,6 +209,11 @@ def test_limits_bound_the_wish_and_are_named() -> None:
     assert "at least 2" in low.reason
 
 
+def test_a_tier_that_limits_leave_out_says_so() -> None:
+    found = recommend([], Role.DRAFTER, AutoscalePolicy(limits={Role.DRAFTER: TierLimits(0, 0)}))
+    assert (found.wanted, found.reason) == (0, "there is no replica; its limits leave the tier out")
+
+
 # ---- jobs
 
 

@@ -16,8 +16,9 @@ from services.router.api.openai.token_bodies import (
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
-from services.router.request.token_texts import TokenTexts, check_count
-from services.router.request.types import Caller, GenerationRequest, PromptInput
+from services.router.request.token_texts import TokenTexts
+from services.router.request.types import Caller
+from services.router.request.validation import check_model
 from slipstream import bounds
 
 T = TypeVar("T")
@@ -57,10 +58,8 @@ class TokenEndpoint:
             return web.json_response({"prompt": await self._text(request, caller)})
 
     async def _text(self, request: web.Request, caller: Caller) -> str:
-        body, n_bytes = await self._read(request, caller, parse_detokenize)
-        check_count(body.token_ids, "tokens")
-        generation = GenerationRequest(PromptInput(token_ids=body.token_ids), model=body.model)
-        await self._runs.encode(generation, caller, n_bytes=n_bytes)  # checks the ids
+        body, _ = await self._read(request, caller, parse_detokenize)
+        check_model(body.model, self._card.names)
         return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
 
     async def _read(self, request: web.Request, caller: Caller, parse: Callable[[bytes], T]) -> tuple[T, int]:

@@ -109,6 +109,18 @@ async def test_token_ids_are_a_prompt_and_may_be_echoed_alone(
     assert (await ask(http, "/detokenize", tokens=ids))["prompt"] == "Where is my order?"
 
 
+async def test_ids_beyond_the_context_have_a_text_and_refused_ones_name_their_field(
+    http: aiohttp.ClientSession, card: ModelCard
+) -> None:
+    (word,) = card.tokenizer.encode_text(" the")
+    many = card.max_context_tokens + 1
+    assert (await ask(http, "/detokenize", tokens=[word] * many))["prompt"] == " the" * many
+    async with http.post("/detokenize", json={"tokens": [card.vocab_size]}) as refused:
+        assert (refused.status, (await refused.json())["error"]["param"]) == (400, "tokens")
+    async with http.post("/detokenize", json={"tokens": [word], "model": "other"}) as refused:
+        assert (refused.status, (await refused.json())["error"]["param"]) == (404, "model")
+
+
 async def test_offsets_of_log_probabilities_are_those_of_the_text(http: aiohttp.ClientSession) -> None:
     answer = await ask(http, "/v1/completions", prompt="one", logprobs=2, max_tokens=5, seed=3)
     (choice,) = answer["choices"]
