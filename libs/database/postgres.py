@@ -79,6 +79,7 @@ class PostgresConnection:
             tcp_user_timeout=_SILENCE_MS,
             options=_OPTIONS,
             application_name="slipstream",
+            client_encoding="UTF8",  # a server in SQL_ASCII would answer with bytes in place of texts
         )
         self._begin = "BEGIN READ ONLY" if is_read_only else "BEGIN"
 
