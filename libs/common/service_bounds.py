@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from libs.common import batch_bounds
+from libs.common import batch_bounds, worker_bounds
 from libs.common.api_bounds import API_SECTIONS
 from libs.common.job_bounds import JOBS
 from slipstream import bounds
@@ -134,11 +134,6 @@ CONSOLE_READERS = 16
 CONSOLE_REQUESTS_PAGE = 500
 CONSOLE_SESSIONS_PAGE = 200
 CONSOLE_JOBS_PAGE = 500
-# A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
-MAX_CONFIG_BYTES = 4 << 20
-MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
-# Processes of one worker on one machine.
-MAX_PARALLEL_RANKS = 64
 
 
 def _by_class(values: tuple[float, ...], unit: str) -> str:
@@ -359,12 +354,6 @@ _CONSOLE: tuple[_Row, ...] = (
         "400; the answer names the next page",
     ),
 )
-_CHECKPOINTS: tuple[_Row, ...] = (
-    ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
-    ("`model.safetensors.index.json`", f"{MAX_CHECKPOINT_INDEX_BYTES} bytes", "refused by name"),
-    ("Weights and KV cache of a worker", "the machine's memory", "refused before a tensor is read"),
-    ("Ranks of one worker (`--parallel`)", f"{MAX_PARALLEL_RANKS}", "refused by name"),
-)
 
 
 def render_markdown() -> str:
@@ -388,7 +377,7 @@ def render_markdown() -> str:
         ("Files and batches together", batch_bounds.ROWS),
         ("Stored jobs", _JOBS),
         ("The console of a router", _CONSOLE),
-        ("Checkpoints", _CHECKPOINTS),
+        ("Workers", worker_bounds.ROWS),
     )
     for title, rows in tables:
         lines += ["", f"## {title}", "", "| What | Bound | Then |", "|---|---|---|"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from libs.common.service_bounds import MAX_CONFIG_BYTES
+from libs.common.worker_bounds import MAX_CONFIG_BYTES
 from libs.engine.model_spec.config_json import read_json_object
 from libs.planner.llama4_shape import llama4_shape
 from libs.planner.mla_shape import mla_shape

@@ -30,6 +30,7 @@ class Described:
     default_text: str
     choices: tuple[str, ...]
     least: float
+    most: float  # a finite bound only where one is named
     check: Callable[[Any], object] | None
     is_hidden: bool
 
@@ -41,14 +42,15 @@ def setting(
     default_text: str = "",
     choices: tuple[str, ...] = (),
     least: float = 0,
+    most: float = math.inf,
     check: Callable[[Any], object] | None = None,
     is_hidden: bool = False,
 ) -> Any:
     """A field of a settings class; required without a default.
 
-    `default_text` states what None stands for, `least` the lowest value of a number.
+    `default_text` states what None stands for; `least` and `most` bound a number.
     """
-    described = Described(help, default_text, choices, least, check, is_hidden)
+    described = Described(help, default_text, choices, least, most, check, is_hidden)
     return dataclasses.field(default=default, kw_only=True, metadata={"setting": described})
 
 
@@ -159,6 +161,8 @@ def checked_value(row: Row, source: str, value: Any) -> Any:
         raise ValueError(
             f"{source}: must be {_KINDS[row.type]} of at least {row.described.least}, not {value}"
         )
+    if row.type in (int, float) and value > row.described.most:
+        raise ValueError(f"{source}: must be at most {row.described.most:,}, not {value:,}")
     if row.described.check is not None:
         try:
             row.described.check(value)

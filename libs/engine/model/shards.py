@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from libs.common.service_bounds import MAX_CHECKPOINT_INDEX_BYTES
+from libs.common.worker_bounds import MAX_CHECKPOINT_INDEX_BYTES
 from libs.engine.model_spec.config_json import read_json_object
 from slipstream.errors import FailedPrecondition, InvalidArgument
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from libs.common.service_bounds import MAX_CONFIG_BYTES
+from libs.common.worker_bounds import MAX_CONFIG_BYTES
 from slipstream.errors import InvalidArgument
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from libs.common.service_bounds import MAX_PARALLEL_RANKS
+from libs.common.worker_bounds import MAX_PARALLEL_RANKS
 from libs.engine.model_spec.config import ModelConfig
 from slipstream.errors import InvalidArgument
 

@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import setting
+from libs.common.worker_bounds import MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.engine.step.draft_head import DraftHead
 from libs.engine.step.load_progress import LoadProgress
@@ -47,7 +48,9 @@ class WorkerSettings(TierSettings):
     engine: str = setting(
         "fake: deterministic, without torch, for tests", default="torch", choices=("torch", "fake")
     )
-    threads: int | None = setting("CPU threads of the model", default=None, default_text=_BY_OMP, least=1)
+    threads: int | None = setting(
+        "CPU threads of the model", default=None, default_text=_BY_OMP, least=1, most=MAX_THREADS
+    )
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,16 @@ class EngineSettings(WorkerSettings):
         "memory for staged copies", default=None, default_text="half of the KV cache, at most 4 GiB", least=1
     )
     block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64, least=1)
-    max_batch: int = setting("sequences in one engine step", default=64, least=1)
+    max_batch: int = setting("sequences in one engine step", default=64, least=1, most=MAX_BATCH)
     max_context_tokens: int | None = setting(
         "longest context, prompt and answer; its KV must fit",
         default=None,
         default_text="the model's, or what the KV cache holds",
         least=1,
     )
-    step_tokens: int = setting("rows of one step, prefill chunks included", default=512, least=1)
+    step_tokens: int = setting(
+        "rows of one step, prefill chunks included", default=512, least=1, most=MAX_STEP_TOKENS
+    )
     packed_dir: str | None = setting(
         "where processes of this host share packed weights, and the next start finds them; off = nowhere",
         default=None,

@@ -44,6 +44,7 @@ def test_a_service_skips_shared_settings_that_it_lacks_and_other_sections(tmp_pa
         ("[decode]\nmax-batch = 1", "[decode] no setting is named max-batch; is max_batch meant?"),
         ("[decode]\ndram_bytes = 1", "[decode] no setting is named dram_bytes"),
         ("[decode]\nmax_batch = 0", "[decode] max_batch: must be a whole number of at least 1, not 0"),
+        ("[decode]\nmax_batch = 65537", "[decode] max_batch: must be at most 65,536, not 65,537"),
         ("[common]\nlisten = 'here'", "[common] listen: must be HOST:PORT"),
         ("max_batch = 1", "max_batch stands outside of a section; there are [common], [router]"),
         ("decode = 1", "decode stands outside of a section"),

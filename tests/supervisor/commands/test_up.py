@@ -114,6 +114,8 @@ def test_sizes_are_flags_that_reach_prefill_and_decode_workers(
     [
         ({"weight_dtype": "int3"}, r"--weight-dtype: must be one of auto, float32, bfloat16, not 'int3'"),
         ({"compute_dtype": "bfloat16"}, r"--compute-dtype: must be one of"),
+        ({"threads": 100_000}, r"--threads: must be at most 1,024, not 100,000"),
+        ({"step_tokens": 1 << 30}, r"--step-tokens: must be at most 1,048,576"),
         ({"memory_bytes": 1 << 60}, r"--memory-bytes: 4 prefill and decode workers .* GB are missing"),
     ],
 )
