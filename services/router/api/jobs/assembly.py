@@ -105,7 +105,7 @@ class RouterJobs:
         return {
             **self._puller.gauges(),
             "slipstream_jobs_held": self._runs.jobs.held,
-            "slipstream_jobs_held_total": self._runs.jobs.n_held_total,
+            "slipstream_job_holds_total": self._runs.jobs.n_held_total,
             "slipstream_jobs_beside_live": self._pacing.beside,
             "slipstream_jobs_quiet_seconds": self._pacing.quiet_s,
         }

@@ -44,7 +44,7 @@ def main() -> None:
     deadline_s = time.monotonic() + 30
     while not (found := pool.poll()) and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    print(pool.has_ring, found)
+    print(pool.has_ring, found, flush=True)
     os._exit(0)  # a normal exit would wait for hanging threads
 
 
