@@ -35,7 +35,7 @@ _TRAILER = struct.Struct("<8sQ16s")
 _MAX_INDEX_BYTES = 256 << 20  # a million tensors; a damaged length must not take the memory of the host
 _N_THREADS = 8  # pieces in flight: a drive needs several
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32}
-# With a key the checksum runs in C functions, which let go of the interpreter's lock.
+# With a key the checksum runs in C functions, which release the interpreter's lock.
 _CHECKSUM = KvChecksum(b"packed weights")
 
 

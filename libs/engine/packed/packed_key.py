@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-# Of the names and forms of what a loader stores. The kernels' own layout is told by their library's bytes.
+# Of the names and forms of what a loader stores. The bytes of the kernels' library stand for their layout.
 PACKING_VERSION = 1
 _SUFFIX = ".packed"
 
