@@ -34,7 +34,7 @@ _GONE = 410
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _DueMessage:
     id: str
     url: str
     secret: str
@@ -122,7 +122,7 @@ class WebhookSender:
 
     async def _send_all(self, session: aiohttp.ClientSession) -> None:
         while True:
-            messages: list[_Message] = []
+            messages: list[_DueMessage] = []
             try:
                 messages = await self._claim()
             except SlipstreamError as error:
@@ -143,7 +143,7 @@ class WebhookSender:
             if (error := task.exception()) is not None:  # the message is sent again when its lease ends
                 log.warning("a webhook is sent again: %s", error)
 
-    async def _claim(self) -> list[_Message]:
+    async def _claim(self) -> list[_DueMessage]:
         now_s = self._now_s()
         in_flight = Counter(self._sending.values())
         n = _SENT_AT_ONCE - len(self._sending)
@@ -154,7 +154,7 @@ class WebhookSender:
         receivers = [(str(tenant), str(host)) for tenant, host in due]
         shares = share_deliveries(receivers, in_flight, n, most_each=_SENT_TO_ONE)
 
-        def claim(tx: SqlTransaction) -> list[_Message]:
+        def claim(tx: SqlTransaction) -> list[_DueMessage]:
             return [
                 message
                 for receiver, count in shares.items()
@@ -163,7 +163,7 @@ class WebhookSender:
 
         return await self._database.run(claim) if shares else []
 
-    async def _deliver(self, session: aiohttp.ClientSession, message: _Message) -> None:
+    async def _deliver(self, session: aiohttp.ClientSession, message: _DueMessage) -> None:
         status = await self._send(session, message)
         if 200 <= status < 300:
             outcome = "delivered"
@@ -180,7 +180,7 @@ class WebhookSender:
             await self._database.run(lambda tx: tx.execute(sql, (message.id,)), is_idempotent=True)
         self._counters.add("slipstream_webhooks_total", 1, (outcome,))
 
-    async def _send(self, session: aiohttp.ClientSession, message: _Message) -> int:
+    async def _send(self, session: aiohttp.ClientSession, message: _DueMessage) -> int:
         """The status of the answer, whose body is not read; 0 without one."""
         host = urlsplit(message.url).hostname or ""
         if host not in self._hosts.networks:  # the list has changed since the job was submitted
@@ -195,7 +195,7 @@ class WebhookSender:
             return 0
 
 
-def _claim_of(tx: SqlTransaction, receiver: Receiver, n: int, now_s: float) -> list[_Message]:
+def _claim_of(tx: SqlTransaction, receiver: Receiver, n: int, now_s: float) -> list[_DueMessage]:
     rows = tx.execute(
         "WITH chosen AS MATERIALIZED (SELECT id FROM job_notices"
         " WHERE tenant = ? AND host = ? AND not_before_unix_s <= ?"
@@ -204,4 +204,4 @@ def _claim_of(tx: SqlTransaction, receiver: Receiver, n: int, now_s: float) -> l
         " WHERE id IN (SELECT id FROM chosen) RETURNING id, url, secret, body, tries, made_unix_s",
         (*receiver, now_s, n, now_s + _LEASE_S),
     )
-    return [_Message(row[0], row[1], row[2], bytes(row[3]), row[4], row[5], receiver) for row in rows]
+    return [_DueMessage(row[0], row[1], row[2], bytes(row[3]), row[4], row[5], receiver) for row in rows]

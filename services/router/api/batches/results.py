@@ -36,7 +36,7 @@ class _Usage(msgspec.Struct, gc=False):
     output_tokens_details: _Details | None = None
 
 
-class _Answer(msgspec.Struct, gc=False):
+class _StoredAnswer(msgspec.Struct, gc=False):
     model: str = ""
     usage: _Usage | None = None
 
@@ -67,7 +67,7 @@ def result_lines(jobs: Sequence[tuple[Job, JobResult | None]], *, code: str) -> 
         line = _line(job.id, job.reference, response)
         if result.status == _OK:
             output.append(line)
-            answer = msgspec.json.decode(result.body, type=_Answer)
+            answer = msgspec.json.decode(result.body, type=_StoredAnswer)
             tokens, model = add_tokens(tokens, _tokens(answer.usage)), model or answer.model
         else:
             failed.append(line)

@@ -44,7 +44,7 @@ def add_items(into: MessageSources, items: Iterable[tuple[str, Any]], ignore: Ig
 
     References must have been replaced by what they refer to.
     """
-    conversation = _Conversation(into, ignore)
+    conversation = _InputConversation(into, ignore)
     for path, item in items:
         if not isinstance(item, dict):
             raise bounds.TYPE.refused(path, expected="an object")
@@ -52,7 +52,7 @@ def add_items(into: MessageSources, items: Iterable[tuple[str, Any]], ignore: Ig
     conversation.end_answer()
 
 
-class _Conversation:
+class _InputConversation:
     """The messages so far, and the answer whose items are being read."""
 
     def __init__(self, into: MessageSources, ignore: Ignore) -> None:

@@ -40,7 +40,7 @@ _HINTS = ("max_tool_calls", "safety_identifier", "prompt_cache_retention", "user
 _FORMAT_FIELDS = frozenset({"type", "name", "description", "schema", "strict"})
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class _EventStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
 
@@ -74,7 +74,7 @@ class _ResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
     store: Flag = None
     previous_response_id: Text = None
     stream: Flag = None
-    stream_options: _StreamOptions | None = None
+    stream_options: _EventStreamOptions | None = None
     service_tier: Text = None
     prompt_cache_key: Text = None
     prompt_cache_retention: Any = None

@@ -126,7 +126,7 @@ class ResponseStore:
 
     async def earlier_items(self, tenant: str, draft: ResponseDraft) -> EarlierItems:
         """The items that a body refers to. Raises NotFound naming the first id that is unknown."""
-        previous, field = _Conversation(), "previous_response_id"
+        previous, field = _StoredConversation(), "previous_response_id"
         if draft.previous_id is not None:
             previous = await self._conversation(tenant, draft.previous_id, field=field)
         wanted = Counter(draft.references)
@@ -150,7 +150,7 @@ class ResponseStore:
                 raise errors.NotFound(f"item {shown(item_id)} is not stored here", field="input")
         return EarlierItems(previous.items, found, n_bytes)
 
-    async def _conversation(self, tenant: str, response_id: str, *, field: str) -> _Conversation:
+    async def _conversation(self, tenant: str, response_id: str, *, field: str) -> _StoredConversation:
         """All items up to the end of a response. Raises NotFound, and InvalidArgument for too many."""
         blobs = await self._find(tenant, response_id, ("earlier", "items", "body"), field=field)
         return await asyncio.to_thread(_conversation_of, blobs, field)
@@ -169,7 +169,7 @@ class ResponseStore:
         return [bytes(value) for value in rows[0]]
 
 
-class _Conversation(msgspec.Struct, frozen=True):
+class _StoredConversation(msgspec.Struct, frozen=True):
     """Items, and how long their JSON is."""
 
     items: Sequence[Json] = ()
@@ -196,7 +196,7 @@ def _inflated(blob: bytes) -> bytes:
     return data
 
 
-def _conversation_of(blobs: Sequence[bytes], field: str) -> _Conversation:
+def _conversation_of(blobs: Sequence[bytes], field: str) -> _StoredConversation:
     """What a body continues costs as much as if the body had it: a turn adds to it, so it is bounded here."""
     earlier, items, body = map(_inflated, blobs)
     n_bytes = len(earlier) + len(items)
@@ -205,7 +205,7 @@ def _conversation_of(blobs: Sequence[bytes], field: str) -> _Conversation:
     output = [_without_logprobs(item) for item in json.loads(body)["output"]]
     n_bytes += len(msgspec.json.encode(output))
     api_bounds.CONVERSATION.check(n_bytes, field)
-    return _Conversation([*json.loads(earlier), *json.loads(items), *output], n_bytes)
+    return _StoredConversation([*json.loads(earlier), *json.loads(items), *output], n_bytes)
 
 
 def _without_logprobs(item: Json) -> Json:

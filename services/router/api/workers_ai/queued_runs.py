@@ -46,13 +46,13 @@ class RunUsage(msgspec.Struct, gc=False):
         self.total_tokens += other.total_tokens
 
 
-class _Message(msgspec.Struct, gc=False):
+class _RunMessage(msgspec.Struct, gc=False):
     content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
 class _Choice(msgspec.Struct, gc=False):
-    message: _Message
+    message: _RunMessage
 
 
 class _Answered(msgspec.Struct, gc=False):
