@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 from libs.database.database import Database, open_database
+from services.router import server
 from services.router.api.api_keys import ApiKeys
 from services.router.metering import usage_ledger
+from services.router.metering.assembly import make_metering
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
@@ -47,6 +50,13 @@ def keys(tenant: RateLimits = NO_LIMITS, **limits: RateLimits) -> ApiKeys:
     root = KeyRecord("root", "ops", KeyScope.OPERATOR, key_hash("root"))
     found.replace([*records, root], {"anna": tenant} if tenant != NO_LIMITS else {})
     return found
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits a minute count by minutes of the calendar: a test that is in two of them sees two windows."""
+    now_unix_s = time.time() // 60 * 60 + 30
+    monkeypatch.setattr(server, "make_metering", partial(make_metering, wall_clock_s=lambda: now_unix_s))
 
 
 @pytest.fixture
@@ -234,6 +244,7 @@ async def test_a_client_that_leaves_is_charged_for_what_it_got(
         assert row["prompt_tokens"] > 0 and row["completion_tokens"] > 0 and float(row["cost"]) > 0
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_a_limit_of_requests_is_stated_in_headers_and_refused_by_code(
     cluster: FakeCluster, card: ModelCard, api: Api
 ) -> None:
@@ -352,6 +363,7 @@ async def test_without_a_database_usage_names_the_flag(router: RouterServer) -> 
     assert "--database" in body["error"]["message"]
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_limits_of_a_key_hold_its_jobs_and_its_usage_has_them(
     cluster: FakeCluster, card: ModelCard, database: Database, api: Api
 ) -> None:
