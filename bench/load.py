@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from bench.medians import medians_of, print_medians
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.inventory import check_inventory, linears, vectors
 from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_config
@@ -212,7 +213,7 @@ def measure(model_dir: Path, rounds: int) -> dict[str, float]:
         peak_mb = max(row["peak_mb"], found["peak_mb"])
         rows.append(row | {f"packed_{name}": value for name, value in found.items()} | {"peak_mb": peak_mb})
     shutil.rmtree(folder, ignore_errors=True)
-    return {name: float(f"{statistics.median(row[name] for row in rows):.3g}") for name in rows[0]}
+    return medians_of(rows)
 
 
 def _sides(model_dir: Path, paths: Sequence[Path], packed_dir: Path | None) -> dict[str, float]:
@@ -259,11 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-load-") as folder:
             n_bytes = write_checkpoint(Path(folder), options.gb * 1e9, weight_format)
             found[weight_format] = {"gb": round(n_bytes / 1e9, 3)} | measure(Path(folder), options.rounds)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        for weight_format, medians in found.items():
-            print(f"{weight_format:6}", "  ".join(f"{name} {value:g}" for name, value in medians.items()))
+    print_medians(found, as_json=options.json)
 
 
 if __name__ == "__main__":

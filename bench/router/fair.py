@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,13 @@ import aiohttp
 
 from bench.another_tree import another_tree
 from bench.request_log import percentiles
-from bench.router.rig import make_model
-from libs.common.cluster.worker_record import Role
+from bench.router.rig import FakePace, fake_cluster
 from slipstream.api_key_file import add_key
-from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
 
-_PREFILL_MS, _STEP_MS = 10.0, 20.0
+_PACE = FakePace(prefill_ms=10.0, step_ms=20.0)
 _MOST_S = 20.0  # for the requests of the light tenant, alone or beside
 PARTS = {"streams": 4.0, "places": 0.5}  # places of the router for each stream of the heavy tenant
-_FILES = ("bench/fakes/worker.py",)  # that another tree needs beside this file
+_FILES = ("bench/fakes/worker.py", "bench/router/rig.py")  # that another tree needs beside this file
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -107,7 +104,7 @@ async def _light(endpoint: str, key: str, requests: int) -> dict[str, float]:
     return percentiles(times_ms)
 
 
-async def _wait_running(admin: str, streams: int) -> None:
+async def _wait_running(admin: str | None, streams: int) -> None:
     """Return when the router runs so many requests."""
     async with aiohttp.ClientSession(f"http://{admin}") as session, asyncio.timeout(60):
         running = -1.0
@@ -119,39 +116,15 @@ async def _wait_running(admin: str, streams: int) -> None:
             running = float(match[1]) if match else -1.0
 
 
-@contextlib.asynccontextmanager
-async def _cluster(folder: Path, keys: Path, *, max_requests: int) -> AsyncIterator[tuple[str, str]]:
-    """A router before fake workers. Yields its HTTP endpoints, of clients and of operators."""
-    model = make_model(folder / "model")
-    pace = ["--prefill-ms", str(_PREFILL_MS), "--step-ms", str(_STEP_MS)]
-    router = ["--max-requests", str(max_requests), "--thinking", "off"]
-    config = ClusterConfig(
-        run_dir=folder / "run",
-        model=model,
-        draft_model=None,
-        prefill=1,
-        decode=1,
-        kvstores=0,
-        drafters=0,
-        modules={role: f"services.{role}" for role in Role}
-        | dict.fromkeys((Role.PREFILL, Role.DECODE), "bench.fakes.worker"),
-        log_level="warning",
-        api_keys=keys,
-        extra_arguments={Role.PREFILL: pace, Role.DECODE: pace, Role.ROUTER: router},
-    )
-    async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
-        admin = cluster.record().find("router-0").admin_http
-        assert admin is not None
-        yield cluster.record().router_http, admin
-
-
 async def measure(options: argparse.Namespace, *, max_requests: int) -> dict[str, Any]:
     """One cluster: the light tenant alone, then beside the heavy one."""
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as name:
         folder = Path(name)
         keys = folder / "keys.toml"
         heavy_key, light_key = (add_key(keys, name=tenant, tenant=tenant) for tenant in ("heavy", "light"))
-        async with _cluster(folder, keys, max_requests=max_requests) as (endpoint, admin):
+        async with fake_cluster(folder, _PACE, max_requests=max_requests, api_keys=keys) as cluster:
+            endpoint = cluster.record().router_http
+            admin = cluster.record().find("router-0").admin_http
             await _light(endpoint, light_key, 5)
             alone = await _light(endpoint, light_key, options.requests)
             command = [sys.executable, "-m", "bench.router.fair", "--streams", str(options.streams)]

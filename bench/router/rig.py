@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -79,14 +80,31 @@ async def under_test(
     arguments: argparse.Namespace, folder: Path, *, prefill_ms: float, step_ms: float
 ) -> AsyncIterator[RouterUnderTest]:
     """Start a cluster with this pace."""
+    pace = FakePace(prefill_ms, step_ms)
+    async with fake_cluster(folder, pace, max_requests=4096, processes=arguments.processes) as cluster:
+        yield RouterUnderTest(cluster, folder / "model")
+
+
+@dataclass(frozen=True, slots=True)
+class FakePace:
+    """How long the fake workers take."""
+
+    prefill_ms: float
+    step_ms: float
+
+
+@asynccontextmanager
+async def fake_cluster(
+    folder: Path, pace: FakePace, *, max_requests: int, processes: int = 1, api_keys: Path | None = None
+) -> AsyncIterator[ClusterSupervisor]:
+    """A router before a fake prefill and a fake decode worker, in `folder`."""
     model = make_model(folder / "model")
-    pace = ["--prefill-ms", str(prefill_ms), "--step-ms", str(step_ms)]
+    of_workers = ["--prefill-ms", str(pace.prefill_ms), "--step-ms", str(pace.step_ms)]
     # The fake answer is text; by default a model reasons first.
-    router_extra = ["--max-requests", "4096", "--thinking", "off"]
-    if arguments.processes > 1:
-        router_extra += ["--processes", str(arguments.processes)]
-    modules = {role: f"services.{role}" for role in Role}
-    modules |= {Role.PREFILL: "bench.fakes.worker", Role.DECODE: "bench.fakes.worker"}
+    of_router = ["--max-requests", str(max_requests), "--thinking", "off"]
+    if processes > 1:
+        of_router += ["--processes", str(processes)]
+    workers = (Role.PREFILL, Role.DECODE)
     config = ClusterConfig(
         run_dir=folder / "run",
         model=model,
@@ -95,18 +113,15 @@ async def under_test(
         decode=1,
         kvstores=0,
         drafters=0,
-        modules=modules,
+        modules={role: f"services.{role}" for role in Role} | dict.fromkeys(workers, "bench.fakes.worker"),
         log_level="warning",
-        extra_arguments={
-            Role.PREFILL: pace,
-            Role.DECODE: pace,
-            Role.ROUTER: router_extra,
-        },
+        api_keys=api_keys,
+        extra_arguments={**dict.fromkeys(workers, of_workers), Role.ROUTER: of_router},
     )
     async with ClusterSupervisor(
         config, say=lambda line: print(line, file=sys.stderr, flush=True)
     ) as cluster:
-        yield RouterUnderTest(cluster, model)
+        yield cluster
 
 
 def make_model(folder: Path) -> Path:

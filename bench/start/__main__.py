@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.medians import medians_of, print_medians
 from libs.common.cluster.worker_record import Role
 from supervisor import process_stats
 from supervisor.cluster import ClusterSupervisor
@@ -101,17 +100,7 @@ def main() -> None:
                 extra: Any = _FAKE if options.engine == "fake" else {}
                 config = ClusterConfig(run_dir=Path(folder), drafters=1, start=start, extra_arguments=extra)
                 rows[start].append(asyncio.run(measure(config)))
-    found = {
-        start: {
-            name: round(statistics.median(row[name] for row in rows[start]), 2) for name in rows[start][0]
-        }
-        for start in STARTS
-    }
-    if options.json:
-        print(json.dumps(found))
-    else:
-        for start, medians in found.items():
-            print(f"{start:6}", "  ".join(f"{name} {value:g}" for name, value in medians.items()))
+    print_medians({start: medians_of(rows[start]) for start in STARTS}, as_json=options.json)
 
 
 if __name__ == "__main__":
