@@ -142,6 +142,14 @@ def test_a_new_bucket_begins_with_its_neighbours_verdict() -> None:
     assert gate.choose(2, 500) is DraftMode.ON
 
 
+def test_a_new_bucket_does_not_begin_with_a_trial_where_drafts_lost_next_to_it() -> None:
+    gate, machine = DraftGate(), Machine(drafter_ms=12.0)
+    run(gate, machine, 100)
+    modes = [mode for n in (2, 4, 8, 16) for mode in run(gate, machine, 100, sequences=n).modes]
+    assert set(modes) == {DraftMode.OFF}
+    assert DraftMode.ON in run(gate, machine, 4000, sequences=4).modes, "it is tried in the end"
+
+
 def test_a_trial_waits_for_whole_contexts() -> None:
     gate, machine = DraftGate(), Machine(drafter_ms=4.0)
     run(gate, machine, 300)
