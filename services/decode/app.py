@@ -9,7 +9,7 @@ import grpc
 from libs.common.cluster.discovery import Discovery, Fleet
 from libs.common.cluster.worker_record import Role, Worker
 from libs.engine.step.types import Engine
-from libs.worker.engine.engine_thread import Drafter
+from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp
 from libs.worker.process.identity import head_fingerprint
@@ -32,7 +32,7 @@ class DecodeApp(EngineApp):
     _speculation: RemoteSpeculation | LocalSpeculation | None = None
     _fleet: Fleet | None = None
 
-    async def make_drafter(self, discovery: Discovery) -> Drafter | None:
+    async def make_draft_source(self, discovery: Discovery) -> DraftSource | None:
         options = self.options
         has_head = options.draft_model is not None or options.engine == "fake"
         if options.draft_tokens < 1 or options.drafts == "off" or not has_head:

@@ -43,7 +43,7 @@ FindDrafter = Callable[[], Awaitable[str | None]]
 
 
 class Speculation(Protocol):
-    """Drafts for a decode worker, from wherever they come; an `engine_thread.Drafter`, too.
+    """Drafts for a decode worker, from wherever they come; an `engine_thread.DraftSource`, too.
 
     `start`, `close`, `open` and `end` are called on the event loop.
     """
@@ -82,11 +82,11 @@ class Speculation(Protocol):
         ...
 
     def drafts(self) -> Mapping[str, Sequence[int]]:
-        """See `engine_thread.Drafter`."""
+        """See `engine_thread.DraftSource`."""
         ...
 
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
-        """See `engine_thread.Drafter`."""
+        """See `engine_thread.DraftSource`."""
         ...
 
 

@@ -21,7 +21,7 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import build_fake_engine
-from libs.worker.engine.engine_thread import Drafter
+from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
 from services.decode.service import DecodeService
@@ -154,7 +154,7 @@ class Nodes:
         return await self._serve(core, built, service, host)
 
     async def _core(
-        self, instance: str, drafter: Drafter | None, engine: dict[str, Any]
+        self, instance: str, draft_source: DraftSource | None, engine: dict[str, Any]
     ) -> tuple[WorkerCore, PagedEngine]:
         max_waiting = engine.pop("max_waiting", 16)
         # Restores wait long enough for their sources, even on slow machines.
@@ -172,7 +172,7 @@ class Nodes:
             build,
             SocketTransport(),
             instance=instance,
-            drafter=drafter,
+            draft_source=draft_source,
             restore_floor_ms=floor_ms,
             checksum=checksum,
             kv_staging_bytes=kv_staging_bytes,

@@ -41,15 +41,15 @@ MAX_FAILED_STEPS_IN_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The outputs of one step and its duration, without the wait for drafts; None without a drafter."""
+    """The outputs of one step and its duration, without `draft_wait_ms`; that is None without drafts."""
 
     outputs: Sequence[StepOutput]
     step_ms: float
     draft_wait_ms: float | None = None
 
 
-class Drafter(Protocol):
-    """The source of drafts; called on the engine's thread."""
+class DraftSource(Protocol):
+    """Where drafts come from; called on the engine's thread."""
 
     def drafts(self) -> Drafts:
         """Drafts for the next step; may wait for them within its budget."""
@@ -89,11 +89,11 @@ class EngineThread:
         build: Callable[[], Engine],
         listener: EngineListener,
         *,
-        drafter: Drafter | None = None,
+        draft_source: DraftSource | None = None,
     ) -> None:
         self._build = build
         self._listener = listener
-        self._drafter = drafter
+        self._draft_source = draft_source
         # Called on the event loop with the changes of the engine's cached blocks; set before `start`.
         self.on_blocks: Callable[[Sequence[PageChange]], None] | None = None
         # Called on the event loop when more pages are free, for sequences that wait for pages.
@@ -219,13 +219,14 @@ class EngineThread:
                     self._wake.wait()
                 return not self._stopping
         began = time.perf_counter()
-        drafts = self._drafter.drafts() if self._drafter is not None else _NO_DRAFTS
-        waited_ms = (time.perf_counter() - began) * 1e3 if self._drafter is not None else None
+        drafts = self._draft_source.drafts() if self._draft_source is not None else _NO_DRAFTS
+        waited_ms = (time.perf_counter() - began) * 1e3 if self._draft_source is not None else None
         # Commands that arrived while the thread waited for drafts, mainly aborts, take effect in this step.
         self._run_commands(engine)
         started = time.perf_counter()
         try:
-            outputs = engine.step(drafts, features=self._drafter is None or self._drafter.wants_features)
+            wants_features = self._draft_source is None or self._draft_source.wants_features
+            outputs = engine.step(drafts, features=wants_features)
         except Exception as error:
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS_IN_ROW:
@@ -237,8 +238,8 @@ class EngineThread:
         self._failed_steps = 0
         self._publish(engine)
         step = Step(outputs, (time.perf_counter() - started) * 1e3, waited_ms)
-        if self._drafter is not None:
-            self._drafter.stepped(outputs)
+        if self._draft_source is not None:
+            self._draft_source.stepped(outputs)
         self._post(self._loop, self._listener.on_step, step)
         return not self._stopping
 

@@ -28,7 +28,7 @@ from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.recent_rate import RecentRate
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, EngineInfo, PageChange, PageReservation, StepOutput
-from libs.worker.engine.engine_thread import Drafter, EngineThread, Step
+from libs.worker.engine.engine_thread import DraftSource, EngineThread, Step
 from libs.worker.engine.page_exporter import STAGED, PageExporter
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.engine.page_queue import PageQueue
@@ -73,7 +73,7 @@ class WorkerCore:
         instance: str,
         dial: Dial = PLAIN_DIAL,
         addresses: AddressBook | None = None,
-        drafter: Drafter | None = None,
+        draft_source: DraftSource | None = None,
         on_broken: Callable[[], None] = lambda: None,
         restore_floor_ms: float = FLOOR_MS,
         checksum: KvChecksum = UNKEYED,
@@ -95,7 +95,7 @@ class WorkerCore:
         self.stats = StepStats(self.counters)
         self._busy, self._prefilled, self._generated = RecentRate(), RecentRate(), RecentRate()
         self.peers = Peers(dial=dial, addresses=addresses)
-        self.thread = EngineThread(build, self, drafter=drafter)
+        self.thread = EngineThread(build, self, draft_source=draft_source)
         # Routers learn from these which blocks this worker's cache holds.
         self.events = KvEventServicer(BlockEventLog(new_incarnation()))
         self.thread.on_blocks = self._on_blocks

@@ -14,7 +14,7 @@ from libs.common.cluster.address_book import open_address_book, session_digest
 from libs.common.cluster.discovery import Discovery
 from libs.common.transport.open import open_transport
 from libs.engine.step.types import Engine
-from libs.worker.engine.engine_thread import Drafter
+from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
@@ -49,12 +49,12 @@ class EngineApp(WorkerApp):
         self.core: WorkerCore | None = None
         self.service: EngineService | None = None
 
-    async def make_drafter(self, discovery: Discovery) -> Drafter | None:
+    async def make_draft_source(self, discovery: Discovery) -> DraftSource | None:
         """The source of drafts; prefill needs none."""
         return None
 
     def make_builder(self) -> Callable[[], Engine]:
-        """What builds the engine, on the thread that will own it; called after `make_drafter`."""
+        """What builds the engine, on the thread that will own it; called after `make_draft_source`."""
         return engine_builder(self.options, self.progress)
 
     @abstractmethod
@@ -72,14 +72,14 @@ class EngineApp(WorkerApp):
 
         options = self.options
         transport = open_transport(options.transport, host_of(endpoint), bind=options.kv_bind())
-        drafter = await self.make_drafter(discovery)
+        draft_source = await self.make_draft_source(discovery)
         core = WorkerCore(
             self.make_builder(),
             transport,
             instance=options.instance,
             dial=options.dial(),
             addresses=await open_address_book(discovery, self._stack),
-            drafter=drafter,
+            draft_source=draft_source,
             on_broken=broke,
             restore_floor_ms=options.restore_floor_ms,
             checksum=KvChecksum.of_cluster(options.cluster_secret()),
