@@ -24,7 +24,7 @@ def bounded_lease_ms(requested_ms: int) -> int:
 
 
 @dataclass(slots=True)
-class PinLeaseRecord(Generic[ResourceT]):
+class LeaseRecord(Generic[ResourceT]):
     """A live lease. `resource` ends with it; `users` counts the calls that use it now."""
 
     lease_id: str
@@ -41,24 +41,24 @@ class LeaseTable(Generic[ResourceT]):
     def __init__(self, new_id: Callable[[], str]) -> None:
         """`new_id` returns ids that cannot be guessed: an id is the right to end the lease."""
         self._new_id = new_id
-        self._leases: dict[str, PinLeaseRecord[ResourceT]] = {}
+        self._leases: dict[str, LeaseRecord[ResourceT]] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __iter__(self) -> Iterator[PinLeaseRecord[ResourceT]]:
+    def __iter__(self) -> Iterator[LeaseRecord[ResourceT]]:
         return iter(self._leases.values())
 
     def grant(
         self, resource: ResourceT, *, owner: str, requested_ms: int, now_ms: float
-    ) -> PinLeaseRecord[ResourceT]:
+    ) -> LeaseRecord[ResourceT]:
         """Add a lease on `resource`."""
         lease_ms = bounded_lease_ms(requested_ms)
-        lease = PinLeaseRecord(self._new_id(), owner, now_ms + lease_ms, lease_ms, resource)
+        lease = LeaseRecord(self._new_id(), owner, now_ms + lease_ms, lease_ms, resource)
         self._leases[lease.lease_id] = lease
         return lease
 
-    def get(self, lease_id: str, *, now_ms: float) -> PinLeaseRecord[ResourceT] | None:
+    def get(self, lease_id: str, *, now_ms: float) -> LeaseRecord[ResourceT] | None:
         """The live lease of that id; None if it has ended or is due."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and (lease.users or lease.expires_ms > now_ms) else None
@@ -71,11 +71,11 @@ class LeaseTable(Generic[ResourceT]):
         lease.lease_ms = bounded_lease_ms(requested_ms)
         lease.expires_ms = max(lease.expires_ms, now_ms + lease.lease_ms)
 
-    def end(self, lease_id: str) -> PinLeaseRecord[ResourceT] | None:
+    def end(self, lease_id: str) -> LeaseRecord[ResourceT] | None:
         """Remove the lease and return it; None if there is none, so ending twice is harmless."""
         return self._leases.pop(lease_id, None)
 
-    def expire(self, *, now_ms: float) -> list[PinLeaseRecord[ResourceT]]:
+    def expire(self, *, now_ms: float) -> list[LeaseRecord[ResourceT]]:
         """Remove and return all leases that are due and not in use."""
         due = [lease for lease in self._leases.values() if lease.expires_ms <= now_ms and not lease.users]
         for lease in due:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport, ReadOp
-from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
+from services.kvstore.core.leases import LeaseRecord, LeaseTable
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.slots import Slot
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded, TransferError
@@ -93,7 +93,7 @@ class Puts:
 
     def reserve(
         self, keys: Sequence[bytes], block_bytes: int, *, owner: str, tenant: bytes = b""
-    ) -> PinLeaseRecord[PutReservation] | None:
+    ) -> LeaseRecord[PutReservation] | None:
         """Reserve slots for those of `keys` that are neither held nor arriving, charged to `tenant`.
 
         Keys are served in order while there is room. Returns None if no key needs a slot. Raises Overloaded

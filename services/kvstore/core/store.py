@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from libs.common.telemetry import tracing
 from libs.common.telemetry.counters import Counters
-from services.kvstore.core.leases import LeaseTable, PinLeaseRecord
+from services.kvstore.core.leases import LeaseRecord, LeaseTable
 from services.kvstore.core.load_group import LoadGroup
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.slots import Block
@@ -54,7 +54,7 @@ class PinnedBlock:
 class Pin:
     """A pinned prefix under a lease. `lease` is None if nothing is held."""
 
-    lease: PinLeaseRecord[list[Block[bytes]]] | None
+    lease: LeaseRecord[list[Block[bytes]]] | None
     blocks: list[PinnedBlock]
 
 
