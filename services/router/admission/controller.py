@@ -1,7 +1,7 @@
-"""Admits, queues or rejects requests: one controller for live and queued work. Pure.
+"""Admits, queues or refuses requests: one controller for live and queued work. Pure.
 
-    controller = Admission(AdmissionLimits())
-    decision = controller.offer(ask, capacity, now_ms)     # ADMITTED, QUEUED or REJECTED, at once
+    controller = AdmissionController(AdmissionLimits())
+    decision = controller.offer(ask, capacity, now_ms)     # ADMITTED, QUEUED or REFUSED, at once
     controller.first_token(key, now_ms)                    # from here on it cannot be preempted
     controller.end(key, now_ms, output_tokens=...)         # ended, in whatever way and state
     changes = controller.poll(capacity, now_ms)            # after any of these, and periodically while
@@ -13,7 +13,7 @@ place is free, its prefill begins in time and decode will have room when its pre
 A request that would run alone always fits. A tenant with fewer places than its share may take one of the
 reserve (tenant_places.py), and overtakes tenants that have theirs. A full queue pushes out the newest request
 of the tenant with the most. A higher class may preempt requests of lower classes that have no token yet. Work
-that is not urgent is of class BULK; with `may_wait` False it runs now or is rejected.
+that is not urgent is of class BULK; with `may_wait` False it runs now or is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Running(Load):
     preemptions: int = field(kw_only=True)
 
 
-class Admission:
+class AdmissionController:
     """See the module's text. Not thread-safe; keys are unique among what runs and waits."""
 
     def __init__(self, limits: AdmissionLimits, *, naive_forecast: bool = False) -> None:
@@ -94,7 +94,7 @@ class Admission:
     # ---- events
 
     def offer(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision:
-        """Admit, queue or reject a new request."""
+        """Admit, queue or refuse a new request."""
         outlook = self._outlook(ask, capacity, now_ms)
         late, behind = _is_late(ask, now_ms, outlook), self._queued_before(ask.priority)
         if not late and self._may_begin(ask, capacity, outlook):
@@ -141,7 +141,7 @@ class Admission:
             reason = "queue full"
         if not reason:
             return None
-        return AdmissionDecision(Verdict.REJECTED, reason, self._retry_after_ms(ask.priority, now_ms))
+        return AdmissionDecision(Verdict.REFUSED, reason, self._retry_after_ms(ask.priority, now_ms))
 
     def first_token(self, key: str, now_ms: float) -> None:
         """Move a request from prefill to decode. Unknown keys are ignored."""
@@ -352,7 +352,7 @@ class Admission:
     def _expected_wait_ms(self, priority: Priority, now_ms: float) -> float:
         """The expected wait after the requests of this class and those above.
 
-        It is 0 in an empty queue: rejecting the first request by an old mean would end the measurement.
+        It is 0 in an empty queue: refusing the first request by an old mean would end the measurement.
         Before the first end, the age of the oldest running request is the estimate.
         """
         ahead = self._queues.count(priority)

@@ -1,4 +1,4 @@
-"""Admission on the event loop: a ticket for each request, which is admitted, preempted or rejected."""
+"""Admission on the event loop: a ticket for each request, which is admitted, preempted or refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 from libs.common.cluster.worker_record import Role
 from libs.common.rpc.raise_once import raise_once
 from libs.common.telemetry.counters import Counters
-from services.router.admission.controller import Admission
+from services.router.admission.controller import AdmissionController
 from services.router.admission.forecast import Capacity
 from services.router.admission.types import (
     BUSY_MESSAGE,
@@ -43,7 +43,7 @@ class AdmissionTicket:
         self._waiter: asyncio.Future[None] | None = None
 
     async def admitted(self) -> None:
-        """Return when the request may run. Raises Overloaded when it is rejected."""
+        """Return when the request may run. Raises Overloaded when it is refused."""
         while not self._admitted:
             raise_once(self)
             self._waiter = asyncio.get_running_loop().create_future()
@@ -87,7 +87,7 @@ class AdmissionTicket:
             if self._on_preempt is not None:
                 self._on_preempt()
 
-    def turn_away(self, error: errors.SlipstreamError) -> None:
+    def refuse(self, error: errors.SlipstreamError) -> None:
         """Called by the gate."""
         self._error = error
         self._wake()
@@ -107,7 +107,7 @@ class AdmissionGate:
         links_of: Callable[[Role], Iterable[WorkerConnection]],
         counters: Counters,
     ) -> None:
-        self.controller = Admission(limits)
+        self.controller = AdmissionController(limits)
         self._links_of = links_of
         self._counters = counters
         self._loop = asyncio.get_running_loop()
@@ -143,14 +143,14 @@ class AdmissionGate:
         return self.controller.waits(ask, self.capacity(), self.now_ms())
 
     def offer(self, ask: AdmissionRequest, *, on_preempt: Callable[[], None]) -> AdmissionTicket:
-        """A ticket for a request, admitted or waiting. Raises Overloaded at once when it is rejected."""
+        """A ticket for a request, admitted or waiting. Raises Overloaded at once when it is refused."""
         decision = self.controller.offer(ask, self.capacity(), self.now_ms())
         for key in decision.preempted:
             self._counters.add("slipstream_admission_preempted_total")
             self._places[key].put_back()
         if decision.pushed_out:
-            self._turn_away(decision.pushed_out, decision.retry_after_ms)
-        if decision.verdict is Verdict.REJECTED:
+            self._refuse_waiting(decision.pushed_out, decision.retry_after_ms)
+        if decision.verdict is Verdict.REFUSED:
             self._refuse(decision)
         place = self._places[ask.key] = AdmissionTicket(self, ask, on_preempt)
         if decision.verdict is Verdict.ADMITTED:
@@ -170,7 +170,7 @@ class AdmissionGate:
             self._poll()
 
     def enter_again(self, place: AdmissionTicket) -> None:
-        """Queue a ticket that has left. Its request has begun, so it is neither rejected nor preempted."""
+        """Queue a ticket that has left. Its request has begun, so it is neither refused nor preempted."""
         self._places[place.ask.key] = place
         self.controller.enter_again(place.ask, self.now_ms())
         self._poll()
@@ -219,13 +219,13 @@ class AdmissionGate:
         changes = self.controller.poll(self.capacity(), self.now_ms())
         for key in changes.expired:
             self._counters.add("slipstream_admission_expired_total")
-            self._turn_away(key, retry_after_ms=1000)
+            self._refuse_waiting(key, retry_after_ms=1000)
         for key in changes.admitted:
             self._places[key].admit()
         self._arm()
 
-    def _turn_away(self, key: str, retry_after_ms: int) -> None:
-        self._places.pop(key).turn_away(errors.Overloaded(BUSY_MESSAGE, retry_after_ms=retry_after_ms))
+    def _refuse_waiting(self, key: str, retry_after_ms: int) -> None:
+        self._places.pop(key).refuse(errors.Overloaded(BUSY_MESSAGE, retry_after_ms=retry_after_ms))
 
     def _arm(self) -> None:
         if self._timer is None and self.controller.waiting:

@@ -77,7 +77,7 @@ class Verdict(enum.Enum):
 
     ADMITTED = "admitted"
     QUEUED = "queued"
-    REJECTED = "rejected"
+    REFUSED = "refused"
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True, gc=False):

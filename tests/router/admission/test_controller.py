@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.admission.controller import Admission
+from services.router.admission.controller import AdmissionController
 from services.router.admission.forecast import Capacity
 from services.router.admission.tenant_places import TenantPlaces, with_reserve
 from services.router.admission.types import (
@@ -39,7 +39,7 @@ def _request(key: str, priority: Priority = Priority.DEFAULT, **more: Any) -> Ad
 
 def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     """Run a random history with checks at every step; return the controller's decisions."""
-    rng, controller, limits = random.Random(seed), Admission(_limits()), _limits()
+    rng, controller, limits = random.Random(seed), AdmissionController(_limits()), _limits()
     now_ms = 0.0
     decisions: list[tuple[str, AdmissionDecision | Changes]] = []
     running: set[str] = set()
@@ -71,7 +71,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
             overtakes = any(p <= priority for p, _ in waiting.values())
             refusal = controller.refuses(request, UNKNOWN, now_ms)
             decision = controller.offer(request, UNKNOWN, now_ms)
-            assert refusal == (decision if decision.verdict is Verdict.REJECTED else None)
+            assert refusal == (decision if decision.verdict is Verdict.REFUSED else None)
             decisions.append(("offer", decision))
             for key in decision.preempted:
                 victim = requests[key]
@@ -122,7 +122,7 @@ def test_any_history_is_bounded_ordered_and_repeatable(seed: int, steps: int) ->
 @given(st.integers(0, 2**32))
 def test_no_class_starves_under_overload_of_the_highest(seed: int) -> None:
     rng, wait_ms = random.Random(seed), dict.fromkeys(Priority, 1e9)
-    controller = Admission(_limits(max_wait_ms=wait_ms, max_waiting=dict.fromkeys(Priority, 1e9)))
+    controller = AdmissionController(_limits(max_wait_ms=wait_ms, max_waiting=dict.fromkeys(Priority, 1e9)))
     running: list[str] = []
     for index in range(4):
         controller.offer(_request(f"first{index}"), UNKNOWN, 0.0)
@@ -147,7 +147,7 @@ def test_no_class_starves_under_overload_of_the_highest(seed: int) -> None:
 
 
 def test_a_higher_class_preempts_the_newest_request_of_the_lowest_without_output() -> None:
-    controller = Admission(_limits())
+    controller = AdmissionController(_limits())
     for index, priority in enumerate((Priority.BULK, Priority.BULK, Priority.BULK, Priority.DEFAULT)):
         controller.offer(_request(f"k{index}", priority), UNKNOWN, float(index))
     controller.first_token("k2", 5.0)
@@ -165,7 +165,7 @@ def test_a_higher_class_preempts_the_newest_request_of_the_lowest_without_output
 
 
 def test_a_full_queue_evicts_a_request_of_the_tenant_that_fills_it() -> None:
-    controller = Admission(_limits())
+    controller = AdmissionController(_limits())
     for index in range(4):
         controller.offer(_request(f"r{index}"), UNKNOWN, 0.0)
     controller.offer(_request("other", tenant="other"), UNKNOWN, 0.0)  # takes the reserve
@@ -174,7 +174,7 @@ def test_a_full_queue_evicts_a_request_of_the_tenant_that_fills_it() -> None:
             controller.offer(_request(f"greedy{index}", tenant="greedy"), UNKNOWN, 0.0).verdict
             is Verdict.QUEUED
         )
-    assert controller.offer(_request("more", tenant="greedy"), UNKNOWN, 0.0).verdict is Verdict.REJECTED
+    assert controller.offer(_request("more", tenant="greedy"), UNKNOWN, 0.0).verdict is Verdict.REFUSED
     decision = controller.offer(_request("modest", tenant="modest"), UNKNOWN, 0.0)
     assert decision.verdict is Verdict.QUEUED
     assert decision.pushed_out == "greedy5"
@@ -182,7 +182,7 @@ def test_a_full_queue_evicts_a_request_of_the_tenant_that_fills_it() -> None:
 
 
 def test_a_request_that_cannot_start_before_its_deadline_is_rejected_at_once() -> None:
-    controller = Admission(_limits(max_waiting=dict.fromkeys(Priority, 100)))
+    controller = AdmissionController(_limits(max_waiting=dict.fromkeys(Priority, 100)))
     for index in range(4):
         controller.offer(_request(f"r{index}"), UNKNOWN, 0.0)
     for index in range(40):
@@ -194,7 +194,7 @@ def test_a_request_that_cannot_start_before_its_deadline_is_rejected_at_once() -
         running += controller.poll(UNKNOWN, now_ms).admitted
     # 20 requests wait and one ends every 20 ms: 420 ms.
     late = controller.offer(_request("late", deadline_ms=now_ms + 300), UNKNOWN, now_ms)
-    assert late.verdict is Verdict.REJECTED
+    assert late.verdict is Verdict.REFUSED
     assert 300 <= late.retry_after_ms <= 600
     assert controller.offer(_request("patient"), UNKNOWN, now_ms).verdict is Verdict.QUEUED
 
@@ -202,20 +202,20 @@ def test_a_request_that_cannot_start_before_its_deadline_is_rejected_at_once() -
 def test_decode_capacity_is_forecast_for_the_end_of_the_prefill() -> None:
     """Decode may be full now and free at the end of the prefill, or the other way round."""
     capacity = Capacity(prefill_tokens_per_ms=1.0, decode_sequences=1)
-    controller = Admission(_limits())
+    controller = AdmissionController(_limits())
     soon = AdmissionRequest("soon", "t", prefill_tokens=1000, may_wait=False)
     late = AdmissionRequest("late", "t", prefill_tokens=3000, may_wait=False)
     controller.offer(AdmissionRequest("a", "t", prefill_tokens=100), capacity, 0.0)
     controller.first_token("a", 100.0)
     # The duration of a decode is not known yet, so the forecast expects none to end.
-    assert controller.offer(late, capacity, 100.0).verdict is Verdict.REJECTED
+    assert controller.offer(late, capacity, 100.0).verdict is Verdict.REFUSED
     controller.end("a", 2100.0, output_tokens=100)
     controller.offer(AdmissionRequest("b", "t", prefill_tokens=100), capacity, 3000.0)
     controller.first_token("b", 3100.0)
     # A decode lasts 2000 ms: it still runs after 1000 ms and has ended after 3000 ms.
-    assert controller.offer(soon, capacity, 3100.0).verdict is Verdict.REJECTED
+    assert controller.offer(soon, capacity, 3100.0).verdict is Verdict.REFUSED
     assert controller.offer(late, capacity, 3100.0).verdict is Verdict.ADMITTED
-    naive = Admission(_limits(), naive_forecast=True)
+    naive = AdmissionController(_limits(), naive_forecast=True)
     naive.offer(AdmissionRequest("a", "t", prefill_tokens=100), capacity, 0.0)
     # No sequence decodes yet: the naive forecast admits every request.
     assert naive.offer(soon, capacity, 1.0).verdict is Verdict.ADMITTED
@@ -223,14 +223,14 @@ def test_decode_capacity_is_forecast_for_the_end_of_the_prefill() -> None:
 
 def test_kv_capacity_is_counted_and_unknown_capacity_refuses_nothing() -> None:
     capacity = Capacity(decode_tokens=3000)
-    controller = Admission(_limits())
+    controller = AdmissionController(_limits())
     requests = [AdmissionRequest(f"k{i}", "t", context_tokens=1000, may_wait=False) for i in range(3)]
     verdicts = [controller.offer(request, capacity, 0.0).verdict for request in requests]
-    assert verdicts == [Verdict.ADMITTED, Verdict.ADMITTED, Verdict.REJECTED]
+    assert verdicts == [Verdict.ADMITTED, Verdict.ADMITTED, Verdict.REFUSED]
     assert controller.offer(requests[2], UNKNOWN, 0.0).verdict is Verdict.ADMITTED
 
 
-def _fill(controller: Admission, tenant: str, n: int) -> list[Verdict]:
+def _fill(controller: AdmissionController, tenant: str, n: int) -> list[Verdict]:
     """The verdicts on so many requests of a tenant that give tokens at once and do not end."""
     verdicts = []
     for index in range(n):
@@ -240,7 +240,7 @@ def _fill(controller: Admission, tenant: str, n: int) -> list[Verdict]:
 
 
 def test_one_tenant_takes_all_places_and_keeps_no_other_one_waiting() -> None:
-    controller = Admission(_limits(max_running=8))
+    controller = AdmissionController(_limits(max_running=8))
     assert _fill(controller, "heavy", 12) == [Verdict.ADMITTED] * 8 + [Verdict.QUEUED] * 4
     assert _fill(controller, "light", 3) == [Verdict.ADMITTED] * 2 + [Verdict.QUEUED]
     controller.end("heavy0", 1.0)
@@ -250,7 +250,7 @@ def test_one_tenant_takes_all_places_and_keeps_no_other_one_waiting() -> None:
 
 
 def test_the_reserve_overtakes_no_higher_class_and_serves_no_jobs() -> None:
-    controller = Admission(_limits(max_running=8))
+    controller = AdmissionController(_limits(max_running=8))
     _fill(controller, "heavy", 8)
     job = _request("job", Priority.JOB, tenant="light")
     assert controller.offer(job, UNKNOWN, 0.0).verdict is Verdict.QUEUED
@@ -261,7 +261,7 @@ def test_the_reserve_overtakes_no_higher_class_and_serves_no_jobs() -> None:
 
 def test_the_reserve_holds_where_prefill_is_far_behind() -> None:
     slow = Capacity(prefill_tokens_per_ms=1e-3, decode_sequences=8)
-    controller = Admission(_limits(max_running=100))
+    controller = AdmissionController(_limits(max_running=100))
     for index in range(12):
         controller.offer(_request(f"heavy{index}", tenant="heavy"), slow, 0.0)
     assert 0 < controller.running < 12
@@ -274,7 +274,9 @@ def test_no_tenant_below_its_share_waits_while_the_reserve_has_places(seed: int,
     """And what runs beyond the places of all is at most the reserve, with any number of tenants."""
     rng, places = random.Random(seed), TenantPlaces()
     wait_ms, n_waiting = dict.fromkeys(Priority, 1e9), dict.fromkeys(Priority, 1e9)
-    controller = Admission(_limits(max_running=max_running, max_wait_ms=wait_ms, max_waiting=n_waiting))
+    controller = AdmissionController(
+        _limits(max_running=max_running, max_wait_ms=wait_ms, max_waiting=n_waiting)
+    )
     running: dict[str, str] = {}
     waiting: dict[str, str] = {}
     for step in range(150):

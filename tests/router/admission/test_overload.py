@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.router.admission.controller import Admission
+from services.router.admission.controller import AdmissionController
 from services.router.admission.forecast import Capacity
 from services.router.admission.types import AdmissionLimits, AdmissionRequest, Priority, Verdict
 
@@ -25,7 +25,7 @@ CAPACITY = Capacity(PREFILL_WORKERS * PREFILL_RATE, PREFILL_WORKERS, DECODE_PLAC
 class SimulatedCluster:
     """Prefill workers and decode places; a prefill without a decode place in time is wasted."""
 
-    controller: Admission
+    controller: AdmissionController
     may_wait: bool
     deadline_ms: float | None = None
     now_ms: float = 0.0
@@ -59,7 +59,7 @@ class SimulatedCluster:
         decision = self.controller.offer(request, CAPACITY, self.now_ms)
         if decision.verdict is Verdict.ADMITTED:
             self.start_prefill(key)
-        elif decision.verdict is Verdict.REJECTED:
+        elif decision.verdict is Verdict.REFUSED:
             self.rejected += 1
 
     def poll(self) -> None:
@@ -118,7 +118,7 @@ def _simulate(
 ) -> tuple[SimulatedCluster, list[int], list[int]]:
     """Simulate a Poisson stream of `load` times the peak; sample both tiers after five minutes."""
     limits = AdmissionLimits(max_running=4096, max_prefill_wait_ms=4_000.0)
-    cluster = SimulatedCluster(Admission(limits, naive_forecast=naive), may_wait, deadline_ms)
+    cluster = SimulatedCluster(AdmissionController(limits, naive_forecast=naive), may_wait, deadline_ms)
     rng, when_ms, number = random.Random(seed), 0.0, 0
     end_ms = minutes * 60_000
     while when_ms < end_ms:
