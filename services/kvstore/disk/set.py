@@ -130,7 +130,7 @@ class DiskSet:
     def watch_gaps(self) -> None:
         """Report the blocks that the tables' evictions cut off; a disk that opens late gets a new table."""
         for tier in self.tiers:
-            tier.table.reuse.on_cut = lambda key, before: self.on_gap(key, before)
+            tier.table.use.on_cut = lambda key, before: self.on_gap(key, before)
 
     def _report_gaps(self, chain: Sequence[bytes], here: npt.NDArray[np.bool_]) -> None:
         for at in np.flatnonzero(here[1:] & ~here[:-1]).tolist():

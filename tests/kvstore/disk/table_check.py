@@ -20,4 +20,4 @@ def check_table(table: DiskTable) -> None:
         assert not n_free if slab.retired else n_free + slab.taken == slab.n_slots
         assert slab.taken >= slab.published >= 0
     assert table._held_gone <= set(table._holds)
-    table.reuse.check()
+    table.use.check()

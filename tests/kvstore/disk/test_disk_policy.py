@@ -46,7 +46,7 @@ def test_a_policy_that_samples_a_quarter_of_the_blocks_still_beats_lru(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """LRU has no hits in a loop larger than the disk; sampled blocks show that another policy has."""
-    monkeypatch.setattr("services.kvstore.disk.reuse.SAMPLED_BLOCKS", 128)
+    monkeypatch.setattr("services.kvstore.disk.block_use.SAMPLED_BLOCKS", 128)
     chains = LOADS["loop"](random.Random(2), 6000, 512)
     disk = DiskCache(512)
     hits = sum(map(disk.serve, chains))

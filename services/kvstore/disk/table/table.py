@@ -4,8 +4,8 @@ The counterpart of `dram/slots.py` for disks, in columns of numbers (`table/inde
 millions of blocks. A slab is a segment file. It is cut into slots of one size, and cut for another size once
 all its blocks may be evicted.
 
-`disk/reuse.py` chooses the evicted block; a tenant at its share evicts its own blocks. A held block keeps its
-slot until the last hold is released.
+`disk/block_use.py` chooses the evicted block; a tenant at its share evicts its own blocks. A held block keeps
+its slot until the last hold is released.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from libs.common.transport.registered_memory import page_rounded
+from services.kvstore.disk.block_use import BlockUse
 from services.kvstore.disk.policy import NO_KIND, UNKNOWN, DiskPolicy, Origin
 from services.kvstore.disk.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
-from services.kvstore.disk.reuse import DiskReuse
 from services.kvstore.disk.segments.format import FoundHeaders, slots_in
 from services.kvstore.disk.table.block import DiskBlock, Slab
 from services.kvstore.disk.table.index import WORDS, DiskIndex, IndexColumns
@@ -50,7 +50,7 @@ class DiskTable:
         self._spare_rows: dict[int, list[int]] = {}  # first rows of former cuts, by their number of rows
         self._holds: dict[int, int] = {}
         self._held_gone: set[int] = set()
-        self.reuse = DiskReuse(
+        self.use = BlockUse(
             self._columns,
             self._index,
             self.slabs,
@@ -89,12 +89,12 @@ class DiskTable:
         """Memory of the index, in bytes."""
         free = sum(len(rows) * rows.itemsize for rows in self._free.values())
         table = self._columns.n_bytes_of_memory + self._index.n_bytes_of_memory
-        return table + free + self.reuse.memory_bytes
+        return table + free + self.use.memory_bytes
 
     @property
     def policy(self) -> DiskPolicy | None:
         """The eviction policy; None before the first slab is cut."""
-        return self.reuse.policy
+        return self.use.policy
 
     def keys(self) -> list[bytes]:
         """The hashes of all published blocks."""
@@ -162,7 +162,7 @@ class DiskTable:
         if n_bytes < 1 or not slots_in(self.slab_bytes, slot_bytes):
             return None
         number = self.quota.number_of(tenant) if self.quota is not None else PUBLIC
-        if self.quota is not None and not self.reuse.make_tenant_room(number, slot_bytes, self._evict):
+        if self.quota is not None and not self.use.make_tenant_room(number, slot_bytes, self._evict):
             return None
         free = self._free.get(slot_bytes)
         if not free:
@@ -195,7 +195,7 @@ class DiskTable:
         cells.checksum[2 * row], cells.checksum[2 * row + 1] = WORDS.unpack(checksum)
         cells.generation[row], cells.n_bytes[row] = generation, n_bytes
         cells.published[row] = True
-        self.reuse.published(key, row, origin)
+        self.use.published(key, row, origin)
         self.slabs[slot.slab].published += 1
         self.n_bytes += n_bytes
         self.on_change(key, True)
@@ -224,7 +224,7 @@ class DiskTable:
 
         Returns which blocks are present: bool, in its order.
         """
-        return self.reuse.want(chain, tenant=tenant, now_ms=now_ms)
+        return self.use.want(chain, tenant=tenant, now_ms=now_ms)
 
     def drop(self, block: DiskBlock) -> bool:
         """Drop the block; False if it was gone or another block is in its slot."""
@@ -292,7 +292,7 @@ class DiskTable:
                 mine = self._rows_of(number)
                 empty = mine[~columns.published[mine]][::-1]
                 self._free_rows(slab.slot_bytes).extend(empty.tolist())
-        self.reuse.restored()
+        self.use.restored()
         return int(columns.generation[rows].max(initial=0))
 
     def _slot(self, row: int) -> Slot:
@@ -324,7 +324,7 @@ class DiskTable:
         cells.published[row] = False
         slab.published -= 1
         self.n_bytes -= cells.n_bytes[row]
-        before = self.reuse.gone(key, row, evicted=evicted)
+        before = self.use.gone(key, row, evicted=evicted)
         if row in self._holds:
             self._held_gone.add(row)
         else:
@@ -333,7 +333,7 @@ class DiskTable:
         return before
 
     def _drop_rows(self, rows: np.ndarray) -> None:
-        self.reuse.all_gone(rows)
+        self.use.all_gone(rows)
         for row in rows.tolist():
             self._drop_row(row)
 
@@ -351,7 +351,7 @@ class DiskTable:
         """Free a slot of that size: from a new slab, an evicted block, or a slab of another size."""
         if self._uncut and self.may_grow:
             self._cut_free(self._uncut.pop(), slot_bytes, generation)
-        elif not self.reuse.evict(slot_bytes, self._evict):
+        elif not self.use.evict(slot_bytes, self._evict):
             emptiest = min(
                 (number for number, slab in enumerate(self.slabs) if self._may_be_cut_anew(number, slab)),
                 key=lambda number: self.slabs[number].published,
@@ -386,7 +386,7 @@ class DiskTable:
         columns.slab[rows], columns.published[rows] = number, False
         columns.parent[rows], columns.children[rows], columns.tenant[rows] = 0, 0, PUBLIC
         columns.kind[rows], columns.depth[rows] = NO_KIND, 0
-        self.reuse.resize(n_slots, len(self._uncut) if self.may_grow else 0)
+        self.use.resize(n_slots, len(self._uncut) if self.may_grow else 0)
 
     def _remove_free_rows(self, slab: int) -> None:
         found = self.slabs[slab]

@@ -1,4 +1,4 @@
-"""What a disk's table knows of the use of its blocks: chains, policy, quota, and who goes next. Pure."""
+"""What a disk's table knows of the use of its blocks: chains, policy, quota, and which goes next. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_DEPTH = 0xFFFF
 SAMPLED_BLOCKS = 4096
 
 
-class DiskReuse:
+class BlockUse:
     """Over the columns of one table, which says what comes and goes."""
 
     def __init__(
