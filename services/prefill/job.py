@@ -33,7 +33,7 @@ class PrefillJob(SequenceTask):
     """See `SequenceTask`; the caller reads `events`."""
 
     def __init__(
-        self, core: WorkerCore, exports: HandoffRegistry, plan: PrefillPlan, *, endpoint: str
+        self, core: WorkerCore, handoffs: HandoffRegistry, plan: PrefillPlan, *, endpoint: str
     ) -> None:
         super().__init__(f"prefill {plan.key}", request_id=plan.key.request_id)
         self.plan = plan
@@ -42,12 +42,12 @@ class PrefillJob(SequenceTask):
         self.events: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
         self.error: SlipstreamError | None = None
         self._core = core
-        self._exports = exports
+        self._handoffs = handoffs
         self._endpoint = endpoint
         self._outputs: asyncio.Queue[StepOutput | SlipstreamError] = asyncio.Queue()
         self._pages: Sequence[int] = ()
         self._export: HandoffExport | None = None
-        self._exporting: asyncio.Task[None] | None = None
+        self._export_task: asyncio.Task[None] | None = None
         self._cached: list[common_pb2.CachedTokens] = []
         self._arrived = time.perf_counter()
         self._complete = False
@@ -97,9 +97,9 @@ class PrefillJob(SequenceTask):
         finally:
             self._cleaning_up = True
             self.tokens_left = 0
-            if self._exporting is not None and self._export is not None:
-                self._exporting.cancel()
-                await asyncio.wait({self._exporting})
+            if self._export_task is not None and self._export is not None:
+                self._export_task.cancel()
+                await asyncio.wait({self._export_task})
                 self._export.close()
             await self._core.release(self.plan.spec.seq_id, self._pages)
 
@@ -108,7 +108,7 @@ class PrefillJob(SequenceTask):
         self.error = error
         self.events.put_nowait(None)
         if self.handoff_id:
-            self._exports.fail(self.handoff_id, error)
+            self._handoffs.fail(self.handoff_id, error)
 
     async def _serve(self) -> None:
         spec, core = self.plan.spec, self._core
@@ -137,8 +137,8 @@ class PrefillJob(SequenceTask):
         trace_id = tracing.trace_id()
         core.counters.observe("slipstream_prefill_seconds", time.perf_counter() - started, trace_id=trace_id)
         self._advance(n_blocks)
-        if last.finish is None and self._exporting is not None:
-            await self._exporting
+        if last.finish is None and self._export_task is not None:
+            await self._export_task
         self._finish(last)
 
     async def _reserve(self) -> PageReservation:
@@ -154,7 +154,7 @@ class PrefillJob(SequenceTask):
 
     def _open(self, n_blocks: int) -> None:
         handoff_id = secrets.token_hex(16)
-        lease_ms = self._exports.open(
+        lease_ms = self._handoffs.open(
             handoff_id, self, self.plan.key, n_blocks=n_blocks, lease_ms=self.plan.lease_ms
         )
         self.handoff_id = handoff_id
@@ -162,10 +162,10 @@ class PrefillJob(SequenceTask):
             self._core.exporter,
             self._pages[:n_blocks],
             # Without a reference to this job: a cycle would keep the prompt until a garbage collection.
-            partial(self._exports.publish, handoff_id),
+            partial(self._handoffs.publish, handoff_id),
         )
-        self._exporting = asyncio.create_task(self._export.run(), name=f"export {self.plan.key}")
-        self._exporting.add_done_callback(self._on_exported)
+        self._export_task = asyncio.create_task(self._export.run(), name=f"export {self.plan.key}")
+        self._export_task.add_done_callback(self._on_exported)
         ticket = prefill_pb2.HandoffTicket(
             handoff_id=handoff_id,
             attempt=common_pb2.Attempt(request_id=self.plan.key.request_id, attempt=self.plan.key.attempt),
@@ -280,7 +280,7 @@ class PrefillJob(SequenceTask):
             first = max(len(last.features) - self._draft_rows, 0)
             newest = draft_state(last.feature_start + first, last.features[first:])
             complete.draft_state.CopyFrom(newest)
-        self._exports.complete(self.handoff_id, complete)
+        self._handoffs.complete(self.handoff_id, complete)
 
     def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:
         add_cached_tokens(self._cached, tiers, self._core.info.block_tokens)

@@ -31,14 +31,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._endpoint = endpoint
         self._attempts = AttemptRegistry()
         self._jobs: dict[AttemptKey, PrefillJob] = {}
-        self._exports = HandoffRegistry(core.counters, now_ms=lambda: time.monotonic() * 1e3)
+        self._handoffs = HandoffRegistry(core.counters, now_ms=lambda: time.monotonic() * 1e3)
         self._router_streams = PrefillServer(self._follow)
         self._streams = 0
         self._draining = False
 
     def start(self) -> None:
         """Begin to watch leases."""
-        self._exports.start()
+        self._handoffs.start()
 
     async def drain(self) -> None:
         """Refuse new prompts and stop lending; running prompts and exports go on."""
@@ -57,7 +57,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             job.end(Draining("this worker stops"))
         await asyncio.gather(*(job.wait_ended() for job in list(self._jobs.values())))
         self._router_streams.close()
-        await self._exports.close()
+        await self._handoffs.close()
 
     # ---- rpcs
 
@@ -78,7 +78,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             while (event := await job.events.get()) is not None:
                 # While the generator is open the router needs the blocks.
-                if event.HasField("opened") and self._exports.hold(job.handoff_id):
+                if event.HasField("opened") and self._handoffs.hold(job.handoff_id):
                     held = job.handoff_id
                 yield event
             if job.error is not None:
@@ -86,7 +86,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             self._streams -= 1
             if held:
-                self._exports.unhold(held)
+                self._handoffs.unhold(held)
             else:
                 job.end()
 
@@ -94,7 +94,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.WatchHandoffRequest, context: _Context
     ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
         key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
-        events = self._exports.watch(request.handoff_id, key, request.first_block, request.draft_rows)
+        events = self._handoffs.watch(request.handoff_id, key, request.first_block, request.draft_rows)
         self._streams += 1
         try:
             async for event in events:
@@ -106,13 +106,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     async def RenewHandoff(
         self, request: prefill_pb2.RenewHandoffRequest, context: _Context
     ) -> prefill_pb2.RenewHandoffResponse:
-        self._exports.renew(request.handoff_id, request.lease_ms, request.read_blocks)
+        self._handoffs.renew(request.handoff_id, request.lease_ms, request.read_blocks)
         return prefill_pb2.RenewHandoffResponse()
 
     async def ReleaseHandoff(
         self, request: prefill_pb2.ReleaseHandoffRequest, context: _Context
     ) -> prefill_pb2.ReleaseHandoffResponse:
-        self._exports.release(request.handoff_id)
+        self._handoffs.release(request.handoff_id)
         return prefill_pb2.ReleaseHandoffResponse()
 
     async def AbortPrefill(
@@ -129,7 +129,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         """What this worker holds for requests."""
         ledger = self._core.ledger()
         ledger.sequences = max(ledger.sequences, self._attempts.running)
-        ledger.handoffs = self._exports.live
+        ledger.handoffs = self._handoffs.live
         ledger.streams = self._streams
         return ledger
 
@@ -137,7 +137,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         """Load as the router sees it; tokens of prompts that wait for pages or blocks count too."""
         load = self._core.load()
         load.prefill_tokens_in_flight = sum(job.tokens_left for job in self._jobs.values())
-        load.handoffs = self._exports.live
+        load.handoffs = self._handoffs.live
         return load
 
     # ---- admission and end
@@ -156,7 +156,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         return job
 
     def _start(self, plan: PrefillPlan) -> PrefillJob:
-        job = PrefillJob(self._core, self._exports, plan, endpoint=self._endpoint)
+        job = PrefillJob(self._core, self._handoffs, plan, endpoint=self._endpoint)
         self._jobs[plan.key] = job
         job.start().add_done_callback(lambda _: self._remove(plan.key))
         self._core.counters.add("slipstream_requests_total")
@@ -166,7 +166,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     def _end(self, key: AttemptKey) -> PrefillJob:
         """Stop a running attempt and end its handoff; wait for the job to know that nothing is held."""
         job = self._jobs[key]
-        self._exports.cancel(key)
+        self._handoffs.cancel(key)
         job.end()
         return job
 
