@@ -53,7 +53,7 @@ class HedgedAttempt:
     async def run(self) -> AttemptEnd | WorkerFailed | AttemptSuspended:
         """Run to the answer's end, a failure or `suspend`. On return all attempts are being released."""
         state = self._state
-        state.attempt = self
+        state.hedged = self
         try:
             self._first = self._begin(self._assignment)
             delay_s = self._hedge_delay_s()
@@ -162,7 +162,7 @@ class HedgedAttempt:
             self.on_listener_error(error)
 
     def _choose_winner(self, attempt: Attempt) -> None:
-        self._winner = self._state.source = attempt
+        self._winner = self._state.delivering = attempt
         for other in list(self._live):
             if other is not attempt:
                 self._drop(other, self._first_failure)
@@ -254,7 +254,7 @@ class HedgedAttempt:
         """Release all attempts, and drop the references to them to avoid reference cycles."""
         if self._timer is not None:
             self._timer.cancel()
-        self._state.source = self._state.attempt = None
+        self._state.delivering = self._state.hedged = None
         for attempt in self._live:
             self._release(attempt)
         self._live.clear()

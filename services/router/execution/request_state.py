@@ -71,8 +71,8 @@ class RequestState:
     resume_pace: ResumePace = field(default_factory=ResumePace)
     suspect: Suspect = field(default_factory=Suspect)
     decision: PlacementDecision | None = None  # of the latest attempt
-    source: TokenSource | None = None  # the attempt that delivers
-    attempt: Suspendable | None = None  # while it runs
+    delivering: TokenSource | None = None  # the attempt whose tokens the client gets
+    hedged: Suspendable | None = None  # the attempt and its hedge, while they run
     hold: JobHold | None = None  # of a job
     is_suspended: bool = False  # the client reads nothing, and the workers hold nothing
     is_closed: bool = False  # no more events may be written: the task is about to be cancelled
@@ -105,8 +105,8 @@ class RequestState:
         self._unread_logprobs = [*self._unread_logprobs, *logprobs]
         if not is_last:
             self._show_unread()
-            if self._unread_tokens and self.source is not None:
-                self.source.pause()
+            if self._unread_tokens and self.delivering is not None:
+                self.delivering.pause()
 
     def resume(self) -> None:
         """Continue after the sink, which calls this, has room again."""
@@ -115,8 +115,8 @@ class RequestState:
                 self._room.set_result(None)
             return
         self._show_unread()
-        if not self._unread_tokens and self.source is not None:
-            self.source.resume()
+        if not self._unread_tokens and self.delivering is not None:
+            self.delivering.resume()
 
     async def flush(self) -> None:
         """Write the tokens for which the sink had no room."""
@@ -171,8 +171,8 @@ class RequestState:
 
     def suspend(self) -> None:
         """Leave the workers and the place in admission until the client reads again. Idempotent."""
-        if self.attempt is not None:
-            self.attempt.suspend()
+        if self.hedged is not None:
+            self.hedged.suspend()
 
     def leave_admission(self) -> None:
         """Give the place to others: the workers hold nothing of the request."""

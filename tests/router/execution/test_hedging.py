@@ -137,7 +137,7 @@ async def test_the_winner_continues_and_the_loser_is_released_at_once(winner: st
     hedged.deliver(winner, 7)
     assert hedged.attempts[loser].released == 1
     assert hedged.lost == [({loser}, None)]
-    assert hedged.state.source is hedged.attempts[winner]
+    assert hedged.state.delivering is hedged.attempts[winner]
     assert hedged.state.decision.prefill == hedged.trail.prefill == winner
     assert [entry.kind for entry in hedged.trail.entries] == ["received", "placed", "hedged", "dropped"]
     hedged.deliver(loser, 8)  # too late
