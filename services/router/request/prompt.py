@@ -103,7 +103,7 @@ class Prompt(msgspec.Struct, frozen=True):
 class PromptDraft(msgspec.Struct, frozen=True):
     """A rendered request with the ids that the token cache has; `encode_pieces` makes the others.
 
-    `thinking`: whether the template keeps reasoning. `partial`: the last message, if the answer continues it.
+    `thinking`: whether the model reasons. `partial`: the last message, if the answer continues it.
     """
 
     request: GenerationRequest
@@ -130,7 +130,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
         if not isinstance(request.input, ChatInput):
             return cls(request, card, memory, None, thinking=False)
         chat = request.input
-        thinking = _keeps_reasoning(chat, card)
+        thinking = _reasons(chat, card)
         messages = chat.messages[:-1] if chat.partial else chat.messages
         kept_from = reasoning_kept_from(messages, thinking=thinking, keeps_all=chat.keeps_reasoning)
         if declaration is None and chat.tools:
@@ -246,10 +246,10 @@ def _generation_prompt(tokenizer: Tokenizer, thinking: bool) -> bytes:
 
 def thinks(chat: ChatInput, card: ModelCard) -> bool:
     """Whether the answer begins with reasoning. That of a partial message is over."""
-    return _keeps_reasoning(chat, card) and not chat.partial
+    return _reasons(chat, card) and not chat.partial
 
 
-def _keeps_reasoning(chat: ChatInput, card: ModelCard) -> bool:
+def _reasons(chat: ChatInput, card: ModelCard) -> bool:
     """Whether the model reasons in this conversation. A forced call leaves no room for that."""
     return (card.thinks if chat.thinking is None else chat.thinking) and _mode(chat) not in (
         "required",
