@@ -16,6 +16,7 @@ import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.common.telemetry.tracing import TraceMetadata
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 
 _RTT_WEIGHT = 0.2  # of a new sample in the running means
@@ -37,26 +38,11 @@ class DraftLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Context rows to send: row i belongs to position start + i; `tokens[i]` is the token after it."""
-
-    seq_id: str
-    start: int
-    tokens: TokenArray  # [n]
-    features: FloatArray  # [n, width]
-    trace: TraceMetadata = ()  # of the sequence
-
-    @property
-    def base_tokens(self) -> int:
-        """Committed length once these rows are known."""
-        return self.start + len(self.tokens) + 1
-
-
-@dataclass(frozen=True, slots=True)
 class DraftMessage:
     """One request to the drafter; `draft_tokens` may be 0: only extend."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[ContextRows, ...]
+    traces: tuple[TraceMetadata, ...]  # of the sequences of `rows`, in their order
     closed: tuple[str, ...]
     draft_tokens: int
     min_confidence: float = 0.0  # see DraftHead.propose_batch
@@ -88,11 +74,11 @@ class _Pending:
             self.start += dropped
             self.n_rows -= dropped
 
-    def join(self, seq_id: str, trace: TraceMetadata) -> Rows:
+    def join(self, seq_id: str) -> ContextRows:
         surplus = max(self.n_rows - FEATURE_WINDOW_TOKENS, 0)
         tokens = np.concatenate([piece[0] for piece in self.pieces])
         features = np.concatenate([piece[1] for piece in self.pieces])
-        return Rows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:], trace)
+        return ContextRows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:])
 
 
 @dataclass(slots=True)
@@ -170,12 +156,12 @@ class DraftState:
         """What to send now; None when nothing waits, no drafter is connected, or too much is in flight."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
             return None
-        rows: tuple[Rows, ...] = ()
+        rows: tuple[ContextRows, ...] = ()
         if not self.paused:
-            items = self._sequences.items()
-            rows = tuple(s.pending.join(i, s.trace) for i, s in items if s.pending is not None)
+            rows = tuple(s.pending.join(i) for i, s in self._sequences.items() if s.pending is not None)
         if not rows and not self._closed:
             return None
+        traces = tuple(self._sequences[r.seq_id].trace for r in rows)
         if rows:
             for sequence in self._sequences.values():
                 sequence.is_known = sequence.is_known or sequence.pending is not None
@@ -184,7 +170,7 @@ class DraftState:
         if rows:
             self._in_flight.append(_InFlight(now_ms, {r.seq_id: r.base_tokens for r in rows}))
         n_drafts = self.limits.draft_tokens if self.drafting else 0
-        return DraftMessage(rows, closed, n_drafts, self.min_confidence)
+        return DraftMessage(rows, traces, closed, n_drafts, self.min_confidence)
 
     def answer(self, seq_id: str, base_tokens: int, tokens: Sequence[int], now_ms: float) -> None:
         """A proposal came; it is kept when it is for the sequence's length of this moment."""

@@ -280,8 +280,8 @@ def as_request(message: DraftMessage) -> drafter_pb2.DraftRequest:
         extends=[
             drafter_pb2.ExtendContext(
                 seq_id=rows.seq_id,
-                start_position=rows.start,
-                next_tokens=pack_tokens(rows.tokens),
+                start_position=rows.start_position,
+                next_tokens=pack_tokens(rows.next_tokens),
                 width=rows.features.shape[1],
                 features=pack_features(rows.features),
                 draft_tokens=message.draft_tokens,
@@ -291,7 +291,7 @@ def as_request(message: DraftMessage) -> drafter_pb2.DraftRequest:
         closed=message.closed,
         min_confidence=message.min_confidence,
     )
-    for extend, rows in zip(request.extends, message.rows, strict=True):
-        if rows.trace:  # a map is touched only for what it holds: an empty one costs as much as all the rest
-            extend.trace.update(rows.trace)
+    for extend, trace in zip(request.extends, message.traces, strict=True):
+        if trace:  # a map is touched only for what it holds: an empty one costs as much as all the rest
+            extend.trace.update(trace)
     return request

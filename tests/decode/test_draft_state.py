@@ -123,8 +123,8 @@ def test_slow_drafter_gets_joined_rows() -> None:
         state.answer("s", position + 2, [], 10.0)
     message = state.take_message(10.0)
     assert message is not None
-    assert message.rows[0].start == 2
-    assert message.rows[0].tokens.tolist() == [1000 + i + 1 for i in range(2, 10)]
+    assert message.rows[0].start_position == 2
+    assert message.rows[0].next_tokens.tolist() == [1000 + i + 1 for i in range(2, 10)]
 
 
 def test_pending_rows_are_bounded_without_a_drafter() -> None:
@@ -135,7 +135,7 @@ def test_pending_rows_are_bounded_without_a_drafter() -> None:
     state.connect()
     message = state.take_message(0.0)
     assert message is not None
-    assert len(message.rows[0].tokens) == FEATURE_WINDOW_TOKENS
+    assert len(message.rows[0].next_tokens) == FEATURE_WINDOW_TOKENS
     assert message.rows[0].base_tokens == 3 * FEATURE_WINDOW_TOKENS + 1
 
 
@@ -191,7 +191,7 @@ def test_random_histories(events: list[tuple[str, str, int]]) -> None:
             message = state.take_message(now)
             if message is not None:
                 out += [(r.seq_id, r.base_tokens) for r in message.rows]
-                assert all(len(r.tokens) == len(r.features) for r in message.rows)
+                assert all(len(r.next_tokens) == len(r.features) for r in message.rows)
         elif event == "answer" and out:
             answered, base = out.pop(0)
             state.answer(answered, base, [base, base + 1], now)
