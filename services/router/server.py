@@ -1,4 +1,9 @@
-"""Builds the parts of a router process, and starts and stops them in order."""
+"""Builds the parts of a router process, and starts and stops them in order.
+
+Start: bind the ports, look for workers within a bound, serve gRPC, operators and HTTP, join discovery.
+End: refuse new requests, leave discovery, hand over what another router can continue, give the others
+`grace_s`, abort what is left, close the ports. `__main__.py` waits for the signals.
+"""
 
 from __future__ import annotations
 

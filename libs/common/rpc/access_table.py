@@ -1,6 +1,6 @@
 """Who may call what: the class of every RPC and of every HTTP route. `docs/security.md` shows it.
 
-A test compares these tables with the contract and with the routes. A method without a class is refused.
+A test compares these tables with the contract and with the routes. An RPC without a class is an operator's.
 """
 
 from __future__ import annotations

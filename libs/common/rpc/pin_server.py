@@ -21,8 +21,8 @@ from slipstream import errors
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import kvstore_pb2
 
-# Commands of one stream whose answer was not taken yet. As many more are refused; then the stream is read no
-# further until its caller has taken answers.
+# Commands of one stream whose answer was not taken yet. The 65th to the 128th are refused. With 128 of them
+# unanswered the stream is not read until its caller has taken answers.
 MAX_COMMANDS = 64
 
 

@@ -16,7 +16,10 @@ from slipstream.v1 import worker_pb2
 
 
 class WorkerApp(ABC):
-    """Methods are called in this order. The attributes but `counters` are valid after `open`."""
+    """`open`, `register`, `drain` and `undrain` in turn, `close`; the others at any time.
+
+    The attributes but `counters` and `progress` are valid after `open`.
+    """
 
     service_name = ""
 
@@ -27,7 +30,7 @@ class WorkerApp(ABC):
         self.transport_kind = "none"
         self.fingerprint: Fingerprint | None = None  # None without KV
         self.record_fingerprint = b""  # for discovery
-        self.session_digest = ""  # the same, of the transport session
+        self.session_digest = ""  # of the transport session, for discovery
         self.capacity: Mapping[str, int] = {}
         self.progress = LoadProgress()  # of `open`
 

@@ -1,8 +1,9 @@
 """What prefill and decode share around an engine: its thread, pages, transport, and where outputs go.
 
-core = await WorkerCore.open(build, transport, fingerprint, ...)
+core = WorkerCore(build, transport, instance=instance)
+await core.open(fingerprint_of, max_waiting=max_waiting, max_running=max_running)
 reservation = await core.pages.reserve(spec)
-core.attach(seq_id, handler)            # from now on the sequence's outputs reach the handler
+core.attach(seq_id, handler, ...)       # from now on the sequence's outputs reach the handler
 await core.thread.call(lambda engine: engine.start(seq_id))
 await core.release(seq_id, reservation.pages)
 await core.close()
@@ -140,7 +141,7 @@ class WorkerCore:
             fingerprint=self.fingerprint,
             max_pinned_blocks=max(1, self.info.n_pages // 2),
         )
-        # It answers the rest of its service as unimplemented.
+        # PeerCacheServer implements the pin calls of KvstoreService only.
         self.lender = PeerCacheServer(  # type: ignore[abstract]
             self.thread, self.exporter, self.transport, self.fingerprint
         )

@@ -326,7 +326,7 @@ class SlotTable(Generic[ValueT]):
             self._free.setdefault(slot.slot_bytes, []).append(slot)
 
     def _make_room(self, slot_bytes: int) -> None:
-        """Find a free slot of that size: a new slab, the oldest block of the size, another size's slab."""
+        """Free a slot of that size: a new slab, the block that the policy names, or another size's slab."""
         if self._uncut:
             self._cut(self._uncut.pop(), slot_bytes)
             return

@@ -1,8 +1,8 @@
 """A router's connection to one worker: its identity, its load, and the channel to it.
 
-A link is `ready` while the process that discovery named answers: its status was read, its fingerprint
-is known, and its load stream is open. It reconnects by itself until closed. Losing discovery does not
-close it; a worker that is only cut off from etcd goes on serving.
+The router's code calls a WorkerConnection a link. It is `ready` while the process that discovery named
+answers: its status was read, its fingerprint is known, and its load stream is open. It reconnects by itself
+until closed. Losing discovery does not close it; a worker that is only cut off from etcd goes on serving.
 """
 
 from __future__ import annotations
