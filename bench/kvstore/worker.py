@@ -85,9 +85,9 @@ class BenchWorker:
         self._exporter = PageExporter(self._memory, transport, staging_bytes=page_bytes * n_pages * 2)
         self._peers = Peers(dial=Dial(tokens=TokenMinter(_SECRET, "bench")))
         unused: Any = None  # the engine's thread: only failed reads need it
-        self._puller = BlockFetcher(transport, self._memory, unused, Counters())
+        self._fetcher = BlockFetcher(transport, self._memory, unused, Counters())
         self._restorer = PrefixRestorer(
-            self._puller,
+            self._fetcher,
             self._peers,
             transport_kind=transport.kind,
             instance="bench",

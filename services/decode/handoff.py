@@ -1,4 +1,4 @@
-"""The puller's side of a handoff: watch what is ready, read it, verify it, release it."""
+"""The fetcher's side of a handoff: watch what is ready, read it, verify it, release it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_LANES = 2  # reads of one sequence at a time; the puller bounds those of all
+_LANES = 2  # reads of one sequence at a time; the fetcher bounds those of all
 _RPC_TIMEOUT_S = 2.0
 _RELEASE_TRIES = 3
 
@@ -33,7 +33,7 @@ class HandoffPull:
         self,
         ticket: prefill_pb2.HandoffTicket,
         channel: grpc.aio.Channel,
-        puller: BlockFetcher,
+        fetcher: BlockFetcher,
         *,
         pages: Sequence[int],
         first_block: int,
@@ -48,7 +48,7 @@ class HandoffPull:
         """
         self._ticket = ticket
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-        self._puller = puller
+        self._fetcher = fetcher
         self._pages = pages
         self._first_block = first_block
         self._stats = stats
@@ -149,10 +149,10 @@ class HandoffPull:
         while True:
             if self._complete is not None and self._complete.finish_reason:
                 return
-            batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._puller.batch_blocks))]
+            batch = [self._ready.popleft() for _ in range(min(len(self._ready), self._fetcher.batch_blocks))]
             if batch:
                 remote = [block for _, block in batch]
-                await self._puller.pull(self._ticket.transport_session, remote, self._stats)
+                await self._fetcher.pull(self._ticket.transport_session, remote, self._stats)
                 self._read += [number for number, _ in batch]
                 if self._n_announced < len(self._ticket.blocks):
                     self._has_read.set()  # the exporter may wait for room

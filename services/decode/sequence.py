@@ -161,7 +161,7 @@ class DecodeSequence(SequenceTask):
         return HandoffPull(
             ticket,
             self._core.peers.channel(ticket.control_endpoint),
-            self._core.puller,
+            self._core.fetcher,
             pages=self._pages[: len(ticket.blocks)],
             first_block=first_block,
             stats=self._pulled,

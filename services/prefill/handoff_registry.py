@@ -108,7 +108,7 @@ class HandoffRegistry:
         self._owners[handoff_id].on_read(read_blocks)
 
     def release(self, handoff_id: str) -> None:
-        """The puller is done."""
+        """The reader is done."""
         self._ended(self._table.release(handoff_id))
 
     def fail(self, handoff_id: str, error: SlipstreamError) -> None:

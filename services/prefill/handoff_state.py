@@ -141,7 +141,7 @@ class HandoffTable(Generic[ResultT]):
         self._extend(handoff, handoff.lease_ms, now_ms)
 
     def release(self, handoff_id: str) -> list[Handoff[ResultT]]:
-        """The puller is done. Unknown or ended ones are fine."""
+        """The reader is done. Unknown or ended ones are fine."""
         return self._end(handoff_id, HandoffState.RELEASED, None)
 
     def fail(self, handoff_id: str, error: SlipstreamError) -> list[Handoff[ResultT]]:

@@ -122,9 +122,9 @@ class WorkerCore:
         await self.grammars.warm_up()
         self.prompts = PromptCache(block_tokens=self.info.block_tokens)
         self.pages = PageQueue(self.thread, max_waiting=max_waiting, max_running=max_running)
-        self.puller = BlockFetcher(self.transport, self.memory, self.thread, self.counters)
+        self.fetcher = BlockFetcher(self.transport, self.memory, self.thread, self.counters)
         self.restorer = PrefixRestorer(
-            self.puller,
+            self.fetcher,
             self.peers,
             transport_kind=self.transport.kind,
             instance=self.instance,
@@ -172,7 +172,7 @@ class WorkerCore:
         self._handlers.pop(seq_id, None)
         self.stats.close(seq_id)
         try:
-            await self.puller.pin_late_pages(pages)
+            await self.fetcher.pin_late_pages(pages)
         finally:
             await self.pages.release(seq_id)
             self.load_changed()
@@ -191,7 +191,7 @@ class WorkerCore:
     def ledger(self) -> worker_pb2.Ledger:
         """What the worker holds; the service adds its own holdings."""
         held = self.thread.ledger
-        pins = self.writer.pinned_blocks + self.puller.quarantined_pages + self.lender.leased_blocks
+        pins = self.writer.pinned_blocks + self.fetcher.quarantined_pages + self.lender.leased_blocks
         owned = self.pages.running or self.pages.waiting or pins
         return worker_pb2.Ledger(
             sequences=max(held.sequences, self.pages.running + self.pages.waiting),
@@ -220,7 +220,7 @@ class WorkerCore:
             "slipstream_requests_waiting": self.pages.waiting,
             "slipstream_kv_blocks_leaked": self.ledger().blocks_leaked,
             "slipstream_kv_quarantined_bytes": self.transport.quarantined_bytes,
-            "slipstream_kv_quarantined_pages": self.puller.quarantined_pages,
+            "slipstream_kv_quarantined_pages": self.fetcher.quarantined_pages,
             "slipstream_steps_aborted_total": held.steps_aborted,
             "slipstream_kv_staged_bytes": self.exporter.staged_bytes,
             "slipstream_prompts_by_reference_total": self.prompts.hits,

@@ -58,7 +58,7 @@ class PrefixRestorer:
 
     def __init__(
         self,
-        puller: BlockFetcher,
+        fetcher: BlockFetcher,
         peers: Peers,
         *,
         transport_kind: str,
@@ -69,7 +69,7 @@ class PrefixRestorer:
         floor_ms: float = FLOOR_MS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._puller = puller
+        self._fetcher = fetcher
         self._peers = peers
         self._transport_kind = transport_kind
         self._instance = instance
@@ -263,7 +263,7 @@ class PrefixRestorer:
                 budget.add_restored(n_blocks)
 
         pull = asyncio.ensure_future(
-            self._puller.pull(pinned.transport_session, remote, stats, on_verified=on_verified)
+            self._fetcher.pull(pinned.transport_session, remote, stats, on_verified=on_verified)
         )
         try:
             in_time = await self._in_time(pull, budget)
@@ -277,9 +277,9 @@ class PrefixRestorer:
             raise
         # The caller exchanges the late pages, the only ones where late bytes can land.
         found = Restored([block.tier for block in blocks[:n_verified]])
-        found.late_pages = self._puller.late_pages(pull, pages[: len(blocks)], n_verified)
+        found.late_pages = self._fetcher.late_pages(pull, pages[: len(blocks)], n_verified)
         if found.late_pages:
-            found.late = await self._puller.abandon(pull, found.late_pages)
+            found.late = await self._fetcher.abandon(pull, found.late_pages)
         self._report(endpoint, pull, in_time=in_time, has_blocks=bool(found.tiers))
         return found
 
@@ -317,8 +317,8 @@ class PrefixRestorer:
             log.warning("%s names a transport session that no worker announced", endpoint)
             return []
         for number, block in enumerate(blocks):
-            if block.n_bytes != self._puller.page_bytes:
-                wrong = (endpoint, block.n_bytes, self._puller.page_bytes)
+            if block.n_bytes != self._fetcher.page_bytes:
+                wrong = (endpoint, block.n_bytes, self._fetcher.page_bytes)
                 log.warning("%s has a block of %d bytes, not %d", *wrong)
                 return blocks[:number]
         return blocks

@@ -166,11 +166,11 @@ async def test_a_cancelled_restore_ends_its_pin_while_the_disk_hangs(rig: Rig) -
         return await pin(request, context)
 
     servicer.pin = recorded_pin  # type: ignore[method-assign]
-    host, peers, puller = ServiceHost("127.0.0.1:0"), Peers(), SimpleNamespace(page_bytes=BLOCK_BYTES)
+    host, peers, fetcher = ServiceHost("127.0.0.1:0"), Peers(), SimpleNamespace(page_bytes=BLOCK_BYTES)
     kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, host.server)
     await host.start([])
     restorer = PrefixRestorer(
-        cast(Any, puller), peers, transport_kind="socket", instance="r", fingerprint=MODEL_FINGERPRINT
+        cast(Any, fetcher), peers, transport_kind="socket", instance="r", fingerprint=MODEL_FINGERPRINT
     )
     rig.io.gate.clear()
     reads = rig.io.reads

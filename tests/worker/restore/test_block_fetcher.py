@@ -55,20 +55,20 @@ async def test_a_wrong_checksum_is_refused_and_the_blocks_before_it_count() -> N
     peer.register(source.buffer)
     own.register(memory.memory)
     counters = Counters()
-    puller = BlockFetcher(own, memory, thread, counters, batch_bytes=2 * memory.page_bytes)
+    fetcher = BlockFetcher(own, memory, thread, counters, batch_bytes=2 * memory.page_bytes)
     size = memory.page_bytes
     blocks = [
         RemoteBlock(page, source.address + page * size, checksum(source.view(page * size, size)))
         for page in range(6)
     ]
     stats = FetchStats()
-    await puller.pull(peer.session_id, blocks, stats)
+    await fetcher.pull(peer.session_id, blocks, stats)
     assert (stats.n_blocks, stats.n_bytes) == (6, 6 * size)
     assert bytes(host_memory(memory)[: 6 * size]) == bytes(source.view(0, 6 * size))
     blocks[3] = RemoteBlock(3, blocks[3].address, bytes(16))
     stats = FetchStats()
     with pytest.raises(DataCorrupt):
-        await puller.pull(peer.session_id, blocks, stats)
+        await fetcher.pull(peer.session_id, blocks, stats)
     assert stats.n_blocks == 3  # includes the blocks before it in the same batch
     assert counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
     await own.close()
@@ -94,20 +94,20 @@ async def test_quarantined_pages_are_not_reused() -> None:
     await thread.start()
     memory = await thread.call(PageMemory)
     transport = LateTransport()
-    puller = BlockFetcher(transport, memory, thread, Counters())
+    fetcher = BlockFetcher(transport, memory, thread, Counters())
     pages = (await thread.call(lambda engine: engine.reserve(spec("a")))).pages
     late = pages[1]
     transport.late = (memory.address_of(late), memory.address_of(late) + 1)
-    await puller.pin_late_pages(pages)
+    await fetcher.pin_late_pages(pages)
     await thread.call(lambda engine: engine.release("a"))
     assert thread.ledger.pages_held == 1
-    assert puller.quarantined_pages == 1
+    assert fetcher.quarantined_pages == 1
     again = (await thread.call(lambda engine: engine.reserve(spec("b")))).pages
     assert late not in again
     await thread.call(lambda engine: engine.release("b"))
     transport.late = None
     await eventually(lambda: thread.ledger.pages_held == 0)
-    await eventually(lambda: puller.quarantined_pages == 0)
+    await eventually(lambda: fetcher.quarantined_pages == 0)
     await asyncio.gather(transport.close(), thread.stop())
 
 
@@ -119,7 +119,7 @@ async def test_a_worker_reports_its_quarantined_pages_and_bytes() -> None:
     pages = (await core.thread.call(lambda engine: engine.reserve(spec("a")))).pages
     late = core.memory.address_of(pages[0]), core.memory.address_of(pages[1]) + core.memory.page_bytes
     transport.late = late
-    await core.puller.pin_late_pages(pages)
+    await core.fetcher.pin_late_pages(pages)
     figures = core.measure()
     assert figures["slipstream_kv_quarantined_bytes"] == late[1] - late[0] == 2 * core.memory.page_bytes
     assert figures["slipstream_kv_quarantined_pages"] == 2

@@ -313,7 +313,7 @@ async def pin_outlives_its_lease(monkeypatch: pytest.MonkeyPatch, lease_ms: int)
         await one.wait_idle()
         core, may_read = two.core, asyncio.Event()
         core.restorer = PrefixRestorer(
-            core.puller,
+            core.fetcher,
             core.peers,
             transport_kind=core.transport.kind,
             instance=core.instance,

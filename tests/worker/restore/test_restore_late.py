@@ -116,7 +116,7 @@ async def test_blocks_that_land_after_the_restore_gave_up_do_not_count(
         two, late = at.two, LateRead(at.two)
         monkeypatch.setattr(two.core.transport, "read", late)
         call = at.call("a")
-        await eventually(lambda: two.core.puller.quarantined_pages > 0, "late pages")
+        await eventually(lambda: two.core.fetcher.quarantined_pages > 0, "late pages")
         late.may_end.set()
         await eventually(lambda: late.ended, "the end of the read")
         late.engine_may_continue.set()
@@ -146,8 +146,8 @@ async def test_a_cancel_during_a_late_restore_keeps_pages_of_late_bytes_quaranti
                 await core.release("a", pages)
 
         restoring = asyncio.create_task(restore())
-        await eventually(lambda: core.puller.quarantined_pages > 0, "late pages")
-        n_late = core.puller.quarantined_pages
+        await eventually(lambda: core.fetcher.quarantined_pages > 0, "late pages")
+        n_late = core.fetcher.quarantined_pages
         restoring.cancel()
         for _ in range(20):  # the cancel proceeds as far as possible while the engine thread is blocked
             await asyncio.sleep(0)
@@ -157,7 +157,7 @@ async def test_a_cancel_during_a_late_restore_keeps_pages_of_late_bytes_quaranti
         held = await core.thread.call(lambda engine: engine.ledger())
         assert (held.pages_held, held.pinned_pages, held.sequences) == (n_late, n_late, 0)
         late.may_end.set()
-        await eventually(lambda: core.puller.quarantined_pages == 0, "no late pages")
+        await eventually(lambda: core.fetcher.quarantined_pages == 0, "no late pages")
 
 
 async def test_pages_of_a_failed_read_with_late_bytes_are_replaced(
@@ -171,7 +171,7 @@ async def test_pages_of_a_failed_read_with_late_bytes_are_replaced(
         first = await call.first_token()
         assert {c.tier: c.tokens for c in first.cached} == {DRAM: N_GOOD * BLOCK_TOKENS}
         # The quarantined page belongs to no sequence: the prompt holds enough other pages.
-        assert two.core.puller.quarantined_pages == 1
+        assert two.core.fetcher.quarantined_pages == 1
         assert two.core.thread.ledger.pages_held == -(-(N_TOKENS + 1) // BLOCK_TOKENS) + 1
         await at.release(call)
         failing.quiet = True

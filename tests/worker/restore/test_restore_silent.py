@@ -168,8 +168,8 @@ async def test_late_bytes_of_an_abandoned_read_reach_no_prompt(
         ticket = (await call.opened()).ticket
         stream = RouterStream(decode)
         await stream.call.write(start_request(decode, tokens, attempt=attempt("b"), ticket=ticket))
-        await eventually(lambda: two.core.puller.quarantined_pages > 0, "late pages")
-        late = two.core.puller.quarantined_pages
+        await eventually(lambda: two.core.fetcher.quarantined_pages > 0, "late pages")
+        late = two.core.fetcher.quarantined_pages
         if n_pages < 40:  # no other pages are free: the prompt waits for the read's end
             stuck.may_end.set()
         first = await call.first_token()
@@ -178,7 +178,7 @@ async def test_late_bytes_of_an_abandoned_read_reach_no_prompt(
         await stream.last("b")
         assert [first.token_id, *stream.tokens("b")] == expected_tokens(two.engine, tokens, GREEDY, n=8)
         stuck.may_end.set()
-        await eventually(lambda: two.core.puller.quarantined_pages == 0, "no late pages")
+        await eventually(lambda: two.core.fetcher.quarantined_pages == 0, "no late pages")
         assert stuck.written and late
         for node in (one, two, decode, kvstore):
             await node.wait_idle()
