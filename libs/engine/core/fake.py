@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +32,25 @@ from slipstream.errors import DataCorrupt
 Allowed = npt.NDArray[np.signedinteger[Any]]
 # Returns the token after a history in place of the hashed one, so that tests can script answers.
 NextToken = Callable[[TokenArray, SamplingParams], int]
+_MOST_GROWN_BLOCKS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _FakeBlock:
+    """Tokens of a block, 4 bytes each, with the state after each token and the bytes of the rows."""
+
+    tokens: bytes = b""
+    states: tuple[bytes, ...] = ()
+    content: bytes = b""
+
+    def extended(self, before: bytes, tokens: bytes, row_bytes: int) -> _FakeBlock:
+        """The block of `tokens`, which begin with those of this one. `before`: the state before the block."""
+        state, states = (self.states or (before,))[-1], list(self.states)
+        for at in range(len(self.tokens), len(tokens), 4):
+            state = hashlib.blake2b(state + tokens[at : at + 4], digest_size=16).digest()
+            states.append(state)
+        rows = (_stretch(state, row_bytes) for state in states[len(self.states) :])
+        return _FakeBlock(tokens, tuple(states), self.content + b"".join(rows))
 
 
 class FakeModel:
@@ -53,6 +73,7 @@ class FakeModel:
         self._next_token = next_token
         self._pace_s_per_token = pace_s_per_token
         self._sleep = sleep
+        self._grown: dict[bytes, _FakeBlock] = {}  # by the state before the block
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         chains = [self._compute(r, stop) for r in rows]
@@ -67,46 +88,65 @@ class FakeModel:
                 token = self.token_after(r.tokens[: j + 1], r.params, chain[j])
                 tokens.append(_nearest(token, allowed.get(len(tokens)), r.params.banned_token_ids))
                 logprobs.append(self._logprobs(tokens[-1], r.params.logprobs))
+        if not batch.want_features:
+            return StepResult(tokens, logprobs, None)
         features = np.concatenate(
             [self._feature(state) for r, c in zip(rows, chains, strict=True) for state in c[-r.n_rows :]]
         )
-        return StepResult(tokens, logprobs, features if batch.want_features else None)
+        return StepResult(tokens, logprobs, features)
 
     def token_after(self, history: TokenArray, params: SamplingParams, state: bytes | None = None) -> int:
         """The token that this model emits after `history`."""
         if self._next_token is not None:
             return self._next_token(history, params)
-        state = state if state is not None else _chain(history, self.info.block_tokens)[-1]
+        state = state if state is not None else self._blocks(history)[-1].states[-1]
         seed = params.seed if params.temperature > 0 else 0
         digest = hashlib.blake2b(state + struct.pack("<Q", seed), digest_size=8).digest()
         return int.from_bytes(digest, "little") % self.info.vocab_size
 
     def page_content(self, tokens: TokenArray, block: int) -> bytes:
         """The bytes that a page with block `block` of `tokens` must have, for comparisons in tests."""
-        states = _chain(tokens, self.info.block_tokens)
-        start = block * self.info.block_tokens
-        return b"".join(self._row(state) for state in states[start : start + self.info.block_tokens])
+        return self._blocks(tokens)[block].content
 
     def _compute(self, r: SequenceRows, stop: StopFlag) -> list[bytes]:
         """Check the KV that the rows attend to and write theirs. Returns the chain over all tokens."""
-        states = _chain(r.tokens, self.info.block_tokens)
+        states: list[bytes] = []
         first = len(r.tokens) - r.n_rows
-        for start in range(0, len(states), self.info.block_tokens):
+        for index, block in enumerate(self._blocks(r.tokens)):
             if stop.is_set:
                 raise StepAborted
-            end = min(start + self.info.block_tokens, len(states))
-            base = r.pages[start // self.info.block_tokens] * self.info.page_bytes
-            known = b"".join(self._row(state) for state in states[start : min(end, first)])
-            if self.memory[base : base + len(known)] != known:
-                block = start // self.info.block_tokens
-                raise DataCorrupt(f"{r.seq_id}: the KV of block {block} is not that of its tokens")
-            for i in range(max(start, first), end):
-                at = base + (i - start) * self._row_bytes
-                self.memory[at : at + self._row_bytes] = self._row(states[i])
+            n_known = max(0, first - len(states)) * self._row_bytes
+            base = r.pages[index] * self.info.page_bytes
+            known, new = block.content[:n_known], block.content[n_known:]
+            if bytes(self.memory[base : base + len(known)]) != known:
+                raise DataCorrupt(f"{r.seq_id}: the KV of block {index} is not that of its tokens")
+            base += len(known)
+            self.memory[base : base + len(new)] = new
+            states += block.states
         return states
 
-    def _row(self, state: bytes) -> bytes:
-        return _stretch(state, self._row_bytes)
+    def _blocks(self, tokens: TokenArray) -> list[_FakeBlock]:
+        """The blocks of the history; the last one may be a part of a block."""
+        blocks: list[_FakeBlock] = []
+        state = b""
+        for start in range(0, len(tokens), self.info.block_tokens):
+            part = np.asarray(tokens[start : start + self.info.block_tokens], "<u4").tobytes()
+            if len(part) == 4 * self.info.block_tokens:
+                blocks.append(_whole_block(state, part, self._row_bytes))
+            else:
+                blocks.append(self._grown_block(state, part))
+            state = blocks[-1].states[-1]
+        return blocks
+
+    def _grown_block(self, state: bytes, part: bytes) -> _FakeBlock:
+        """A part of a block, made from that of the step before: a step mostly adds one token."""
+        known = self._grown.get(state, _FakeBlock())
+        if not part.startswith(known.tokens):
+            known = _FakeBlock()
+        grown = self._grown[state] = known.extended(state, part, self._row_bytes)
+        if len(self._grown) > _MOST_GROWN_BLOCKS:
+            del self._grown[next(iter(self._grown))]
+        return grown
 
     def _feature(self, state: bytes) -> FloatArray:
         raw = np.frombuffer(_stretch(state, max(self.info.feature_width, 1)), dtype=np.uint8)
@@ -190,23 +230,10 @@ def expected_tokens(
     return history[len(prompt) :]
 
 
-def _chain(tokens: TokenArray, block_tokens: int) -> list[bytes]:
-    """The state after each token. Blocks are computed separately, so that equal prefixes cost once."""
-    states: list[bytes] = []
-    state = b""
-    for start in range(0, len(tokens), block_tokens):
-        states += _block_states(state, np.asarray(tokens[start : start + block_tokens], "<u4").tobytes())
-        state = states[-1]
-    return states
-
-
-@lru_cache(maxsize=16384)
-def _block_states(state: bytes, block: bytes) -> tuple[bytes, ...]:
-    states = []
-    for at in range(0, len(block), 4):
-        state = hashlib.blake2b(state + block[at : at + 4], digest_size=16).digest()
-        states.append(state)
-    return tuple(states)
+@lru_cache(maxsize=4096)
+def _whole_block(state: bytes, tokens: bytes, row_bytes: int) -> _FakeBlock:
+    """The block after the state. Equal prefixes cost once."""
+    return _FakeBlock().extended(state, tokens, row_bytes)
 
 
 @lru_cache(maxsize=65536)
