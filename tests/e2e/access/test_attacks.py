@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -210,11 +209,6 @@ def test_the_command_undoes_a_drain_of_either_kind(keyed: KeyedCluster) -> None:
     answers(keyed)
 
 
-def until_logged(log: Path, text: str) -> None:
-    """The supervisor writes the file a moment after the process wrote its line."""
-    until(lambda: text in log.read_text(), what=f"{text!r} in {log.name}")
-
-
 def test_a_drain_is_undone(keyed: KeyedCluster) -> None:
     for port in keyed.cluster.workers:
         for method, message in (
@@ -226,7 +220,6 @@ def test_a_drain_is_undone(keyed: KeyedCluster) -> None:
                 status = keyed.call(port, name, message, kind=CallerClass.OPERATOR)
                 assert status is grpc.StatusCode.OK, (port, method)
             assert keyed.cluster.status(port).draining == (method == "Drain")
-        log = keyed.cluster.run_dir / "logs" / f"{port}.log"
         for line in ("drained by operator tests at ipv4:127.0.0.1:", "undrained by operator tests at"):
-            until_logged(log, f"{port} is {line}")
+            keyed.cluster.until_logged(port, f"{port} is {line}")
         answers(keyed)

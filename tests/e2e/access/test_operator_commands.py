@@ -87,8 +87,7 @@ def test_drain_undrain_and_restart(operated: Operated) -> None:
     drained = operated.run("drain", "decode-1")
     assert drained.exit_code == 0, drained.exception
     until(lambda: operated.states().get("decode-1") == "draining", what=lambda: str(operated.states()))
-    log = (operated.cluster.run_dir / "logs" / "decode-1.log").read_text()
-    assert "decode-1 is drained by operator ops-anna" in log
+    operated.cluster.until_logged("decode-1", "decode-1 is drained by operator ops-anna")
     undrained = operated.run("undrain", "decode-1")
     assert undrained.exit_code == 0, undrained.exception
     until(lambda: operated.states().get("decode-1") == "ready", what=lambda: str(operated.states()))

@@ -112,10 +112,10 @@ def test_a_token_that_a_fake_worker_received_opens_no_other_process(keyed: Keyed
             if not port.endswith("public"):
                 status = keyed.call(port, "/slipstream.v1.WorkerService/GetStatus", kind=CallerClass.PEER)
                 assert status is grpc.StatusCode.OK, port
+        refusals = keyed.cluster.until_logged("prefill-0", "refuses peer router-0")
+        assert all("WARNING" in line and fake.endpoint in line for line in refusals)
         log = (keyed.cluster.run_dir / "logs" / "prefill-0.log").read_text()
-        refusals = [line for line in log.splitlines() if "refuses peer router-0" in line]
-        assert refusals and all("WARNING" in line and fake.endpoint in line for line in refusals)
-        assert not any(token.rpartition(":")[2] in line or token in line for line in log.splitlines())
+        assert token.rpartition(":")[2] not in log and token not in log
         answers(keyed)
     finally:
         fake.close()
@@ -124,7 +124,7 @@ def test_a_token_that_a_fake_worker_received_opens_no_other_process(keyed: Keyed
 def test_a_fake_worker_at_a_real_address_is_sent_nothing(keyed: KeyedCluster) -> None:
     """Its tokens go to the process that they are for."""
     announce(keyed, "decode-8", keyed.cluster.workers["decode-0"])
-    log = keyed.cluster.run_dir / "logs" / "router-0.log"
-    until(lambda: " is decode/decode-0" in log.read_text(), what="the router asked who is there")
-    assert "gets no requests" not in log.read_text()  # the process there accepts the token, and is another
+    keyed.cluster.until_logged("router-0", " is decode/decode-0")  # the router asked who is there
+    log = (keyed.cluster.run_dir / "logs" / "router-0.log").read_text()
+    assert "gets no requests" not in log  # the process there accepts the token, and is another
     answers(keyed)

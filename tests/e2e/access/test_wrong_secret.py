@@ -13,7 +13,7 @@ from slipstream.errors import Unavailable
 from slipstream.operator_access import operator_dial
 from supervisor.commands.status import show_status
 from tests.support.clusters.fake_engines import fake_engine_config
-from tests.support.clusters.local_cluster import LocalCluster, until
+from tests.support.clusters.local_cluster import LocalCluster
 from tests.support.fixture_dirs import lasting_dir
 
 WRONG = "prefill-1"
@@ -33,11 +33,6 @@ def misconfigured(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
             yield running
 
 
-def lines_of(cluster: LocalCluster, instance: str, words: str) -> list[str]:
-    log = (cluster.run_dir / "logs" / f"{instance}.log").read_text()
-    return [line for line in log.splitlines() if words in line]
-
-
 def status_of(cluster: LocalCluster, capsys: pytest.CaptureFixture[str], *, as_json: bool) -> str:
     capsys.readouterr()
     with pytest.raises(Unavailable, match=f"no answer from {WRONG}$"):
@@ -47,12 +42,10 @@ def status_of(cluster: LocalCluster, capsys: pytest.CaptureFixture[str], *, as_j
 
 def test_both_sides_warn_and_the_rest_serves(misconfigured: LocalCluster) -> None:
     named = f"{WRONG} at {misconfigured.workers[WRONG]} gets no requests"
-    until(lambda: lines_of(misconfigured, "router-0", named), what="the router names the worker")
-    until(lambda: lines_of(misconfigured, WRONG, "refuses peer router-0"), what="the worker names the router")
-    (warning, *more) = lines_of(misconfigured, "router-0", named)
+    (warning, *more) = misconfigured.until_logged("router-0", named)
     assert "WARNING" in warning
     assert "--cluster-secret-file differs" in warning
-    (refusal, *others) = lines_of(misconfigured, WRONG, "refuses peer router-0")
+    (refusal, *others) = misconfigured.until_logged(WRONG, "refuses peer router-0")
     assert "WARNING" in refusal and "--cluster-secret-file differs" in refusal
     # The router tries every two seconds; the logs have a line in thirty.
     assert len(more) <= 3 and len(others) <= 3

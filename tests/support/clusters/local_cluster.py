@@ -146,6 +146,20 @@ class LocalCluster:
         names = instances or tuple(process.instance for process in self.supervisor.record().processes)
         until(lambda: all(self.running(name, but=but) for name in names), what=f"{names} run")
 
+    def until_logged(self, instance: str, words: str) -> list[str]:
+        """Wait for a line with these words in the process's log; returns all such lines.
+
+        The supervisor writes the file a moment after the process wrote its line."""
+        log = self.run_dir / "logs" / f"{instance}.log"
+        found: list[str] = []
+
+        def is_logged() -> bool:
+            found[:] = [line for line in log.read_text(errors="replace").splitlines() if words in line]
+            return bool(found)
+
+        until(is_logged, what=f"{words!r} in {log.name}")
+        return found
+
     def held(self) -> dict[str, dict[str, int]]:
         """The ledgers with entries, by worker; empty when all are idle. A worker without an answer counts."""
         found: dict[str, dict[str, int]] = {}
