@@ -102,21 +102,21 @@ async def test_discovery_and_placements_need_no_other_right(client: EtcdClient) 
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "timeout_s"),
     [
-        ({"user": "", "password_file": None}, EtcdRefused),  # the certificate's name is no user
-        ({"tls": None}, EtcdUnavailable),
-        ({"certificate": False}, EtcdUnavailable),
+        ({"user": "", "password_file": None}, EtcdRefused, WAIT_S),  # the certificate's name is no user
+        ({"tls": None}, EtcdUnavailable, 1.0),
+        ({"certificate": False}, EtcdUnavailable, 1.0),
     ],
     ids=["no user", "no TLS", "no certificate"],
 )
 async def test_what_is_missing_is_refused(
-    access: EtcdAccess, change: dict[str, object], error: type[Exception]
+    access: EtcdAccess, change: dict[str, object], error: type[Exception], timeout_s: float
 ) -> None:
     if "certificate" in change:
         assert access.tls is not None
         change = {"tls": EtcdTls(access.tls.ca)}
-    stranger = replace(access, **change).open(timeout_s=3)  # type: ignore[arg-type]
+    stranger = replace(access, **change).open(timeout_s=timeout_s)  # type: ignore[arg-type]
     try:
         with pytest.raises(error):
             await stranger.get("/slipstream/v1/key")

@@ -66,7 +66,7 @@ async def test_a_server_notices_certificates_of_another_authority(
         async with Dial(caller)(host.endpoint) as channel:
             begin: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await begin(b"", timeout=5)
+                await begin(b"", timeout=60)
             return credential_fault(failed.value)
 
     try:
