@@ -19,7 +19,7 @@ from typing import Any
 
 # As `from_token`: no step runs, not even of a prompt.
 EVERYTHING = -1
-_POLL_S = 0.005
+_POLL_S = 0.02
 
 
 class Gate:

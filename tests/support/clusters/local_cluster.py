@@ -31,6 +31,7 @@ from tests.support.processes.process_checks import alive
 
 PATIENCE_S = 180.0
 REQUEST_S = 300.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.2
 
 
 def operator_tokens(run_dir: Path, wall_s: Callable[[], float]) -> TokenMinter:
@@ -42,12 +43,15 @@ def operator_tokens(run_dir: Path, wall_s: Callable[[], float]) -> TokenMinter:
 def until(
     condition: Callable[[], object], *, timeout_s: float = PATIENCE_S, what: str | Callable[[], str]
 ) -> None:
-    """Poll until `condition()` is true; AssertionError with `what` at the deadline."""
-    deadline = time.monotonic() + timeout_s
+    """Poll until `condition()` is true; AssertionError with `what` at the deadline.
+
+    A condition often asks every process, which costs more than the wait: the pauses grow."""
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what if isinstance(what, str) else what()}")
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
 def _patient_restores(config: ClusterConfig) -> dict[Role, list[str]]:

@@ -88,7 +88,7 @@ class Mesh:
         try:
             async with asyncio.timeout(WAIT_S):
                 while not holds(now := {name: await w.status() for name, w in self.workers.items()}):
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.05)
         except TimeoutError:
             ledgers = {name: str(status.ledger).split() for name, status in now.items()}
             raise AssertionError(f"not within {WAIT_S} s: {what}; {ledgers}") from None
