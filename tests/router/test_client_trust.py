@@ -30,7 +30,7 @@ OF_CLIENTS = replace(PEERS, ca=PEMS / "client-ca.pem")
 async def drain_code(endpoint: str, tls: TlsFiles, method: str = "Drain") -> grpc.StatusCode:
     async with dial(endpoint, tls=tls) as channel:
         request = getattr(worker_pb2, f"{method}Request")()
-        call: Any = getattr(worker_pb2_grpc.WorkerServiceStub(channel), method)(request, timeout=20)
+        call: Any = getattr(worker_pb2_grpc.WorkerServiceStub(channel), method)(request, timeout=60)
         code: grpc.StatusCode = await call.code()
         return code
 

@@ -86,7 +86,7 @@ async def test_a_new_authority_counts_for_clients_too(tmp_path: Path) -> None:
 
     async def echo(files: TlsFiles) -> bytes:
         async with dial(host.endpoint, tls=files) as channel:
-            stream: Any = channel.stream_stream(ECHO)(timeout=20)
+            stream: Any = channel.stream_stream(ECHO)(timeout=60)
             await stream.write(b"x")
             answer: bytes = await stream.read()
             return answer
@@ -134,7 +134,7 @@ async def test_peers_are_dialled_at_any_address_by_the_name_that_they_share(tmp_
         for server_name, is_served in (("", False), ("another", False), ("localhost", True)):
             async with dial(host.endpoint, tls=replace(files, server_name=server_name)) as channel:
                 begin: Any = channel.stream_stream(ECHO)
-                call = begin(iter([b"hello"]), timeout=20)
+                call = begin(iter([b"hello"]), timeout=60)
                 if is_served:
                     assert await call.read() == b"hello"
                 else:

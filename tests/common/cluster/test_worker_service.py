@@ -10,7 +10,7 @@ import pytest
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from slipstream.v1 import worker_pb2
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 class Call:

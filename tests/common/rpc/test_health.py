@@ -15,7 +15,7 @@ from slipstream.errors import NotFound
 from slipstream.rpc.dial import dial
 
 STATUS = health_pb2.HealthCheckResponse
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 def watch(health: HealthService, name: str) -> AsyncIterator[Any]:

@@ -16,7 +16,7 @@ from slipstream.rpc.dial import dial
 from tests.support.processes.process_checks import eventually
 from tests.support.recorded_spans import PARENT, KeptSpans, kept_spans, said
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 METADATA = (("traceparent", PARENT),)
 
 

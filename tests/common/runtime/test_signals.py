@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 # Prints what it does. It waits for a signal in a thread's work as a start does, or drains until it is killed.
 _PROGRAM = """

@@ -156,7 +156,7 @@ asyncio.run(transport.close())
 async def test_a_forked_child_cannot_use_the_transport_and_exits_normally(kind: str) -> None:
     command = [sys.executable, "-c", FORK.format(kind=kind)]
     done = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=30
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["7"], done.stderr
 

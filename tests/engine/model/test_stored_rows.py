@@ -133,7 +133,7 @@ def test_the_first_failed_job_is_raised_and_later_ones_do_not_run(tmp_path: Path
             failed.set()
 
     reader.submit(fail)
-    assert failed.wait(10)
+    assert failed.wait(60)
     with pytest.raises(ValueError, match="first"):
         reader.finish()
     reader.submit(lambda: ran.append(1))

@@ -21,7 +21,7 @@ from libs.engine.packed.shared_weights import PackedSource, open_shared_weights
 from libs.engine.packed.weight_store import MappedWeights, NewPackedFile, PrivateWeights, WeightStore
 from libs.engine.step.load_progress import LoadProgress
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 VALUES = torch.arange(1000, dtype=torch.float32)
 
 

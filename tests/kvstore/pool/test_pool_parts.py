@@ -273,7 +273,7 @@ def test_the_guard_closes_after_running_calls_and_refuses_new_ones() -> None:
     class Client:
         def batch_is_exist(self, names: list[str]) -> list[int]:
             entered.set()
-            assert leave.wait(10) and not closed.is_set()
+            assert leave.wait(60) and not closed.is_set()
             return [1] * len(names)
 
         def close(self) -> None:
@@ -283,11 +283,11 @@ def test_the_guard_closes_after_running_calls_and_refuses_new_ones() -> None:
     answers: list[list[bool]] = []
     caller = threading.Thread(target=lambda: answers.append(store.exist(["a"])))
     caller.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     assert not store.close(wait_s=0.05)  # a call hangs: the client stays open
     assert not closed.is_set()
     with pytest.raises(FailedPrecondition):
         store.exist(["b"])
     leave.set()
-    caller.join(10)
+    caller.join(60)
     assert answers == [[True]]

@@ -71,7 +71,7 @@ async def _run(
     pullers = await asyncio.to_thread(KilledPullers, url, folder)
     rng = random.Random(jobs)
     try:
-        async with asyncio.timeout(60 + jobs / 10):
+        async with asyncio.timeout(240 + jobs / 10):
             for kill in range(kills):
                 done = jobs * kill // (kills + 1)  # each kill comes while jobs run
                 while (await store.counts("alice")).succeeded < done:
