@@ -155,6 +155,9 @@ _GRAMMARS: dict[str, Callable[[], HttpRequest]] = {
     "schema, multipleOf 999983": lambda: _schema({"type": "integer", "multipleOf": 999_983}),
     "schema, 5000 choices": lambda: _schema({"enum": [f"v{n:08d}xyz" for n in range(5000)]}),
     "schema, most bytes": lambda: _schema({"description": "x" * (bounds.MAX_GRAMMAR_BYTES - _ROOM)}),
+    "schema, most bytes, 128 choices": lambda: _schema(
+        {"description": "x" * (bounds.MAX_GRAMMAR_BYTES - _ROOM)}, n=bounds.CHOICES.high
+    ),
     "regex of nested counts": lambda: chat([_USER], guided_regex="(a{1000}){1000}"),
     "regex, most bytes": lambda: chat([_USER], guided_regex="[a-\\uffff]" * 40_000),
     "128 strict tools": lambda: chat(
@@ -167,9 +170,9 @@ _GRAMMARS: dict[str, Callable[[], HttpRequest]] = {
 }
 
 
-def _schema(schema: Mapping[str, Any]) -> HttpRequest:
+def _schema(schema: Mapping[str, Any], **more: Any) -> HttpRequest:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    return chat([_USER], response_format=form)
+    return chat([_USER], response_format=form, **more)
 
 
 def _gzip_bomb(n_bytes: int) -> bytes:

@@ -29,13 +29,13 @@ from libs.common.runtime.heap import freeze_heap
 from services.router.api.http.content_encoding import decompress
 from services.router.api.openai.request import parse_chat, parse_completion
 from services.router.api.rpc.generate_message import parse_request
-from services.router.execution.generation import INLINE_CHARS
+from services.router.execution.generation import INLINE_CHARS, INLINE_MESSAGES
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.output_constraints import OutputConstraints
-from services.router.request.prompt import PromptDraft
+from services.router.request.prompt import PromptDraft, query_of
 from services.router.request.prompt_encoder import PromptEncoder
 from services.router.request.token_cache import TokenCache
-from services.router.request.types import GenerationRequest
+from services.router.request.types import ChatInput, GenerationRequest
 from services.router.request.validation import validate
 from slipstream import bounds
 from slipstream.errors import SlipstreamError
@@ -90,9 +90,14 @@ class Pieces:
             request = self._on_thread("parse", parse)
             self._on_thread("check", partial(self._validate, request))
             self._constrain(request)
-            draft_of = partial(PromptDraft.of, request, self._card, TokenCache(), tenant="t")
+            draft_of = partial(PromptDraft.of, request, self._card, TokenCache(), tenant="t", query=None)
+            if isinstance(request.input, ChatInput) and len(request.input.messages) > INLINE_MESSAGES:
+                query = query_of(request.input, self._card, tenant="t")
+                self._on_thread("render", partial(query.render, 0))
+                draft_of = partial(draft_of, query=query)
             draft = self._on_loop("draft", draft_of)
-            if draft.new_chars <= INLINE_CHARS:  # all of it at once
+            is_short = draft.new_chars <= INLINE_CHARS and draft.new_messages <= INLINE_MESSAGES
+            if is_short:  # all of it at once
                 del self.hold_ms["draft"]
                 self._on_loop("encode", lambda: draft_of().finish(draft.encode(), request_id="r"))
                 return "encoded"

@@ -44,6 +44,7 @@ class ChoiceRuns:
         self._is_streamed = is_streamed
         self._leaders = leaders_of(requests)
         self._has_token = [asyncio.Event() for _ in requests]
+        self._turns = asyncio.Lock()
         self._started: dict[int, RunningRequest] = {}
         self._events: asyncio.Queue[ChoiceEvents | errors.SlipstreamError] = asyncio.Queue(len(requests))
         self._tasks: list[asyncio.Task[None]] = []
@@ -124,7 +125,11 @@ class ChoiceRuns:
     async def _begin(self, index: int) -> RunningRequest:
         is_leader = self._leaders[index] == index
         run = await self._runs.begin(
-            self._requests[index], self._caller, n_bytes=self._n_bytes, is_checked=not is_leader
+            self._requests[index],
+            self._caller,
+            n_bytes=self._n_bytes,
+            is_checked=not is_leader,
+            first=self._started.get(0),
         )
         run.sink.wants_stats = self._wants_stats
         run.sink.holds_start = True
@@ -139,6 +144,8 @@ class ChoiceRuns:
             if leader != index:
                 await self._has_token[leader].wait()
             if run is None:
+                async with self._turns:
+                    await asyncio.sleep(0)  # others are served between two choices that begin
                 run = await self._begin(index)
             while True:
                 events = await run.sink.next_events()

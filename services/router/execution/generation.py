@@ -23,7 +23,8 @@ from services.router.execution.worker_selection import await_fingerprint
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
-from services.router.request.prompt import Encoded, Prompt, PromptDraft
+from services.router.request.chat_query import ChatQuery
+from services.router.request.prompt import Encoded, Prompt, PromptDraft, query_of
 from services.router.request.prompt_encoder import PromptEncoder
 from services.router.request.types import Caller, ChatInput, GenerationRequest
 from services.router.workers.prompt_delta import OutgoingPrompt
@@ -32,8 +33,9 @@ from slipstream.enum_names import finish_name
 from slipstream.sampling import OutputConstraint
 from slipstream.v1 import common_pb2, router_pb2
 
-# Longer texts are encoded off the event loop.
+# Longer texts, and more messages, are encoded off the event loop.
 INLINE_CHARS = 16_384
+INLINE_MESSAGES = 256
 
 
 async def encode_prompt(
@@ -45,9 +47,11 @@ async def encode_prompt(
     constraint: OutputConstraint | None = None,
 ) -> Prompt:
     """Encode a valid request. Raises InvalidArgument when the prompt exceeds the context."""
-    declaration = await _declare_tools(context, request, tenant)
-    draft = PromptDraft.of(request, context.card, context.token_cache, tenant=tenant, declaration=declaration)
-    if draft.new_chars <= INLINE_CHARS:
+    query = (
+        await _make_query(context, request.input, tenant) if isinstance(request.input, ChatInput) else None
+    )
+    draft = PromptDraft.of(request, context.card, context.token_cache, tenant=tenant, query=query)
+    if draft.new_chars <= INLINE_CHARS and draft.new_messages <= INLINE_MESSAGES:
         encoded = draft.encode()
     else:
         encoded = await _encode_in_steps(context, draft, tenant)
@@ -64,13 +68,24 @@ async def _encode_in_steps(context: RouterContext, draft: PromptDraft, tenant: s
     return encoded
 
 
-async def _declare_tools(context: RouterContext, request: GenerationRequest, tenant: str) -> str | None:
+async def _make_query(context: RouterContext, chat: ChatInput, tenant: str) -> ChatQuery:
+    """The conversation, with many messages that the cache lacks rendered off the event loop."""
+    query = query_of(
+        chat, context.card, tenant=tenant, declaration=await _declare_tools(context, chat, tenant)
+    )
+    if len(query.messages) > INLINE_MESSAGES:
+        first = context.token_cache.first_unknown(query)
+        if len(query.messages) - first > INLINE_MESSAGES:
+            await context.threads.run(tenant, partial(query.render, first))
+    return query
+
+
+async def _declare_tools(context: RouterContext, chat: ChatInput, tenant: str) -> str | None:
     """The text of the request's tools. Agents repeat their tools, so it is mostly cached."""
-    tools = request.input.tools if isinstance(request.input, ChatInput) else ()
-    if not tools:
+    if not chat.tools:
         return None
-    text = cached_tools_text(tools)
-    return text if text is not None else await context.threads.run(tenant, partial(tools_text, tools))
+    text = cached_tools_text(chat.tools)
+    return text if text is not None else await context.threads.run(tenant, partial(tools_text, chat.tools))
 
 
 @dataclass(slots=True)

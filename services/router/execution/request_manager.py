@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -64,10 +65,9 @@ class RequestManager:
         self._runs: dict[tuple[str, str], RunningRequest] = {}
         # One for each request that is over for its client and not yet released on its workers.
         self._release_tasks: set[asyncio.Task[None]] = set()
-        self._draining = False
         self._unread_timer: asyncio.TimerHandle | None = None  # while requests run
-        self._measuring = asyncio.Lock()
-        self._to_measure = 0
+        self._draining = False
+        self._measuring, self._to_measure = asyncio.Lock(), 0
 
     @property
     def held(self) -> int:
@@ -93,12 +93,18 @@ class RequestManager:
             raise errors.DeadlineExceeded("the request's deadline passed") from None
 
     async def begin(
-        self, request: GenerationRequest, caller: Caller, *, n_bytes: int = 0, is_checked: bool = False
+        self,
+        request: GenerationRequest,
+        caller: Caller,
+        *,
+        n_bytes: int = 0,
+        is_checked: bool = False,
+        first: RunningRequest | None = None,
     ) -> RunningRequest:
         """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
 
-        `n_bytes` is the size of the client's message; a long one is checked off the event loop. What
-        `is_checked`, another choice of a running request, is not checked again. A prompt that exceeds the
+        `n_bytes` is the size of the client's message; a long one is checked off the event loop. Other choices
+        have the constraint of the `first`; what `is_checked` is not checked again. A prompt that exceeds the
         context is InvalidArgument even under overload. A caller without a deadline gets the default one.
         """
         began_s, chars = self.context.clock(), request.text_chars
@@ -111,7 +117,7 @@ class RequestManager:
                 self._refuse_early(request, caller, chars)
             if not is_checked:
                 await self.read(caller, partial(self._check, request), n_bytes=n_bytes)
-            constraint = await self._constrain(request, caller)
+            constraint = await self._constrain(request, caller) if first is None else first.constraint
             self._check_draining()  # the router may have begun to drain during the wait
             if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
                 # Otherwise an overlong prompt would occupy the queue, or get a retryable refusal.
@@ -121,6 +127,7 @@ class RequestManager:
             key = (caller.tenant, request_id)
             await self._free_id(key, is_takeover=bool(request.resume_after_tokens) or caller.attempt > 1)
             run = RunningRequest(request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256)
+            run.constraint = constraint
             admission = self._admission(request, caller, request_id, chars)
             self.texts.take(caller.tenant, chars, is_job=caller.is_job)
             try:
@@ -143,7 +150,7 @@ class RequestManager:
         self.jobs.add(run, caller, self.jobs.live_arrived(caller), began_s=began_s)
         run.trail = self._record(run, caller, began_s)
         self._watch_unread()
-        work = execute(run, partial(self._make_generation, run, request, caller, constraint, began_s))
+        work = execute(run, partial(self._make_generation, run, request, caller, began_s))
         task = run.start(work, deadline_s=caller.deadline_s)
         task.add_done_callback(partial(self._ended, run, key, chars))
         return run
@@ -230,12 +237,9 @@ class RequestManager:
             is_unread = run.sink.unread_s >= service_bounds.UNREAD_SUSPEND_S
             if is_unread and (run.sink.is_full or self.gate.controller.waiting):
                 run.suspend()
-            suspended[tenant] += run.is_suspended and run.hold is None
-            if (
-                run.is_suspended
-                and run.hold is None
-                and suspended[tenant] > service_bounds.MAX_TENANT_SUSPENDED
-            ):
+            counts = run.is_suspended and run.hold is None
+            suspended[tenant] += counts
+            if counts and suspended[tenant] > service_bounds.MAX_TENANT_SUSPENDED:
                 run.end(errors.Aborted("too many answers of this tenant are not read"))
         self._watch_unread()
 
@@ -254,7 +258,6 @@ class RequestManager:
         run: RunningRequest,
         request: GenerationRequest,
         caller: Caller,
-        constraint: OutputConstraint | None,
         began_s: float,
     ) -> GenerationTask:
         generation = run.generation = GenerationTask(
@@ -266,7 +269,7 @@ class RequestManager:
             worker_request_id=f"{run.request_id}.{os.urandom(6).hex()}",
             sink=run.sink,
             ticket=run.ticket,
-            constraint=constraint,
+            constraint=run.constraint,
             spawn=run.spawn_release,
             began_s=began_s,
             trail=run.trail,
@@ -287,8 +290,8 @@ class RequestManager:
         chars = request.text_chars  # held meanwhile, as while it runs
         self.texts.take(caller.tenant, chars, is_job=caller.is_job)
         try:
+            make = partial(self._constraints.make, request)
             async with asyncio.timeout_at(caller.deadline_s):
-                make = partial(self._constraints.make, request)
                 return await self._grammar_thread.run(caller.tenant, make, admitted=False)
         except TimeoutError:
             raise errors.DeadlineExceeded("the request's deadline passed") from None
@@ -328,10 +331,9 @@ class RequestManager:
             return
         self._to_measure += 1
         try:
-            async with asyncio.timeout_at(caller.deadline_s), self._measuring:
-                await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
-        except TimeoutError:
-            pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(caller.deadline_s), self._measuring:
+                    await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
         finally:
             self._to_measure -= 1
 
@@ -383,8 +385,7 @@ class RequestManager:
         if not run.releasing:
             self._released(run, key, chars)
             return
-        release = asyncio.create_task(self._wait_released(run, key, chars))
-        self._release_tasks.add(release)
+        self._release_tasks.add(release := asyncio.create_task(self._wait_released(run, key, chars)))
         release.add_done_callback(self._release_tasks.discard)
 
     async def _wait_released(self, run: RunningRequest, key: tuple[str, str], chars: int) -> None:

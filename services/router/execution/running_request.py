@@ -19,6 +19,7 @@ from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
 from slipstream import errors
+from slipstream.sampling import OutputConstraint
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class RunningRequest:
         self.sink = ResponseQueue()
         self.released = asyncio.Event()
         self.generation: GenerationTask | None = None  # while the request is admitted and not over
+        self.constraint: OutputConstraint | None = None  # what the answer may be
         self.ticket: AdmissionTicket | None = None
         self.metered: MeteredRequest | None = None
         self.hold: JobHold | None = None  # of a job

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+
+import msgspec
 
 from libs.common.radix.node import RadixNode
 from services.router.request.message_key import (
@@ -16,6 +19,8 @@ from services.router.request.message_key import (
     RawMessage,
     label_of,
     message_bytes,
+    raw_of,
+    reasoning_of,
 )
 
 ID_BYTES = 4  # a token id, as little-endian u32
@@ -34,6 +39,25 @@ class NodeHashes:
 
     chain: tuple[bytes, int] | None = None
     hashes: list[bytes] = field(default_factory=list)
+
+
+class NewMessage(msgspec.Struct, frozen=True, gc=False):
+    """A message that the cache lacks, as a node keeps it."""
+
+    key: MessageKey
+    raw: RawMessage | None
+    reasoning: int
+    ids: bytes
+    n_bytes: int
+
+    @classmethod
+    def of(
+        cls, key: MessageKey, message: Mapping[str, Any] | None, ids: bytes, *, keeps_reasoning: bool
+    ) -> NewMessage:
+        """`message`: as the request has it; None for the header. `ids` are packed."""
+        raw = None if message is None else raw_of(message)
+        reasoning = NO_REASONING if message is None else reasoning_of(message, kept=keeps_reasoning)
+        return cls(key, raw, reasoning, ids, message_bytes(key, raw, n_tokens=len(ids) // ID_BYTES))
 
 
 class MessageNode(RadixNode):
@@ -84,17 +108,17 @@ class MessageNode(RadixNode):
                 return found - at
         return n
 
-    def append(self, key: MessageKey, raw: RawMessage | None, reasoning: int, ids: bytes) -> None:
-        """Append a message."""
-        n_tokens = len(ids) // ID_BYTES
-        self.keys.append(key)
-        self.raw.append(raw)
-        self.reasoning.append(reasoning)
-        self.ends.append((self.ends[-1] if self.ends else self.begin) + n_tokens)
-        n_bytes = message_bytes(key, raw, n_tokens=n_tokens)
-        self.sizes.append(n_bytes)
-        self.content_bytes += n_bytes
-        self.ids += ids
+    def extend(self, messages: Sequence[NewMessage]) -> None:
+        """Append messages."""
+        sizes = [message.n_bytes for message in messages]
+        self.keys += [message.key for message in messages]
+        self.raw += [message.raw for message in messages]
+        self.reasoning += bytes([message.reasoning for message in messages])
+        n_tokens = [len(message.ids) // ID_BYTES for message in messages]
+        self.ends += itertools.islice(itertools.accumulate(n_tokens, initial=self.end), 1, None)
+        self.sizes += sizes
+        self.content_bytes += sum(sizes)
+        self.ids += b"".join([message.ids for message in messages])
 
     # ---- the tree
 

@@ -36,7 +36,8 @@ from libs.text.special_tokens import (
 )
 from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
-from services.router.request.message_node import ID_BYTES
+from services.router.request.chat_query import ChatQuery
+from services.router.request.message_node import ID_BYTES, NewMessage
 from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import (
     CachedChat,
@@ -53,8 +54,8 @@ from services.router.request.validation import check_context
 from slipstream.sampling import OutputConstraint
 from slipstream.v1 import common_pb2
 
-# Packed ids of the messages that the cache lacks, and of what follows them.
-Encoded: TypeAlias = tuple[list[bytes], bytes]
+# The messages that the cache lacks, and the packed ids of what follows them.
+Encoded: TypeAlias = tuple[list[NewMessage], bytes]
 
 _MIN_TOP_P = 1e-6
 
@@ -121,9 +122,9 @@ class PromptDraft(msgspec.Struct, frozen=True):
         memory: TokenCache,
         *,
         tenant: str,
-        declaration: str | None = None,
+        query: ChatQuery | None = None,
     ) -> PromptDraft:
-        """Render a request. `declaration`: the `tools_text` of its tools, if the caller made it.
+        """Render a request. `query`: its `query_of`, if the caller made it.
 
         Raises InvalidArgument naming the field.
         """
@@ -131,25 +132,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
             return cls(request, card, memory, None, thinking=False)
         chat = request.input
         thinking = _reasons(chat, card)
-        messages = chat.messages[:-1] if chat.partial else chat.messages
-        kept_from = reasoning_kept_from(messages, thinking=thinking, keeps_all=chat.keeps_reasoning)
-        if declaration is None and chat.tools:
-            declaration = tools_text(chat.tools)
-        # Only messages that the cache does not have are rendered.
-        conversation = memory.look_up(
-            tenant,
-            messages,
-            lambda first, end: render_chat(
-                messages,
-                thinking=thinking,
-                first=first,
-                end=end,
-                kept_from=kept_from,
-                add_generation_prompt=False,
-            ),
-            header=tools_header(declaration) if declaration is not None else (),
-            kept_from=kept_from,
-        )
+        conversation = memory.look_up(query or query_of(chat, card, tenant=tenant))
         partial = render_partial(chat.messages, thinking=thinking) if chat.partial else ()
         return cls(request, card, memory, conversation, thinking, partial)
 
@@ -159,6 +142,11 @@ class PromptDraft(msgspec.Struct, frozen=True):
         if self.conversation is not None:
             return self.conversation.missing_chars + sum([len(segment.text) for segment in self.partial])
         return 0 if isinstance(self.request.input, ChatInput) else len(self.request.input.prompt)
+
+    @property
+    def new_messages(self) -> int:
+        """The number of messages to encode."""
+        return len(self.conversation.missing) if self.conversation is not None else 0
 
     @property
     def known_tokens(self) -> int:
@@ -173,7 +161,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
             messages = yield from encode(self.conversation, tokenizer.encode_pieces, special_id)
             if not self.partial:
                 return messages, _generation_prompt(tokenizer, self.thinking)
-            n_before = sum(map(len, messages)) // ID_BYTES
+            n_before = sum([len(message.ids) for message in messages]) // ID_BYTES
             segments = [(segment.control, segment.text) for segment in self.partial]
             tail = yield from encode_segments(
                 segments, tokenizer.encode_pieces, special_id, n_before=n_before
@@ -230,6 +218,30 @@ class PromptDraft(msgspec.Struct, frozen=True):
             sampling=sampling,
             _chat=chat_ids,
         )
+
+
+def query_of(chat: ChatInput, card: ModelCard, *, tenant: str, declaration: str | None = None) -> ChatQuery:
+    """The conversation of a request. `declaration`: the `tools_text` of its tools, if the caller made it."""
+    thinking = _reasons(chat, card)
+    messages = chat.messages[:-1] if chat.partial else chat.messages
+    kept_from = reasoning_kept_from(messages, thinking=thinking, keeps_all=chat.keeps_reasoning)
+    if declaration is None and chat.tools:
+        declaration = tools_text(chat.tools)
+    return ChatQuery(
+        tenant,
+        messages,
+        # Only messages that the cache does not have are rendered.
+        lambda first, end: render_chat(
+            messages,
+            thinking=thinking,
+            first=first,
+            end=end,
+            kept_from=kept_from,
+            add_generation_prompt=False,
+        ),
+        header=tools_header(declaration) if declaration is not None else (),
+        kept_from=kept_from,
+    )
 
 
 def default_seed(request_id: str) -> int:

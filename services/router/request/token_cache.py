@@ -14,9 +14,9 @@ conversations are evicted.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,37 +30,16 @@ from libs.common.block_hash import (
 )
 from libs.common.radix.lru import TenantLru
 from libs.common.radix.tree import RadixTree
-from libs.text.chat_template import Segment
+from services.router.request.chat_query import ChatQuery
 from services.router.request.cursor import PromptCursor
-from services.router.request.message_key import (
-    NO_REASONING,
-    MessageKey,
-    chars_of,
-    pieces_of,
-    raw_of,
-    reasoning_of,
-    split_messages,
-)
-from services.router.request.message_node import ID_BYTES, MessageNode, NodeHashes
+from services.router.request.message_key import MessageKey, chars_of, pieces_of
+from services.router.request.message_node import ID_BYTES, MessageNode, NewMessage, NodeHashes
 
 T = TypeVar("T")
 
 MAX_BYTES = 512 << 20
 MAX_TENANT_BYTES = 256 << 20
 TENANT_BYTES = 1400  # the size of a tenant's name, root and LRU list
-
-Render = Callable[[int, int | None], list[Segment]]
-
-
-@dataclass(slots=True)
-class _Query:
-    """The arguments of `look_up`."""
-
-    tenant: str
-    messages: Sequence[Mapping[str, Any]]
-    render: Render
-    header: Sequence[Segment]
-    kept_from: int
 
 
 @dataclass(slots=True)
@@ -72,7 +51,7 @@ class Conversation:
     `version` of the tree.
     """
 
-    query: _Query
+    query: ChatQuery
     cursor: PromptCursor
     known: list[tuple[bytearray, int]]
     n_known: int
@@ -184,109 +163,92 @@ class TokenCache:
         """The approximate memory of a tenant's conversations."""
         return self._lru.tenant_bytes(tenant)
 
-    def look_up(
-        self,
-        tenant: str,
-        messages: Sequence[Mapping[str, Any]],
-        render: Render,
-        *,
-        header: Sequence[Segment] = (),
-        kept_from: int | None = None,
-    ) -> Conversation:
-        """Match a conversation with the cached ones.
+    def first_unknown(self, query: ChatQuery) -> int:
+        """The first message that the cache lacks by its raw form: `look_up` may render those from it on."""
+        cursor = self._cursor(query)
+        if cursor.advance(query.header) < len(query.header):
+            return 0
+        return cursor.follow(query.messages, 0, kept_from=query.kept_from)
 
-        `header` is rendered before the messages. `render(n, end)` gives the segments of the messages from the
-        n-th up to before `end`; without `end` up to the last. `kept_from`: the first message whose reasoning
-        is rendered; None: that of no message is.
-        """
-        if kept_from is None:
-            kept_from = len(messages)
-        return self._look_up(_Query(tenant, messages, render, header, kept_from))
-
-    def _look_up(self, query: _Query) -> Conversation:
-        messages, root = query.messages, self._tree.roots.get(query.tenant)
-        cursor = PromptCursor([root if root is not None else MessageNode()])
+    def look_up(self, query: ChatQuery) -> Conversation:
+        """Match a conversation with the cached ones."""
+        messages, cursor = query.messages, self._cursor(query)
         missing: list[MessageKey] = []
         n_known = first = 0
         if query.header:
-            missing = split_messages(query.header)
-            n_known = cursor.advance(missing)
-            del missing[:n_known]
+            n_known = cursor.advance(query.header)
+            missing = query.header[n_known:]
             if missing:
-                missing += split_messages(query.render(0, None))
+                missing += query.keys(0)
         while not missing:
             first = cursor.follow(messages, first, kept_from=query.kept_from)
             # The next message may be cached in another raw form, so it is rendered alone first.
             is_single = first + 1 < len(messages) and cursor.has_next
-            missing = split_messages(query.render(first, first + 1 if is_single else None))
+            missing = query.keys(first, first + 1 if is_single else None)
             n_more = cursor.advance(missing)
             first += n_more
             del missing[:n_more]
             if not is_single:
                 break
             if missing:
-                missing += split_messages(query.render(first + 1, None))
+                missing += query.keys(first + 1)
         known = cursor.ids()
         return Conversation(query, cursor, known, n_known + first, missing, first, self._tree.version)
 
-    def finish(self, conversation: Conversation, encoded: Sequence[bytes], tail: bytes) -> CachedChat:
-        """Cache the ids that `encode` returned; returns all ids of the conversation.
+    def _cursor(self, query: ChatQuery) -> PromptCursor:
+        root = self._tree.roots.get(query.tenant)
+        return PromptCursor([root if root is not None else MessageNode()])
+
+    def finish(self, conversation: Conversation, new: Sequence[NewMessage], tail: bytes) -> CachedChat:
+        """Cache the messages that `encode` returned; returns all ids of the conversation.
 
         `tail`: the ids of what follows the last message.
         """
         known = [ids if n_bytes == len(ids) else ids[:n_bytes] for ids, n_bytes in conversation.known]
+        encoded = [message.ids for message in new]
         ids = unpack_ids(b"".join([*known, *encoded, tail]))
-        cursor = self._insert(conversation, encoded)
+        cursor = self._insert(conversation, new)
         parts = [(node.hashed, node.begin, end) for node, end in cursor.parts()] if cursor is not None else ()
         self._tree.make_room([conversation.query.tenant])
         return CachedChat(ids, (sum(map(len, encoded)) + len(tail)) // ID_BYTES, parts)
 
-    def _insert(self, conversation: Conversation, encoded: Sequence[bytes]) -> PromptCursor | None:
+    def _insert(self, conversation: Conversation, new: Sequence[NewMessage]) -> PromptCursor | None:
         """The position of the conversation's end; None if messages before the missing ones were evicted."""
         if conversation.version != self._tree.version:
-            current = self._look_up(conversation.query)
+            current = self.look_up(conversation.query)
             n_more = current.n_known - conversation.n_known  # cached by another request meanwhile
             if n_more < 0:
                 return None
-            conversation, encoded = current, encoded[n_more:]
+            conversation, new = current, new[n_more:]
         cursor, tenant = conversation.cursor, conversation.query.tenant
-        if conversation.missing:
+        if new:
             self._tree.roots.setdefault(tenant, cursor.path[0])
-            self._append(conversation, encoded)
+            end = self._tree.open_end(cursor.path, cursor.at, tenant)
+            end.extend(new)
+            self._tree.grew(end)
+            cursor.at = len(end.keys)
         self._lru.touch(cursor.path[1:], tenant)
         return cursor
-
-    def _append(self, conversation: Conversation, encoded: Sequence[bytes]) -> None:
-        """Insert the missing messages at the conversation's cursor, and move the cursor to their end."""
-        query, cursor = conversation.query, conversation.cursor
-        end = self._tree.open_end(cursor.path, cursor.at, query.tenant)
-        n_before = len(query.messages) - len(conversation.missing)
-        for i, (key, ids) in enumerate(zip(conversation.missing, encoded, strict=True), n_before):
-            if i < 0:  # the header
-                end.append(key, None, NO_REASONING, ids)
-                continue
-            message = query.messages[i]
-            end.append(key, raw_of(message), reasoning_of(message, kept=i >= query.kept_from), ids)
-        self._tree.grew(end)
-        cursor.at = len(end.keys)
 
 
 def encode(
     conversation: Conversation,
     encode_pieces: Callable[[str], Iterable[list[int]]],
     special_id: Callable[[str], int],
-) -> Generator[int, None, list[bytes]]:
-    """Encode the missing messages piece by piece; returns their ids, packed.
+) -> Generator[int, None, list[NewMessage]]:
+    """Encode the missing messages piece by piece; returns them as the cache keeps them.
 
     Yields the number of ids so far after each piece of text. Shares no state with the cache.
     """
-    packed: list[bytes] = []
+    query = conversation.query
+    new: list[NewMessage] = []
     n_ids = 0
-    for key in conversation.missing:
+    for index, key in enumerate(conversation.missing, len(query.messages) - len(conversation.missing)):
         ids = yield from encode_segments(pieces_of(key), encode_pieces, special_id, n_before=n_ids)
         n_ids += len(ids)
-        packed.append(pack_ids(ids))
-    return packed
+        message = query.messages[index] if index >= 0 else None  # None: of the header
+        new.append(NewMessage.of(key, message, pack_ids(ids), keeps_reasoning=index >= query.kept_from))
+    return new
 
 
 def encode_segments(

@@ -21,6 +21,7 @@ from services.router.api.openai import request as openai_request
 from services.router.api.rpc import generate_message, token_methods
 from services.router.execution import generation, request_manager
 from services.router.execution.request_manager import INLINE_BYTES
+from services.router.request import message_node, prompt
 from services.router.server import RouterServer
 from slipstream import bounds
 from slipstream.rpc.dial import dial
@@ -104,6 +105,22 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
     for name in steps:
         assert threading.get_ident() not in threads.of[name], name
     assert threads.of["_encode_piece"] - {threading.get_ident()}  # short texts are encoded where they are
+
+
+async def test_many_short_messages_are_rendered_and_encoded_off_the_event_loop(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,096 messages with tool calls held the loop for 62 ms, with few characters to encode."""
+    threads = Threads(monkeypatch)
+    threads.watch(prompt, "render_chat")
+    threads.watch(message_node, "message_bytes")
+    content = [{"role": "user", "content": "a"}] * (generation.INLINE_MESSAGES + 1)
+    url = f"http://{router.http_endpoint}/v1/chat/completions"
+    body = {"messages": content, "max_tokens": 1}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+        assert answer.status == 200, await answer.text()
+    assert threads.of.keys() == {"render_chat", "message_bytes"}
+    assert threading.get_ident() not in set.union(*threads.of.values())
 
 
 async def test_messages_about_tokens_are_parsed_off_the_event_loop(

@@ -24,7 +24,7 @@ from libs.common.block_hash import chain_hashes, tenant_salt
 from libs.text import chat_template
 from libs.text.chat_template import encode_chat
 from services.router.request.message_key import message_bytes
-from services.router.request.message_node import ID_BYTES, NODE_BYTES, MessageNode
+from services.router.request.message_node import ID_BYTES, NODE_BYTES, MessageNode, NewMessage
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.prompt import Prompt, PromptDraft
 from services.router.request.token_cache import TENANT_BYTES, TokenCache
@@ -273,9 +273,9 @@ def test_hashes_of_a_merged_child_are_dropped_if_the_parent_lacks_some() -> None
     """They would count as the hashes of earlier blocks."""
     for n_first, n_kept in ((0, 0), (1, 1), (2, 5)):
         first, child = MessageNode(), MessageNode()
-        first.append((True, "a"), None, 0, bytes(ID_BYTES * 2 * BLOCK_TOKENS))
+        first.extend([NewMessage((True, "a"), None, 0, bytes(ID_BYTES * 2 * BLOCK_TOKENS), n_bytes=0)])
         child.begin = first.end
-        child.append((True, "b"), None, 0, bytes(ID_BYTES * 3 * BLOCK_TOKENS))
+        child.extend([NewMessage((True, "b"), None, 0, bytes(ID_BYTES * 3 * BLOCK_TOKENS), n_bytes=0)])
         for node, n_hashes in ((first, n_first), (child, 3)):
             node.hashed.chain, node.hashed.hashes = (ROOTS[0], BLOCK_TOKENS), [b"h" * 16] * n_hashes
         first.absorb(child)

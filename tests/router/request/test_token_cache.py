@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from libs.common.block_hash import HashChain, chain_hashes, tenant_salt
 from libs.text.chat_template import Segment, encode_chat, render_chat
+from services.router.request.chat_query import ChatQuery
 from services.router.request.message_key import label_of
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt import Prompt, PromptDraft
@@ -85,7 +86,7 @@ def test_cached_messages_are_not_rendered_again(card: ModelCard) -> None:
             rendered.extend(range(first, len(messages) if end is None else end))
             return render_chat(messages, first=first, end=end, add_generation_prompt=False)
 
-        found = memory.look_up("t", messages, render)
+        found = memory.look_up(ChatQuery("t", messages, render))
         memory.finish(
             found, run_to_end(encode(found, card.tokenizer.encode_pieces, card.tokenizer.special_id)), b""
         )

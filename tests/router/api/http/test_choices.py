@@ -12,12 +12,14 @@ import pytest
 
 from services.router.request.choices import choice_seed
 from services.router.request.model_card import ModelCard
+from services.router.request.output_constraints import OutputConstraints
 from services.router.server import RouterServer
 from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, script
 from tests.router.support.fake_cluster import FakeCluster
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HI: Any = [{"role": "user", "content": "Where is my order? " * 20}]
 
 
@@ -85,6 +87,39 @@ async def test_a_client_that_leaves_ends_all_choices(
     for worker in cluster.decodes:
         worker.gate.set()
     await eventually(lambda: router.runs.held == 0 and not cluster.held)
+
+
+async def test_choices_share_their_constraint_and_begin_one_in_a_turn_of_the_event_loop(
+    http: aiohttp.ClientSession, router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127 choices with a long schema held the loop for 0.2 s: each looked it up, all at the first token."""
+    turns, began, made = 0, [], []
+    begin, make = router.runs.begin, OutputConstraints.make
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def noted_begin(*given: Any, **named: Any) -> Any:
+        began.append(turns)
+        return await begin(*given, **named)
+
+    def noted_make(*given: Any) -> Any:
+        made.append(given)
+        return make(*given)
+
+    monkeypatch.setattr(router.runs, "begin", noted_begin)
+    monkeypatch.setattr(OutputConstraints, "make", noted_make)
+    counting = asyncio.create_task(count_turns())
+    try:
+        answer = await ask(http, messages=HI, n=8, tools=[TOOL])
+    finally:
+        counting.cancel()
+    assert len(answer["choices"]) == 8
+    assert len(began) == len(set(began)) == 8
+    assert len(made) == 1
 
 
 async def test_lists_of_prompts_are_answered_in_order_with_the_echo(http: aiohttp.ClientSession) -> None:
