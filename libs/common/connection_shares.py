@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from libs.common.service_bounds import HTTP_ADDRESS_CONNECTIONS, TENANT_CONNECTIONS
+from libs.common.service_bounds import ADDRESS_CONNECTIONS, TENANT_CONNECTIONS
 from slipstream.errors import Overloaded
 from slipstream.rpc.hosts import is_loopback
 
@@ -16,7 +16,7 @@ class ConnectionShares:
     """The connections of a port by address and by tenant. Pure."""
 
     def __init__(
-        self, *, most_address: int = HTTP_ADDRESS_CONNECTIONS, most_tenant: int = TENANT_CONNECTIONS
+        self, *, most_address: int = ADDRESS_CONNECTIONS, most_tenant: int = TENANT_CONNECTIONS
     ) -> None:
         self.most_address = most_address
         self.most_tenant = most_tenant

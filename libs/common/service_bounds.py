@@ -15,13 +15,14 @@ from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 
 IDLE_CONNECTION_S = 30.0
 HTTP_CONNECTIONS = 4096
-HTTP_ADDRESS_CONNECTIONS = 1024
 # What a client has to take in WRITE_STALL_S: from asyncio's high to its low-water mark.
 HTTP_MIN_TAKEN_BYTES = 48 << 10
 # What the kernel keeps of an answer for a client that does not take it, beside what is on the way.
 HTTP_UNSENT_BYTES = 64 << 10
 # At each port, HTTP or gRPC.
 TENANT_CONNECTIONS = 1024
+ADDRESS_CONNECTIONS = 1024  # before their first key
+GRPC_KEYLESS_CHECK_S = 1.0
 WRITE_STALL_S = 30.0
 GRPC_RESET_S = 5.0
 UNREAD_SUSPEND_S = 1.0
@@ -161,10 +162,15 @@ _CONNECTIONS: tuple[_Row, ...] = (
     ),
     (
         "Connections of one address that is not loopback, before their first key (HTTP)",
-        f"{HTTP_ADDRESS_CONNECTIONS}",
+        f"{ADDRESS_CONNECTIONS}",
         "closed",
     ),
     ("Connections of one tenant with a key (HTTP)", f"{TENANT_CONNECTIONS}", "429, then closed"),
+    (
+        "Connections of one address that is not loopback, without a key (gRPC)",
+        f"{ADDRESS_CONNECTIONS}",
+        f"the newest are closed within {GRPC_KEYLESS_CHECK_S:g} s",
+    ),
     (
         "Connections of one tenant with a key that have calls, or had one lately (gRPC)",
         f"{TENANT_CONNECTIONS}",

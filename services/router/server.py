@@ -29,6 +29,7 @@ from libs.common.runtime.readiness import membership_figures
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.admission.grpc_connections import GrpcConnections
+from services.router.admission.keyless_connections import end_keyless
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.admin_server import make_admin_server
 from services.router.api.families import add_families
@@ -266,6 +267,7 @@ class RouterServer:
         await self._admin_http.start()
         self._tasks.append(asyncio.create_task(self._membership.follow_readiness(), name="readiness"))
         self._tasks.append(asyncio.create_task(self._follow_keys(), name="revoked-keys"))
+        self._tasks.append(asyncio.create_task(self._end_keyless(), name="keyless-connections"))
         self.jobs.start()
         self._membership.join()
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
@@ -335,6 +337,11 @@ class RouterServer:
         while True:
             await asyncio.sleep(_KEYS_CHECK_S)
             self.runs.end_revoked(self._options.tenants.counts)
+
+    async def _end_keyless(self) -> None:
+        """End connections that show no key; where none are configured, all clients are one tenant."""
+        if not self._options.tenants.open:
+            await end_keyless(self._connections, self.counters, port=self.host.port)
 
     def _measure(self, counters: Counters) -> Mapping[str, float]:
         measure_fleet(counters, self.fleet)

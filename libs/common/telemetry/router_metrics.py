@@ -23,6 +23,7 @@ REQUEST_METRICS: tuple[Metric, ...] = (
     counter("requests_finished_total", "Requests that ended with a finish reason.", "finish_reason"),
     counter("requests_failed_total", "Requests that ended with a server error."),
     counter("requests_refused_total", "Requests refused as invalid or over capacity."),
+    counter("grpc_connections_refused_total", "gRPC connections without a key closed at the bound."),
     counter("ignored_fields_total", "Fields of requests over HTTP that have no effect."),
     counter("requests_aborted_total", "Requests that their client ended."),
     counter("requests_suspended_total", "Times a request waited for a client to read."),

@@ -11,9 +11,11 @@ import grpc
 import pytest
 
 from services.router import ports
+from services.router.admission import accepted_sockets, grpc_connections
 from services.router.admission.grpc_connections import GrpcConnections
 from services.router.request.model_card import ModelCard
 from slipstream.errors import Overloaded
+from slipstream.rpc.hosts import host_of
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
@@ -74,6 +76,36 @@ def test_nothing_is_kept_of_refused_calls_and_closed_connections() -> None:
     assert dict(connections.shares.tenants) == {"b": 1}
 
 
+def test_an_address_has_its_share_of_connections_without_a_key_and_keeps_the_oldest() -> None:
+    connections = GrpcConnections(clock=_Clock(), most_address=2)
+    first, second, third = (("10.0.0.7", port) for port in (1, 2, 3))
+    other, mine = ("10.0.0.8", 1), ("127.0.0.1", 1)
+    assert not connections.keyless_excess([second, first, other, mine])
+    assert connections.keyless_excess([third, first, second, other]) == {third}
+    connections.begin_call("ipv4:10.0.0.7:2", "a")
+    assert not connections.keyless_excess([third, first, second])
+    assert connections.keyless_excess([first, ("10.0.0.7", 4), third]) == {("10.0.0.7", 4)}
+
+
+def test_a_loopback_address_has_no_bound_of_connections_without_a_key() -> None:
+    connections = GrpcConnections(clock=_Clock(), most_address=1)
+    assert not connections.keyless_excess([(host, port) for host in ("127.0.0.1", "::1") for port in (1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.7:50000", ("10.0.0.7", 50000)),
+        ("ipv6:%5B::1%5D:50000", ("::1", 50000)),
+        ("ipv6:[2001:db8::1]:50000", ("2001:db8::1", 50000)),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:50000", ("10.0.0.7", 50000)),
+        ("unix:/tmp/x", ("", 0)),
+    ],
+)
+def test_the_address_of_a_peer_is_that_of_its_socket(peer: str, address: tuple[str, int]) -> None:
+    assert accepted_sockets.address_of(peer) == address
+
+
 def established(port: int) -> int:
     """The open connections of a local port. gRPC's sockets for IPv4 are among those of IPv6."""
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
@@ -111,6 +143,35 @@ async def test_calls_on_connections_beyond_the_share_are_refused_and_these_are_c
         async with asyncio.timeout(60):  # the share comes back with the closed connections
             while await code(stubs[3], "key-a") == refused:
                 await asyncio.sleep(0.05)
+
+
+async def test_connections_of_an_address_beyond_its_share_end_unless_they_have_shown_a_key(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from another machine: of a loopback address there may be any number."""
+    monkeypatch.setattr(grpc_connections, "is_loopback", lambda host: False)
+    monkeypatch.setattr(ports, "GRPC_IDLE_CONNECTION_S", 600)
+    keys = tenant_keys({"key-a": "a"})
+    async with open_router(cluster, card, tenants=keys) as router, contextlib.AsyncExitStack() as stack:
+        router._connections.most_address = 2
+        host, port = host_of(router.host.endpoint), router.host.port
+        channels = [
+            await stack.enter_async_context(
+                grpc.aio.insecure_channel(router.host.endpoint, options=[("n", index)])
+            )
+            for index in range(3)
+        ]
+        for channel in channels:  # three with a key
+            stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+            await stub.ListModels(router_pb2.ListModelsRequest(), metadata=(("x-api-key", "key-a"),))
+        keyless = [await asyncio.open_connection(host, port) for _ in range(5)]
+        refused = "slipstream_grpc_connections_refused_total"
+        await eventually(lambda: router.counters.snapshot().get(refused, 0) == 3)
+        await eventually(lambda: established(port) == 5)
+        for channel in channels:
+            assert channel.get_state() == grpc.ChannelConnectivity.READY
+        for _, writer in keyless:
+            writer.close()
 
 
 async def test_without_keys_there_is_no_share(cluster: FakeCluster, card: ModelCard) -> None:

@@ -1,0 +1,34 @@
+"""Ends gRPC connections beyond the share of an address, as long as they show no key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from libs.common.service_bounds import GRPC_KEYLESS_CHECK_S
+from libs.common.telemetry.counters import Counters
+from libs.common.telemetry.paced_warnings import PacedWarnings
+from services.router.admission import accepted_sockets
+from services.router.admission.grpc_connections import GrpcConnections
+
+log = logging.getLogger(__name__)
+
+
+async def end_keyless(
+    connections: GrpcConnections, counters: Counters, *, port: int, every_s: float = GRPC_KEYLESS_CHECK_S
+) -> None:
+    """Look at the connections of a port until cancelled."""
+    warnings = PacedWarnings(log)
+    while True:
+        await asyncio.sleep(every_s)
+        # Fewer files cannot be more connections than one address may have.
+        if accepted_sockets.n_files() <= connections.most_address:
+            continue
+        clients = await asyncio.to_thread(accepted_sockets.clients_of, port)
+        excess = connections.keyless_excess(clients)
+        if not excess:
+            continue
+        await asyncio.to_thread(accepted_sockets.shut_down, port, excess)
+        counters.add("slipstream_grpc_connections_refused_total", len(excess))
+        for host in sorted({host for host, _ in excess}):
+            warnings.warn(host, f"{host} has too many gRPC connections without a key; the newest are closed")
