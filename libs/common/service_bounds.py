@@ -19,6 +19,8 @@ HTTP_CONNECTIONS = 4096
 HTTP_MIN_TAKEN_BYTES = 48 << 10
 # What the kernel keeps of an answer for a client that does not take it, beside what is on the way.
 HTTP_UNSENT_BYTES = 64 << 10
+# What waits in the process for such a client, with TLS too.
+HTTP_UNWRITTEN_BYTES = 64 << 10
 # At each port, HTTP or gRPC.
 TENANT_CONNECTIONS = 1024
 ADDRESS_CONNECTIONS = 1024  # before their first key
@@ -158,6 +160,11 @@ _CONNECTIONS: tuple[_Row, ...] = (
     (
         "What the kernel keeps of an answer that a client does not take (HTTP)",
         f"{HTTP_UNSENT_BYTES} bytes",
+        "the writer waits",
+    ),
+    (
+        "What the process keeps of it beside, with TLS too (HTTP)",
+        f"{HTTP_UNWRITTEN_BYTES} bytes",
         "the writer waits",
     ),
     (

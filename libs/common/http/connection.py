@@ -29,7 +29,12 @@ from libs.common.http.answer_watch import AnswerWatch
 from libs.common.http.failure import HttpRefusal
 from libs.common.http.http_errors import failure_response, new_request_id
 from libs.common.http.tls_handshake import Accepted, TlsHandshakes, read_in_small_pieces
-from libs.common.service_bounds import HTTP_CONNECTIONS, HTTP_UNSENT_BYTES, WRITE_STALL_S
+from libs.common.service_bounds import (
+    HTTP_CONNECTIONS,
+    HTTP_UNSENT_BYTES,
+    HTTP_UNWRITTEN_BYTES,
+    WRITE_STALL_S,
+)
 from libs.common.telemetry.counters import Counters
 from slipstream import errors
 from slipstream.rpc.tls import FilesVersion, TlsFiles
@@ -280,8 +285,11 @@ def _bound_unread(transport: asyncio.BaseTransport, stall_s: float) -> None:
     """Let the kernel end the connection when its client takes nothing for so long, and keep little for it.
 
     The keep-alive time-out alone does not: a transport that closes waits until its buffer is sent. The kernel
-    would keep up to 4 MB that no client takes, and an unread stream would look like one that is read.
+    would keep up to 4 MB that no client takes, and asyncio 512 KiB with TLS: an unread stream would look like
+    one that is read.
     """
+    if isinstance(transport, asyncio.WriteTransport):
+        transport.set_write_buffer_limits(high=HTTP_UNWRITTEN_BYTES)
     connection = transport.get_extra_info("socket")
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1e3))
