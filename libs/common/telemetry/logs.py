@@ -36,8 +36,13 @@ MAX_FIELD_CHARS = 512
 MAX_EXCEPTION_CHARS = 16_384
 # Such a value stands in a text line as it is; any other one is quoted as JSON.
 _PLAIN = re.compile(r"[!#-<>-~]+")
-# What a terminal obeys, or takes for the end of a line.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# What a terminal obeys, or takes for the end of a line. Below it, what has no width or turns the direction of
+# what follows: a line could look like another one.
+_CONTROL = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
+    r"\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    r"\u3164\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 
 
 @dataclass(slots=True)
@@ -203,7 +208,7 @@ def _cut(value: _Value, most_chars: int) -> _Value | str:
 
 def _escaped(text: str) -> str:
     """The text with its control characters as Python writes them."""
-    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _shown(value: object) -> str:

@@ -58,6 +58,14 @@ def test_text_lines_have_no_control_characters() -> None:
     assert line.endswith(r"x: \x1b]0;owned\x07 \r\n\x9b2J\u2028\ud800 é")
 
 
+@pytest.mark.parametrize(
+    "character", ["\u202e", "\u2066", "\u061c", "\u200b", "\u200d", "\ufeff", "\xad", "\u3164", "\U000e0041"]
+)
+def test_text_lines_have_no_characters_without_width_or_that_turn_the_direction(character: str) -> None:
+    line = LogFormatter(AS_TEXT).format(record_of(f"user{character}nimda"))
+    assert line.endswith(f"user{character.encode('unicode_escape').decode()}nimda") and line.isascii()
+
+
 def test_a_line_has_time_level_service_instance_logger_and_message() -> None:
     record = record_of("is\nslow")
     shown = "1970-01-01T00:00:01.500Z WARNING decode/decode-0 x: is\\nslow"
