@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.02
 # How long another process may pack before this one packs for itself: at least, and at a slow drive's speed.
 _LEAST_WAIT_S, _SLOW_BYTES_S = 20.0, 100e6
+# The process that packs touches the lock so often; others no longer wait for one that is silent for so long.
+_BEAT_S, _SILENCE_S = 1.0, 10.0
 _FREE_SHARE = 0.5  # of a disk's free space: how much of it a new file may take
 
 
@@ -41,8 +43,8 @@ def open_shared_weights(
 ) -> Iterator[WeightStore]:
     """A store for one load. One process packs at a time, and others wait for its file.
 
-    A directory that cannot be written, a full disk and a process that packs for too long leave the weights in
-    the memory of this process: sharing never fails a load.
+    A directory that cannot be written, a full disk and a process that packs for too long or is stopped leave
+    the weights in the memory of this process: sharing never fails a load.
     """
     with contextlib.ExitStack() as stack:
         store = _open(source, progress, stack, poll_s)
@@ -58,11 +60,14 @@ def _open(
 ) -> WeightStore:
     deadline_s = time.monotonic() + _LEAST_WAIT_S + source.expected_bytes / _SLOW_BYTES_S
     refused: tuple[int, int] | None = None  # the file that was found unusable
+    lock_path = source.path.with_name(f"{source.path.name}.lock")
+    beat: tuple[int, int] | None = None
+    beat_s = 0.0
     try:
         source.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             # Locked first: a file that another process finishes meanwhile is then seen.
-            has_lock = _lock(source.path.with_name(f"{source.path.name}.lock"), stack)
+            lock = _lock(lock_path, stack)
             found = _identity(source.path)
             if found is not None and found != refused:
                 mapped = _map(source, progress)
@@ -70,10 +75,17 @@ def _open(
                     stack.close()  # the lock
                     return mapped
                 refused = found
-            if has_lock:
+            if lock is not None:
+                stack.enter_context(_beating(lock))
                 return _new_file(source, stack)
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 raise TimeoutError("another process packs it for too long")
+            last, beat = beat, _identity(lock_path)
+            if beat != last:
+                beat_s = now_s
+            elif now_s - beat_s > _SILENCE_S:
+                raise TimeoutError("the process that packs it shows no sign of life")
             time.sleep(poll_s)
     except OSError as error:
         stack.close()
@@ -112,8 +124,27 @@ def _new_file(source: PackedSource, stack: contextlib.ExitStack) -> NewPackedFil
     return file
 
 
-def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Take the lock until the stack is closed, unless another process has it.
+@contextlib.contextmanager
+def _beating(lock: int) -> Iterator[None]:
+    """Touch the locked file meanwhile. The thread of a process that is stopped does not."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(_BEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(lock)
+
+    thread = threading.Thread(target=beat, name="packer-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _lock(path: Path, stack: contextlib.ExitStack) -> int | None:
+    """Take the lock until the stack is closed, and return its file; None if another process has it.
 
     Another user who can open the file could hold it for ever. A named pipe in its place does not wait.
     """
@@ -122,9 +153,9 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        return False
+        return None
     stack.callback(os.close, descriptor)
-    return True
+    return descriptor
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -65,7 +65,7 @@ class Trusted:
         }
 
     def sdk(self, key: str = "") -> Client:
-        return Client(self.cluster.grpc, api_key=key or self.key, tls=self.client, timeout_s=REQUEST_S)
+        return Client(self.cluster.grpc, api_key=key or self.key, tls=self.client, timeout_s=60)
 
     def https(self) -> http.client.HTTPSConnection:
         context = ssl.create_default_context(cafile=self.served.ca)

@@ -8,9 +8,11 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import CheckpointError
 from libs.engine.packed import packed_file, packed_key, shared_weights, weight_store
 from libs.engine.packed.file_memory import FileMemory
+from libs.engine.packed.shared_weights import PackedSource, open_shared_weights
+from libs.engine.packed.weight_store import PrivateWeights
 from libs.engine.step.batch import Batch
 from libs.engine.step.load_progress import LoadProgress
 
@@ -267,6 +271,47 @@ def test_a_process_waits_for_the_file_that_another_packs(
         monkeypatch.setattr("libs.engine.packed.shared_weights.time.monotonic", lambda: float(next(clock)))
         load(model, folder)  # the other one packs for ever
         assert len(packings) == 1 and not list(folder.glob("*.packed"))
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_process_waits_no_longer_for_a_packer_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_stopped: bool
+) -> None:
+    """One that packs touches the lock."""
+    source, now_s = source_of(tmp_path / "x.packed"), 0.0
+    lock_path = tmp_path / "x.packed.lock"
+
+    def sleep(pause_s: float) -> None:
+        nonlocal now_s
+        now_s += 1.0
+        if not is_stopped:
+            os.utime(lock_path, ns=(0, int(now_s)))
+
+    monkeypatch.setattr("libs.engine.packed.shared_weights.time.sleep", sleep)
+    monkeypatch.setattr("libs.engine.packed.shared_weights.time.monotonic", lambda: now_s)
+    with lock_path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with open_shared_weights(source, LoadProgress()) as store:
+            assert isinstance(store, PrivateWeights)
+    (line,) = caplog.messages
+    assert ("shows no sign of life" if is_stopped else "for too long") in line
+    assert now_s == 11 if is_stopped else now_s > 20
+
+
+def test_a_process_that_packs_touches_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libs.engine.packed.shared_weights._BEAT_S", 0.01)
+    with open_shared_weights(source_of(tmp_path / "x.packed"), LoadProgress()):
+        lock = tmp_path / "x.packed.lock"
+        os.utime(lock, ns=(0, 0))
+        deadline_s = time.monotonic() + 60
+        while not lock.stat().st_mtime_ns:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+
+def source_of(path: Path) -> PackedSource:
+    packer: Any = object()
+    return PackedSource(path, lambda: "key", 1, lambda memory: packer)
 
 
 def test_of_two_loads_at_once_one_packs(
