@@ -162,11 +162,7 @@ _CONNECTIONS: tuple[_Row, ...] = (
         f"{HTTP_UNSENT_BYTES} bytes",
         "the writer waits",
     ),
-    (
-        "What the process keeps of it beside, with TLS too (HTTP)",
-        f"{HTTP_UNWRITTEN_BYTES} bytes",
-        "the writer waits",
-    ),
+    ("What the process keeps of it (HTTP, TLS)", f"{HTTP_UNWRITTEN_BYTES} bytes", "the writer waits"),
     (
         "Connections of one address that is not loopback, before their first key (HTTP)",
         f"{ADDRESS_CONNECTIONS}",
