@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import math
-
 from libs.common import batch_bounds, worker_bounds
 from libs.common.api_bounds import API_SECTIONS
 from libs.common.job_bounds import JOBS
@@ -68,7 +66,7 @@ MAX_RUNNING_REQUESTS = 256
 TENANT_RESERVE_SHARE = 0.25  # further places, for tenants that have less than their share
 MAX_WAITING_REQUESTS = (256, 512, 1024, 64)
 MAX_WAIT_S = (30.0, 60.0, 300.0, 300.0)
-PROMOTE_AFTER_S = (0.0, 10.0, 60.0, math.inf)
+PROMOTE_AFTER_S = (0.0, 10.0, 60.0, 60.0)
 MAX_PREFILL_WAIT_S = 30.0
 MAX_PREEMPTIONS = 2
 MAX_PREEMPTION_VICTIMS = 8

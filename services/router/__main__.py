@@ -140,6 +140,7 @@ async def serve(options: RouterSettings) -> None:
         scaler_is_public=options.scaler_is_public,
         database=None if options.database is None else open_database(options.database),
         jobs_beside_live=options.jobs_beside_live,
+        jobs_longest_wait_s=options.jobs_longest_wait_s,
         webhook_hosts=parse_webhook_hosts(options.webhook_hosts),
         response_ttl_s=options.response_ttl_s,
         prices=options.prices,

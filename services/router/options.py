@@ -13,6 +13,7 @@ from services.router.api.access_log import AccessLog
 from services.router.api.api_keys import ApiKeys
 from services.router.autoscale.types import AutoscalePolicy
 from services.router.execution.context import RECOVERY_WAIT_S
+from services.router.jobs.types import LONGEST_WAIT_S
 from services.router.jobs.webhook_policy import WebhookHosts
 from services.router.request.prompt_salts import PromptSalts
 from services.router.workers.connection import SILENCE_S
@@ -56,6 +57,7 @@ class RouterOptions:
     autoscale: AutoscalePolicy = field(default_factory=AutoscalePolicy)
     scaler_is_public: bool = False
     jobs_beside_live: int = service_bounds.MAX_RUNNING_JOBS
+    jobs_longest_wait_s: float = LONGEST_WAIT_S
     webhook_hosts: WebhookHosts = field(default_factory=lambda: WebhookHosts({}))
     prices: Path | None = None
 

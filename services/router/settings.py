@@ -14,6 +14,7 @@ from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_JOBS, MAX_RUNNING_REQUESTS
 from libs.database.database import check_database_url
 from services.router.autoscale.settings import parse_aims, parse_limits
+from services.router.jobs.types import LONGEST_WAIT_S
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from slipstream.rpc.tls import TlsFiles
 
@@ -146,6 +147,10 @@ class RouterSettings(ServiceSettings):
         "most jobs that this router runs beside live requests, as long as these get no slower; 0 = none",
         default=MAX_RUNNING_JOBS,
         least=0,
+    )
+    jobs_longest_wait_s: float = setting(
+        "seconds after its submission from which a job goes on beside live requests, two at a time",
+        default=LONGEST_WAIT_S,
     )
     webhook_hosts: str = setting(
         "NAME[@NETWORK][,..] to which webhooks may go; a name without NETWORK has public addresses only",

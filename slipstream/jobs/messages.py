@@ -21,7 +21,10 @@ ENDED = frozenset(STATES) - {"queued", "running"}
 
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """A job as of one moment. `state`: queued, running, succeeded, failed, cancelled or expired."""
+    """A job as of one moment. `state`: queued, running, succeeded, failed, cancelled or expired.
+
+    One that is held runs, and waits for live requests with the tokens that it has.
+    """
 
     id: str
     state: str
@@ -36,6 +39,7 @@ class SubmittedJob:
     started_unix_s: float  # 0 before
     ended_unix_s: float  # 0 before
     expires_unix_s: float
+    is_held: bool = False
 
     @property
     def ended(self) -> bool:

@@ -139,6 +139,7 @@ class Job(_message.Message):
     STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
     ENDED_UNIX_S_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
+    IS_HELD_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     state: Global___JobState.ValueType
     path: _builtins.str
@@ -158,6 +159,8 @@ class Job(_message.Message):
     ended_unix_s: _builtins.float
     """0 before"""
     expires_unix_s: _builtins.float
+    is_held: _builtins.bool
+    """it runs and waits for live requests, with its tokens, as of the last seconds"""
     def __init__(
         self,
         *,
@@ -174,10 +177,11 @@ class Job(_message.Message):
         started_unix_s: _builtins.float = ...,
         ended_unix_s: _builtins.float = ...,
         expires_unix_s: _builtins.float = ...,
+        is_held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "created_unix_s", b"created_unix_s", "ended_unix_s", b"ended_unix_s", "error", b"error", "expires_unix_s", b"expires_unix_s", "group_id", b"group_id", "http_status", b"http_status", "id", b"id", "output_tokens", b"output_tokens", "path", b"path", "reference", b"reference", "started_unix_s", b"started_unix_s", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "created_unix_s", b"created_unix_s", "ended_unix_s", b"ended_unix_s", "error", b"error", "expires_unix_s", b"expires_unix_s", "group_id", b"group_id", "http_status", b"http_status", "id", b"id", "is_held", b"is_held", "output_tokens", b"output_tokens", "path", b"path", "reference", b"reference", "started_unix_s", b"started_unix_s", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

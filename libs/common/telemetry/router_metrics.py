@@ -93,6 +93,7 @@ JOB_METRICS: tuple[Metric, ...] = (
     counter("jobs_preempted_total", "Running jobs that went back to the queue for live requests."),
     gauge("jobs_held", "Jobs of this router that wait for live requests, with their tokens."),
     counter("job_holds_total", "Times that a job of this router left its workers for live requests."),
+    gauge("jobs_overdue", "Jobs that go on beside live requests because they have waited for too long."),
     gauge("jobs_beside_live", "Jobs that may run beside live requests; live latency sets it."),
     gauge("jobs_quiet_seconds", "Pause after live requests before jobs run; live latency sets it."),
     counter(

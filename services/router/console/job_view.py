@@ -91,6 +91,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "id": job.id,
         "tenant": job.tenant,
         "state": job.state.value,
+        "is_held": job.is_held,
         "path": job.path,
         "group": job.group_id,
         "reference": job.reference,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +19,8 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
 JOB_SHARE = 0.75
 # A job that live requests hold for longer goes to another router, without the tokens that it has.
 LONGEST_HOLD_S = 30.0
+# Jobs that have waited for too long go on beside live requests, so many at a time at each router.
+MOST_OVERDUE = 2
 # Characters of a prompt without a system message that stand for its common prefix.
 _PREFIX_CHARS = 1024
 
@@ -64,15 +66,16 @@ def retry_delay_s(failures: int, jitter: float) -> float:
     return longest_s * (0.5 + jitter / 2)
 
 
-def share_claims(waiting: Sequence[str], running: Mapping[str, int], n: int) -> dict[str, int]:
-    """How many of `n` jobs to claim of each tenant that has some waiting.
+def share_claims(waiting: Mapping[str, float], running: Mapping[str, int], n: int) -> dict[str, int]:
+    """How many of `n` jobs to claim of each tenant, by the time since when its oldest job waits.
 
     Each goes to the tenant with the fewest running, so that a tenant with many jobs delays no other one.
+    Among equals the oldest is first: a job waits for older jobs only, however many come after it.
     """
     counts = {tenant: running.get(tenant, 0) for tenant in waiting}
     shares: dict[str, int] = {}
     for _ in range(n if counts else 0):
-        tenant = min(counts, key=lambda name: (counts[name], name))
+        tenant = min(counts, key=lambda name: (counts[name], waiting[name], name))
         counts[tenant] += 1
         shares[tenant] = shares.get(tenant, 0) + 1
     return shares
@@ -127,6 +130,12 @@ class Headroom:
     beside_live: int = 0  # jobs that may run beside live requests; see pacing.py
     quiet_s: float = LONGEST_QUIET_S  # how long after live requests only these run
     is_draining: bool = False
+    overdue: int = 0  # jobs that have waited for too long; see overdue_jobs
+
+
+def overdue_jobs(submitted_unix_s: Iterable[float], *, now_unix_s: float, longest_wait_s: float) -> int:
+    """How many jobs go on whatever live requests do: those submitted so long ago, a few at a time."""
+    return min(MOST_OVERDUE, sum(now_unix_s - each >= longest_wait_s for each in submitted_unix_s))
 
 
 def jobs_allowed(room: Headroom, *, max_running: int) -> int:
@@ -134,10 +143,13 @@ def jobs_allowed(room: Headroom, *, max_running: int) -> int:
 
     More workers serve no job that waits for live requests to end, so autoscaling does not count it.
     """
-    if room.is_draining or room.live_waiting:
+    if room.is_draining:
         return 0
+    overdue = min(max_running, room.overdue)
+    if room.live_waiting:
+        return overdue
     if room.live_running or room.live_ended_s < room.quiet_s:
-        return min(max_running, room.beside_live)
+        return min(max_running, max(room.beside_live, overdue))
     return max_running
 
 
@@ -145,14 +157,14 @@ def jobs_on_workers(room: Headroom, *, running: int, max_running: int) -> int:
     """How many jobs may be on workers now, of which `running` are; the router holds the others.
 
     None while a live request waits; one more for each idle prefill worker. At least a quarter of the decode
-    workers' places is left to live requests.
+    workers' places is left to live requests. Overdue jobs wait for none of these.
     """
-    most = jobs_allowed(room, max_running=max_running)
+    allowed = jobs_allowed(room, max_running=max_running)
+    most = min(allowed, running + room.idle_prefills)
     if room.places:
         most = min(most, int(JOB_SHARE * room.places) - room.live_running)
-    if not room.is_ready:
-        most = min(most, running)
-    return max(0, min(most, running + room.idle_prefills))
+    most = max(0, most, min(allowed, room.overdue))
+    return most if room.is_ready else min(most, running)
 
 
 def jobs_to_give_back(room: Headroom, *, claimed: int, held: int, held_s: float) -> int:

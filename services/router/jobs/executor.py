@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from services.router.jobs.types import ClaimedJob, JobOutcome
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress
 
 
 class JobExecutor(Protocol):
@@ -23,5 +23,5 @@ class JobExecutor(Protocol):
     def limit(self, n: int) -> None:
         """Let the oldest `n` jobs run. The others leave their workers, keep their tokens and wait."""
 
-    def output_tokens(self) -> Mapping[str, int]:
-        """The progress of the running jobs, by id."""
+    def progress(self) -> Mapping[str, JobProgress]:
+        """What the running jobs have come to, by id."""

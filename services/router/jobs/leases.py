@@ -8,27 +8,29 @@ no job, so a result that comes late is dropped, and no wall clock decides who ow
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
-from services.router.jobs.decisions import NextState, after_loss, in_claim_order, share_claims
+from services.router.jobs.decisions import MOST_OVERDUE, NextState, after_loss, in_claim_order, share_claims
 from services.router.jobs.rows import end_job, marks
 from services.router.jobs.schema import JOB_SCHEMA
-from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress, JobState
 from slipstream.errors import FailedPrecondition
 
 # Changed in one transaction, so that none holds the file for long.
 _SWEPT_AT_ONCE = 200
 _MINE = "owner = ? AND attempt = ? AND state = 'running'"
-# Each tenant that has jobs queued, by one look into the index a tenant.
+# Each tenant that has jobs queued, and since when its first one waits: two looks into the index a tenant.
 _QUEUED_TENANTS = """WITH RECURSIVE queued(tenant) AS (
   SELECT MIN(tenant) FROM jobs WHERE state = 'queued'
   UNION ALL
   SELECT (SELECT MIN(jobs.tenant) FROM jobs WHERE state = 'queued' AND jobs.tenant > queued.tenant)
   FROM queued WHERE queued.tenant IS NOT NULL
-) SELECT tenant FROM queued WHERE tenant IS NOT NULL"""
+) SELECT tenant,
+  (SELECT MIN(not_before_unix_s) FROM jobs WHERE state = 'queued' AND jobs.tenant = queued.tenant)
+FROM queued WHERE tenant IS NOT NULL"""
 LOST_ERROR = "each router that ran the job was lost"
 JobKey = tuple[str, int]  # id and attempt
 
@@ -45,6 +47,7 @@ class Heartbeat:
     mine: frozenset[JobKey]  # the jobs that this owner still has
     queued: int
     running: int
+    oldest_unix_s: tuple[float, ...] = ()  # when the oldest jobs that can be claimed were submitted
 
 
 class JobLeases:
@@ -80,7 +83,7 @@ class JobLeases:
 
         def claim(tx: SqlTransaction) -> list[ClaimedJob]:
             _beat(tx, owner)
-            waiting = [row[0] for row in tx.execute(_QUEUED_TENANTS)]
+            waiting = {tenant: since_s for tenant, since_s in tx.execute(_QUEUED_TENANTS) if since_s <= now_s}
             shares = share_claims(waiting, _running_by_tenant(tx) if len(waiting) > 1 else {}, n)
             return [job for tenant, m in shares.items() for job in _claim_of(tx, owner, tenant, m, now_s)]
 
@@ -113,33 +116,43 @@ class JobLeases:
         return await self._database.run(finish, is_idempotent=True)
 
     async def give_back(self, owner: str, job_id: str, attempt: int, then: NextState) -> bool:
-        """Queue a job again after an attempt without a result. False where it is not this attempt's."""
-        not_before_s = self._now_s() + then.delay_s
+        """Queue a job again after an attempt without a result. False where it is not this attempt's.
+
+        Without a pause it keeps its place before younger jobs.
+        """
+        not_before_s = self._now_s() + then.delay_s if then.delay_s else 0.0
         sql = (
-            "UPDATE jobs SET state = 'queued', owner = '', not_before_unix_s = ?, failures = failures + ?"
+            "UPDATE jobs SET state = 'queued', owner = '', failures = failures + ?,"
+            " not_before_unix_s = CASE WHEN ? > not_before_unix_s THEN ? ELSE not_before_unix_s END"
             f" WHERE id = ? AND {_MINE} RETURNING id"
         )
-        values = (not_before_s, int(then.is_failure), job_id, owner, attempt)
+        values = (int(then.is_failure), not_before_s, not_before_s, job_id, owner, attempt)
         return bool(await self._database.run(lambda tx: tx.execute(sql, values), is_idempotent=True))
 
-    async def beat(self, owner: str, progress: Collection[tuple[str, int, int]] = ()) -> Heartbeat:
-        """Raise the beat and store the progress, rows of (id, attempt, tokens). Raises OwnerLost."""
+    async def beat(self, owner: str, progress: Mapping[JobKey, JobProgress] | None = None) -> Heartbeat:
+        """Raise the beat and store the progress of jobs. Raises OwnerLost."""
+        now_s = self._now_s()
 
         def beat(tx: SqlTransaction) -> Heartbeat:
             _beat(tx, owner)
-            for job_id, attempt, tokens in progress:
-                sql = f"UPDATE jobs SET output_tokens = ? WHERE id = ? AND {_MINE} AND output_tokens <> ?"
-                tx.execute(sql, (tokens, job_id, owner, attempt, tokens))
+            for (job_id, attempt), each in (progress or {}).items():
+                values = (each.output_tokens, int(each.is_held))
+                sql = (
+                    f"UPDATE jobs SET output_tokens = ?, is_held = ? WHERE id = ? AND {_MINE}"
+                    " AND (output_tokens <> ? OR is_held <> ?)"
+                )
+                tx.execute(sql, (*values, job_id, owner, attempt, *values))
             mine = tx.execute("SELECT id, attempt FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
             beats = tx.execute("SELECT owner, beat FROM job_owners")
             keys = frozenset((row[0], row[1]) for row in mine)
-            return Heartbeat(dict(beats), keys, *_queue(tx))
+            return Heartbeat(dict(beats), keys, *_queue(tx, now_s))
 
         return await self._database.run(beat)
 
     async def look(self) -> Heartbeat:
         """The queue, for a router that is no owner."""
-        return await self._database.read(lambda tx: Heartbeat({}, frozenset(), *_queue(tx)))
+        now_s = self._now_s()
+        return await self._database.read(lambda tx: Heartbeat({}, frozenset(), *_queue(tx, now_s)))
 
     async def take_over(self, owner: str, beat: int) -> int:
         """Remove an owner whose beat is still this one, and queue its jobs again; how many lost it."""
@@ -183,11 +196,16 @@ def _beat(tx: SqlTransaction, owner: str) -> None:
         raise OwnerLost("the jobs of this router were given to others")
 
 
-def _queue(tx: SqlTransaction) -> tuple[int, int]:
-    """(queued, running) of all tenants."""
+def _queue(tx: SqlTransaction, now_s: float) -> tuple[int, int, tuple[float, ...]]:
+    """(queued, running) of all tenants, and when the oldest jobs that can be claimed were submitted."""
     running = tx.execute("SELECT COUNT(*) FROM jobs WHERE state = 'running'")[0][0]
     live = tx.execute("SELECT COALESCE(SUM(live), 0) FROM job_tenants")[0][0]
-    return max(0, int(live) - running), running
+    oldest = tx.execute(
+        "SELECT created_unix_s FROM jobs WHERE state = 'queued' AND not_before_unix_s <= ?"
+        " ORDER BY id LIMIT ?",
+        (now_s, MOST_OVERDUE),
+    )
+    return max(0, int(live) - running), running, tuple(row[0] for row in oldest)
 
 
 def _running_by_tenant(tx: SqlTransaction) -> dict[str, int]:
@@ -210,7 +228,7 @@ def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float)
     )
     order = in_claim_order(oldest, [row[0] for row in alike])[:n]
     rows = tx.execute(
-        "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?"
+        "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?, is_held = 0"
         f" WHERE id IN ({marks(order)})"
         " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s, key_sha256",
         (owner, now_s, *order),

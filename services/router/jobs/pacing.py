@@ -84,7 +84,7 @@ class TrialBudget:
 
     def spend(self) -> None:
         """A live request has met what is on trial."""
-        self.left -= 1
+        self.left = max(0.0, self.left - 1)  # overdue jobs are met without asking
 
     @property
     def has_any(self) -> bool:

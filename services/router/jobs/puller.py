@@ -14,7 +14,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libs.common import service_bounds
 from libs.common.telemetry.counters import Counters
@@ -25,12 +25,13 @@ from services.router.jobs.decisions import (
     jobs_allowed,
     jobs_on_workers,
     jobs_to_give_back,
+    overdue_jobs,
 )
 from services.router.jobs.executor import JobExecutor
 from services.router.jobs.leases import Heartbeat, JobKey, JobLeases, OwnerLost
 from services.router.jobs.owner_watch import OwnerWatch
 from services.router.jobs.rows import count_ended
-from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+from services.router.jobs.types import LONGEST_WAIT_S, ClaimedJob, JobOutcome, JobProgress, JobState
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.backoff import Backoff
 
@@ -76,7 +77,9 @@ class JobPuller:
         instance: str,
         room: Callable[[], Headroom],
         clock: Callable[[], float],
+        wall_clock_s: Callable[[], float],
         counters: Counters,
+        longest_wait_s: float = LONGEST_WAIT_S,
         max_running: int = service_bounds.MAX_RUNNING_JOBS,
         beat_s: float = BEAT_S,
         lease_s: float = LEASE_S,
@@ -84,6 +87,8 @@ class JobPuller:
         self._leases = leases
         self._executor = executor
         self._instance = instance
+        self._longest_wait_s = longest_wait_s
+        self._wall_clock_s = wall_clock_s
         self._room = room
         self._clock = clock
         self._counters = counters
@@ -108,6 +113,17 @@ class JobPuller:
     def waiting(self) -> int:
         """Jobs that no router runs, as the last beat saw the queue of all routers."""
         return self._seen.queued
+
+    @property
+    def overdue(self) -> int:
+        """Jobs of this router and of the queue that go on whatever live requests do."""
+        mine = [running.job.created_unix_s for running in self._running.values()]
+        mine += [job.created_unix_s for job in self._claimed]
+        return overdue_jobs(
+            [*mine, *self._seen.oldest_unix_s],
+            now_unix_s=self._wall_clock_s(),
+            longest_wait_s=self._longest_wait_s,
+        )
 
     def gauges(self) -> dict[str, float]:
         """The metrics of the queue, of all routers together, as the last beat saw it."""
@@ -171,6 +187,7 @@ class JobPuller:
             found = await self._leases.claim(self._owner, most)
             self._counters.add("slipstream_jobs_claimed_total", len(found))
             self._claimed += found
+            self._seen = replace(self._seen, oldest_unix_s=())  # else a job would count twice as overdue
             n = self._pace()
         while self._claimed and self.running < n:
             self._begin(self._claimed.popleft())
@@ -298,8 +315,9 @@ class JobPuller:
         """
         owner, known = self._owner, frozenset(self._running)
         waiting = {(job.id, job.attempt) for job in self._claimed}
-        tokens = self._executor.output_tokens()
-        progress = [(*key, tokens[key[0]]) for key in known if key[0] in tokens]
+        by_id = self._executor.progress()
+        progress = {key: by_id[key[0]] for key in known if key[0] in by_id}
+        progress |= dict.fromkeys(waiting, JobProgress(is_held=True))
         seen = self._seen = await self._leases.beat(owner, progress)
         for key in known - seen.mine:
             if key in self._running:

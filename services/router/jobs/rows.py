@@ -14,13 +14,14 @@ from services.router.jobs.types import Job, JobCounts, JobState
 
 JOB_COLUMNS = (
     "id, tenant, state, path, reference, group_id, attempt, status, error, output_tokens,"
-    " created_unix_s, started_unix_s, ended_unix_s, expires_unix_s"
+    " created_unix_s, started_unix_s, ended_unix_s, expires_unix_s, is_held"
 )
 
 
 def job_of(row: Sequence[Any]) -> Job:
     """The job of a row of JOB_COLUMNS."""
-    return Job(row[0], row[1], JobState(row[2]), *row[3:])
+    state = JobState(row[2])
+    return Job(row[0], row[1], state, *row[3:-1], is_held=state is JobState.RUNNING and bool(row[-1]))
 
 
 def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:

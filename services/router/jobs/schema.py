@@ -75,5 +75,7 @@ JOB_SCHEMA = Schema(
             "CREATE INDEX IF NOT EXISTS job_notices_by_receiver"
             " ON job_notices (tenant, host, not_before_unix_s)",
         ),
+        # Of a running job, as of its router's last beat: whether it waits for live requests.
+        ("ALTER TABLE jobs ADD COLUMN is_held BIGINT NOT NULL DEFAULT 0",),
     ),
 )

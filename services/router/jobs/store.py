@@ -21,7 +21,7 @@ from slipstream.errors import FailedPrecondition, NotFound, Overloaded
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
 _CANCELLED_AT_ONCE = 500
 _ROW_BYTES = 1024
-_PLACES = ", ".join("?" * 25)
+_PLACES = ", ".join("?" * 26)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def _new_rows(
     ids: Sequence[str], tenant: str, requests: Sequence[JobRequest], now_s: float, key_sha256: str
 ) -> list[tuple[SqlValue, ...]]:
     rows = [_new_row(job_id, tenant, each, now_s) for job_id, each in zip(ids, requests, strict=True)]
-    return [(*row, key_sha256) for row in rows]
+    return [(*row, key_sha256, 0) for row in rows]
 
 
 def _new_row(job_id: str, tenant: str, request: JobRequest, now_s: float) -> tuple[SqlValue, ...]:

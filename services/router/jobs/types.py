@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 DEFAULT_EXPIRES_S = 86_400.0
 DEFAULT_RETENTION_S = 7 * 86_400.0
+# Jobs that were submitted so long ago wait for live requests no more.
+LONGEST_WAIT_S = 600.0
 
 
 class JobState(enum.StrEnum):
@@ -59,7 +61,10 @@ class JobRequest:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job without its bodies. Times are 0 before they are there; `status` is that of HTTP."""
+    """A job without its bodies. Times are 0 before they are there; `status` is that of HTTP.
+
+    One that is held runs, and waits for live requests.
+    """
 
     id: str
     tenant: str
@@ -75,6 +80,7 @@ class Job:
     started_unix_s: float
     ended_unix_s: float
     expires_unix_s: float
+    is_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +126,14 @@ class ClaimedJob:
     created_unix_s: float
     expires_unix_s: float
     key_sha256: bytes = b""  # of the API key that submitted it; empty: none
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """What a running job has come to. One that is held waits for live requests, with its tokens."""
+
+    output_tokens: int = 0
+    is_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

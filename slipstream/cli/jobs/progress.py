@@ -42,7 +42,8 @@ def print_jobs(jobs: Iterable[SubmittedJob], *, console: Console | None = None) 
     for job in jobs:
         made = datetime.fromtimestamp(job.created_unix_s).strftime("%m-%d %H:%M:%S")
         took = f"{job.ended_unix_s - job.created_unix_s:.1f}" if job.ended_unix_s else ""
-        texts = (job.id, job.group_id, job.reference, job.state, made)
+        state = f"{job.state} (held)" if job.is_held else job.state
+        texts = (job.id, job.group_id, job.reference, state, made)
         table.add_row(
             *[escape(text) for text in texts], str(job.http_status or ""), str(job.output_tokens), took
         )

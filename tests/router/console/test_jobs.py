@@ -13,7 +13,7 @@ import pytest
 from libs.database.database import Database, open_database
 from services.router.console.job_view import JobView
 from services.router.jobs.overview import JobFilter, JobOverview
-from services.router.jobs.types import JobState
+from services.router.jobs.types import JobProgress, JobState
 from services.router.request.model_card import ModelCard
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.rpc.caller_class import CallerClass
@@ -46,7 +46,7 @@ async def test_the_summary_counts_all_tenants_and_times_the_queue(tables: JobTab
     await tables.leases.register("r1.x")
     first, second = await tables.claim_one("r1.x"), await tables.claim_one("r1.x")
     await tables.finish("r1.x", first)
-    await tables.leases.beat("r1.x", [(second.id, second.attempt, 17)])
+    await tables.leases.beat("r1.x", {(second.id, second.attempt): JobProgress(17)})
     tables.now_s += 10
     found = await overview(tables).summary()
     assert (found.counts.queued, found.counts.running, found.counts.succeeded) == (2, 1, 1)

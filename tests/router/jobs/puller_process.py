@@ -17,7 +17,7 @@ from libs.database.database import open_database
 from services.router.jobs.decisions import Headroom
 from services.router.jobs.leases import JobLeases
 from services.router.jobs.puller import JobPuller
-from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress, JobState
 
 LEASE_S, BEAT_S = 1.5, 0.2
 
@@ -39,7 +39,7 @@ class HashExecutor:
 
     def limit(self, n: int) -> None: ...
 
-    def output_tokens(self) -> Mapping[str, int]:
+    def progress(self) -> Mapping[str, JobProgress]:
         return {}
 
 
@@ -65,6 +65,7 @@ async def serve(url: str, instance: str, log: Path) -> None:
         instance=instance,
         room=lambda: Headroom(True, 0, 0, 0, 64),
         clock=time.monotonic,
+        wall_clock_s=time.time,
         counters=Counters(),
         beat_s=BEAT_S,
         lease_s=LEASE_S,

@@ -14,7 +14,7 @@ from libs.common.telemetry.counters import Counters
 from libs.database.database import open_database
 from services.router.jobs.decisions import LONGEST_HOLD_S, Headroom
 from services.router.jobs.puller import JobPuller
-from services.router.jobs.types import ClaimedJob, JobOutcome, JobState
+from services.router.jobs.types import LONGEST_WAIT_S, ClaimedJob, JobOutcome, JobProgress, JobState
 from tests.router.jobs.stores import DONE, JobTables
 
 IDLE = Headroom(True, 0, 0, 8, 8)
@@ -38,8 +38,9 @@ class HeldExecutor:
     def limit(self, n: int) -> None:
         self.limits.append(n)
 
-    def output_tokens(self) -> Mapping[str, int]:
-        return dict.fromkeys(self.ends, 3)
+    def progress(self) -> Mapping[str, JobProgress]:
+        is_held = bool(self.limits) and not self.limits[-1]
+        return dict.fromkeys(self.ends, JobProgress(3, is_held))
 
     def finish_all(self) -> None:
         for end in self.ends.values():
@@ -63,8 +64,9 @@ class PullerRig:
             self.tables.leases,
             executor or self.executor,
             instance=instance,
-            room=lambda: self.room,
+            room=lambda: replace(self.room, overdue=self.pullers[-1].overdue if self.pullers else 0),
             clock=lambda: self.clock_s,
+            wall_clock_s=lambda: self.tables.now_s,
             counters=self.counters,
             beat_s=0.02,
             lease_s=10.0,
@@ -166,6 +168,34 @@ async def test_jobs_that_are_held_for_long_go_back_to_the_queue(rig: PullerRig) 
     assert rig.executor.begun[-1] == (newest, 2)
     rig.executor.finish_all()
     await rig.until_states(succeeded=2)
+
+
+async def test_a_job_that_waited_for_too_long_begins_beside_live_requests(rig: PullerRig) -> None:
+    rig.room = Headroom(True, 8, 3, 8, 0, live_ended_s=0.0)
+    rig.start("r1")
+    rig.tables.now_s += LONGEST_WAIT_S
+    [late] = await rig.tables.submit("late")
+    rig.tables.now_s += LONGEST_WAIT_S
+    await rig.tables.submit("young")
+    await rig.until_begun(1)
+    assert rig.executor.begun == [(late, 1)]
+    await rig.until_limit(1)
+    rig.executor.finish_all()
+    await rig.until_states(succeeded=1)
+    await rig.until_limit(0)
+    assert len(rig.executor.begun) == 1
+
+
+async def test_the_store_says_which_running_jobs_are_held(rig: PullerRig) -> None:
+    [job_id] = await rig.tables.submit("a")
+    rig.start("r1")
+    await rig.until_begun(1)
+    for room, is_held in ((replace(IDLE, live_waiting=1), True), (IDLE, False)):
+        rig.room = room
+        async with asyncio.timeout(30):
+            while (job := await rig.tables.store.get("alice", job_id)).is_held != is_held:
+                await asyncio.sleep(0.01)
+        assert job.state is JobState.RUNNING
 
 
 async def test_a_cancelled_job_stops_running(rig: PullerRig) -> None:

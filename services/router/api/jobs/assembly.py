@@ -47,6 +47,10 @@ class JobSettings(Protocol):
         """The most jobs that this router runs beside live requests."""
 
     @property
+    def jobs_longest_wait_s(self) -> float:
+        """After so long a job waits for live requests no more."""
+
+    @property
     def webhook_hosts(self) -> WebhookHosts:
         """Where webhooks may go."""
 
@@ -73,7 +77,9 @@ class RouterJobs:
                 instance=options.instance,
                 room=self._room,
                 clock=clock,
+                wall_clock_s=time.time,
                 counters=counters,
+                longest_wait_s=options.jobs_longest_wait_s,
             )
             runs.jobs.observer = self._pacing
             self._webhooks = WebhookSender(
@@ -105,6 +111,7 @@ class RouterJobs:
         return {
             **self._puller.gauges(),
             "slipstream_jobs_held": self._runs.jobs.held,
+            "slipstream_jobs_overdue": self._puller.overdue,
             "slipstream_job_holds_total": self._runs.jobs.n_held_total,
             "slipstream_jobs_beside_live": self._pacing.beside,
             "slipstream_jobs_quiet_seconds": self._pacing.quiet_s,
@@ -121,7 +128,8 @@ class RouterJobs:
     def _room(self) -> Headroom:
         gate = self._runs.gate
         capacity = gate.capacity()
-        beside = self._runs.jobs.beside = self._pacing.beside
+        beside, overdue = self._pacing.beside, self._puller.overdue if self._puller is not None else 0
+        self._runs.jobs.beside = max(beside, overdue)
         live_running, live_waiting = gate.controller.above(Priority.JOB)
         return Headroom(
             is_ready=readiness_of(self._runs, self._fleet) is READY,
@@ -133,4 +141,5 @@ class RouterJobs:
             beside_live=beside,
             quiet_s=self._pacing.quiet_s,
             is_draining=self._runs.draining,
+            overdue=overdue,
         )

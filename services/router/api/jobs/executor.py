@@ -13,7 +13,7 @@ from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
 from services.router.execution.request_manager import RequestManager
-from services.router.jobs.types import ClaimedJob, JobOutcome
+from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress
 from services.router.request.types import Caller
 from slipstream import bounds, errors
 
@@ -71,10 +71,13 @@ class AnswerExecutor:
         """See JobExecutor."""
         self._runs.jobs.set_limit(n)
 
-    def output_tokens(self) -> Mapping[str, int]:
-        """See JobExecutor."""
-        ids = self._ids
-        return {r.request_id: r.sink.completion_tokens for r in self._runs.running if r.request_id in ids}
+    def progress(self) -> Mapping[str, JobProgress]:
+        """See JobExecutor. The choices of a job are held together."""
+        return {
+            run.request_id: JobProgress(run.sink.completion_tokens, run.hold is not None and run.hold.is_held)
+            for run in self._runs.running
+            if run.request_id in self._ids
+        }
 
     def _caller(self, job: ClaimedJob) -> Caller:
         """A takeover, which waits until the workers hold nothing of an earlier attempt."""

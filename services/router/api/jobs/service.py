@@ -176,6 +176,7 @@ def _message_of(job: Job) -> jobs_pb2.Job:
         started_unix_s=job.started_unix_s,
         ended_unix_s=job.ended_unix_s,
         expires_unix_s=job.expires_unix_s,
+        is_held=job.is_held,
     )
 
 

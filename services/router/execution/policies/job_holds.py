@@ -97,7 +97,7 @@ class JobHold:
 
 
 class JobHolds:
-    """The jobs among the requests of a router, oldest first. Any number runs until a limit is set.
+    """The jobs among the requests of a router. Any number runs until a limit is set, then the oldest.
 
     The choices of one job are held together: they have one caller.
     """
@@ -135,7 +135,8 @@ class JobHolds:
         """
         self._limit = limit
         n_choices = 0
-        for holds in self._jobs.values():
+        oldest_first = sorted(self._jobs.values(), key=lambda holds: holds[0].caller.submitted_unix_s)
+        for holds in oldest_first:
             n_with = n_choices + len(holds)
             if limit is None or n_with <= limit or (limit and not n_choices):
                 n_choices = n_with

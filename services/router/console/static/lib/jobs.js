@@ -18,7 +18,8 @@ const STATES = {
 export const JOB_STATES = Object.entries(STATES).map(([name, { text }]) => [name, text]);
 
 /** `{ tone, text }` of a job's state. */
-export const stateOf = (job) => STATES[job.state] ?? { tone: "quiet", text: String(job.state) };
+export const stateOf = (job) => job.is_held ? { tone: "warn", text: "Running, held" }
+  : STATES[job.state] ?? { tone: "quiet", text: String(job.state) };
 
 /** Whether a job can still be cancelled. */
 export const isLive = (job) => job.state === "queued" || job.state === "running";
