@@ -58,6 +58,7 @@ from services.router.recording.recorder import RequestRecorder
 from services.router.request.model_card import ModelCard
 from services.router.request.token_cache import TokenCache
 from services.router.workers.awake_clock import AwakeClock
+from services.router.workers.context_limit import ContextLimit
 from services.router.workers.fleet import RouterFleet
 from services.router.workers.router_peers import RouterPeers
 from slipstream.errors import DeadlineExceeded, Overloaded
@@ -117,6 +118,7 @@ class RouterServer:
             region_ms=options.region_ms,
             silence_s=options.silence_s,
         )
+        card = replace(card, workers_context_tokens=ContextLimit(self.fleet))
         sessions = Sessions(placements)
         self._placements = placements
         self._memory = TokenCache()

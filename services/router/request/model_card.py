@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from slipstream.v1 import common_pb2
 _STATED = ("temperature", "top_p", "top_k")
 
 
+def _no_limit() -> int | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """The model served. `stop_token_ids` end an answer: Kimi's `<|im_end|>` and its equivalents.
@@ -28,7 +32,7 @@ class ModelCard:
     name: str
     tokenizer: Tokenizer
     vocab_size: int
-    max_context_tokens: int
+    model_context_tokens: int
     created_unix_s: int
     stop_token_ids: tuple[int, ...]
     tokenizer_digest: str  # the router uses no worker with another tokenizer
@@ -36,6 +40,13 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     thinks: bool = True
     model_dir: Path | None = None  # None: no grammar can be checked
+    workers_context_tokens: Callable[[], int | None] = _no_limit  # None: as the model's
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The tokens of a prompt and its answer: what the model has, or less where a worker takes less."""
+        of_workers = self.workers_context_tokens()
+        return self.model_context_tokens if of_workers is None else min(self.model_context_tokens, of_workers)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,7 +84,7 @@ def load_model_card(model_dir: Path, *, names: Sequence[str] = (), thinks: bool 
         name=names[0] if names else model_dir.resolve().name,
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,
-        max_context_tokens=context,
+        model_context_tokens=context,
         created_unix_s=int((model_dir / "config.json").stat().st_mtime),
         stop_token_ids=tuple(sorted(stops)),
         tokenizer_digest=tokenizer_digest(model_dir),
