@@ -21,6 +21,7 @@ from services.router.settings import RouterSettings
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
+from supervisor.plan import DRAFTERS
 
 # The settings of each service.
 SETTINGS: Mapping[Role, type[Any]] = {
@@ -46,6 +47,7 @@ class UpSettings:
     drafter: int | None = setting(
         "number of drafters", default=None, default_text="1 where drafters draft, else 0"
     )
+    drafts_from: str = setting("where the draft head runs", default="auto", choices=DRAFTERS)
     pool_masters: int = setting("masters of the pool; one leads, the others stand by", default=1, least=1)
     ready_timeout_s: float = setting("seconds until the start fails", default=90.0)
     grace_s: float = setting("seconds from SIGTERM to SIGKILL; for routers after their drain", default=10.0)
@@ -98,6 +100,8 @@ class ClusterFile:
             found["grpc"] = router["listen"]
         if tls := _tls_of(router):
             found["tls"] = tls
+        sized = {role: self.services[role].get("memory_bytes") for role in (Role.PREFILL, Role.DECODE)}
+        found["file_memory_bytes"] = {role: n_bytes for role, n_bytes in sized.items() if n_bytes is not None}
         return found
 
     def names(self) -> frozenset[str]:

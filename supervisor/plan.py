@@ -84,6 +84,7 @@ class ClusterConfig:
     instance_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by instance
     extra_environment: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
     config_file: Path | None = None  # that every service reads
+    file_memory_bytes: Mapping[Role, int] = field(default_factory=dict)  # of each worker of these roles
     from_file: frozenset[str] = frozenset()  # settings that the file has for some service, and no flag sets
 
     @property
@@ -97,6 +98,12 @@ class ClusterConfig:
             return self.drafts_from
         is_far = bool(self.decode_parallel) or bool(_FAR_FROM_HEAD & self.from_file)
         return REMOTE if self.drafters or is_far else LOCAL
+
+    def memory_bytes(self) -> list[int]:
+        """What each prefill and decode worker may take, by flag or file; 0: the worker decides."""
+        counts, by_flag = self.counts(), self.sizes.memory_bytes
+        each = {role: by_flag or self.file_memory_bytes.get(role, 0) for role in _ENGINES}
+        return [n_bytes for role, n_bytes in each.items() for _ in range(counts[role])]
 
     def counts(self) -> dict[Role, int]:
         """How many processes of each role, in the order in which they are started and shown."""

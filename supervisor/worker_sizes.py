@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,13 +49,15 @@ class WorkerSizes:
                 found += [f"--{each.name.replace('_', '-')}", str(value)]
         return found
 
-    def check_memory(self, n_workers: int, limit_bytes: int) -> None:
-        """Raises InvalidArgument if the workers may together take more than the machine has."""
-        each_bytes = self.memory_bytes or 0
-        missing = each_bytes * n_workers - limit_bytes
-        if missing > 0:
-            raise InvalidArgument(
-                "--memory-bytes",
-                f"{n_workers} prefill and decode workers of {each_bytes / 1e9:.1f} GB do not fit in the "
-                f"{limit_bytes / 1e9:.1f} GB of this machine: {missing / 1e9:.1f} GB are missing",
-            )
+
+def check_memory(workers_bytes: Sequence[int], limit_bytes: int) -> None:
+    """Raises InvalidArgument if the workers may together take more than the machine has."""
+    sized = [n_bytes for n_bytes in workers_bytes if n_bytes]
+    missing = sum(sized) - limit_bytes
+    if missing > 0:
+        sizes = " or ".join(f"{n_bytes / 1e9:.1f}" for n_bytes in sorted(set(sized)))
+        raise InvalidArgument(
+            "--memory-bytes",
+            f"{len(sized)} prefill and decode workers of {sizes} GB do not fit in the "
+            f"{limit_bytes / 1e9:.1f} GB of this machine: {missing / 1e9:.1f} GB are missing",
+        )

@@ -94,7 +94,7 @@ def up(
     from libs.common.runtime.memory_limit import memory_limit_bytes
     from supervisor.commands.up import check_counts, run_cluster, with_file, with_fitting_draft_model
     from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
-    from supervisor.worker_sizes import WorkerSizes
+    from supervisor.worker_sizes import WorkerSizes, check_memory
 
     given = ClusterConfig(
         run_dir=run_dir,
@@ -146,7 +146,7 @@ def up(
         given = with_file(given, config, flags_given)
     given = with_fitting_draft_model(given)
     check_counts(given)
-    given.sizes.check_memory(given.prefill + given.decode, memory_limit_bytes())
+    check_memory(given.memory_bytes(), memory_limit_bytes())
     raise SystemExit(asyncio.run(run_cluster(given)))
 
 

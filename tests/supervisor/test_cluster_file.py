@@ -136,9 +136,48 @@ def test_flags_go_before_the_file(started: list[ClusterConfig], monkeypatch: pyt
     assert (settings["router-0"].drain_s, settings["router-0"].http) == (7.0, "127.0.0.1:81")
 
 
+@pytest.mark.parametrize(("place", "drafter"), [("remote", None), ("local", "local")])
+def test_the_file_says_where_the_draft_head_runs(
+    tmp_path: Path, started: list[ClusterConfig], place: str, drafter: str | None
+) -> None:
+    (tmp_path / "c.toml").write_text(f"[up]\ndrafts_from = '{place}'\n")
+    config = up(started, tmp_path / "c.toml")
+    assert config.counts()[Role.DRAFTER] == int(place == "remote")
+    settings = settings_of(config)
+    assert ("drafter-0" in settings) == (place == "remote")
+    assert (settings["decode-0"].drafter == "local") == (drafter == "local")
+    assert up(started, tmp_path / "c.toml", "--drafts-from", "local").head_place == "local"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "sizes"),
+    [
+        ("[prefill]\nmemory_bytes = 7000000000\n[decode]\nmemory_bytes = 1000000000", (), "1.0 or 7.0"),
+        ("[prefill]\nmemory_bytes = 7000000000", ("--decode", "1"), "7.0"),
+        ("[prefill]\nmemory_bytes = 1000", ("--memory-bytes", "4000000000"), "4.0"),
+    ],
+)
+def test_memory_that_the_file_gives_to_workers_counts(
+    tmp_path: Path,
+    started: list[ClusterConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    flags: tuple[str, ...],
+    sizes: str,
+) -> None:
+    monkeypatch.setattr("libs.common.runtime.memory_limit.memory_limit_bytes", lambda: 8_000_000_000)
+    (tmp_path / "c.toml").write_text(text)
+    done = CliRunner().invoke(app, ["up", "--config", str(tmp_path / "c.toml"), *flags])
+    assert isinstance(done.exception, InvalidArgument) and not started
+    assert f"prefill and decode workers of {sizes} GB do not fit in the 8.0 GB" in done.exception.message
+    smaller = ("--memory-bytes", "1000000000")
+    assert up(started, tmp_path / "c.toml", *smaller).memory_bytes() == [1_000_000_000] * 4
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[up]\ndrafts_from = 'nowhere'", "[up] drafts_from: must be one of auto, remote, local"),
         ("[up]\nrouters = 1", "[up] no setting is named routers; is router meant?"),
         ("[up]\nrouter = 0", "[up] router: must be a whole number of at least 1"),
         ("[kvstore]\ndram_byte = 1", "[kvstore] no setting is named dram_byte; is dram_bytes meant?"),
