@@ -109,9 +109,17 @@ BLOCK = MESSAGES.add(
 )
 PREFILL = MESSAGES.add(
     Rule(
-        "messages[i]",
-        "must not be the assistant's: an answer is not continued",
-        "The chat template begins a new answer each time.",
+        "messages[i].content",
+        "must be text without white space at its end where the answer continues it",
+        "As Anthropic's: the last message may be the assistant's.",
+        "HTTP",
+    )
+)
+PREFILL_THINKING = MESSAGES.add(
+    Rule(
+        "thinking",
+        "must be disabled where the answer continues the last message",
+        "As Anthropic's: thinking comes before a text.",
         "HTTP",
     )
 )

@@ -63,7 +63,11 @@ CASES: Mapping[str, tuple[str, Callable[[], object]]] = {
         "messages[0].content[0].type",
         message(messages=[{"role": "user", "content": [{"type": "image"}]}]),
     ),
-    "PREFILL": ("messages[1]", message(messages=[USER, {"role": "assistant", "content": "It is"}])),
+    "PREFILL": ("messages[1].content", message(messages=[USER, {"role": "assistant", "content": "It "}])),
+    "PREFILL_THINKING": (
+        "thinking",
+        message(messages=[USER, {"role": "assistant", "content": "It"}], thinking={"type": "adaptive"}),
+    ),
     "MAX_TOKENS": ("max_tokens", message(max_tokens=None)),
     "THINKING": ("thinking.type", message(thinking={"type": "on"})),
     "BUDGET": ("thinking.budget_tokens", message(thinking={"type": "enabled", "budget_tokens": 9})),

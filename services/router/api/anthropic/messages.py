@@ -64,8 +64,15 @@ def parse_messages(given: Sequence[MessageParam], system: Any, ignore: Ignore) -
         else:
             _add_user(into, blocks, f"{path}.content", ignore, role=message.role)
     if given[-1].role == "assistant":
-        raise api_bounds.PREFILL.refused(f"messages[{len(given) - 1}]")
+        _check_prefill(into.messages[-1], f"messages[{len(given) - 1}].content")
     return into
+
+
+def _check_prefill(message: Mapping[str, Any], path: str) -> None:
+    """Whether an answer can continue the message."""
+    text = message["content"]
+    if message.get("tool_calls") or text != text.rstrip():
+        raise api_bounds.PREFILL.refused(path)
 
 
 def _blocks(content: Any, path: str) -> Sequence[Json]:

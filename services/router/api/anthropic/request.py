@@ -163,13 +163,17 @@ def _chat(body: _CountBody, ignored: IgnoredFields) -> tuple[ChatInput, FieldPat
             ignored.add(name)
     sources = parse_messages(body.messages, body.system, ignored.add)
     choice, parallel = parse_tool_choice(body.tool_choice, ignored.add)
+    thinking, is_prefilled = _thinking(body.thinking), body.messages[-1].role == "assistant"
+    if thinking and is_prefilled:
+        raise api_bounds.PREFILL_THINKING.refused()
     chat = ChatInput(
         messages=sources.messages,
         tools=parse_tools(body.tools, ignored.add) if body.tools else (),
         tool_choice=choice,
-        thinking=_thinking(body.thinking),
+        thinking=thinking,
         keeps_reasoning=_keeps_thinking(body.context_management, ignored),
         parallel_tool_calls=parallel,
+        partial=f"messages[{len(body.messages) - 1}]" if is_prefilled else "",
     )
     return chat, FieldPaths(sources.paths, FIELD_NAMES)
 

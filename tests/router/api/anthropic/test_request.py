@@ -111,6 +111,8 @@ def test_the_model_thinks_where_it_is_asked_to(thinking: Any, thinks: bool) -> N
     assert chat_of(parse(thinking=thinking)).thinking is thinks
 
 
+PREFILL = {"role": "assistant", "content": "The answer"}
+TOOL_USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -123,7 +125,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [USER, {"role": "assistant", "content": "The answer is"}]}, "messages[1]"),
+        ({"messages": [USER, {"role": "assistant", "content": "The answer "}]}, "messages[1].content"),
+        ({"messages": [USER, {"role": "assistant", "content": [TOOL_USE]}]}, "messages[1].content"),
+        ({"messages": [USER, PREFILL], "thinking": {"type": "adaptive"}}, "thinking"),
         ({"system": [IMAGE]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),

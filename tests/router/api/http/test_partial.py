@@ -96,6 +96,23 @@ async def test_a_stream_and_vllms_names_and_choices_go_on_alike(
     assert [choice["message"]["content"] for choice in answer["choices"]] == [rest, rest]
 
 
+@pytest.mark.parametrize("as_block", [False, True])
+async def test_a_last_message_of_anthropics_api_goes_on(
+    http: aiohttp.ClientSession, card: ModelCard, ids: list[int], as_block: bool
+) -> None:
+    given = [(begun, rest) for begun, rest in cuts(card, ids) if begun == begun.rstrip()]
+    for begun, rest in given[:6]:
+        content: Any = [{"type": "text", "text": begun}] if as_block else begun
+        body = {"messages": [USER, {"role": "assistant", "content": content}], "max_tokens": 64}
+        async with http.post("/v1/messages", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            said = await answer.json()
+        assert said["content"] == [{"type": "text", "text": rest}]
+        body["tools"] = [{"name": "f", "input_schema": {"type": "object"}}]
+        async with http.post("/v1/messages", json={**body, "tool_choice": {"type": "any"}}) as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (400, "invalid_request_error")
+
+
 async def test_the_sdk_continues_a_message(client: AsyncClient, card: ModelCard, ids: list[int]) -> None:
     begun, rest = cuts(card, ids)[3]
     reply = await client.chat([USER, {"role": "assistant", "content": begun, "partial": True}], **GREEDY)
