@@ -92,6 +92,26 @@ CONVERSATION = RESPONSES.add(
         "HTTP",
     )
 )
+BACKGROUND = RESPONSES.add(
+    Rule(
+        "background",
+        "needs POST /v1/responses of a router with --database, and store that is not false",
+        "A job runs it and keeps its answer.",
+        "HTTP",
+    )
+)
+BACKGROUND_CANCEL = RESPONSES.add(
+    Rule("response_id", "must be of a response in the background", "Others end with their calls.", "HTTP")
+)
+BACKGROUND_DELETE = RESPONSES.add(
+    Rule("response_id", "must be of a response that has ended: cancel it first", "It still runs.", "HTTP")
+)
+BACKGROUND_STREAM = RESPONSES.add(
+    Rule("stream", "is only for responses in the background", "The events of others are not kept.", "HTTP")
+)
+STARTING_AFTER = RESPONSES.add(
+    Range("starting_after", 0, 1 << 31, "The number of an event.", whole=True, apis="HTTP")
+)
 PAGE_LIMIT = RESPONSES.add(Range("limit", 1, 100, "Input items of one page.", whole=True, apis="HTTP"))
 PAGE_ORDER = RESPONSES.add(Rule("order", "must be asc or desc", "As OpenAI's.", "HTTP"))
 

@@ -78,6 +78,7 @@ HTTP_CLASSES: Mapping[str, CallerClass] = {
     "POST /v1/completions": TENANT,
     "POST /v1/responses": TENANT,
     "POST /v1/responses/input_tokens": TENANT,
+    "POST /v1/responses/{response_id}/cancel": TENANT,
     "GET /v1/responses/{response_id}": TENANT,
     "DELETE /v1/responses/{response_id}": TENANT,
     "GET /v1/responses/{response_id}/input_items": TENANT,

@@ -39,7 +39,7 @@ def add_families(
     database, store = options.database, None
     if database is not None:
         store = ResponseStore(database, wall_clock_s=time.time, ttl_s=options.response_ttl_s)
-    responses = ResponsesRoutes(runs, http.reader, http.generation, card, store=store)
+    responses = ResponsesRoutes(runs, http.reader, http.generation, card, store=store, jobs=jobs.store)
     jobs.formats[RESPONSES_PATH] = responses.format
     http.add(MessagesRoutes(runs, http.reader, http.generation, card))
     http.add(responses)

@@ -173,6 +173,21 @@ class JobStore:
         count_ended(self._counters, JobState.CANCELLED, int(is_ended))
         return await self.get(tenant, job_id)
 
+    async def delete(self, tenant: str, job_id: str) -> bool:
+        """Drop a job that has ended, with its result. False where there is none."""
+
+        def delete(tx: SqlTransaction) -> bool:
+            sql = "DELETE FROM jobs WHERE id = ? AND tenant = ? AND ended_unix_s > 0 RETURNING stored_bytes"
+            rows = tx.execute(sql, (job_id, tenant))
+            for table in ("job_results", "job_requests") if rows else ():
+                tx.execute(f"DELETE FROM {table} WHERE id = ?", (job_id,))
+            for (n_bytes,) in rows:
+                sql = "UPDATE job_tenants SET stored_bytes = stored_bytes - ? WHERE tenant = ?"
+                tx.execute(sql, (n_bytes, tenant))
+            return bool(rows)
+
+        return await self._database.run(delete)
+
     async def cancel_group(self, tenant: str, group_id: str) -> int:
         """End all jobs of a group; how many that were."""
         where, values = _filter(tenant, group_id, None)

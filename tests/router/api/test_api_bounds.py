@@ -20,8 +20,9 @@ USER = {"role": "user", "content": "hi"}
 ROWS: Mapping[str, Bound] = {
     name: row for name, row in vars(api_bounds).items() if any(row in s.rows for s in api_bounds.API_SECTIONS)
 }
-# Rows that need a database, or its lack: tests/router/api/http/test_answer_apis.py and test_store.py.
-ELSEWHERE = {"NO_STORE", "REFERENCES", "CONVERSATION"}
+# Rows that need a database, or its lack: test_answer_apis.py, test_store.py and test_background.py.
+ELSEWHERE = {"NO_STORE", "REFERENCES", "CONVERSATION", "STARTING_AFTER"}
+ELSEWHERE |= {name for name in ROWS if name.startswith("BACKGROUND")}
 
 
 def response(**body: Any) -> Callable[[], object]:

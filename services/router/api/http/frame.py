@@ -104,9 +104,15 @@ class RequestFrame:
             return web.Response(status=204, headers=self._guard.preflight_headers(request.headers))
         if request.match_info.http_exception is not None:
             raise _no_route(request, request.match_info.http_exception)
-        if request.method == hdrs.METH_POST and request.path not in _FORM_PATHS:
+        takes_json = request.path not in _FORM_PATHS and not _is_bare_cancel(request)
+        if request.method == hdrs.METH_POST and takes_json:
             check_body(request.headers, content_type=request.content_type)
         return await handler(request)
+
+
+def _is_bare_cancel(request: web.Request) -> bool:
+    """Whether the call cancels something and has no body, as OpenAI's client for JavaScript sends it."""
+    return request.path.endswith("/cancel") and not request.body_exists
 
 
 async def _route(request: web.Request) -> str:

@@ -15,6 +15,7 @@ from services.router.api.answers.answer_format import (
     AnswerWriter,
     ParsedBody,
 )
+from services.router.api.responses.background_id import key_of
 from services.router.api.responses.errors import error_code, error_shape, response_error
 from services.router.api.responses.request import (
     EarlierItems,
@@ -54,6 +55,8 @@ class ResponsesFormat(AnswerFormat):
     async def for_body(self, caller: Caller, data: bytes) -> _FormatOfBody:
         draft = await self._runs.read(caller, lambda: decode_response(data), n_bytes=len(data))
         needs_store = draft.wants_store is True or draft.previous_id is not None or draft.references
+        if draft.is_background and (self.store is None or draft.wants_store is False):
+            raise api_bounds.BACKGROUND.refused()
         if self.store is None and needs_store:
             raise api_bounds.NO_STORE.refused(_reason(draft))
         earlier = EarlierItems()
@@ -90,14 +93,24 @@ class _FormatOfBody(AnswerFormat):
     def parse(self, data: bytes, request_id: str) -> ResponsesBody:
         whole, wants_store = self._whole, self._draft.wants_store
         store = None if wants_store is False else whole.store
+        job_id = request_id if key_of(request_id) is not None and self._draft.is_background else ""
+        if self._draft.is_background and request_id and not job_id:
+            raise api_bounds.BACKGROUND.refused()
         parsed = parse_response(
             self._draft, self._earlier, is_stored=store is not None, request_id=request_id
         )
         parsed.paths.check(parsed.generation, whole.card)
         saving = None
         if store is not None:
-            saving = _Saving(store, self._tenant, self._earlier.items, is_promised=wants_store is True)
-        return ResponsesBody(parsed, whole.new_key(), saving)
+            saving = _Saving(
+                store,
+                self._tenant,
+                self._earlier.items,
+                is_promised=wants_store is True or self._draft.is_background,
+                job_id=job_id,
+            )
+        key = key_of(job_id) or whole.new_key()
+        return ResponsesBody(parsed, key, saving, is_background=self._draft.is_background)
 
     def error_body(self, failure: HttpFailure) -> Mapping[str, Any]:
         return self._whole.error_body(failure)
@@ -107,19 +120,30 @@ class _FormatOfBody(AnswerFormat):
 
 
 class _Saving:
-    """How a response is stored. `is_promised`: the client asked for it, so that it must not fail unseen."""
+    """How a response is stored. `is_promised`: the client asked for it, so that it must not fail unseen.
+
+    `job_id`: of the job that makes it, which must still run.
+    """
 
     def __init__(
-        self, store: ResponseStore, tenant: str, earlier: Sequence[Mapping[str, Any]], *, is_promised: bool
+        self,
+        store: ResponseStore,
+        tenant: str,
+        earlier: Sequence[Mapping[str, Any]],
+        *,
+        is_promised: bool,
+        job_id: str,
     ) -> None:
         self._store = store
         self._tenant = tenant
         self._earlier = earlier
         self._is_promised = is_promised
+        self._job_id = job_id
 
     async def save(self, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
         try:
-            await self._store.save(self._tenant, StoredResponse(response, items, self._earlier))
+            stored = StoredResponse(response, items, self._earlier)
+            await self._store.save(self._tenant, stored, job_id=self._job_id)
         except errors.SlipstreamError as error:
             if self._is_promised:
                 raise
@@ -129,7 +153,10 @@ class _Saving:
 class ResponsesBody(ParsedBody):
     """A parsed body of /v1/responses. `saving` None: the response is not stored."""
 
-    def __init__(self, parsed: ResponsesRequest, key: str, saving: _Saving | None) -> None:
+    def __init__(
+        self, parsed: ResponsesRequest, key: str, saving: _Saving | None, *, is_background: bool = False
+    ) -> None:
+        self.is_background = is_background
         ignored = parsed.ignored
         self.requests: Sequence[GenerationRequest] = [parsed.generation]
         self.options = AnswerOptions(

@@ -81,10 +81,11 @@ class _ResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
     safety_identifier: Any = None
     user: Any = None
     max_tool_calls: Any = None
+    background: Flag = None
 
     # Besides those of chat: features of OpenAI's service, and fields of a chat body by other names here.
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **ANSWER_CHANGING,
+        **{name: values for name, values in ANSWER_CHANGING.items() if name != "background"},
         **OF_CHAT_ONLY,
         "context_management": ([],),
         "conversation": (),
@@ -119,6 +120,11 @@ class ResponseDraft(msgspec.Struct, frozen=True):
     def wants_store(self) -> bool | None:
         """Whether the answer shall be stored; None: where a database is there."""
         return self.body.store  # type: ignore[no-any-return]
+
+    @property
+    def is_background(self) -> bool:
+        """Whether a job shall run it."""
+        return self.body.background is True
 
 
 class EarlierItems(msgspec.Struct, frozen=True):
@@ -195,7 +201,7 @@ def parse_response(
         generation,
         FieldPaths(sources.paths, FIELD_NAMES),
         ignored,
-        echo=_echo(body, is_stored=is_stored),
+        echo=echo_of(draft, is_stored=is_stored),
         items=items,
         stream=body.stream is True,
         has_summary=_summary(reasoning) not in (None, "none"),
@@ -284,11 +290,12 @@ def _note_hints(body: _ResponseBody, ignored: IgnoredFields) -> None:
             ignored.add(f"include[{index}]")
 
 
-def _echo(body: _ResponseBody, *, is_stored: bool) -> Json:
+def echo_of(draft: ResponseDraft, *, is_stored: bool) -> Json:
     """The fields of an answer that repeat its request, with OpenAI's defaults."""
+    body = draft.body
     reasoning, text = body.reasoning or _Reasoning(), body.text or _TextConfig()
     return {
-        "background": False,
+        "background": draft.is_background,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -300,12 +307,12 @@ def _echo(body: _ResponseBody, *, is_stored: bool) -> Json:
         "safety_identifier": body.safety_identifier,
         "service_tier": body.service_tier or "default",
         "store": is_stored,
-        "temperature": body.temperature,  # type: ignore[attr-defined]
+        "temperature": body.temperature,
         "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity or "medium"},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,  # type: ignore[attr-defined]
+        "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from libs.common import api_bounds
-from libs.common.http.failure import ErrorShape
+from libs.common import api_bounds, service_bounds
+from libs.common.http.failure import ErrorShape, failure_of
 from services.router.api.answers.exchange import read_exchange
+from services.router.api.http.content_encoding import decompress
+from services.router.api.http.event_stream import EventStream
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.request_reader import RequestReader
-from services.router.api.responses.answer_format import ResponsesFormat
+from services.router.api.json_body import Json
+from services.router.api.responses.answer_format import ResponsesBody, ResponsesFormat
+from services.router.api.responses.background import BackgroundResponses
 from services.router.api.responses.errors import error_shape
+from services.router.api.responses.replay import events_of
 from services.router.api.responses.store import ResponseStore
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
 from services.router.execution.request_manager import RequestManager
+from services.router.jobs.store import JobStore
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
-from slipstream import bounds
+from slipstream import bounds, errors
 
 PATH = "/v1/responses"
+_BACKGROUND_WORD = b"background"
 _ONE = PATH + "/{response_id:[^/]+}"
 
 
@@ -40,18 +48,23 @@ class ResponsesRoutes:
         card: ModelCard,
         *,
         store: ResponseStore | None,
+        jobs: JobStore | None,
     ) -> None:
         self._runs = runs
         self._reader = reader
         self._generation = generation
         self._store = store
+        self._background: BackgroundResponses | None = None
+        if store is not None and jobs is not None:
+            self._background = BackgroundResponses(jobs, store, card)
+        self._followers: Counter[str] = Counter()  # by tenant
         self.format = ResponsesFormat(runs, card, store=store, new_key=partial(secrets.token_hex, 16))
 
     def routes(self) -> Iterable[web.RouteDef]:
         """See RouteFamily."""
-        generate = partial(self._generation.generate, path=PATH, answer_format=self.format)
         return [
-            web.post(PATH, generate),
+            web.post(PATH, self._create),
+            web.post(f"{_ONE}/cancel", self._cancel),
             web.post(f"{PATH}/input_tokens", self._count),
             web.get(_ONE, self._show),
             web.delete(_ONE, self._delete),
@@ -61,6 +74,71 @@ class ResponsesRoutes:
     def error_shapes(self) -> Mapping[str, ErrorShape]:
         """See RouteFamily."""
         return {PATH: error_shape}
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        """A response, in the background if the body asks for it; only bodies with that word are read twice."""
+        encoding = request.headers.get("Content-Encoding", "").lower()
+        caller = self._reader.caller(request, PATH)
+        data = await self._reader.body(request, caller.tenant)
+        if encoding or _BACKGROUND_WORD in data:
+            if encoding:
+                unpack = partial(decompress, data, encoding)
+                data = await self._runs.read(caller, unpack, n_bytes=bounds.MAX_BODY_BYTES)
+            if _BACKGROUND_WORD in data:
+                read = await read_exchange(self._runs, self.format, caller, data, request_id="")
+                if isinstance(read.body, ResponsesBody) and read.body.is_background:
+                    return await self._begin(request, caller, data, is_streamed=read.options.stream)
+        return await self._generation.generate(request, path=PATH, answer_format=self.format)
+
+    async def _begin(
+        self, request: web.Request, caller: Caller, data: bytes, *, is_streamed: bool
+    ) -> web.StreamResponse:
+        if self._background is None:
+            raise api_bounds.BACKGROUND.refused()
+        response = await self._background.submit(caller.tenant, data, key_sha256=caller.key_sha256)
+        if is_streamed:
+            return await self._stream(request, caller.tenant, response["id"], after=-1)
+        return web.json_response(response)
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
+        await self._in_background().cancel(tenant, response_id)
+        return await self._response(tenant, response_id)
+
+    async def _stream(
+        self, request: web.Request, tenant: str, response_id: str, *, after: int
+    ) -> web.StreamResponse:
+        """The events of a response in the background with numbers above `after`, until it ends."""
+        if self._followers[tenant] >= service_bounds.MAX_TENANT_JOB_FOLLOWERS:
+            raise errors.Overloaded("too many clients of this tenant follow responses at this router")
+        stall_s, keep_alive_s = self._generation.write_stall_s, self._generation.keep_alive_s
+        stream = EventStream(request, dict, write_stall_s=stall_s)
+        changes = self._in_background().follow(tenant, response_id)
+        self._followers[tenant] += 1
+        waiting: asyncio.Task[Json | None] = asyncio.create_task(_next(changes))
+        try:
+            while True:
+                if not (await asyncio.wait([waiting], timeout=keep_alive_s))[0]:
+                    await stream.keep_alive()
+                    continue
+                if (response := waiting.result()) is None:
+                    await stream.send(b"", is_last=True)
+                    return stream.response
+                self._reader.tenant(request)  # the key may have been revoked
+                events = events_of(response, after=after)
+                if events:
+                    after = events[-1][0]
+                    await stream.send(b"".join([event for _, event in events]))
+                waiting = asyncio.create_task(_next(changes))
+        except errors.SlipstreamError as error:
+            if not stream.has_begun:
+                raise
+            await stream.fail(self.format.error_event(failure_of(error), None))
+            return stream.response
+        finally:
+            waiting.cancel()
+            self._followers[tenant] -= 1
+            self._followers += Counter()  # forgets tenants with none
 
     async def _count(self, request: web.Request) -> web.Response:
         """The number of tokens of the prompt that a body makes."""
@@ -76,16 +154,34 @@ class ResponsesRoutes:
         prompt = await self._runs.encode(read.body.requests[0], caller, n_bytes=read.n_bytes)
         return len(prompt.token_ids)
 
-    async def _show(self, request: web.Request) -> web.Response:
-        if request.query.get("stream", "false") != "false":
-            raise bounds.UNSUPPORTED.refused("stream")
-        tenant = self._reader.tenant(request)
-        body = await self._opened().find_body(tenant, request.match_info["response_id"])
+    async def _show(self, request: web.Request) -> web.StreamResponse:
+        tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
+        is_streamed = request.query.get("stream", "false")
+        if is_streamed not in ("true", "false"):
+            raise bounds.TYPE.refused("stream", expected="true or false")
+        if is_streamed == "true":
+            given = request.query.get("starting_after")
+            after = -1 if given is None else api_bounds.STARTING_AFTER.parse(given)
+            return await self._stream(request, tenant, response_id, after=after)
+        return await self._response(tenant, response_id)
+
+    async def _response(self, tenant: str, response_id: str) -> web.Response:
+        found = None
+        if self._background is not None:
+            found = await self._background.find(tenant, response_id)
+        if found is not None:
+            return web.json_response(found)
+        body = await self._opened().find_body(tenant, response_id)
         return web.Response(body=body, content_type="application/json")
 
     async def _delete(self, request: web.Request) -> web.Response:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
-        await self._opened().delete(tenant, response_id)
+        had_job = self._background is not None and await self._background.delete(tenant, response_id)
+        try:
+            await self._opened().delete(tenant, response_id)
+        except errors.NotFound:
+            if not had_job:  # one that was cancelled or failed has no answer
+                raise
         return web.json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _input_items(self, request: web.Request) -> web.Response:
@@ -99,7 +195,16 @@ class ResponsesRoutes:
         body = await asyncio.to_thread(msgspec.json.encode, page)
         return web.Response(body=body, content_type="application/json")
 
+    def _in_background(self) -> BackgroundResponses:
+        if self._background is None:
+            raise api_bounds.NO_STORE.refused("response_id")
+        return self._background
+
     def _opened(self) -> ResponseStore:
         if self._store is None:
             raise api_bounds.NO_STORE.refused("response_id")
         return self._store
+
+
+async def _next(changes: AsyncIterator[Json]) -> Json | None:
+    return await anext(changes, None)

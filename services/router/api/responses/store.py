@@ -22,6 +22,7 @@ from libs.database.schema import Schema
 from libs.database.transaction import SqlTransaction
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
+from services.router.jobs.rows import is_running
 from services.router.request.json_limits import check_structure
 from slipstream import bounds, errors
 from slipstream.bound import shown
@@ -90,14 +91,16 @@ class ResponseStore:
         self._chance = chance
         database.declare(_SCHEMA)
 
-    async def save(self, tenant: str, response: StoredResponse) -> None:
-        """Store a response. Returns when it is durable."""
+    async def save(self, tenant: str, response: StoredResponse, *, job_id: str = "") -> None:
+        """Store a response. Returns when it is durable. That of a job that was ended meanwhile is dropped."""
         blobs = await asyncio.to_thread(_packed, response)
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
         sweeps = self._chance() < _SWEEP_SHARE
 
         def insert(tx: SqlTransaction) -> None:
+            if job_id and not is_running(tx, tenant, job_id):
+                return
             tx.execute(_INSERT, row)
             if sweeps:
                 tx.execute("DELETE FROM stored_responses WHERE expires_unix_s <= ?", (now_s,))

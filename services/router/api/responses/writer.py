@@ -99,18 +99,15 @@ class ResponsesWriter(AnswerWriter):
     # ---- common
 
     def _response(self, status: str, output: list[Json], usage: Json | None) -> Json:
-        return {
-            "id": self._shape.response_id,
-            "object": "response",
-            "created_at": self._started.created_unix_s,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "model": self._started.model,
-            "output": output,
-            "usage": usage,
-            **self._shape.echo,
-        }
+        return response_object(
+            self._shape.response_id,
+            created_unix_s=self._started.created_unix_s,
+            status=status,
+            model=self._started.model,
+            output=output,
+            usage=usage,
+            echo=self._shape.echo,
+        )
 
     def _step(self, step: Step, status: str) -> bytes:
         action, block, text = step
@@ -171,6 +168,31 @@ class ResponsesWriter(AnswerWriter):
         event = event_bytes(name, {"sequence_number": self._n_events, **fields})
         self._n_events += 1
         return event
+
+
+def response_object(
+    response_id: str,
+    *,
+    created_unix_s: int,
+    status: str,
+    model: str,
+    output: list[Json],
+    usage: Json | None,
+    echo: Mapping[str, Any],
+) -> Json:
+    """A response. `echo` are its fields that repeat the request."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created_unix_s,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": output,
+        "usage": usage,
+        **echo,
+    }
 
 
 def event_bytes(name: str, fields: Mapping[str, Any]) -> bytes:

@@ -91,7 +91,6 @@ def test_reasoning_that_led_to_nothing_is_left_out() -> None:
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"truncation": "auto"}, "truncation"),
-        ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"max_tokens": 5}, "max_tokens"),

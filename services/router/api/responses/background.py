@@ -1,0 +1,107 @@
+"""Responses in the background: stored jobs whose answer is a stored response of the same id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from libs.common import api_bounds
+from services.router.api.json_body import Json
+from services.router.api.responses.background_id import job_of
+from services.router.api.responses.request import decode_response, echo_of
+from services.router.api.responses.store import ResponseStore
+from services.router.api.responses.writer import response_object
+from services.router.jobs.store import JobStore
+from services.router.jobs.types import Job, JobRequest, JobState
+from services.router.request.model_card import ModelCard
+from slipstream import errors
+
+PATH = "/v1/responses"
+_STATUS = {
+    JobState.QUEUED: "queued",
+    JobState.RUNNING: "in_progress",
+    JobState.CANCELLED: "cancelled",
+    JobState.FAILED: "failed",
+    JobState.EXPIRED: "failed",
+}
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class BackgroundResponses:
+    """What tenants run in the background. A job whose answer is whole has ended with its stored response."""
+
+    def __init__(self, jobs: JobStore, store: ResponseStore, card: ModelCard) -> None:
+        self._jobs = jobs
+        self._store = store
+        self._card = card
+
+    async def submit(self, tenant: str, data: bytes, *, key_sha256: bytes) -> Json:
+        """Queue a body that was checked; the response as it is then."""
+        [job] = await self._jobs.submit(tenant, [JobRequest(PATH, data)], key_sha256=key_sha256)
+        return _unfinished(job, data, self._card.name)
+
+    async def find(self, tenant: str, response_id: str) -> Json | None:
+        """A response that has no stored answer, as it is now; None for any other."""
+        job = await self._job(tenant, response_id)
+        return None if job is None or job.state is JobState.SUCCEEDED else await self._response(job)
+
+    async def cancel(self, tenant: str, response_id: str) -> None:
+        """End a response at once; one that has ended stays as it is. Raises NotFound, InvalidArgument."""
+        job = await self._job(tenant, response_id)
+        if job is None:
+            await self._store.find_body(tenant, response_id)
+            raise api_bounds.BACKGROUND_CANCEL.refused()
+        await self._jobs.cancel(tenant, job.id)
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Drop the job of a response that has ended; whether there was one. Raises InvalidArgument."""
+        job = await self._job(tenant, response_id)
+        if job is None:
+            return False
+        if not job.state.ended:
+            raise api_bounds.BACKGROUND_DELETE.refused()
+        return await self._jobs.delete(tenant, job.id)
+
+    async def follow(self, tenant: str, response_id: str) -> AsyncIterator[Json]:
+        """The response now and after each change of its state, until it has ended. Raises NotFound."""
+        job = await self._job(tenant, response_id)
+        if job is None:
+            await self._store.find_body(tenant, response_id)
+            raise api_bounds.BACKGROUND_STREAM.refused()
+        async for seen in self._jobs.follow(tenant, job.id):
+            if seen.state is JobState.SUCCEEDED:
+                yield json.loads(await self._store.find_body(tenant, response_id))
+            else:
+                yield await self._response(seen)
+
+    async def _job(self, tenant: str, response_id: str) -> Job | None:
+        if (job_id := job_of(response_id)) is None:
+            return None
+        try:
+            job = await self._jobs.get(tenant, job_id)
+        except errors.NotFound:
+            return None
+        return job if job.path == PATH else None
+
+    async def _response(self, job: Job) -> Json:
+        response = _unfinished(job, await self._jobs.request(job.tenant, job.id), self._card.name)
+        if response["status"] == "failed":
+            result = await self._jobs.result(job.tenant, job.id)
+            said: Any = json.loads(result.body).get("error") or {} if result is not None else {}
+            message = said.get("message") or job.error or "the response has no answer"
+            response["error"] = {"code": _CODES.get(job.status, "server_error"), "message": message}
+        return response
+
+
+def _unfinished(job: Job, data: bytes, model: str) -> Json:
+    draft = decode_response(data)
+    return response_object(
+        f"resp_{job.id.removeprefix('job-')}",
+        created_unix_s=int(job.created_unix_s),
+        status=_STATUS[job.state],
+        model=draft.body.model or model,
+        output=[],
+        usage=None,
+        echo=echo_of(draft, is_stored=True),
+    )

@@ -1,0 +1,163 @@
+"""Responses in the background over HTTP, before fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from libs.database.database import open_database
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from tests.router.conftest import WAIT_S, eventually, open_router
+from tests.router.support.answer_events import sse_objects
+from tests.router.support.fake_cluster import FakeCluster
+from tests.support.api_keys import tenant_keys
+
+PATH = "/v1/responses"
+BODY: dict[str, Any] = {"input": "Hello.", "background": True, "metadata": {"a": "b"}}
+
+
+@pytest.fixture
+async def server(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncIterator[RouterServer]:
+    database = open_database(f"sqlite:{tmp_path}/test.db")
+    keys = tenant_keys({"key-a": "anna", "key-b": "bert"})
+    async with open_router(cluster, card, database=database, tenants=keys) as opened:
+        yield opened
+    await database.close()
+
+
+@pytest.fixture
+async def http(server: RouterServer) -> AsyncIterator[aiohttp.ClientSession]:
+    url, headers = f"http://{server.http_endpoint}", {"x-api-key": "key-a"}
+    async with aiohttp.ClientSession(url, headers=headers) as session:
+        yield session
+
+
+async def ask(http: aiohttp.ClientSession, method: str, path: str, status: int = 200, **options: Any) -> Any:
+    async with http.request(method, path, **options) as answer:
+        assert answer.status == status, await answer.text()
+        return await answer.json()
+
+
+async def events(http: aiohttp.ClientSession, path: str) -> list[Mapping[str, Any]]:
+    async with http.get(path) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        return objects(await answer.read())
+
+
+def objects(data: bytes) -> list[Mapping[str, Any]]:
+    return sse_objects(b"\n\n".join([event for event in data.split(b"\n\n") if event[:1] != b":"]))
+
+
+async def ended(http: aiohttp.ClientSession, response: Mapping[str, Any]) -> Any:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            found = await ask(http, "GET", f"{PATH}/{response['id']}")
+            if found["status"] not in ("queued", "in_progress"):
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_a_response_runs_without_its_client(http: aiohttp.ClientSession) -> None:
+    direct = await ask(http, "POST", PATH, json={**BODY, "background": False, "seed": 3})
+    data = gzip.compress(json.dumps({**BODY, "seed": 3}).encode())
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    begun = await ask(http, "POST", PATH, data=data, headers=headers)
+    assert (begun["status"], begun["background"], begun["output"]) == ("queued", True, [])
+    assert begun["metadata"] == {"a": "b"} and begun["model"] == direct["model"]
+    done = await ended(http, begun)
+    assert (done["id"], done["status"], done["background"]) == (begun["id"], "completed", True)
+    assert done["output"][0]["content"] == direct["output"][0]["content"]
+    assert done["usage"]["output_tokens"] == direct["usage"]["output_tokens"]
+    going_on = await ask(http, "POST", PATH, json={"input": "Go on.", "previous_response_id": done["id"]})
+    assert going_on["status"] == "completed"
+    path = f"{PATH}/{done['id']}"
+    assert await ask(http, "POST", f"{path}/cancel") == done  # it has ended
+    for method, each in (("GET", path), ("POST", f"{path}/cancel"), ("DELETE", path)):
+        await ask(http, method, each, 404, headers={"x-api-key": "key-b"})
+    assert (await ask(http, "DELETE", path))["deleted"]
+    await ask(http, "GET", path, 404)
+
+
+async def test_a_stream_is_read_again_from_any_event(
+    http: aiohttp.ClientSession, cluster: FakeCluster, server: RouterServer
+) -> None:
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    async with http.post(PATH, json={**BODY, "stream": True}) as answer:
+        assert answer.content_type == "text/event-stream"
+        first = await answer.content.readuntil(b"\n\n")
+        [created] = objects(first)
+        assert (created["type"], created["response"]["status"]) == ("response.created", "queued")
+        await eventually(lambda: bool(server.runs.running))
+        for decode in cluster.decodes:
+            decode.gate.set()
+        async with asyncio.timeout(WAIT_S):
+            seen = objects(first + await answer.content.read())
+    path = f"{PATH}/{created['response']['id']}"
+    assert seen[-1]["type"] == "response.completed"
+    assert seen[-1]["response"] == await ask(http, "GET", path)
+    text = "".join([each["delta"] for each in seen if each["type"] == "response.output_text.delta"])
+    assert text == seen[-1]["response"]["output"][0]["content"][0]["text"] != ""
+    assert await events(http, f"{path}?stream=true") == seen
+    assert await events(http, f"{path}?stream=true&starting_after=2") == seen[3:]
+    for query in ("stream=maybe", "stream=true&starting_after=-1"):
+        await ask(http, "GET", f"{path}?{query}", 400)
+
+
+async def test_a_response_that_runs_is_cancelled(
+    http: aiohttp.ClientSession, cluster: FakeCluster, server: RouterServer
+) -> None:
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    begun = await ask(http, "POST", PATH, json=BODY)
+    path = f"{PATH}/{begun['id']}"
+    async with asyncio.timeout(WAIT_S):
+        while (await ask(http, "GET", path))["status"] != "in_progress":
+            await asyncio.sleep(0.02)
+    await ask(http, "DELETE", path, 400)
+    cancelled = await ask(http, "POST", f"{path}/cancel")
+    assert (cancelled["status"], cancelled["output"]) == ("cancelled", [])
+    for decode in cluster.decodes:
+        decode.gate.set()
+    await eventually(lambda: not server.runs.running)
+    assert await ask(http, "GET", path) == cancelled  # what ended after it is not stored
+    assert (await events(http, f"{path}?stream=true"))[-1]["response"] == cancelled
+    assert (await ask(http, "DELETE", path))["deleted"]
+    await ask(http, "GET", path, 404)
+
+
+async def test_a_response_that_cannot_run_has_failed(http: aiohttp.ClientSession) -> None:
+    begun = await ask(http, "POST", PATH, json={**BODY, "input": "word " * 20_000})
+    failed = await ended(http, begun)
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "invalid_prompt")
+    assert "maximum context length" in failed["error"]["message"]
+
+
+async def test_what_cannot_be_in_the_background_is_refused(
+    http: aiohttp.ClientSession, cluster: FakeCluster, card: ModelCard
+) -> None:
+    direct = await ask(http, "POST", PATH, json={"input": "Hello."})
+    for method, path, field in (
+        ("POST", f"{PATH}/{direct['id']}/cancel", "response_id"),
+        ("GET", f"{PATH}/{direct['id']}?stream=true", "stream"),
+    ):
+        assert (await ask(http, method, path, 400))["error"]["param"] == field
+    for path, body in (
+        (PATH, {**BODY, "store": False}),
+        (PATH, {**BODY, "input": 5}),
+        ("/client/v4/accounts/a/ai/v1/responses", BODY),
+    ):
+        await ask(http, "POST", path, 400, json=body)
+    async with (
+        open_router(cluster, card) as router,
+        aiohttp.ClientSession(f"http://{router.http_endpoint}") as other,
+    ):
+        assert (await ask(other, "POST", PATH, 400, json=BODY))["error"]["param"] == "background"

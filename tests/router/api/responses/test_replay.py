@@ -1,0 +1,68 @@
+"""The events of responses in the background: the same in each stream, and whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.router.api.responses.replay import events_of
+from tests.router.support.answer_events import sse_objects
+
+MESSAGE = {"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}
+ITEMS: list[dict[str, Any]] = [
+    {"id": "rs_0", "type": "reasoning", "status": "completed", "summary": [], "content": [
+        {"type": "reasoning_text", "text": "Hm."}]},
+    {"id": "rs_1", "type": "reasoning", "status": "completed", "content": [], "summary": [
+        {"type": "summary_text", "text": "Hm."}]},
+    {"id": "msg_2", "type": "message", "status": "completed", "role": "assistant", "content": [MESSAGE]},
+    {"id": "fc_3", "type": "function_call", "status": "completed", "call_id": "c", "name": "f",
+     "arguments": '{"x": 1}'},
+]  # fmt: skip
+
+
+def response(status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": "resp_1", "status": status, "output": items, "usage": None, "error": None}
+
+
+def read(status: str, items: list[dict[str, Any]], after: int = -1) -> list[dict[str, Any]]:
+    found = events_of(response(status, items), after=after)
+    objects = [dict(each) for each in sse_objects(b"".join([event for _, event in found]))] if found else []
+    assert [each["sequence_number"] for each in objects] == [number for number, _ in found]
+    return objects
+
+
+@given(
+    st.lists(st.sampled_from(ITEMS), max_size=4),
+    st.sampled_from(["completed", "failed", "incomplete", "cancelled"]),
+    st.integers(-1, 60),
+)
+def test_a_stream_goes_on_after_any_event(items: list[dict[str, Any]], status: str, after: int) -> None:
+    whole = read(status, items)
+    assert [each["sequence_number"] for each in whole] == list(range(len(whole)))
+    assert read(status, items, after) == whole[after + 1 :]
+    for earlier in ("queued", "in_progress"):
+        begun = read(earlier, [])
+        assert [each["type"] for each in begun] == [each["type"] for each in whole[: len(begun)]]
+    assert whole[-1]["response"] == response(status, items)
+
+
+@pytest.mark.parametrize(
+    ("item", "delta"),
+    [
+        (ITEMS[0], "response.reasoning_text.delta"),
+        (ITEMS[1], "response.reasoning_summary_text.delta"),
+        (ITEMS[2], "response.output_text.delta"),
+        (ITEMS[3], "response.function_call_arguments.delta"),
+    ],
+)
+def test_an_item_is_added_grows_and_ends(item: dict[str, Any], delta: str) -> None:
+    events = read("completed", [item])[3:-1]
+    types = [each["type"] for each in events]
+    assert types[0] == "response.output_item.added" and types[-1] == "response.output_item.done"
+    assert delta in types and delta.replace(".delta", ".done") in types
+    assert events[-1]["item"] == item
+    assert events[0]["item"]["status"] == "in_progress"
+    assert not any(events[0]["item"].get(name) for name in ("content", "summary", "arguments"))
