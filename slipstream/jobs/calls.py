@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from slipstream.endpoints import Endpoints
-from slipstream.errors import Draining, SlipstreamError, Unavailable
+from slipstream.errors import Draining, InvalidArgument, SlipstreamError, Unavailable
 from slipstream.jobs.messages import (
     FinishedJob,
     GroupProgress,
@@ -24,6 +24,7 @@ from slipstream.jobs.messages import (
     SubmittedJob,
     finished_job,
     group_progress,
+    renumbered,
     state_value,
     submissions,
     submitted_job,
@@ -75,7 +76,11 @@ class BlockingJobs:
         """Store bodies of an endpoint as jobs, which survive any crash from here on."""
         jobs: list[SubmittedJob] = []
         for request in submissions(bodies, references, options or JobOptions()):
-            jobs += [submitted_job(job) for job in self._call("SubmitJobs", request).jobs]
+            try:
+                answer = self._call("SubmitJobs", request)
+            except InvalidArgument as error:
+                raise renumbered(error, len(jobs)) from None
+            jobs += [submitted_job(job) for job in answer.jobs]
         return jobs
 
     def get(self, job_id: str) -> FinishedJob:
@@ -158,7 +163,11 @@ class AsyncJobs:
         """As `BlockingJobs.submit`."""
         jobs: list[SubmittedJob] = []
         for request in submissions(bodies, references, options or JobOptions()):
-            jobs += [submitted_job(job) for job in (await self._call("SubmitJobs", request)).jobs]
+            try:
+                answer = await self._call("SubmitJobs", request)
+            except InvalidArgument as error:
+                raise renumbered(error, len(jobs)) from None
+            jobs += [submitted_job(job) for job in answer.jobs]
         return jobs
 
     async def get(self, job_id: str) -> FinishedJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ CHAT_PATH = "/v1/chat/completions"
 # Of one call; the router's own bounds are above these.
 _MOST_JOBS, _MOST_BYTES = 500, 4 << 20
 _PREFIX = "JOB_STATE_"
+_INDEX = re.compile(r"jobs\[(\d{1,9})\]")
 STATES = tuple(name.removeprefix(_PREFIX).lower() for name in jobs_pb2.JobState.keys()[1:])
 ENDED = frozenset(STATES) - {"queued", "running"}
 
@@ -123,6 +125,20 @@ def submissions(
             job.webhook.url, job.webhook.secret = options.webhook_url, options.webhook_secret
     if request.jobs:
         yield request
+
+
+def renumbered(error: InvalidArgument, n_before: int) -> InvalidArgument:
+    """The error by the index of its body among all of a submission; `n_before` are in earlier messages."""
+    if (found := _INDEX.match(error.field)) is None:
+        return error
+    rest = error.field[found.end() :]
+    return InvalidArgument(f"jobs[{int(found[1]) + n_before}]{rest}", error.reason)
+
+
+def index_in(field: str) -> tuple[int, str] | None:
+    """The index of a body in the field of an error, and the field in the body; None for another field."""
+    found = _INDEX.match(field)
+    return (int(found[1]), field[found.end() :].removeprefix(".body").removeprefix(".")) if found else None
 
 
 def submitted_job(job: jobs_pb2.Job) -> SubmittedJob:

@@ -108,6 +108,7 @@ HTTP_CLASSES: Mapping[str, CallerClass] = {
     "POST /client/v4/accounts/{account}/ai/v1/chat/completions": TENANT,
     "POST /client/v4/accounts/{account}/ai/v1/completions": TENANT,
     "POST /client/v4/accounts/{account}/ai/v1/responses": TENANT,
+    "POST /client/v4/accounts/{account}/ai/v1/embeddings": TENANT,
     "GET /client/v4/accounts/{account}/ai/v1/models": TENANT,
     "POST /client/v4/accounts/{account}/ai/run/{model}": TENANT,
 }

@@ -21,7 +21,8 @@ JOB_COLUMNS = (
 def job_of(row: Sequence[Any]) -> Job:
     """The job of a row of JOB_COLUMNS."""
     state = JobState(row[2])
-    return Job(row[0], row[1], state, *row[3:-1], is_held=state is JobState.RUNNING and bool(row[-1]))
+    is_held = state is JobState.RUNNING and bool(row[-1])
+    return Job(row[0], row[1], state, *row[3:-1], is_held)
 
 
 def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:
@@ -83,7 +84,7 @@ def end_job(
         (n_bytes, tenant),
     )
     if url:
-        data = {"id": job_id, "status": state.value, "group_id": group_id, "reference": reference}
+        data = {"id": job_id, "state": state.value, "group_id": group_id, "reference": reference}
         notice = {"type": f"job.{state.value}", "timestamp": now_s, "data": data}
         tx.execute(
             "INSERT INTO job_notices VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",

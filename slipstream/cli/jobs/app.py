@@ -51,13 +51,19 @@ def submit(
     The exit code is 1 where a job has failed.
     """
     from slipstream.cli.jobs.progress import follow_group
-    from slipstream.jobs.messages import JobOptions
+    from slipstream.jobs.messages import JobOptions, index_in
 
-    bodies, references = read_bodies(file)
+    bodies, references, lines = read_bodies(file)
     name = group or f"{file.stem[:80]}-{int(time.time())}"
     options = JobOptions(path, group_id=name, idempotency_key=name[:100], expires_s=expires_s)
     with access.open() as client:
-        jobs = client.jobs.submit(bodies, references=references, options=options)
+        try:
+            jobs = client.jobs.submit(bodies, references=references, options=options)
+        except InvalidArgument as error:
+            if (place := index_in(error.field)) is None:
+                raise
+            index, field = place
+            raise InvalidArgument("FILE", f"{file}: line {lines[index]}: {field}: {error.reason}") from None
         print(f"group {name}: {len(jobs)} jobs")
         if not (wait or output):
             return
@@ -124,9 +130,9 @@ def cancel(
         print(f"{client.jobs.cancel(job_id, group_id=group)} cancelled")
 
 
-def read_bodies(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The bodies and their references: `custom_id` in a batch file, else the number of the line."""
-    bodies, references = [], []
+def read_bodies(file: Path) -> tuple[list[dict[str, Any]], list[str], list[int]]:
+    """The bodies, their references and their lines. A reference is `custom_id`, or the number of the line."""
+    bodies, references, numbers = [], [], []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -144,9 +150,10 @@ def read_bodies(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
         is_batch = "custom_id" in parsed and isinstance(parsed.get("body"), dict)
         bodies.append(parsed["body"] if is_batch else parsed)
         references.append(str(parsed["custom_id"]) if is_batch else str(number))
+        numbers.append(number)
     if not bodies:
         raise InvalidArgument("FILE", f"{file}: has no bodies")
-    return bodies, references
+    return bodies, references, numbers
 
 
 def _write_answers(client: Client, jobs: list[SubmittedJob], output: Path) -> None:

@@ -38,7 +38,7 @@ def words(counts: GroupProgress) -> str:
 def print_jobs(jobs: Iterable[SubmittedJob], *, console: Console | None = None) -> None:
     """A table of jobs."""
     names = ("job", "group", "reference", "state", "submitted")
-    table = figures_table(names, ("status", "tokens", "seconds"))
+    table = figures_table(names, ("http_status", "tokens", "seconds"))
     for job in jobs:
         made = datetime.fromtimestamp(job.created_unix_s).strftime("%m-%d %H:%M:%S")
         took = f"{job.ended_unix_s - job.created_unix_s:.1f}" if job.ended_unix_s else ""

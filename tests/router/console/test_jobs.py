@@ -77,7 +77,7 @@ async def test_one_job_has_its_router_and_no_body(tables: JobTables) -> None:
     await tables.claim_one("router-7.abc")
     view = JobView(overview(tables))
     detail = await view.detail_json(job_id)
-    assert (detail["router"], detail["attempts"], detail["state"]) == ("router-7", 1, "running")
+    assert (detail["router"], detail["attempt"], detail["state"]) == ("router-7", 1, "running")
     assert "secret prompt" not in str(detail)
     with pytest.raises(NotFound):
         await view.detail_json("job-none")

@@ -18,7 +18,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.cli.app import build_app
 from slipstream.client import Client
 from slipstream.errors import InvalidArgument, NotFound
-from slipstream.jobs.messages import JobOptions, submissions
+from slipstream.jobs.messages import JobOptions, index_in, renumbered, submissions
 from tests.router.conftest import HELLO, WAIT_S, card, cluster, model, model_dir, open_router  # noqa: F401
 from tests.router.support.fake_cluster import FakeCluster
 
@@ -93,7 +93,13 @@ async def test_the_commands_submit_list_show_and_cancel(router: RouterServer, tm
         assert listed[0]["id"] in text and "succeeded" in text
         _, text = _slipstream("show", listed[0]["id"], *at)
         assert json.loads(text)["answer"]["choices"]
+        assert "is_held" in json.loads(text)
         assert _slipstream("cancel", listed[0]["id"], *at)[1] == "0 cancelled\n"
+        wrong = tmp_path / "wrong.jsonl"
+        wrong.write_text(json.dumps(BODY) + "\n\n" + json.dumps({**BODY, "temperature": "hot"}) + "\n")
+        with pytest.raises(InvalidArgument, match=r"wrong.jsonl: line 3: temperature: must be") as refused:
+            _slipstream("submit", str(wrong), *at)
+        assert refused.value.field == "FILE"
         with pytest.raises(InvalidArgument):
             _slipstream("cancel", *at)
 
@@ -121,6 +127,13 @@ def test_a_file_without_bodies_is_refused(text: str, reason: str, tmp_path: Path
     (tmp_path / "bodies.jsonl").write_text(text)
     with pytest.raises(InvalidArgument, match=reason):
         _slipstream("submit", str(tmp_path / "bodies.jsonl"), "--endpoint", "127.0.0.1:1")
+
+
+def test_an_error_names_the_body_of_the_whole_submission() -> None:
+    error = renumbered(InvalidArgument("jobs[7].body.model", "is not served"), 500)
+    assert (error.field, error.reason) == ("jobs[507].body.model", "is not served")
+    assert index_in(error.field) == (507, "model")
+    assert index_in("group_id") is None
 
 
 def test_a_large_submission_is_several_calls_with_one_key() -> None:

@@ -76,7 +76,7 @@ class ResponsesRoutes:
         return {PATH: error_shape}
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        """A response, in the background if the body asks for it; only bodies with that word are read twice."""
+        """A response, in the background where the body asks for it; bodies with that word are read twice."""
         encoding = request.headers.get("Content-Encoding", "").lower()
         caller = self._reader.caller(request, PATH)
         data = await self._reader.body(request, caller.tenant)

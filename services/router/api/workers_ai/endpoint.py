@@ -55,6 +55,10 @@ RUN_PATH = _ACCOUNT + "/run/{model}"
 _TOGETHER = 8
 
 
+class _ModelName(msgspec.Struct, gc=False):
+    model: str = ""
+
+
 class RunEndpoints:
     """A `RouteFamily`. Without jobs, what asks for the queue is refused by a typed error."""
 
@@ -84,13 +88,25 @@ class RunEndpoints:
         ]
         return [
             *openai,
+            web.post(_MATCHED + "/v1/embeddings", self._refuse_task),
             web.get(_MATCHED + "/v1/models", self._models, allow_head=False),
             web.post(_MATCHED + "/run/{model:.+}", self._run),
         ]
 
     def error_shapes(self) -> Mapping[str, ErrorShape]:
         """OpenAI's for OpenAI's endpoints, and the envelope for all others."""
-        return {_ACCOUNT + "/v1/": HttpFailure.openai_body, "/client/v4/": error_envelope}
+        no_task = {_ACCOUNT + "/v1/embeddings": error_envelope}
+        return {**no_task, _ACCOUNT + "/v1/": HttpFailure.openai_body, "/client/v4/": error_envelope}
+
+    async def _refuse_task(self, request: web.Request) -> web.Response:
+        """Embeddings, which no model here makes: this API has the code of an unknown model for it."""
+        tenant = self._reader.tenant(request)
+        data = await self._reader.body(request, tenant)
+        try:
+            named = msgspec.json.decode(data, type=_ModelName).model
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            named = ""
+        raise UnknownRunModel(f"No such model {shown(named)} or task", field="model")
 
     async def _run(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -196,6 +196,9 @@ async def test_statuses_are_those_of_workers_ai(
 ) -> None:
     unknown = await ask(http, RUN_PATH.format(account="a", model="@cf/no/no"), {"prompt": "a"}, status=400)
     assert unknown["code"] == 5007
+    embeddings = "/client/v4/accounts/a/ai/v1/embeddings"
+    for body in ({"model": card.name, "input": "a"}, {"input": ["a"]}, {"model": 5}):
+        assert (await ask(http, embeddings, body, status=400))["code"] == 5007
     for worker in cluster.decodes:
         worker.gate.clear()
     late = await ask(http, path_of(card), {"prompt": "a"}, status=408, **{"x-request-timeout-ms": "300"})

@@ -25,15 +25,15 @@ function factsOf(job) {
   return [
     ["Tenant", job.tenant || DASH],
     ["Path", html`<span class="mono">${job.path}</span>`],
-    ["Group", job.group || DASH],
+    ["Group", job.group_id || DASH],
     ["Reference", job.reference || DASH],
-    ["Attempts", `${count(job.attempts)}, of them ${count(job.failures)} failed`],
+    ["Attempts", `${count(job.attempt)}, of them ${count(job.failures)} failed`],
     ["Router", job.router ?? DASH],
     ["Submitted", when(job.created_ms)],
     ["Started", when(job.started_ms)],
     ["Ended", when(job.ended_ms)],
     [isLive(job) ? "Expires" : "Ran for", isLive(job) ? dateTime(job.expires_ms) : duration(job.started_ms && job.ended_ms ? job.ended_ms - job.started_ms : null)],
-    ["Status", job.status ? `HTTP ${job.status}` : DASH],
+    ["Status", job.http_status ? `HTTP ${job.http_status}` : DASH],
     ["Output", `${count(job.output_tokens)} tokens`],
     ["Stored", bytes(job.stored_bytes)],
     ["Webhook", webhookText(job)],
@@ -69,7 +69,7 @@ export function JobDetail({ id, onClose }) {
       ${job && html`<dl class="facts">${factsOf(job).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
         <div class="button-row">
           ${isLive(job) && html`<button type="button" class="button button-danger" onClick=${() => setAsked(true)}>Cancel the job</button>`}
-          ${job.attempts > 0 && html`<a class="button" href=${link("requests", job.id)}><${Icon} name="requests" />Its request, where this router ran it</a>`}
+          ${job.attempt > 0 && html`<a class="button" href=${link("requests", job.id)}><${Icon} name="requests" />Its request, where this router ran it</a>`}
         </div>
         <p class="quiet">Prompt and answer belong to the tenant: <code>slipstream jobs show</code> with its key.</p>`}
     </div>

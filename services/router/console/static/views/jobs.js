@@ -32,8 +32,8 @@ const Row = ({ job, opened }) => html`<tr class=${opened ? "is-open" : ""}>
   <td><${Pill} tone=${stateOf(job).tone} title=${job.error ?? undefined}>${stateOf(job).text}<//></td>
   <td class="clip" title=${job.tenant}>${job.tenant || DASH}</td>
   <td class="clip mono" title=${job.path}>${job.path}</td>
-  <td class="clip" title=${job.group}>${job.group || DASH}</td>
-  <td class="cell-end">${count(job.attempts)}</td>
+  <td class="clip" title=${job.group_id}>${job.group_id || DASH}</td>
+  <td class="cell-end">${count(job.attempt)}</td>
   <td class="cell-end">${count(job.output_tokens)}</td>
   <td class="mono" title=${dateTime(job.created_ms)}>${clock(job.created_ms)}</td>
   <td class="mono" title=${dateTime(job.started_ms)}>${clock(job.started_ms)}</td>
