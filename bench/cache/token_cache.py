@@ -82,7 +82,7 @@ class Side:
 
         self._words = words
         card = load_model_card(ROOT / "models" / "slipstream-mini")
-        self._card = replace(card, max_context_tokens=1 << 24)
+        self._card = replace(card, model_context_tokens=1 << 24)
         self._memory = TokenCache()
         self._salt = tenant_salt(_TENANT)
         self._rng = random.Random(7)

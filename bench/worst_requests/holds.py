@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="kinds whose name has this text")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(argv)
-    card = replace(load_model_card(DEFAULT_MODEL), max_context_tokens=CONTEXT_TOKENS)
+    card = replace(load_model_card(DEFAULT_MODEL), model_context_tokens=CONTEXT_TOKENS)
     freeze_heap()
     rows = []
     for name, make in kinds().items():

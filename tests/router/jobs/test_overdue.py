@@ -95,7 +95,7 @@ class SimulatedRouter:
 
     def _leave(self, job: SimulatedJob) -> None:
         self.running.remove(job)
-        self.holds.remove(job, now_s=0.0, is_whole=False)  # type: ignore[arg-type]
+        self.holds.remove(job, now_s=0.0, is_whole=False)
 
     def _claim(self, n: int) -> None:
         waiting: dict[str, float] = {}
@@ -109,7 +109,7 @@ class SimulatedRouter:
             for job in mine[:share]:
                 self.queued.remove(job)
                 self.running.append(job)
-                self.holds.add(job, job.caller, 0, began_s=0.0)  # type: ignore[arg-type]
+                self.holds.add(job, job.caller, 0, began_s=0.0)
 
 
 @given(

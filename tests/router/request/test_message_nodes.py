@@ -170,7 +170,7 @@ def check(node: MessageNode) -> None:
 
 @pytest.fixture(scope="module")
 def card(model_dir: Path) -> ModelCard:
-    return replace(load_model_card(model_dir), max_context_tokens=1 << 20)
+    return replace(load_model_card(model_dir), model_context_tokens=1 << 20)
 
 
 @pytest.mark.parametrize("machine", [Conversations, CrowdedConversations])

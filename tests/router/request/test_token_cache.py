@@ -28,7 +28,7 @@ def prompt_of(
     card: ModelCard, memory: TokenCache, messages: Messages, *, tenant: str = "t", **chat: Any
 ) -> Prompt:
     request = GenerationRequest(ChatInput(messages=messages, **chat))
-    draft = PromptDraft.of(request, replace(card, max_context_tokens=1 << 20), memory, tenant=tenant)
+    draft = PromptDraft.of(request, replace(card, model_context_tokens=1 << 20), memory, tenant=tenant)
     return draft.finish(draft.encode(), request_id="r")
 
 

@@ -20,7 +20,9 @@ _UNFINISHED = ("queued", "in_progress")
 
 def events_of(response: Json, *, after: int) -> list[tuple[int, bytes]]:
     """The events with numbers above `after` that the response has had until now, with their numbers. Pure."""
-    events = [(f"response.{name}", {"response": _begun(response, status)}) for name, status in _BEGINNING]
+    events: list[Event] = [
+        (f"response.{name}", {"response": _begun(response, status)}) for name, status in _BEGINNING
+    ]
     if response["status"] in _UNFINISHED:
         events = events[: 2 if response["status"] == "queued" else 3]
     else:
