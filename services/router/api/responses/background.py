@@ -94,7 +94,7 @@ class BackgroundResponses:
         return response
 
 
-def _unfinished(job: Job, data: bytes, model: str) -> Json:
+def _unfinished(job: Job, data: bytes, model: str) -> dict[str, Any]:
     draft = decode_response(data)
     return response_object(
         f"resp_{job.id.removeprefix('job-')}",
