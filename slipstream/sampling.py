@@ -30,6 +30,7 @@ class SamplingArguments(TypedDict, total=False):
     min_tokens: int
     stop_token_ids: Sequence[int]
     top_logprobs: int
+    prompt_logprobs: int
     ignore_eos: bool
 
 
@@ -66,6 +67,7 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()  # never sampled
     constraint: OutputConstraint | None = None
     logprobs: int | None = None  # None = off; n = of the sampled token and the n most likely ones
+    prompt_logprobs: int | None = None  # None = off; n = of each prompt token and the n most likely ones
 
 
 def _ranges() -> dict[str, Range]:

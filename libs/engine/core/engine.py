@@ -97,7 +97,7 @@ class PagedEngine:
         sequence = EngineSequence(spec, spec.block_hashes[:n_full], block_tokens)
         # The cache never supplies the block of the last token, which is computed here or handed over.
         n_reusable = (spec.context_tokens - 1) // block_tokens
-        hit = self._blocks.match(sequence.full_block_hashes(n_reusable))
+        hit = self._blocks.match(sequence.full_block_hashes(0 if sequence.scores_prompt else n_reusable))
         sequence.pages = self._blocks.reserve(hit, n_pages - len(hit), leave=self._awaited())
         sequence.n_computed = len(hit) * block_tokens
         sequence.n_committed_blocks = len(hit)

@@ -24,6 +24,7 @@ from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.engine.core.engine import PagedEngine
 from libs.engine.sampling.token_masks import compute_masks
 from libs.engine.step.batch import Batch
+from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.step_model import BAD_TOKEN, SequenceRows, StepResult
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.types import EngineInfo, FloatArray, SamplingParams, TokenLogprobs
@@ -88,12 +89,13 @@ class FakeModel:
                 token = self.token_after(r.tokens[: j + 1], r.params, chain[j])
                 tokens.append(_nearest(token, allowed.get(len(tokens)), r.params.banned_token_ids))
                 logprobs.append(self._logprobs(tokens[-1], r.params.logprobs))
+        scores = _fake_scores(batch, self.info.vocab_size)
         if not batch.want_features:
-            return StepResult(tokens, logprobs, None)
+            return StepResult(tokens, logprobs, None, scores)
         features = np.concatenate(
             [self._feature(state) for r, c in zip(rows, chains, strict=True) for state in c[-r.n_rows :]]
         )
-        return StepResult(tokens, logprobs, features)
+        return StepResult(tokens, logprobs, features, scores)
 
     def token_after(self, history: TokenArray, params: SamplingParams, state: bytes | None = None) -> int:
         """The token that this model emits after `history`."""
@@ -157,6 +159,21 @@ class FakeModel:
             return None
         top = ((token + j) % self.info.vocab_size for j in range(n))
         return TokenLogprobs(-0.125, tuple((t, -0.125 - j) for j, t in enumerate(top)))
+
+
+def _fake_scores(batch: Batch, vocab_size: int) -> PromptScores | None:
+    """Scores that name their token: its log probability is -(1 + token / 1024), its rank the token's id."""
+    tokens = batch.scored_tokens
+    if not len(tokens):
+        return None
+    top = np.arange(batch.scored_top, dtype=np.int32)
+    return PromptScores(
+        0,
+        (-1 - tokens / 1024).astype(np.float32),
+        tokens,
+        (tokens[:, None] + top) % vocab_size,
+        np.broadcast_to(-0.125 - top, (len(tokens), len(top))).astype(np.float32),
+    )
 
 
 def _allowed_tokens(rows: Sequence[SequenceRows], vocab_size: int) -> dict[int, Allowed]:

@@ -9,6 +9,7 @@ from libs.engine.kv.block_features import BlockFeatures
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.sampling.verify import count_accepted
+from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.step_model import BAD_TOKEN
 from libs.engine.step.types import FloatArray, FullBlock, StepOutput
 from slipstream.errors import Internal, InvalidArgument, SlipstreamError
@@ -25,10 +26,12 @@ def commit_outputs(
     """Advance a sequence by its rows of a step: prompt tokens, or sampled tokens with the accepted drafts."""
     start = sequence.n_computed
     n_known = sampled.rows.n_rows - sampled.n_drafts
+    if sampled.scores is not None and not sampled.scores.is_finite:
+        return fail(sequence, _not_finite(sequence, blocks, features))
     if not sampled.rows.n_sampled:
         sequence.n_computed = start + n_known
         _keep_features(sequence, start, sampled.features)
-        return progress(sequence, sampled.shared_tokens, blocks, features)
+        return progress(sequence, sampled.shared_tokens, blocks, features, scores=sampled.scores)
     drafts = sampled.rows.tokens[len(sampled.rows.tokens) - sampled.n_drafts :].tolist()
     accepted = count_accepted(drafts, sampled.tokens)
     failure = _failure(sequence, sampled.tokens[: accepted + 1], blocks, features)
@@ -57,11 +60,17 @@ def commit_outputs(
         feature_tokens=None if newest is None else sequence.tokens_after(feature_start, len(newest)),
         feature_start=feature_start,
         new_full_blocks=new_full_blocks,
+        scores=sampled.scores,
     )
 
 
 def progress(
-    sequence: EngineSequence, shared_tokens: int, blocks: BlockManager, features: BlockFeatures
+    sequence: EngineSequence,
+    shared_tokens: int,
+    blocks: BlockManager,
+    features: BlockFeatures,
+    *,
+    scores: PromptScores | None = None,
 ) -> StepOutput:
     """The output of a prompt that has advanced, without a first token."""
     return StepOutput(
@@ -70,6 +79,7 @@ def progress(
         sequence.n_computed,
         shared_tokens,
         new_full_blocks=_commit_blocks(sequence, blocks, features),
+        scores=scores,
     )
 
 
@@ -80,10 +90,14 @@ def _failure(
     if sequence.constraint is not None and sequence.constraint.failure:
         return InvalidArgument("grammar", sequence.constraint.failure)
     if BAD_TOKEN in tokens:
-        blocks.uncache(sequence.pages)  # damaged KV may be the cause, so it must not be reused
-        features.drop(sequence.hashes)
-        return Internal("the model's logits are not finite")
+        return _not_finite(sequence, blocks, features)
     return None
+
+
+def _not_finite(sequence: EngineSequence, blocks: BlockManager, features: BlockFeatures) -> SlipstreamError:
+    blocks.uncache(sequence.pages)  # damaged KV may be the cause, so it must not be reused
+    features.drop(sequence.hashes)
+    return Internal("the model's logits are not finite")
 
 
 def fail(sequence: EngineSequence, failure: SlipstreamError) -> StepOutput:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from libs.engine.scheduling.scheduler import Slice
+from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.types import FloatArray, TokenLogprobs
 
@@ -20,15 +21,17 @@ class StepOutputs:
     logprobs: tuple[TokenLogprobs, ...] | None
     features: FloatArray | None  # of all rows
     shared_tokens: int = 0  # copied from another prompt right before the step
+    scores: PromptScores | None = None
 
 
 def split_result(
     result: StepResult, rows: Sequence[SequenceRows], slices: Sequence[Slice], shared: Mapping[str, int]
 ) -> Iterator[StepOutputs]:
     """The part of each sequence, in the order of `rows` and their `slices`."""
-    row = sampled = 0
+    row = sampled = scored = 0
     for part, piece in zip(rows, slices, strict=True):
         stop_row, stop_sampled = row + part.n_rows, sampled + part.n_sampled
+        stop_scored = scored + len(part.scored)
         logprobs = result.logprobs[sampled:stop_sampled] if result.logprobs else ()
         yield StepOutputs(
             rows=part,
@@ -37,5 +40,13 @@ def split_result(
             logprobs=tuple(p for p in logprobs if p is not None) or None,
             features=None if result.features is None else result.features[row:stop_row],
             shared_tokens=shared.get(part.seq_id, 0),
+            scores=_scores(result, part, slice(scored, stop_scored)),
         )
-        row, sampled = stop_row, stop_sampled
+        row, sampled, scored = stop_row, stop_sampled, stop_scored
+
+
+def _scores(result: StepResult, part: SequenceRows, rows: slice) -> PromptScores | None:
+    if result.scores is None or not len(part.scored):
+        return None
+    first = len(part.tokens) - part.n_rows + 1
+    return result.scores.part(rows, first=first, top=part.params.prompt_logprobs or 0)

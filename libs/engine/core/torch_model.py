@@ -73,4 +73,4 @@ class TorchModel:
             ready = masks()  # also after an aborted step: no one else may use the constraints until then
         tokens, logprobs = sample(output.logits, rows, ready)
         features = None if output.features is None else output.features.float().cpu().numpy()
-        return StepResult(tokens, logprobs, features)
+        return StepResult(tokens, logprobs, features, output.scores)

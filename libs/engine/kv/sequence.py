@@ -14,7 +14,8 @@ from libs.engine.kv.block_features import BlockFeatures
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.sampling.stop_conditions import cut_at_stop
 from libs.engine.step.constraint import TokenConstraint
-from libs.engine.step.step_model import SequenceRows
+from libs.engine.step.prompt_scores import scored_tokens
+from libs.engine.step.step_model import SequenceRows, no_tokens
 from libs.engine.step.types import (
     FEATURE_WINDOW_TOKENS,
     FinishReason,
@@ -104,6 +105,11 @@ class EngineSequence:
         return self.n_tokens - len(self.spec.prompt)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether it computes each row of its prompt, and so uses no cached block."""
+        return self.spec.sampling.prompt_logprobs is not None
+
+    @property
     def pending_tokens(self) -> int:
         return self.n_tokens - self.n_computed
 
@@ -139,7 +145,11 @@ class EngineSequence:
             output_counts=self._output_counts,
             prompt_ids=self._prompt_ids,
             constraint=self.constraint,
+            scored=self._scored(end) if self.scores_prompt else no_tokens(),
         )
+
+    def _scored(self, end: int) -> TokenArray:
+        return scored_tokens(self._buffer, start=self.n_computed, stop=end, n_prompt=len(self.spec.prompt))
 
     def full_block_hashes(self, n_blocks: int) -> list[bytes]:
         """Hashes of the first `n_blocks` blocks; computes those that are new."""

@@ -32,9 +32,10 @@ from libs.engine.model_spec.rope import Rope
 from libs.engine.packed.packed_key import packed_key, packed_path
 from libs.engine.packed.shared_weights import PackedSource, open_shared_weights
 from libs.engine.packed.weight_store import PrivateWeights, WeightStore
+from libs.engine.sampling.prompt_scoring import score_prompts
 from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.load_progress import LoadProgress
-from libs.engine.step.stop_flag import StopFlag
+from libs.engine.step.stop_flag import StepAborted, StopFlag
 from slipstream.errors import FailedPrecondition
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
-        """Write the latents of all rows into the cache; return the wanted logits and features.
+        """Write the latents of all rows into the cache; return the wanted logits, features and scores.
 
         Raises InvalidArgument, before any write, for an inconsistent batch. Raises StepAborted soon after
         `stop` was set; the cache slots of the batch's rows are then undefined.
@@ -139,8 +140,15 @@ class ModelRunner:
         plan = plan_batch(batch, self.config, self._rope, self.cache)
         token_ids = torch.from_numpy(batch.token_ids).long()
         x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
+
+        def logits_of(rows: torch.Tensor) -> torch.Tensor:
+            if stop is not None and stop.is_set:
+                raise StepAborted
+            return self._decoder.logits(x[self._decoder.kernels.place(rows)])
+
+        scores = score_prompts(batch, logits_of, vocab_size=self.config.vocab_size)
         wanted = self._decoder.kernels.place(torch.from_numpy(batch.logit_rows).long())
-        return ForwardOutput(self._decoder.logits(x[wanted]), features)
+        return ForwardOutput(self._decoder.logits(x[wanted]), features, scores)
 
 
 def start_digest(model_dir: Path) -> Future[str]:

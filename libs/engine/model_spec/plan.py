@@ -105,6 +105,10 @@ def _check(batch: Batch, config: ModelConfig, cache: PagedLatentCache) -> None:
     used = batch.page_table[np.arange(batch.page_table.shape[1]) < blocks[:, None]]
     if used.min() < 0 or used.max() >= cache.shape.n_pages:
         raise InvalidArgument("batch.page_table", f"pages must be within 0..{cache.shape.n_pages - 1}")
-    rows_wanted = batch.logit_rows
-    if rows_wanted.size and (rows_wanted.min() < 0 or rows_wanted.max() >= batch.n_rows):
-        raise InvalidArgument("batch.logit_rows", f"must be within 0..{batch.n_rows - 1}")
+    for name, found, limit in (
+        ("logit_rows", batch.logit_rows, batch.n_rows),
+        ("scored_rows", batch.scored_rows, batch.n_rows),
+        ("scored_tokens", batch.scored_tokens, config.vocab_size),
+    ):
+        if found.size and (found.min() < 0 or found.max() >= limit):
+            raise InvalidArgument(f"batch.{name}", f"must be within 0..{limit - 1}")

@@ -14,7 +14,8 @@ from libs.engine.parallel.links import GroupLinks
 from libs.engine.step.batch import Batch
 
 _END, _STEP = 0, 1
-_ARRAYS = tuple(field.name for field in fields(Batch) if field.name != "want_features")
+# Without `scored_top`: only rank 0 has logits to score.
+_ARRAYS = tuple(field.name for field in fields(Batch) if field.name not in ("want_features", "scored_top"))
 _HEADER_WORDS = 3 + len(_ARRAYS)  # kind, want_features, columns of the page table, then the arrays' sizes
 
 

@@ -120,9 +120,9 @@ class GroupRunner:
             raise GroupBroken(f"a step failed at rank 0 of {self._model.options.sizes}: {error}") from error
         assert output.logits is not None
         if not wants_features or self._feature_head is None:
-            return ForwardOutput(output.logits, None)
+            return ForwardOutput(output.logits, None, output.scores)
         features = self._feature_head.fuse(output.captured, self._model.kernels)
-        return ForwardOutput(output.logits, features)
+        return ForwardOutput(output.logits, features, output.scores)
 
     def close(self) -> None:
         """End the other ranks in order. A process that just ends takes them with it."""

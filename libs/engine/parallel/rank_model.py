@@ -24,8 +24,10 @@ from libs.engine.parallel.sizes import ParallelSizes, RankPlace, even_slice
 from libs.engine.parallel.split import count_micro_batches, split_rows, split_sequences, take_rows
 from libs.engine.parallel.stage_loader import StageLoader, StageWeights
 from libs.engine.parallel.stage_stack import StagePlan, StageStack
+from libs.engine.sampling.prompt_scoring import score_prompts
 from libs.engine.step.batch import Batch
 from libs.engine.step.load_progress import LoadProgress
+from libs.engine.step.prompt_scores import PromptScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,11 @@ class RankOptions:
 
 @dataclass(frozen=True, slots=True)
 class RankOutput:
-    """logits [R, V] at rank 0, else None; the captured layers [T, H] at the last stage."""
+    """logits [R, V] and scores at rank 0, else None; the captured layers [T, H] at the last stage."""
 
     logits: torch.Tensor | None
     captured: dict[int, torch.Tensor]
+    scores: PromptScores | None = None
 
 
 class RankModel:
@@ -138,7 +141,9 @@ class RankModel:
             return RankOutput(None, {})
         x = torch.cat([part_x for part_x, _ in outputs])
         features = {layer: torch.cat([rows[layer] for _, rows in outputs]) for layer in captured}
-        return RankOutput(self._logits(x[torch.from_numpy(batch.logit_rows).long()]), features)
+        scores = score_prompts(batch, lambda rows: self._logits(x[rows]), vocab_size=self.config.vocab_size)
+        logits = self._logits(x[torch.from_numpy(batch.logit_rows).long()])
+        return RankOutput(logits, features, scores)
 
     def _run_part(
         self, batch: Batch, captured: Sequence[int]

@@ -35,13 +35,18 @@ class SharedBlocks:
         """Copy the blocks that became findable since the last call; returns the tokens saved per sequence."""
         if not self._enabled:
             return {}
-        return {s.spec.seq_id: n_tokens for s in prefilling if (n_tokens := self._copy_new(s))}
+        users = [s for s in prefilling if not s.scores_prompt]
+        return {s.spec.seq_id: n_tokens for s in users if (n_tokens := self._copy_new(s))}
 
     def followers(self, prefilling: Sequence[EngineSequence]) -> dict[str, Following]:
         """Find the followers for the next step, after `copy_new`. See `find_followers`."""
         if not self._enabled or len(prefilling) < 2:
             return {}
-        work = [PrefixWork(s.spec.seq_id, s.arrival, s.n_computed, self._reusable(s)) for s in prefilling]
+        work = [
+            PrefixWork(s.spec.seq_id, s.arrival, s.n_computed, self._reusable(s))
+            for s in prefilling
+            if not s.scores_prompt
+        ]
         return find_followers(work, block_tokens=self._block_tokens)
 
     def _reusable(self, sequence: EngineSequence) -> list[bytes]:

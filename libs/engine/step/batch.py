@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from libs.engine.step.prompt_scores import PromptScores
+
 if TYPE_CHECKING:
     import torch
 
 Int32Array = npt.NDArray[np.int32]
+
+
+def _no_rows() -> Int32Array:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,9 @@ class Batch:
     page_table [S, P] i32 cache page of each block; only ceil(context_len / block_tokens) entries are read
     logit_rows [R] i32    rows whose logits are wanted, in the order of the output
     want_features         also return the EAGLE-3 features of all T rows (ignored without a feature head)
+    scored_rows [P] i32   prompt rows whose next token is scored
+    scored_tokens [P] i32 the tokens that follow these rows
+    scored_top            how many of the most likely tokens each score names
     """
 
     token_ids: Int32Array
@@ -35,6 +44,9 @@ class Batch:
     page_table: Int32Array
     logit_rows: Int32Array
     want_features: bool = False
+    scored_rows: Int32Array = field(default_factory=_no_rows)
+    scored_tokens: Int32Array = field(default_factory=_no_rows)
+    scored_top: int = 0
 
     @property
     def n_rows(self) -> int:
@@ -47,7 +59,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """logits [R, V] fp32, ordered as `Batch.logit_rows`; features [T, H] fp32 if wanted, else None."""
+    """logits [R, V] fp32, ordered as `Batch.logit_rows`; features [T, H] fp32 if wanted, else None.
+
+    scores: of the scored tokens in the order of `Batch.scored_rows`, None without any.
+    """
 
     logits: torch.Tensor
     features: torch.Tensor | None
+    scores: PromptScores | None = None

@@ -7,7 +7,7 @@ deterministic, for tests of services.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -16,10 +16,16 @@ import numpy.typing as npt
 from libs.common.block_hash import TokenArray
 from libs.engine.step.batch import Batch
 from libs.engine.step.constraint import TokenConstraint
+from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import DeviceBytes, EngineInfo, FloatArray, SamplingParams, TokenLogprobs
 
 BAD_TOKEN = -1  # stands for the token of a row without finite logits
+
+
+def no_tokens() -> TokenArray:
+    """An empty array."""
+    return np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,8 @@ class SequenceRows:
     output_counts: Mapping[int, int]
     prompt_ids: npt.NDArray[np.int64] | None  # distinct ids; only with repetition_penalty
     constraint: TokenConstraint | None = None  # in the state before the drafts
+    # The prompt tokens that the first rows predict, where they are asked for.
+    scored: TokenArray = field(default_factory=no_tokens)
 
     @property
     def drafts(self) -> list[int]:
@@ -57,6 +65,7 @@ class StepResult:
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None
     features: FloatArray | None  # [T, feature_width], all rows
+    scores: PromptScores | None = None  # of all scored tokens in order
 
 
 class StepModel(Protocol):
@@ -92,6 +101,7 @@ def lay_out(rows: Sequence[SequenceRows], *, block_tokens: int, want_features: b
     logit_rows = [
         np.arange(starts[i + 1] - r.n_sampled, starts[i + 1], dtype=np.int32) for i, r in enumerate(rows)
     ]
+    scored_rows = [np.arange(start, start + len(r.scored)) for start, r in zip(starts, rows, strict=False)]
     return Batch(
         token_ids=np.concatenate([r.tokens[len(r.tokens) - r.n_rows :] for r in rows]).astype(np.int32),
         positions=np.concatenate(positions),
@@ -100,4 +110,7 @@ def lay_out(rows: Sequence[SequenceRows], *, block_tokens: int, want_features: b
         page_table=page_table,
         logit_rows=np.concatenate(logit_rows),
         want_features=want_features,
+        scored_rows=np.concatenate(scored_rows).astype(np.int32),
+        scored_tokens=np.concatenate([r.scored for r in rows]).astype(np.int32),
+        scored_top=max([r.params.prompt_logprobs or 0 for r in rows]),
     )

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from libs.common.block_hash import TokenArray
 from libs.common.transport.tensor_memory import Tensor
 from libs.engine.step.constraint import TokenConstraint
+from libs.engine.step.prompt_scores import PromptScores
 from slipstream.errors import SlipstreamError
 from slipstream.sampling import SamplingParams as SamplingParams
 
@@ -110,6 +111,7 @@ class StepOutput:
     # release.
     failure: SlipstreamError | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token if requested
+    scores: PromptScores | None = None  # of the next prompt tokens if requested
     accepted_drafts: int = 0
     proposed_drafts: int = 0
     features: FloatArray | None = None  # [rows, feature_width]

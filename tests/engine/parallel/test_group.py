@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,18 @@ def test_logits_pages_and_features_equal_one_process(one: ModelRunner, group: Gr
         if expected.features is not None and found.features is not None:
             torch.testing.assert_close(found.features, expected.features, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(group.cache.pages, one.cache.pages, rtol=0, atol=TOLERANCE)
+
+
+def test_scores_of_a_prompt_equal_one_process(one: ModelRunner, group: GroupRunner) -> None:
+    rows = np.array([0, 5, 198, 210, 232], np.int32)
+    batch = replace(BATCHES[0], scored_rows=rows, scored_tokens=rows + np.int32(3), scored_top=5)
+    expected, found = one.forward(batch).scores, group.forward(batch).scores
+    assert expected is not None and found is not None
+    assert len(found) == 5 and found.top_ids.shape == (5, 5)
+    scale = float(np.abs(expected.logprobs).max()) if one.config.tie_word_embeddings else 1.0
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE * scale)
+    np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, rtol=0, atol=TOLERANCE * scale)
+    assert (np.abs(found.ranks - expected.ranks) <= 1).all()
 
 
 def test_rows_are_the_same_bits_beside_others(group: GroupRunner) -> None:
