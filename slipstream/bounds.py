@@ -262,14 +262,6 @@ PROMPT_EMPTY = _messages.add(Rule("prompt", "must hold at least one token id", "
 PROMPT_ALONE = _messages.add(
     Rule("max_tokens", "may be 0 only with echo", "The answer would be empty.", apis="HTTP")
 )
-PROMPT_LOGPROBS = _messages.add(
-    Rule(
-        "echo",
-        "is not supported together with logprobs",
-        "Prefill computes no log probabilities of the prompt.",
-        "HTTP",
-    )
-)
 
 _tools = Section("Tools")
 TOOLS = _tools.add(
@@ -340,6 +332,14 @@ SEED = _sampling.add(
 TOP_LOGPROBS = _sampling.add(Range("top_logprobs", 0, 20, "As OpenAI's.", whole=True))
 TOP_LOGPROBS_OFF = _sampling.add(
     Rule("top_logprobs", "needs logprobs to be true", "As OpenAI's; gRPC has one field.", "HTTP")
+)
+PROMPT_LOGPROBS = _sampling.add(
+    Range("prompt_logprobs", 0, 20, "As vLLM's; `echo` with `logprobs` asks for them too.", whole=True)
+)
+PROMPT_ROWS = _sampling.add(
+    Size(
+        "prompt_logprobs", 0, 1 << 17, "log probabilities of prompts", "1 + N for each token of the prompts."
+    )
 )
 STOP = _sampling.add(Size("stop", 0, 16, "stop strings", "Each is looked for in each piece of text."))
 STOP_STRING = _sampling.add(Size("stop[i]", 1, 256, "bytes", "Text that may become one is held back."))

@@ -14,7 +14,13 @@ from libs.common.telemetry import tracing
 from libs.engine.step.types import Engine, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until
-from libs.worker.requests.messages import add_cached_tokens, finish_reason, parse_features, position_logprobs
+from libs.worker.requests.messages import (
+    add_cached_tokens,
+    finish_reason,
+    parse_features,
+    position_logprobs,
+    prompt_logprobs,
+)
 from libs.worker.requests.request_spec import pack_tokens
 from libs.worker.requests.sequence_task import SequenceTask
 from libs.worker.restore.block_fetcher import FetchStats
@@ -78,6 +84,10 @@ class DecodeSequence(SequenceTask):
         self._stats.drafted_steps += bool(output.proposed_drafts)
         self._stats.proposed_drafts += output.proposed_drafts
         self._stats.accepted_drafts += output.accepted_drafts
+        if output.scores is not None:
+            rows = self._delta()
+            rows.prompt_logprobs.extend(prompt_logprobs(output.scores))
+            self._emit(rows)
         if output.tokens:
             delta = self._delta(tokens=pack_tokens(output.tokens))
             delta.running, self._is_running_sent = not self._is_running_sent, True
@@ -228,10 +238,9 @@ class DecodeSequence(SequenceTask):
         spec, core = self.plan.spec, self._core
         block_tokens = core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
-        usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
         found = await core.restorer.restore_prefix(
             (self.plan.kvstore_endpoint,),
-            usable,
+            spec.restorable_hashes(block_tokens),
             reservation.pages,
             first_block=first,
             stats=self._pulled,

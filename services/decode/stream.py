@@ -84,7 +84,8 @@ def pack_frame(deltas: Sequence[decode_pb2.SequenceDelta], *, step: int) -> deco
     rest, handles, tokens = [], [], []
     for delta in deltas:
         packed = delta.tokens
-        if not packed or delta.running or delta.finish_reason or delta.logprobs:
+        is_more = delta.running or delta.finish_reason or delta.logprobs or delta.prompt_logprobs
+        if not packed or is_more:
             rest.append(delta)
             continue
         handles += [delta.handle] * (len(packed) // 4)

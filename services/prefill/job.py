@@ -13,7 +13,13 @@ from libs.common.telemetry import tracing
 from libs.engine.step.types import FullBlock, PageReservation, StepOutput
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until
-from libs.worker.requests.messages import add_cached_tokens, draft_state, finish_reason, position_logprobs
+from libs.worker.requests.messages import (
+    add_cached_tokens,
+    draft_state,
+    finish_reason,
+    position_logprobs,
+    prompt_logprobs,
+)
 from libs.worker.requests.sequence_task import SequenceTask
 from libs.worker.restore.block_fetcher import FetchStats
 from services.prefill.handoff_export import HandoffExport
@@ -150,7 +156,8 @@ class PrefillJob(SequenceTask):
             hint.cancel()
 
     def _prefetch(self) -> None:
-        self._core.restorer.prefetch(self.plan.kvstore_endpoint, self.plan.spec.block_hashes)
+        hashes = self.plan.spec.restorable_hashes(self._core.info.block_tokens)
+        self._core.restorer.prefetch(self.plan.kvstore_endpoint, hashes)
 
     def _open(self, n_blocks: int) -> None:
         handoff_id = secrets.token_hex(16)
@@ -184,8 +191,7 @@ class PrefillJob(SequenceTask):
         """Take what the peer and then the kvstore hold beyond the own cache; the tokens there is KV for."""
         spec, block_tokens = self.plan.spec, self._core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
-        # One token at least is computed: it gives the first logits.
-        usable = spec.block_hashes[: (spec.context_tokens - 1) // block_tokens]
+        usable = spec.restorable_hashes(block_tokens)
         found = await self._core.restorer.restore_prefix(
             (self.plan.peer_endpoint, self.plan.kvstore_endpoint),
             usable,
@@ -240,6 +246,8 @@ class PrefillJob(SequenceTask):
             self._note_cached([common_pb2.CACHE_TIER_WORKER] * n_shared)
             progress = prefill_pb2.PrefillProgress(computed_tokens=output.computed_tokens)
             self.events.put_nowait(prefill_pb2.PrefillEvent(progress=progress))
+            for piece in prompt_logprobs(output.scores) if output.scores is not None else ():
+                self.events.put_nowait(prefill_pb2.PrefillEvent(prompt_logprobs=piece))
             if output.tokens:
                 return output
             self._advance(output.computed_tokens // self._core.info.block_tokens)

@@ -5,7 +5,7 @@ Messages that several services share.
 
 Units: a duration is a number of milliseconds and its name ends in `_ms`; a point in time is a number of
 seconds since the Unix epoch and its name ends in `_unix_s`. Sizes end in `_bytes`, `_tokens` or `_blocks`.
-Token ids are packed as little-endian u32. Hashes are 16 bytes each and packed one after another.
+Token ids are packed as little-endian u32, floats as little-endian float32. Hashes are 16 bytes each and packed one after another.
 """
 
 from collections import abc as _abc
@@ -285,6 +285,7 @@ class SamplingParams(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy"""
     top_p: _builtins.float
@@ -302,6 +303,10 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     top_logprobs: _builtins.int
     """Unset: no log probabilities. n: those of the sampled token and of the n most likely tokens."""
+    prompt_logprobs: _builtins.int
+    """Unset: none of the prompt. n: log probabilities of each prompt token and of the n most likely ones. Then
+    the worker computes the whole prompt, without cached blocks.
+    """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
@@ -333,13 +338,19 @@ class SamplingParams(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         constraint: Global___OutputConstraint | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "constraint", b"constraint", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "constraint", b"constraint", "prompt_logprobs", b"prompt_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
@@ -429,6 +440,46 @@ class PositionLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """PromptLogprobs belong to consecutive tokens of the prompt: natural logarithms under the model, given the
+    tokens before each. The pieces of a prompt come in order, and its first token has none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """of the first row's token; at least 1"""
+    logprobs: _builtins.bytes
+    """packed float32, one a row"""
+    ranks: _builtins.bytes
+    """packed u32, one a row; 1 = the most likely token"""
+    top_ids: _builtins.bytes
+    """packed u32, rows x top, most likely first"""
+    top_logprobs: _builtins.bytes
+    """packed float32, rows x top"""
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        logprobs: _builtins.bytes = ...,
+        ranks: _builtins.bytes = ...,
+        top_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "logprobs", b"logprobs", "ranks", b"ranks", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class CachedTokens(_message.Message):

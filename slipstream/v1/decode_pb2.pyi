@@ -206,6 +206,7 @@ class SequenceDelta(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     tokens: _builtins.bytes
     """packed new token ids"""
@@ -224,6 +225,10 @@ class SequenceDelta(_message.Message):
     def stats(self) -> Global___SequenceStats:
         """set with any finish reason"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptLogprobs]:
+        """before all tokens; of a prompt without a ticket"""
+
     def __init__(
         self,
         *,
@@ -234,10 +239,11 @@ class SequenceDelta(_message.Message):
         failure: _common_pb2.Failure | None = ...,
         stats: Global___SequenceStats | None = ...,
         running: _builtins.bool = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -178,6 +178,7 @@ class PrefillEvent(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     @_builtins.property
     def opened(self) -> Global___HandoffOpened: ...
@@ -191,6 +192,8 @@ class PrefillEvent(_message.Message):
     def failure(self) -> _common_pb2.Failure:
         """the last event of a prompt that fails"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs: ...
     def __init__(
         self,
         *,
@@ -199,12 +202,13 @@ class PrefillEvent(_message.Message):
         progress: Global___PrefillProgress | None = ...,
         first_token: Global___FirstToken | None = ...,
         failure: _common_pb2.Failure | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "first_token", b"first_token", "kind", b"kind", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "first_token", b"first_token", "kind", b"kind", "opened", b"opened", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "first_token", b"first_token", "handle", b"handle", "kind", b"kind", "opened", b"opened", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "first_token", b"first_token", "handle", b"handle", "kind", b"kind", "opened", b"opened", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "progress", "first_token", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["opened", "progress", "first_token", "failure", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -39,8 +39,8 @@ class PrefillServiceStub:
     """Prefill is the long-lived stream between one router and this worker. It carries any number of prompts.
     Effect: the worker reads cached blocks of a prompt from its own cache, the peer and the kvstore, computes
     the rest, and sends new full blocks to the kvstore.
-    Order: the events of a prompt are `opened`, any number of `progress`, then `first_token`; a `failure`
-    may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
+    Order: the events of a prompt are `opened`, any number of `progress` and `prompt_logprobs`, then
+    `first_token`; a `failure` may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
     Events of different prompts are not ordered. Events that are ready together share one message.
     Cancel: a cancel ends the prompt; the end of the stream cancels all its prompts. A prompt without
     `opened` is released at once, an exported one when its lease ends.
@@ -73,8 +73,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Prefill is the long-lived stream between one router and this worker. It carries any number of prompts.
     Effect: the worker reads cached blocks of a prompt from its own cache, the peer and the kvstore, computes
     the rest, and sends new full blocks to the kvstore.
-    Order: the events of a prompt are `opened`, any number of `progress`, then `first_token`; a `failure`
-    may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
+    Order: the events of a prompt are `opened`, any number of `progress` and `prompt_logprobs`, then
+    `first_token`; a `failure` may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
     Events of different prompts are not ordered. Events that are ready together share one message.
     Cancel: a cancel ends the prompt; the end of the stream cancels all its prompts. A prompt without
     `opened` is released at once, an exported one when its lease ends.
@@ -110,8 +110,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Prefill is the long-lived stream between one router and this worker. It carries any number of prompts.
         Effect: the worker reads cached blocks of a prompt from its own cache, the peer and the kvstore, computes
         the rest, and sends new full blocks to the kvstore.
-        Order: the events of a prompt are `opened`, any number of `progress`, then `first_token`; a `failure`
-        may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
+        Order: the events of a prompt are `opened`, any number of `progress` and `prompt_logprobs`, then
+        `first_token`; a `failure` may replace any of them and is the last event. Prompts receive memory in the order of their arrival.
         Events of different prompts are not ordered. Events that are ready together share one message.
         Cancel: a cancel ends the prompt; the end of the stream cancels all its prompts. A prompt without
         `opened` is released at once, an exported one when its lease ends.

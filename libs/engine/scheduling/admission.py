@@ -17,6 +17,8 @@ def check_spec(spec: SequenceSpec, info: EngineInfo) -> None:
         raise bounds.PROMPT_TOKENS.refused(
             "prompt", prompt_tokens=spec.context_tokens, max_context_tokens=info.max_context_tokens
         )
+    if spec.sampling.prompt_logprobs is not None:
+        bounds.PROMPT_ROWS.check(len(spec.prompt) * (1 + spec.sampling.prompt_logprobs))
     if spec.sampling.max_tokens <= len(spec.emitted):
         raise InvalidArgument("max_tokens", f"must exceed the {len(spec.emitted)} tokens already emitted")
     largest = max(int(spec.prompt.max()), max(spec.emitted, default=0))

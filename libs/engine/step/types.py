@@ -64,6 +64,16 @@ class SequenceSpec:
         """The number of tokens whose KV is needed to sample the next one."""
         return len(self.prompt) + len(self.emitted)
 
+    def restorable_hashes(self, block_tokens: int) -> tuple[bytes, ...]:
+        """The hashes of the blocks whose KV may come from elsewhere.
+
+        One token at least is computed here, because it gives the first logits. A prompt whose log
+        probabilities are wanted is computed whole.
+        """
+        if self.sampling.prompt_logprobs is not None:
+            return ()
+        return self.block_hashes[: (self.context_tokens - 1) // block_tokens]
+
 
 @dataclass(frozen=True, slots=True)
 class PageReservation:

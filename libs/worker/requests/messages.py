@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 
 import numpy as np
 
+from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.types import FinishReason, FloatArray, TokenLogprobs
 from slipstream.errors import InvalidArgument
 from slipstream.v1 import common_pb2, prefill_pb2
 
+MAX_PIECE_LOGPROBS = 4096
 FEATURE_BYTES = 2  # of a value on the wire: bfloat16, as models compute and heads are trained
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
@@ -31,6 +33,21 @@ def position_logprobs(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:
         logprob=logprobs.logprob,
         top=[common_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
     )
+
+
+def prompt_logprobs(scores: PromptScores) -> Iterator[common_pb2.PromptLogprobs]:
+    """The rows in messages of at most MAX_PIECE_LOGPROBS log probabilities, about 32 KiB."""
+    top = scores.top_ids.shape[1]
+    n_rows = max(1, MAX_PIECE_LOGPROBS // (1 + top))
+    for start in range(0, len(scores), n_rows):
+        piece = scores.part(slice(start, start + n_rows), first=scores.first + start, top=top)
+        yield common_pb2.PromptLogprobs(
+            first_position=piece.first,
+            logprobs=piece.logprobs.astype("<f4").tobytes(),
+            ranks=piece.ranks.astype("<u4").tobytes(),
+            top_ids=piece.top_ids.astype("<u4").tobytes(),
+            top_logprobs=piece.top_logprobs.astype("<f4").tobytes(),
+        )
 
 
 def add_cached_tokens(

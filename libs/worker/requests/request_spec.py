@@ -137,6 +137,9 @@ def parse_sampling(params: common_pb2.SamplingParams) -> SamplingParams:
     logprobs = params.top_logprobs if params.HasField("top_logprobs") else None
     if logprobs is not None:
         bounds.TOP_LOGPROBS.check(logprobs)
+    prompt_logprobs = params.prompt_logprobs if params.HasField("prompt_logprobs") else None
+    if prompt_logprobs is not None:
+        bounds.PROMPT_LOGPROBS.check(prompt_logprobs)
     if len(params.banned_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidArgument("banned_token_ids", f"has more than {MAX_STOP_TOKEN_IDS} entries")
     return SamplingParams(
@@ -150,6 +153,7 @@ def parse_sampling(params: common_pb2.SamplingParams) -> SamplingParams:
         banned_token_ids=tuple(params.banned_token_ids),
         constraint=parse_constraint(params.constraint) if params.HasField("constraint") else None,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
