@@ -151,7 +151,8 @@ class ChoiceRuns:
                 events = await run.sink.next_events()
                 if not events:
                     raise errors.Internal("the answer has no end")
-                self._has_token[index].set()
+                if not _is_prompt_alone(events):
+                    self._has_token[index].set()
                 await self._events.put((index, events))
                 if events[-1].HasField("finished"):
                     return
@@ -162,6 +163,12 @@ class ChoiceRuns:
         except Exception:
             log.exception("choice %d failed", index)
             await self._events.put(errors.Internal("internal error"))
+
+
+def _is_prompt_alone(events: Sequence[router_pb2.GenerateEvent]) -> bool:
+    """Whether the events come before the first token: the prompt's KV may be incomplete."""
+    last = events[-1]
+    return last.HasField("delta") and bool(last.delta.prompt_logprobs) and not last.delta.completion_tokens
 
 
 def leaders_of(requests: Sequence[GenerationRequest]) -> Sequence[int]:

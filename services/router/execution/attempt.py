@@ -48,6 +48,9 @@ class AttemptListener(Protocol):
     def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
         """Take the next tokens. A batch with a finish reason is the last call for the attempt."""
 
+    def on_prompt_logprobs(self, attempt: Attempt, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
+        """Take the next rows of the prompt, which come before all tokens."""
+
     def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
         """Handle the attempt's failure, the last call for the attempt."""
 
@@ -224,6 +227,8 @@ class Attempt:
         elif kind == "progress" and self._prefill_tokens is not None:
             context_tokens = len(self.spec.prompt) + len(self.emitted)
             self._prefill_tokens.lower_to(context_tokens - event.progress.computed_tokens)
+        elif kind == "prompt_logprobs":
+            self.listener.on_prompt_logprobs(self, [event.prompt_logprobs])
 
     def on_prefill_failed(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
         """See `PrefillListener`."""
@@ -318,6 +323,10 @@ class Attempt:
             if waiter is not None and not waiter.done() and rest is not None and rest.finish_reason:
                 waiter.set_result(rest.stats)
             return
+        if rest is not None and rest.prompt_logprobs:
+            self.listener.on_prompt_logprobs(self, rest.prompt_logprobs)
+            if not (tokens or rest.finish_reason or rest.HasField("failure")):
+                return
         if not self._has_decoded:
             self._has_decoded = True
             is_first = self.trail.first_token_s is None

@@ -105,6 +105,8 @@ def start_sequence(
     """The message that starts a decode sequence, without its prompt. An empty ticket: without a handoff."""
     start = decode_pb2.StartSequence(ticket=ticket, store_generated=spec.store_generated)
     _write_common(start, spec, workers, attempt=attempt, now_s=now_s)
+    if ticket:  # the prefill worker sends them
+        start.sampling.ClearField("prompt_logprobs")
     if emitted:
         start.emitted = as_tokens(emitted).tobytes()
     return start
@@ -129,6 +131,14 @@ def _write_common(
     start.salt = spec.prompt.salt
     if spec.prompt.shared.n_blocks:
         start.shared_salt, start.shared_blocks = spec.prompt.shared.salt, spec.prompt.shared.n_blocks
+
+
+def without_prompt_logprobs(spec: AttemptSpec) -> AttemptSpec:
+    """The inputs of attempts after all log probabilities of the prompt have arrived."""
+    sampling = common_pb2.SamplingParams()
+    sampling.CopyFrom(spec.sampling)
+    sampling.ClearField("prompt_logprobs")
+    return msgspec.structs.replace(spec, sampling=sampling)
 
 
 def attempt_name(spec: AttemptSpec, attempt: int) -> common_pb2.Attempt:

@@ -50,6 +50,7 @@ class ResponseQueue:
         # Whether `started` waits for the event after it, so that one write carries both. The reader sets it.
         self.holds_start = False
         self.prompt_tokens = 0
+        self.prompt_rows = 0  # rows of `prompt_logprobs` that were written
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.ttft_ms = 0.0  # from the request's arrival to its first token
@@ -152,6 +153,8 @@ def size_of(delta: router_pb2.Delta) -> int:
         size += sum([len(call.arguments) for call in delta.tool_calls])
     if delta.logprobs:  # each has up to twenty tokens
         size += sum([logprob.ByteSize() for logprob in delta.logprobs])
+    if delta.prompt_logprobs:
+        size += sum([logprob.ByteSize() for logprob in delta.prompt_logprobs])
     return size
 
 
@@ -171,5 +174,6 @@ def join(into: router_pb2.Delta, delta: router_pb2.Delta) -> bool:
         else:
             into.tool_calls.append(call)
     into.logprobs.extend(delta.logprobs)
+    into.prompt_logprobs.extend(delta.prompt_logprobs)
     into.completion_tokens = delta.completion_tokens
     return True

@@ -55,6 +55,7 @@ def content_digest(
     unseeded = common_pb2.SamplingParams()
     unseeded.CopyFrom(sampling)
     unseeded.seed = 0
+    unseeded.ClearField("prompt_logprobs")  # a later attempt does not ask for them again
     digest = hashlib.blake2b(b"".join(hashes[-1:]), digest_size=16, person=b"slip-quarantine")
     digest.update(prompt[len(hashes) * block_tokens :].tobytes())
     digest.update(unseeded.SerializeToString(deterministic=True))

@@ -26,6 +26,7 @@ from services.router.recording.trail import RequestTrail
 from services.router.request.chat_query import ChatQuery
 from services.router.request.prompt import Encoded, Prompt, PromptDraft, query_of
 from services.router.request.prompt_encoder import PromptEncoder
+from services.router.request.prompt_rows import PromptRows
 from services.router.request.types import Caller, ChatInput, GenerationRequest
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
@@ -220,6 +221,7 @@ class GenerationTask:
             spawn=self.spawn,
             hold=self.hold,
             started=self._started(),
+            prompt_rows=self._prompt_rows(),
         )
 
     def _make_spec(
@@ -247,6 +249,11 @@ class GenerationTask:
             with_logprobs=prompt.sampling.HasField("top_logprobs"),
             resume_after=self.request.resume_after_tokens,
         )
+
+    def _prompt_rows(self) -> PromptRows | None:
+        if not self._prompt.sampling.HasField("prompt_logprobs"):
+            return None
+        return PromptRows(self._prompt.token_ids, self.context.card.tokenizer, taken=self.sink.prompt_rows)
 
     def _started(self) -> router_pb2.GenerateEvent:
         event = router_pb2.GenerateEvent()

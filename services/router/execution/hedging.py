@@ -7,6 +7,7 @@ The second attempt, the hedge, begins on another prefill worker when the first o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -89,6 +90,11 @@ class HedgedAttempt:
             self._outcome.set_result(AttemptEnd(assignment, batch.finish))
         elif self._state.output.stopped:
             self._outcome.set_result(AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP))
+
+    def on_prompt_logprobs(self, attempt: Attempt, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
+        """See `AttemptListener`. Rows of both attempts count: they are those of one model."""
+        if attempt in self._live and not (self._outcome.done() or self._state.is_closed):
+            self._state.deliver_prompt(pieces)
 
     def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
         """See `AttemptListener`. When both fail, the first one's failure counts."""

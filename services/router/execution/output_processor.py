@@ -21,6 +21,7 @@ from libs.text.response_parser import (
 )
 from libs.text.special_tokens import THINK_END, TOOL_CALL_BEGIN, TOOL_CALLS_SECTION_BEGIN
 from libs.text.tokenizer import Tokenizer
+from services.router.request.token_texts import write_token
 from slipstream.v1 import common_pb2, router_pb2
 
 Event = router_pb2.GenerateEvent
@@ -158,9 +159,8 @@ class OutputProcessor:
             self._write_logprob(into.top.add(), item.token_id, item.logprob)
 
     def _write_logprob(self, into: router_pb2.TextLogprob, token: int, logprob: float) -> None:
-        name = self._tokenizer.special_name(token)
-        raw = name.encode() if name is not None else self._tokenizer.token_bytes(token)
-        into.token, into.token_bytes, into.logprob = raw.decode("utf-8", "replace"), raw, logprob
+        write_token(into, self._tokenizer, token)
+        into.logprob = logprob
 
 
 def _ids_of(names: Iterable[str], tokenizer: Tokenizer) -> frozenset[int]:

@@ -7,12 +7,12 @@ full the state pauses the attempt, and resumes it when the sink's reader has mad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.router.admission.gate import AdmissionTicket
-from services.router.execution.attempt_types import AttemptSpec
+from services.router.execution.attempt_types import AttemptSpec, without_prompt_logprobs
 from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.failover import content_digest
@@ -25,6 +25,7 @@ from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.sessions import SessionPlacement
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
+from services.router.request.prompt_rows import PromptRows
 from services.router.request.types import Caller
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -48,6 +49,17 @@ class Suspendable(Protocol):
 
     def suspend(self) -> None:
         """Leave the workers. The tokens that have arrived stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptTurn:
+    """A turn of a request to write rows of its prompt. See `PendingDelivery`."""
+
+    tenant: Hashable
+    state: RequestState
+
+    def deliver(self) -> None:
+        self.state.take_turn()
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +86,14 @@ class RequestState:
     delivering: TokenSource | None = None  # the attempt whose tokens the client gets
     hedged: Suspendable | None = None  # the attempt and its hedge, while they run
     hold: JobHold | None = None  # of a job
+    prompt_rows: PromptRows | None = None  # where the client asked for them
     is_suspended: bool = False  # the client reads nothing, and the workers hold nothing
     is_closed: bool = False  # no more events may be written: the task is about to be cancelled
     _moving_from: str = ""  # the draining worker whose slot the request holds
     _has_shown: bool = False
     _unread_tokens: Sequence[int] = ()  # tokens for which the sink had no room
     _unread_logprobs: Sequence[common_pb2.PositionLogprobs] = ()
+    _is_marked: bool = False  # the next piece of the prompt's rows has a turn
     _room: asyncio.Future[None] | None = None  # while the request's task waits for the sink
 
     def show_started(self) -> None:
@@ -98,7 +112,8 @@ class RequestState:
         is_last: bool = False,
     ) -> None:
         """Write tokens now, or when the sink has room. The last ones wait for `last_events`."""
-        if not (is_last or self._unread_tokens or len(tokens) > _PIECE_TOKENS or self.sink.is_full):
+        waits = self._unread_tokens or self._has_rows or self.sink.is_full
+        if not (is_last or waits or len(tokens) > _PIECE_TOKENS):
             self._show(self.output.push(tokens, logprobs))
             return
         self._unread_tokens = [*self._unread_tokens, *tokens]
@@ -107,6 +122,16 @@ class RequestState:
             self._show_unread()
             if self._unread_tokens and self.delivering is not None:
                 self.delivering.pause()
+
+    def deliver_prompt(self, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
+        """Write rows of the prompt, which come before all tokens, in turns with other requests."""
+        if self.prompt_rows is None:
+            return
+        for piece in pieces:
+            self.prompt_rows.add(piece)
+        if self.prompt_rows.is_complete and self.spec.sampling.HasField("prompt_logprobs"):
+            self.spec = without_prompt_logprobs(self.spec)  # of later attempts
+        self._show_unread()
 
     def resume(self) -> None:
         """Continue after the sink, which calls this, has room again."""
@@ -125,13 +150,16 @@ class RequestState:
 
     async def last_events(self) -> list[router_pb2.GenerateEvent]:
         """Wait until the sink has room, and return the last events, to be written with `finished`."""
-        while self.sink.is_full or len(self._unread_tokens) > self._piece_tokens:
+        while self.sink.is_full or self._has_rows or len(self._unread_tokens) > self._piece_tokens:
             if self.sink.is_full:
                 self._room = asyncio.get_running_loop().create_future()
                 try:
                     await self._room
                 finally:
                     self._room = None
+            elif self._has_rows:
+                self._show_rows()
+                await asyncio.sleep(0)
             else:
                 self._show(self._push_piece())
         return self._push_piece()
@@ -141,8 +169,29 @@ class RequestState:
         self.is_closed = True
 
     def _show_unread(self) -> None:
-        while self._unread_tokens and not self.sink.is_full:
+        """Write what waits: a piece of the prompt's rows in each turn, then the tokens."""
+        if self._has_rows and not (self._is_marked or self.sink.is_full):
+            self._show_rows()
+            if self._has_rows:
+                self._is_marked = True
+                self.context.fleet.batcher.mark(_PromptTurn(self.spec.prompt.salt, self))
+        while self._unread_tokens and not (self._has_rows or self.sink.is_full):
             self._show(self._push_piece())
+
+    def take_turn(self) -> None:
+        """Continue with the prompt's rows; `TokenBatcher` calls it."""
+        self._is_marked = False
+        if not self.is_closed:
+            self.resume()
+
+    @property
+    def _has_rows(self) -> bool:
+        return self.prompt_rows is not None and self.prompt_rows.is_waiting
+
+    def _show_rows(self) -> None:
+        assert self.prompt_rows is not None
+        self.sink.write([self.prompt_rows.take()])
+        self.sink.prompt_rows = self.prompt_rows.taken
 
     def _push_piece(self) -> list[router_pb2.GenerateEvent]:
         tokens, logprobs, n = self._unread_tokens, self._unread_logprobs, self._piece_tokens

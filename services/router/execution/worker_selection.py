@@ -79,14 +79,15 @@ def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bo
         link = state.context.fleet.find(Role.PREFILL, pinned)
         if link is None or not link.ready or link.fingerprint != spec.fingerprint:
             raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
+    is_computed_whole = spec.sampling.HasField("prompt_logprobs")  # no cached block is used
     query = PlacementQuery(
         tenant=state.caller.tenant,
         fingerprint=spec.fingerprint,
         prompt_tokens=len(spec.prompt) + len(state.output.tokens),
-        hashes=state.hashes,
+        hashes=() if is_computed_whole else state.hashes,
         seed=default_seed(spec.request_id),
         session=state.session.placement,
-        known_tokens=state.session.stored_tokens,
+        known_tokens=0 if is_computed_whole else state.session.stored_tokens,
         max_output_tokens=spec.sampling.max_tokens - len(state.output.tokens),
         without=avoid,
         pinned_prefill=pinned,

@@ -38,6 +38,8 @@ def _choice(
     request: GenerationRequest, source: ChatInput | PromptInput, index: int, *, within: int
 ) -> GenerationRequest:
     sampling = request.sampling
+    if within and sampling.prompt_logprobs is not None:  # they are those of the prompt's first choice
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
     if within and sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, within))
     return msgspec.structs.replace(

@@ -50,7 +50,7 @@ from services.router.request.token_cache import (
     unpack_ids,
 )
 from services.router.request.types import ChatInput, GenerationRequest
-from services.router.request.validation import check_context
+from services.router.request.validation import check_context, check_prompt_rows
 from slipstream.sampling import OutputConstraint
 from slipstream.v1 import common_pb2
 
@@ -203,6 +203,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
         max_tokens = check_context(
             request, prompt_tokens=len(ids), max_context_tokens=card.max_context_tokens
         )
+        check_prompt_rows(request.sampling.prompt_logprobs, prompt_tokens=len(ids))
         sampling = _sampling(request, card, max_tokens=max_tokens, request_id=request_id)
         if constraint is not None:
             _write_constraint(sampling.constraint, constraint, forced)
@@ -324,4 +325,6 @@ def _sampling(
         ignore_eos=wish.ignore_eos,
         banned_token_ids=banned,
         top_logprobs=wish.top_logprobs,
+        # A client that has tokens of the answer has the whole prompt.
+        prompt_logprobs=None if request.resume_after_tokens else wish.prompt_logprobs,
     )

@@ -1,4 +1,4 @@
-"""The texts of token ids that a client sends, made off the event loop."""
+"""The texts of token ids: of those that a client sends, made off the event loop, and of single tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from libs.common.service_bounds import MAX_DECODED_TOKENS
+from libs.text.tokenizer import Tokenizer
 from services.router.admission.fair_threads import FairThreads
 from services.router.request.model_card import ModelCard
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
+from slipstream.v1 import router_pb2
 
 T = TypeVar("T")
 
@@ -45,6 +47,13 @@ class TokenTexts:
         if len(ids) and not 0 <= min(ids) <= max(ids) <= last:
             raise bounds.PROMPT_IDS.refused(field, last=last)
         return self._card.tokenizer.decode(ids, keep_special=True)
+
+
+def write_token(into: router_pb2.TextLogprob, tokenizer: Tokenizer, token: int) -> None:
+    """Set the text and the bytes of a token, for a control token those of its name."""
+    name = tokenizer.special_name(token)
+    raw = name.encode() if name is not None else tokenizer.token_bytes(token)
+    into.token, into.token_bytes = raw.decode("utf-8", "replace"), raw
 
 
 def check_count(ids: Sequence[int], field: str) -> None:

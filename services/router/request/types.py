@@ -55,7 +55,7 @@ class PromptInput(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sampling(msgspec.Struct, frozen=True, gc=False):
-    """Sampling as the client states it. `top_logprobs` None: no log probabilities.
+    """Sampling as the client states it. `top_logprobs` and `prompt_logprobs` None: no log probabilities.
 
     `given` holds the plain fields that the client stated, by the names of SAMPLING_RANGES.
     """
@@ -68,6 +68,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False):
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
 
 

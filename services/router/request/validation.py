@@ -111,6 +111,12 @@ def check_context(request: GenerationRequest, *, prompt_tokens: int, max_context
     return wanted
 
 
+def check_prompt_rows(prompt_logprobs: int | None, *, prompt_tokens: int) -> None:
+    """Raises InvalidArgument if the log probabilities of the prompts of an answer are too many."""
+    if prompt_logprobs is not None:
+        bounds.PROMPT_ROWS.check(prompt_tokens * (1 + prompt_logprobs))
+
+
 def _check_prompt(source: PromptInput, *, vocab_size: int) -> None:
     if not source.token_ids:
         bounds.PROMPT.check(len(source.prompt.encode()))
@@ -156,6 +162,8 @@ def _check_sampling(sampling: Sampling, *, vocab_size: int, max_context_tokens: 
         bounds.SEED.check(sampling.seed)
     if sampling.top_logprobs is not None:
         bounds.TOP_LOGPROBS.check(sampling.top_logprobs)
+    if sampling.prompt_logprobs is not None:
+        bounds.PROMPT_LOGPROBS.check(sampling.prompt_logprobs)
     limit = sampling.max_tokens
     if limit is not None and not 1 <= limit <= max_context_tokens:
         raise bounds.MAX_TOKENS.refused(

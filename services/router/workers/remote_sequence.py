@@ -106,7 +106,7 @@ class RemoteSequence:
         if self._error is not None:
             return  # the listener receives the failure, not the worker's answer to the abort
         tokens = np.frombuffer(delta.tokens, "<u4").tolist()
-        has_rest = ends or bool(delta.logprobs) or delta.HasField("failure")
+        has_rest = ends or bool(delta.logprobs or delta.prompt_logprobs) or delta.HasField("failure")
         if has_rest:  # before its tokens, which may be delivered at once
             delta.tokens = b""
             if self._rest is None:
@@ -165,8 +165,8 @@ class RemoteSequence:
             tokens, self._tokens, self._rest = self._tokens.tolist(), array("I"), None
             return tokens, rest
         tokens, self._tokens = self._tokens[:piece].tolist(), self._tokens[piece:]
-        first = decode_pb2.SequenceDelta(logprobs=rest.logprobs[:piece])
-        del rest.logprobs[:piece]
+        first = decode_pb2.SequenceDelta(logprobs=rest.logprobs[:piece], prompt_logprobs=rest.prompt_logprobs)
+        del rest.logprobs[:piece], rest.prompt_logprobs[:]
         self._is_marked = True
         self._stream.mark(self)
         return tokens, first
