@@ -82,12 +82,18 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of one emitted token, and of the most likely ones at its position."""
+    """Log probability of one emitted token, and of the most likely ones at its position.
+
+    Those of a prompt have a rank, 1 for the most likely token. The prompt's first token has rank 0 and no log
+    probability.
+    """
 
     token: str
     token_bytes: bytes
     logprob: float
     top: tuple[Logprob, ...] = ()
+    token_id: int = 0  # with a rank
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class Event:
     logprobs: tuple[Logprob, ...] = ()
     completion_tokens: int = 0  # emitted so far, this piece included
     index: int = 0  # of the choice, below `n`
+    prompt_logprobs: tuple[Logprob, ...] = ()  # of the next prompt tokens, before the answer
 
 
 @dataclass(slots=True)
@@ -112,6 +119,7 @@ class Reply:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str = ""
     usage: Usage | None = None
     stats: RequestStats | None = None
@@ -177,7 +185,11 @@ def _add_delta(reply: Reply, delta: router_pb2.Delta) -> Event:
     reply.reasoning += delta.reasoning
     logprobs = tuple(_logprob(item) for item in delta.logprobs)
     reply.logprobs.extend(logprobs)
-    return Event(delta.text, delta.reasoning, tuple(calls), logprobs, delta.completion_tokens, delta.index)
+    prompt = tuple(_logprob(item) for item in delta.prompt_logprobs)
+    reply.prompt_logprobs.extend(prompt)
+    return Event(
+        delta.text, delta.reasoning, tuple(calls), logprobs, delta.completion_tokens, delta.index, prompt
+    )
 
 
 def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
@@ -196,4 +208,5 @@ def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
 
 
 def _logprob(item: router_pb2.TextLogprob) -> Logprob:
-    return Logprob(item.token, item.token_bytes, item.logprob, tuple(_logprob(top) for top in item.top))
+    top = tuple(_logprob(each) for each in item.top)
+    return Logprob(item.token, item.token_bytes, item.logprob, top, item.token_id, item.rank)

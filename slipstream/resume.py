@@ -137,6 +137,8 @@ class Resumption:
         # Output that the reader has from earlier connections, and that this one has not repeated yet.
         self._repeated = _Overlap()
         self._shown_tokens = 0
+        self._prompt_rows = 0  # that the reader has
+        self._prompt_rows_again = 0  # of these, how many this connection still repeats
         self._progress_s = now_s
         self._fruitless = 0
         self._new_since_loss = False
@@ -173,14 +175,25 @@ class Resumption:
             self._offset, self._newest = self._newest, delta.completion_tokens
             self._arrived = _Overlap()
         self._arrived.add(delta)
-        if self._repeated:
+        repeats = bool(self._repeated or (self._prompt_rows_again and delta.prompt_logprobs))
+        self._take_prompt_rows(delta)
+        if repeats:
             self._repeated.take_from(delta)
-            empty = not (delta.text or delta.reasoning or delta.tool_calls or delta.logprobs)
+            empty = not (
+                delta.text or delta.reasoning or delta.tool_calls or delta.logprobs or delta.prompt_logprobs
+            )
             if empty and delta.completion_tokens <= self._shown_tokens:
                 return None
         self._shown_tokens = max(self._shown_tokens, delta.completion_tokens)
         self._new_since_loss = True
         return self._builder.feed(event)
+
+    def _take_prompt_rows(self, delta: router_pb2.Delta) -> None:
+        """Strip from `delta` the rows of the prompt that are repeated."""
+        repeated = min(self._prompt_rows_again, len(delta.prompt_logprobs))
+        del delta.prompt_logprobs[:repeated]
+        self._prompt_rows_again -= repeated
+        self._prompt_rows += len(delta.prompt_logprobs)
 
     def lost(self, error: grpc.RpcError, *, now_s: float, give_up: bool = False) -> float:
         """The connection is gone: how long to pause before the next attempt. Raises the typed error when
@@ -213,6 +226,7 @@ class Resumption:
             pause_s = max(pause_s, typed.retry_after_ms / 1e3)
         self._fruitless += 1
         self.attempt += 1
+        self._prompt_rows_again = self._prompt_rows
         self._arrived.append(self._repeated)
         self._arrived, self._repeated = _Overlap(), self._arrived
         self._newest = self._offset

@@ -65,8 +65,8 @@ class EventStream:
         client = self._request.transport
         if client is None or client.is_closing() or client.get_write_buffer_size():
             return False
-        if not events[-1].HasField("delta"):
-            return False
+        if not events[-1].HasField("delta") or events[-1].delta.prompt_logprobs:
+            return False  # rows of a prompt are long, and offsets count each of them once
         data = self.encode(events)
         if len(data) > _NEVER_WAITS_BYTES:
             return False

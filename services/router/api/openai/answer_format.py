@@ -32,6 +32,8 @@ class OpenAiBody(ParsedBody):
             with_stats=context.with_stats,
             echo=self._prompt_text(context, index) if options.echo else "",
             prompt_alone=options.prompt_alone,
+            echo_logprobs=options.echo_logprobs,
+            prompt_logprobs=options.prompt_logprobs,
         )
         return ResponseWriter(started, shape, index=index)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.router.api.answers.answer_format import AnswerContext, ChoicesWriter, Json, ParsedBody
-from services.router.api.choices import sum_usage
+from services.router.api.choices import leaders_of, sum_usage
 from services.router.api.openai.response import ResponseWriter
+from slipstream import bounds
 from slipstream.v1 import router_pb2
 
 
@@ -18,6 +19,8 @@ class ChoiceWriters(ChoicesWriter):
         self._context = context
         self._created_unix_s = 0
         self._writers: dict[int, ResponseWriter] = {}
+        self._leaders = leaders_of(body.requests)
+        self._n_logprobs = 0  # of the prompts of all choices
         self._finished: dict[int, router_pb2.Finished] = {}
 
     def _after_start(
@@ -32,8 +35,21 @@ class ChoiceWriters(ChoicesWriter):
         started.request_id = self._context.request_id
         writer = self._body.writer(started, self._context, index)
         assert isinstance(writer, ResponseWriter)
+        leader = self._leaders[index]
+        if leader == index:
+            self._check_rows(started, index)
+        elif self._body.requests[leader].sampling.prompt_logprobs is not None:
+            writer.share_prompt(self._writers[leader])
         self._writers[index] = writer
         return events[1:]
+
+    def _check_rows(self, started: router_pb2.Started, index: int) -> None:
+        """Raises InvalidArgument where the prompts of all choices have too many rows together."""
+        top = self._body.requests[index].sampling.prompt_logprobs
+        if top is not None:
+            n_choices = self._leaders.count(index)
+            self._n_logprobs += n_choices * started.prompt_tokens * (1 + top)
+            bounds.PROMPT_ROWS.check(self._n_logprobs)
 
     def encode(self, index: int, events: Sequence[router_pb2.GenerateEvent]) -> bytes:
         is_new = index not in self._writers

@@ -91,6 +91,7 @@ class _Body(SamplingBody, forbid_unknown_fields=True, gc=False):
     stream: Flag = None
     stream_options: _StreamOptions | None = None
     ignore_eos: Flag = None
+    prompt_logprobs: WholeNumber = None
     n: WholeNumber = None
     seed: WholeNumber = None
     max_tokens: WholeNumber = None
@@ -160,13 +161,16 @@ class ResponseOptions(AnswerOptions, frozen=True, gc=False):
     """The options of OpenAI's answers.
 
     `prompt_alone`: the answer is the echoed prompt, without the one token that the engine generates to
-    compute it.
+    compute it. `echo_logprobs`: how many likely tokens the log probabilities of the echo name; None: it has
+    none. `prompt_logprobs`: the same of vLLM's field.
     """
 
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
     prompt_alone: bool = False
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 Parsed = tuple[Sequence[GenerationRequest], ResponseOptions]
@@ -224,13 +228,15 @@ def parse_completion(data: bytes, request_id: str = "") -> Parsed:
     prompt_alone = limit == 0
     if prompt_alone and not body.echo:
         raise bounds.PROMPT_ALONE.refused(field)
-    if body.echo and body.logprobs is not None:
-        raise bounds.PROMPT_LOGPROBS.refused()
+    echo_logprobs = body.logprobs if body.echo else None
     prompts = parse_prompts(body.prompt)
-    sampling = _sampling(body, top_logprobs=body.logprobs, max_tokens=(1 if prompt_alone else limit, field))
+    max_tokens = (1 if prompt_alone else limit, field)
+    sampling = _sampling(body, top_logprobs=body.logprobs, max_tokens=max_tokens, echo_logprobs=echo_logprobs)
     request = _generation(body, prompts[0], sampling, request_id, ignored)
     requests = split_choices(request, prompts, n=_choices(body))
-    return requests, _response_options(body, ignored, echo=body.echo is True, prompt_alone=prompt_alone)
+    return requests, _response_options(
+        body, ignored, echo=body.echo is True, prompt_alone=prompt_alone, echo_logprobs=echo_logprobs
+    )
 
 
 def _choices(body: _Body) -> int:
@@ -247,7 +253,16 @@ def _max_tokens(body: _Body) -> tuple[int | None, str]:
     return body.max_completion_tokens, "max_completion_tokens"
 
 
-def _sampling(body: _Body, *, top_logprobs: int | None, max_tokens: tuple[int | None, str]) -> Sampling:
+def _sampling(
+    body: _Body,
+    *,
+    top_logprobs: int | None,
+    max_tokens: tuple[int | None, str],
+    echo_logprobs: int | None = None,
+) -> Sampling:
+    if body.prompt_logprobs is not None:
+        bounds.PROMPT_LOGPROBS.check(body.prompt_logprobs)
+    wanted = [top for top in (echo_logprobs, body.prompt_logprobs) if top is not None]
     given = zip(SAMPLING_RANGES, sampling_values(body), strict=True)
     return Sampling(
         given={name: value for name, value in given if value is not None},
@@ -258,6 +273,7 @@ def _sampling(body: _Body, *, top_logprobs: int | None, max_tokens: tuple[int | 
         min_tokens=body.min_tokens or 0,
         stop_token_ids=_token_ids(body.stop_token_ids, "stop_token_ids") if body.stop_token_ids else (),
         top_logprobs=top_logprobs,
+        prompt_logprobs=max(wanted, default=None),
         ignore_eos=body.ignore_eos is True,
     )
 
@@ -283,7 +299,12 @@ def _generation(
 
 
 def _response_options(
-    body: _Body, ignored: IgnoredFields, *, echo: bool = False, prompt_alone: bool = False
+    body: _Body,
+    ignored: IgnoredFields,
+    *,
+    echo: bool = False,
+    prompt_alone: bool = False,
+    echo_logprobs: int | None = None,
 ) -> ResponseOptions:
     options, stream = body.stream_options, body.stream is True
     for name, value in zip(_HINTS, _hint_values(body), strict=True):
@@ -299,6 +320,8 @@ def _response_options(
         continuous_usage=continuous,
         echo=echo,
         prompt_alone=prompt_alone,
+        echo_logprobs=echo_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         session=session_of(body.prompt_cache_key) if body.prompt_cache_key else None,
         ignored=ignored.header() if ignored.count else "",
         n_ignored=ignored.count,

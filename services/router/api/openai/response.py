@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from services.router.api.answers.answer_format import AnswerWriter, Json
+from services.router.api.openai.prompt_logprobs import PromptLogprobsWriter
 from slipstream.enum_names import transport_name
 from slipstream.metering.money import amount_number
 from slipstream.v1 import common_pb2, router_pb2
@@ -34,6 +35,7 @@ class ResponseShape(msgspec.Struct, frozen=True, gc=False):
     """How an answer is written. `chat` False: the shape of /v1/completions, where reasoning is text.
 
     `echo` is the prompt's text, before the answer's. `prompt_alone`: the answer is that text alone.
+    `echo_logprobs` and `prompt_logprobs`: see `ResponseOptions`.
     """
 
     chat: bool
@@ -42,6 +44,8 @@ class ResponseShape(msgspec.Struct, frozen=True, gc=False):
     with_stats: bool = False
     echo: str = ""
     prompt_alone: bool = False
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class ResponseWriter(AnswerWriter):
@@ -59,10 +63,16 @@ class ResponseWriter(AnswerWriter):
         self._positions: list[msgspec.Raw] = []
         self._logprobs: list[router_pb2.TextLogprob] = []
         self._n_chars = len(shape.echo)  # of the text before the next token
+        self._prompt = PromptLogprobsWriter(echo_top=shape.echo_logprobs, top=shape.prompt_logprobs)
+        self._prompt_is_whole = False  # another choice has brought the rows
         self._before = b"data: " + _dumps(self._head(".chunk"))[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
         before_content = b'{"index":%d,"finish_reason":null,"delta":{"content":' % index
         self._before_content = self._before + before_content
+
+    def share_prompt(self, first: ResponseWriter) -> None:
+        """Take the rows of the prompt from the first choice, which has them all."""
+        self._prompt, self._prompt_is_whole = first._prompt, True
 
     # ---- streaming, in server-sent events
 
@@ -70,10 +80,21 @@ class ResponseWriter(AnswerWriter):
         """The event before all others; completions have none but that of an echoed prompt."""
         if self._chat:
             return self._event({"role": "assistant", "content": ""}, (), 0)
+        if self._prompt_is_whole:
+            return self._prompt_event(self._shape.echo, self._prompt.whole_logprobs(None), self._prompt.rows)
         return self._event({"text": self._shape.echo}, (), 0) if self._shape.echo else b""
 
     def delta_event(self, delta: router_pb2.Delta) -> bytes:
-        """One piece of the answer. Events of plain content differ in their text alone."""
+        """One piece of the answer, or of the prompt's rows. Events of plain content differ in their text."""
+        if delta.prompt_logprobs:
+            rows = delta.prompt_logprobs
+            data = self._prompt_event("", self._prompt.next_logprobs(rows), self._prompt.next_rows(rows))
+            if not delta.completion_tokens:
+                return data
+            rest = router_pb2.Delta()
+            rest.CopyFrom(delta)
+            rest.ClearField("prompt_logprobs")
+            return data + self.delta_event(rest)
         if not self._chat:
             if self._shape.prompt_alone:
                 return b""
@@ -123,6 +144,8 @@ class ResponseWriter(AnswerWriter):
 
     def add(self, delta: router_pb2.Delta) -> None:
         """Fold a piece into the whole answer."""
+        if delta.prompt_logprobs:
+            self._prompt.add(delta.prompt_logprobs)
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         if self._chat:
@@ -143,9 +166,12 @@ class ResponseWriter(AnswerWriter):
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         choice: Json = {"index": self._index, "finish_reason": finish}
         if not self._chat:
+            if (rows := self._prompt.rows) is not None:
+                choice["prompt_logprobs"] = rows
             if self._shape.prompt_alone:
-                return choice | {"text": self._shape.echo, "logprobs": None}
-            return choice | {"text": reasoning + text, "logprobs": self._completion_logprobs(self._logprobs)}
+                return choice | {"text": self._shape.echo, "logprobs": self._prompt.whole_logprobs(None)}
+            logprobs = self._prompt.whole_logprobs(self._completion_logprobs(self._logprobs))
+            return choice | {"text": reasoning + text, "logprobs": logprobs}
         # As OpenAI: an answer of tool calls alone has null content.
         message: Json = {"role": "assistant", "content": text or (None if self._calls else "")}
         message["refusal"] = None
@@ -165,6 +191,8 @@ class ResponseWriter(AnswerWriter):
     def body_of(self, choices: Sequence[Json], usage: router_pb2.Usage, first: router_pb2.Finished) -> Json:
         """The whole answer of these choices. `first`: the end of the first one, for the statistics."""
         body = {**self._head(), "choices": choices, "usage": usage_object(usage, self._shape)}
+        if self._chat and (rows := self._prompt.rows) is not None:
+            body["prompt_logprobs"] = rows
         if self._shape.with_stats:
             body["slipstream"] = stats_object(first)
         return body
@@ -191,6 +219,15 @@ class ResponseWriter(AnswerWriter):
         else:
             choice |= {**piece, "logprobs": self._completion_logprobs(logprobs)}
         return self._before + _dumps(choice) + self._after_of(completion_tokens)
+
+    def _prompt_event(self, text: str, logprobs: Json | None, rows: Sequence[Any] | None) -> bytes:
+        """A chunk with rows of the prompt: in the choice, or as vLLM beside a chat's only prompt."""
+        choice: Json = {"index": self._index, "finish_reason": None, "logprobs": logprobs}
+        if self._chat:
+            after = b'],"prompt_logprobs":' + msgspec.json.encode(rows) + self._after_of(0)[1:]
+            return self._before + _dumps(choice | {"delta": {}}) + after
+        choice |= {"text": text} if rows is None else {"text": text, "prompt_logprobs": rows}
+        return self._before + msgspec.json.encode(choice) + self._after_of(0)
 
     def _after_of(self, completion_tokens: int) -> bytes:
         """The end of a chunk, with the tokens so far where each chunk has them."""

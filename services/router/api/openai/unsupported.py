@@ -32,7 +32,6 @@ _VLLM: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -71,6 +70,8 @@ _OTHERS: Mapping[str, tuple[object, ...]] = {
     "xtc_probability": (0,),
 }
 
+# vLLM's fields that both kinds of completions have, and no other endpoint.
+OF_COMPLETIONS_ONLY: Mapping[str, tuple[object, ...]] = {"prompt_logprobs": ()}
 # vLLM's fields that chat completions have, and no other endpoint.
 OF_CHAT_ONLY: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),

@@ -25,7 +25,7 @@ from services.router.api.openai.request import (
     stop_strings,
 )
 from services.router.api.openai.thinking import EFFORTS
-from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY
+from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY, OF_COMPLETIONS_ONLY
 from services.router.api.responses.errors import FIELD_NAMES
 from services.router.api.responses.items import add_items, kind_of
 from services.router.api.responses.tools import parse_response_choice, parse_response_tools
@@ -86,6 +86,7 @@ class _ResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
     # Besides those of chat: features of OpenAI's service, and fields of a chat body by other names here.
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **{name: values for name, values in ANSWER_CHANGING.items() if name != "background"},
+        **OF_COMPLETIONS_ONLY,
         **OF_CHAT_ONLY,
         "context_management": ([],),
         "conversation": (),

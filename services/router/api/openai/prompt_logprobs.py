@@ -1,0 +1,85 @@
+"""Log probabilities of a prompt in OpenAI's shape (`logprobs` of an echo) and in vLLM's. Pure."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from services.router.api.answers.answer_format import Json
+from slipstream.v1 import router_pb2
+
+Rows = Sequence[router_pb2.TextLogprob]
+# Of the object `logprobs`: lists with one item for each token.
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class PromptLogprobsWriter:
+    """One prompt's rows as they grow.
+
+    `echo_top`: how many likely tokens each row of `logprobs` names; None: the prompt is not there. `top`: the
+    same of `prompt_logprobs`.
+    """
+
+    def __init__(self, *, echo_top: int | None, top: int | None) -> None:
+        self._echo_top = echo_top
+        self._top = top
+        # A character may have several tokens, so offsets count what is complete before each.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._n_chars = 0
+        self._logprobs: Json = {name: [] for name in _LISTS}
+        # JSON already: all rows together take long to encode.
+        self._rows: list[msgspec.Raw] = []
+
+    def next_logprobs(self, items: Rows) -> Json | None:
+        """The next rows in OpenAI's shape. The first token has null in place of its log probabilities."""
+        if self._echo_top is None:
+            return None
+        offsets = []
+        for item in items:
+            offsets.append(self._n_chars)
+            self._n_chars += len(self._decoder.decode(item.token_bytes))
+        return {
+            "tokens": [item.token for item in items],
+            "token_logprobs": [item.logprob if item.rank else None for item in items],
+            "top_logprobs": [self._likely(item) if item.rank else None for item in items],
+            "text_offset": offsets,
+        }
+
+    def next_rows(self, items: Rows) -> list[Json | None] | None:
+        """The next rows in vLLM's shape: each by the ids of its token and of the most likely ones."""
+        if self._top is None:
+            return None
+        return [_by_id(item, self._top) if item.rank else None for item in items]
+
+    def add(self, items: Rows) -> None:
+        """Fold the next rows into the whole."""
+        found = self.next_logprobs(items)
+        if found is not None:
+            found["top_logprobs"] = [msgspec.Raw(msgspec.json.encode(top)) for top in found["top_logprobs"]]
+            for name in _LISTS:
+                self._logprobs[name] += found[name]
+        self._rows += [msgspec.Raw(msgspec.json.encode(row)) for row in self.next_rows(items) or ()]
+
+    def whole_logprobs(self, answer: Json | None) -> Json | None:
+        """Those of the prompt and then of the answer."""
+        if self._echo_top is None:
+            return answer
+        return {name: [*rows, *(answer[name] if answer else ())] for name, rows in self._logprobs.items()}
+
+    @property
+    def rows(self) -> list[Any] | None:
+        """All rows in vLLM's shape; None where they are not asked for."""
+        return None if self._top is None else self._rows
+
+    def _likely(self, item: router_pb2.TextLogprob) -> Json:
+        return {top.token: top.logprob for top in reversed(item.top[: self._echo_top])}
+
+
+def _by_id(item: router_pb2.TextLogprob, top: int) -> Json:
+    return {
+        str(each.token_id): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.token}
+        for each in (item, *item.top[:top])
+    }
