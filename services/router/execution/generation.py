@@ -244,7 +244,8 @@ class GenerationTask:
             prompt.parser(self.request, card),
             forced=prompt.forced,
             thinking=prompt.thinking,
-            stop_token_ids=card.stop_token_ids,
+            # Evals count on log probabilities of each generated token of a completion, the last one too.
+            stop_token_ids=card.stop_token_ids if isinstance(self.request.input, ChatInput) else (),
             hidden_token_ids=() if sampling.ignore_eos else sampling.stop_token_ids,
             with_logprobs=prompt.sampling.HasField("top_logprobs"),
             resume_after=self.request.resume_after_tokens,

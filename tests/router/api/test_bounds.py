@@ -195,7 +195,6 @@ CASES: dict[str, Case] = {
     "PROMPT_IDS": Case("prompt", http={"prompt": [VOCAB_SIZE]}, grpc={"tokenIds": {"ids": [VOCAB_SIZE]}}),
     "PROMPT_EMPTY": Case("prompt", grpc={"tokenIds": {}}),
     "PROMPT_ALONE": Case("max_tokens", http={"prompt": "a", "max_tokens": 0}),
-    "PROMPT_LOGPROBS": Case("echo", http={"prompt": "a", "echo": True, "logprobs": 1}),
     "TOOLS": tools("tools", [OPENAI_TOOL] * 129, [TOOL] * 129),
     "TOOL_BYTES": tools(
         "tools[0]", [_tool(description="d" * 70_000)], [{**TOOL, "description": "d" * 70_000}]
@@ -249,6 +248,7 @@ CASES: dict[str, Case] = {
         http={"logprobs": True, "top_logprobs": 21},
         grpc={"sampling": {"topLogprobs": 21}},
     ),
+    "PROMPT_LOGPROBS": both("prompt_logprobs", prompt_logprobs=21),
     "TOP_LOGPROBS_OFF": Case("top_logprobs", http={"top_logprobs": 3}),
     "STOP": Case("stop", http={"stop": ["a"] * 17}, grpc={"stop": ["a"] * 17}),
     "STOP_STRING": Case("stop[1]", http={"stop": ["a", "b" * 257]}, grpc={"stop": ["a", "b" * 257]}),
@@ -311,8 +311,10 @@ MORE: list[tuple[str, Case]] = [
     ),
 ]
 # Refused in test_bounds_running.py and, of a slow client, in http/test_robustness.py.
+# Many log probabilities of prompts: tests/router/execution/test_prompt_delivery.py.
 # Those of usage are no fields of a generation: tests/router/metering/test_usage_store.py.
-ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME", "USAGE_DAY", "USAGE_DAYS", "USAGE_GROUP"}
+ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME", "PROMPT_ROWS", "USAGE_DAY"}
+ELSEWHERE |= {"USAGE_DAYS", "USAGE_GROUP"}
 ALL = [*CASES.items(), *MORE]
 
 

@@ -7,7 +7,7 @@ request is checked (fingerprint, hashes, emitted tokens). Attributes switch faul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -42,6 +42,7 @@ from tests.router.support.fake_model import FakeModel
 BLOCK_TOKENS = 16
 FINGERPRINT = Fingerprint("model", "", "", "float32", BLOCK_TOKENS)
 TOKENS_A_FRAME = 3
+ROWS_A_PIECE = 7
 
 
 class MutableWorkerService(WorkerService):
@@ -146,6 +147,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
         self.aborted: list[str] = []
         self.fail_before_ticket: errors.SlipstreamError | None = None
         self.fail_before_token: errors.SlipstreamError | None = None
+        self.fail_at_position: int | None = None  # of the prompt's rows
         self.computes: int | None = None  # prompt tokens computed before the gate; None: all
         self.tells_progress = True
         self.gate = asyncio.Event()  # while cleared, the first token waits
@@ -181,6 +183,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
             if self.tells_progress:
                 computed = prefill_pb2.PrefillProgress(computed_tokens=self.computes or len(prompt))
                 yield prefill_pb2.PrefillEvent(progress=computed)
+            n_prompt = len(prompt) - request.emitted_tokens
+            for piece in prompt_pieces(prompt[:n_prompt], request.sampling):
+                if self.fail_at_position is not None and piece.first_position >= self.fail_at_position:
+                    raise errors.Unavailable("gone amid the rows")
+                yield prefill_pb2.PrefillEvent(prompt_logprobs=piece)
             await self.gate.wait()
             if self.fail_before_token is not None:
                 raise self.fail_before_token
@@ -306,6 +313,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                     out.put_nowait([_ended(start, finish=finish, stats=stats)])
                     return
             out.put_nowait([_delta(start, running=True)])
+            for piece in prompt_pieces(prompt, start.sampling):
+                out.put_nowait([_delta(start, prompt_logprobs=[piece])])
             await self._generate(start, prompt, n, stats, out)
         except asyncio.CancelledError:
             out.put_nowait([_ended(start, finish=common_pb2.FINISH_REASON_ABORTED, stats=stats)])
@@ -379,6 +388,23 @@ def _ended(
     stats: decode_pb2.SequenceStats | None = None,
 ) -> decode_pb2.SequenceDelta:
     return _delta(start, finish_reason=finish, failure=failure, stats=stats or decode_pb2.SequenceStats())
+
+
+def prompt_pieces(prompt: Sequence[int], sampling: common_pb2.SamplingParams) -> Iterator[Any]:
+    """Rows of a prompt whose log probability names their position, ROWS_A_PIECE at a time."""
+    if not sampling.HasField("prompt_logprobs"):
+        return
+    top = sampling.prompt_logprobs
+    for first in range(1, len(prompt), ROWS_A_PIECE):
+        positions = np.arange(first, min(first + ROWS_A_PIECE, len(prompt)))
+        likely = np.repeat(np.array(prompt)[positions], top).reshape(-1, top)
+        yield common_pb2.PromptLogprobs(
+            first_position=first,
+            logprobs=(-positions / 8).astype("<f4").tobytes(),
+            ranks=np.full(len(positions), 2, "<u4").tobytes(),
+            top_ids=likely.astype("<u4").tobytes(),
+            top_logprobs=np.broadcast_to(-0.5 - np.arange(top), likely.shape).astype("<f4").tobytes(),
+        )
 
 
 def _logprobs(token: int, n: int) -> common_pb2.PositionLogprobs:
