@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+import numpy as np
 import pytest
 
 from libs.common.cluster.worker_service import held
@@ -102,6 +103,29 @@ async def test_logprobs_stop_tokens_and_cached_prefix() -> None:
             assert [len(p.top) for p in logprobs] == [3] * 5
             cached = {c.tier: c.tokens for c in last.stats.cached}
             assert cached == ({} if name == "r1" else {common_pb2.CACHE_TIER_WORKER: 32})
+        await node.wait_idle()
+        await stream.close()
+
+
+async def test_log_probabilities_of_a_prompt_computed_here_come_before_its_tokens() -> None:
+    """Beside a sequence that does not ask. The second one finds the prompt cached and computes it again."""
+    tokens = prompt_tokens(600)
+    async with running_nodes() as nodes:
+        node = await nodes.decode(n_pages=512)
+        stream = RouterStream(node)
+        for name in ("r1", "r2"):
+            start = start_request(node, tokens, sampling=greedy(8, prompt_logprobs=2), attempt=attempt(name))
+            await stream.call.write(start)
+            await stream.call.write(start_request(node, tokens[:40], attempt=attempt(f"{name}-plain")))
+            last = await stream.last(name)
+            await stream.last(f"{name}-plain")
+            assert not last.stats.cached
+            assert stream.tokens(name) == expected_tokens(node.engine, tokens, GREEDY, n=8)
+            rows = [row for d in stream.deltas[name] for row in d.prompt_logprobs]
+            with_tokens = [bool(d.tokens) for d in stream.deltas[name] if d.tokens or d.prompt_logprobs]
+            assert sorted(with_tokens) == with_tokens
+            assert np.frombuffer(b"".join(row.ranks for row in rows), "<u4").tolist() == tokens[1:]
+            assert not any(d.prompt_logprobs for d in stream.deltas[f"{name}-plain"])
         await node.wait_idle()
         await stream.close()
 

@@ -111,6 +111,30 @@ def test_nothing_is_lost_or_doubled(
     assert stream.attempt == len(cuts) + 1
 
 
+@pytest.mark.parametrize("widths", [(1,), (3, 2), (9,)])
+@pytest.mark.parametrize("cuts", [(0,), (2,), (5, 7), (9, 3)])
+def test_rows_of_the_prompt_are_neither_lost_nor_doubled(
+    cuts: tuple[int, ...], widths: tuple[int, ...]
+) -> None:
+    """Each connection sends all rows again, and breaks after so many of them; the last one goes on."""
+    stream, n_rows = resumption(), 9
+    for number, cut in enumerate((*cuts, n_rows)):
+        sent, index = 0, number
+        while sent < cut:
+            delta = router_pb2.Delta()
+            for _ in range(min(widths[index % len(widths)], cut - sent)):
+                delta.prompt_logprobs.add(token=f"p{sent}", rank=sent)
+                sent += 1
+            index += 1
+            stream.feed(router_pb2.GenerateEvent(delta=delta))
+        if number < len(cuts):
+            stream.lost(GONE, now_s=0.0)
+            assert stream.request().resume_after_tokens == 0
+    stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a", completion_tokens=1)))
+    assert [row.token for row in stream.reply.prompt_logprobs] == [f"p{i}" for i in range(n_rows)]
+    assert stream.reply.text == "a"
+
+
 def test_the_offset_moves_on_with_what_arrived() -> None:
     stream = resumption()
     responses = router([TEXT] * 10, after=0, widths=[3])

@@ -82,9 +82,10 @@ def test_a_prompt_of_one_token_is_complete(card: ModelCard) -> None:
 
 
 def test_an_event_has_a_bounded_number_of_log_probabilities(card: ModelCard) -> None:
-    prompt = np.arange(1000, dtype=np.uint32)
+    prompt = np.arange(1000, dtype=np.uint32) % 500
     rows = PromptRows(prompt, card.tokenizer)
-    rows.add(piece(1, 999, top=20))
+    likely = np.zeros((999, 20), "<u4").tobytes()
+    rows.add(piece(1, 999, top=20, top_ids=likely))
     sizes = []
     while rows.is_waiting:
         sizes.append(len(rows.take().delta.prompt_logprobs))

@@ -7,7 +7,7 @@ request is checked (fingerprint, hashes, emitted tokens). Attributes switch faul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -38,11 +38,11 @@ from slipstream.v1 import (
     worker_pb2_grpc,
 )
 from tests.router.support.fake_model import FakeModel
+from tests.router.support.prompt_pieces import prompt_pieces
 
 BLOCK_TOKENS = 16
 FINGERPRINT = Fingerprint("model", "", "", "float32", BLOCK_TOKENS)
 TOKENS_A_FRAME = 3
-ROWS_A_PIECE = 7
 
 
 class MutableWorkerService(WorkerService):
@@ -388,23 +388,6 @@ def _ended(
     stats: decode_pb2.SequenceStats | None = None,
 ) -> decode_pb2.SequenceDelta:
     return _delta(start, finish_reason=finish, failure=failure, stats=stats or decode_pb2.SequenceStats())
-
-
-def prompt_pieces(prompt: Sequence[int], sampling: common_pb2.SamplingParams) -> Iterator[Any]:
-    """Rows of a prompt whose log probability names their position, ROWS_A_PIECE at a time."""
-    if not sampling.HasField("prompt_logprobs"):
-        return
-    top = sampling.prompt_logprobs
-    for first in range(1, len(prompt), ROWS_A_PIECE):
-        positions = np.arange(first, min(first + ROWS_A_PIECE, len(prompt)))
-        likely = np.repeat(np.array(prompt)[positions], top).reshape(-1, top)
-        yield common_pb2.PromptLogprobs(
-            first_position=first,
-            logprobs=(-positions / 8).astype("<f4").tobytes(),
-            ranks=np.full(len(positions), 2, "<u4").tobytes(),
-            top_ids=likely.astype("<u4").tobytes(),
-            top_logprobs=np.broadcast_to(-0.5 - np.arange(top), likely.shape).astype("<f4").tobytes(),
-        )
 
 
 def _logprobs(token: int, n: int) -> common_pb2.PositionLogprobs:

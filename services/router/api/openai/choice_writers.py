@@ -38,6 +38,7 @@ class ChoiceWriters(ChoicesWriter):
         leader = self._leaders[index]
         if leader == index:
             self._check_rows(started, index)
+            writer.keeps_prompt = self._leaders.count(index) > 1
         elif self._body.requests[leader].sampling.prompt_logprobs is not None:
             writer.share_prompt(self._writers[leader])
         self._writers[index] = writer

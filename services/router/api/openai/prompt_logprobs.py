@@ -56,12 +56,16 @@ class PromptLogprobsWriter:
 
     def add(self, items: Rows) -> None:
         """Fold the next rows into the whole."""
-        found = self.next_logprobs(items)
-        if found is not None:
-            found["top_logprobs"] = [msgspec.Raw(msgspec.json.encode(top)) for top in found["top_logprobs"]]
+        self.keep(self.next_logprobs(items), self.next_rows(items))
+
+    def keep(self, logprobs: Json | None, rows: Sequence[Json | None] | None) -> None:
+        """Fold the next rows, in both shapes, into the whole."""
+        if logprobs is not None:
             for name in _LISTS:
-                self._logprobs[name] += found[name]
-        self._rows += [msgspec.Raw(msgspec.json.encode(row)) for row in self.next_rows(items) or ()]
+                items = logprobs[name]
+                is_object = name == "top_logprobs"
+                self._logprobs[name] += [_raw(item) for item in items] if is_object else items
+        self._rows += [_raw(row) for row in rows or ()]
 
     def whole_logprobs(self, answer: Json | None) -> Json | None:
         """Those of the prompt and then of the answer."""
@@ -76,6 +80,10 @@ class PromptLogprobsWriter:
 
     def _likely(self, item: router_pb2.TextLogprob) -> Json:
         return {top.token: top.logprob for top in reversed(item.top[: self._echo_top])}
+
+
+def _raw(value: Json | None) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _by_id(item: router_pb2.TextLogprob, top: int) -> Json:

@@ -64,6 +64,7 @@ class ResponseWriter(AnswerWriter):
         self._logprobs: list[router_pb2.TextLogprob] = []
         self._n_chars = len(shape.echo)  # of the text before the next token
         self._prompt = PromptLogprobsWriter(echo_top=shape.echo_logprobs, top=shape.prompt_logprobs)
+        self.keeps_prompt = False  # for the further choices of a stream
         self._prompt_is_whole = False  # another choice has brought the rows
         self._before = b"data: " + _dumps(self._head(".chunk"))[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
@@ -87,8 +88,11 @@ class ResponseWriter(AnswerWriter):
     def delta_event(self, delta: router_pb2.Delta) -> bytes:
         """One piece of the answer, or of the prompt's rows. Events of plain content differ in their text."""
         if delta.prompt_logprobs:
-            rows = delta.prompt_logprobs
-            data = self._prompt_event("", self._prompt.next_logprobs(rows), self._prompt.next_rows(rows))
+            items = delta.prompt_logprobs
+            logprobs, rows = self._prompt.next_logprobs(items), self._prompt.next_rows(items)
+            if self.keeps_prompt:
+                self._prompt.keep(logprobs, rows)
+            data = self._prompt_event("", logprobs, rows)
             if not delta.completion_tokens:
                 return data
             rest = router_pb2.Delta()

@@ -34,7 +34,7 @@ def test_every_sampling_field_arrives_also_when_it_is_zero() -> None:
     sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p = 0.0, 0.5, 0, 0.0
     sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty = 0.0, -1.0, 1.5
     sampling.seed, sampling.max_tokens, sampling.top_logprobs, sampling.ignore_eos = 0, 3, 0, True
-    sampling.logit_bias[7], sampling.min_tokens = 2.0, 2
+    sampling.logit_bias[7], sampling.min_tokens, sampling.prompt_logprobs = 2.0, 2, 0
     sampling.stop_token_ids.extend([4, 5])
     assert asdict(parse_generation(message).sampling) == {
         "given": {
@@ -42,6 +42,7 @@ def test_every_sampling_field_arrives_also_when_it_is_zero() -> None:
             **{"presence_penalty": 0.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5},
         },
         **{"seed": 0, "max_tokens": 3, "top_logprobs": 0, "ignore_eos": True, "logit_bias": {7: 2.0}},
+        "prompt_logprobs": 0,
         **{"max_tokens_field": "max_tokens", "min_tokens": 2, "stop_token_ids": (4, 5)},
     }
 
