@@ -27,6 +27,9 @@ class Listener:
     def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
         self.tokens += batch.tokens
 
+    def on_prompt_logprobs(self, attempt: Attempt, pieces: Any) -> None:
+        raise AssertionError("no prompt asks for its log probabilities")
+
     def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
         self.failures.append(failure)
 
