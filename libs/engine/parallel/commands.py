@@ -6,6 +6,7 @@ Ranks run the same commands in the same order, so that their collectives match.
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,6 @@ def receive_step(links: GroupLinks) -> Batch | None:
     payload = torch.empty(sum(sizes), dtype=torch.int32)
     links.broadcast(payload)
     parts = np.split(payload.numpy(), np.cumsum(sizes)[:-1])
-    arrays = dict(zip(_ARRAYS, parts, strict=True))
+    arrays: dict[str, Any] = dict(zip(_ARRAYS, parts, strict=True))
     arrays["page_table"] = arrays["page_table"].reshape(-1, n_columns)
     return Batch(**arrays, want_features=bool(want_features))

@@ -20,9 +20,9 @@ JOB_COLUMNS = (
 
 def job_of(row: Sequence[Any]) -> Job:
     """The job of a row of JOB_COLUMNS."""
-    state = JobState(row[2])
-    is_held = state is JobState.RUNNING and bool(row[-1])
-    return Job(row[0], row[1], state, *row[3:-1], is_held)
+    *columns, is_held = row
+    columns[2] = state = JobState(row[2])
+    return Job(*columns, is_held=state is JobState.RUNNING and bool(is_held))
 
 
 def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:

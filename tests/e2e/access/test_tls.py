@@ -11,6 +11,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,10 @@ def trusted(request: pytest.FixtureRequest) -> Iterator[Trusted]:
         served, client = peers.issue("cluster"), clients.issue("anna")
         keys = run_dir / "keys.toml"
         key = add_key(keys, name="anna-laptop", tenant="anna")
-        counts = {"prefill": 1, "decode": 1, "kvstores": 0, "drafters": 0, "routers": 1}
+        counts: Any = {"prefill": 1, "decode": 1, "kvstores": 0, "drafters": 0, "routers": 1}
         config = fake_engine_config(run_dir / "run", pace_s=0.0003, **counts)
         extra = {**config.extra_arguments, Role.ROUTER: ["--api-keys", str(keys)]}
-        tls = {"tls": served, "tls_client_ca": clients.ca}
+        tls: Any = {"tls": served, "tls_client_ca": clients.ca}
         secured = fake_engine_config(run_dir / "run", pace_s=0.0003, **counts, **tls, extra_arguments=extra)
         with LocalCluster(secured) as running:
             # A client has the certificate of its authority and trusts that of the peers.
@@ -147,7 +148,7 @@ def test_a_client_cannot_negotiate_again(trusted: Trusted, port: str) -> None:
     """R asks for a new handshake of TLS 1.2, which costs the server a signature."""
     tls = trusted.peer if port == "decode" else trusted.client
     protocol = "http/1.1" if port == "https" else "h2"
-    files = ["-alpn", protocol, "-CAfile", tls.ca, "-cert", tls.certificate, "-key", tls.key]
+    files = ["-alpn", protocol, "-CAfile", f"{tls.ca}", "-cert", f"{tls.certificate}", "-key", f"{tls.key}"]
     openssl = shutil.which("openssl")
     assert openssl is not None
     with subprocess.Popen(
@@ -182,7 +183,7 @@ def test_streams_go_on_while_certificates_are_replaced(trusted: Trusted, held: A
         before = certificate(trusted, "https")
         install(trusted.authority.issue("renewed"), trusted.served)
         for port in ("https", "grpc", "decode"):
-            until(lambda port=port: certificate(trusted, port) != before, what=f"the new one at {port}")
+            until(partial(presents_another, trusted, port, before), what=f"the new one at {port}")
         held.open()
         texts += [delta.text for delta in stream]
         rest = answer.read()
@@ -190,6 +191,10 @@ def test_streams_go_on_while_certificates_are_replaced(trusted: Trusted, held: A
     assert rest.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in rest
     assert "".join(texts)
     trusted.check()
+
+
+def presents_another(trusted: Trusted, port: str, before: bytes | None) -> bool:
+    return certificate(trusted, port) != before
 
 
 def certificate(trusted: Trusted, port: str) -> bytes | None:

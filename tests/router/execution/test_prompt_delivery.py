@@ -159,7 +159,7 @@ async def test_a_client_that_reads_late_gets_rows_and_answer_in_order(
 
 
 async def test_rows_of_all_prompts_together_are_bounded(cluster: FakeCluster, card: ModelCard) -> None:
-    large = dataclasses.replace(card, max_context_tokens=16_384)
+    large = dataclasses.replace(card, model_context_tokens=16_384)
     ids = [5] * 2000
     async with open_router(cluster, large) as router:
         async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
