@@ -6,8 +6,8 @@ On a CUDA device activations are bf16, and the residual stream and the logits st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -76,7 +76,9 @@ class Kernels(Protocol):
     def store_latent(
         self, kv_a: torch.Tensor, norm: torch.Tensor, eps: float, layer: int, plan: BatchPlan
     ) -> None:
-        """kv_a [T, kv_lora + rope]: writes normed latent | rotated key into the cache slots of the rows."""
+        """kv_a [T, kv_lora + rope]: writes normed latent | rotated key into the cache slots of the rows, but
+        for rows whose slots are not in the plan's share.
+        """
         ...
 
     def attend(
@@ -91,4 +93,21 @@ class Kernels(Protocol):
 
     def moe(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         """Adds routed plus shared experts' output into `residual` and returns it."""
+        ...
+
+
+@runtime_checkable
+class ShareKernels(Kernels, Protocol):
+    """Kernels that can attend to a part of each context."""
+
+    def attend_share(
+        self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
+    ) -> torch.Tensor:
+        """As `attend`, over the plan's share of each context, flat: values [T, heads, v_head_dim], then [T,
+        heads] logs of the sums of exponentials of scores. A row that sees nothing has zeros, and -inf.
+        """
+        ...
+
+    def merge_shares(self, shares: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+        """The results of `attend_share` over all shares -> that of `attend` over the whole contexts."""
         ...

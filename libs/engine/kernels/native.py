@@ -154,6 +154,38 @@ class NativeKernels:
         self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
     ) -> torch.Tensor:
         out = q.new_empty(plan.n_rows, config.n_heads * config.v_head_dim)
+        self._attend(q, kv_b, layer, plan, config, out)
+        return out
+
+    def attend_share(
+        self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
+    ) -> torch.Tensor:
+        n_lanes = plan.n_rows * config.n_heads
+        share = q.new_empty(n_lanes * (config.v_head_dim + 1))
+        self._attend(q, kv_b, layer, plan, config, share, share[n_lanes * config.v_head_dim :])
+        return share
+
+    def merge_shares(self, shares: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+        v = config.v_head_dim
+        n_lanes = len(shares[0]) // (v + 1)
+        out = shares[0].new_empty(n_lanes // config.n_heads, config.n_heads * v)
+        pointers = (ctypes.c_void_p * len(shares))(*(share.data_ptr() for share in shares))
+        self._library.ss_merge_shares(
+            self._context, ctypes.addressof(pointers), len(shares), n_lanes, v, out.data_ptr()
+        )
+        return out
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        kv_b: Packed,
+        layer: int,
+        plan: BatchPlan,
+        config: ModelConfig,
+        out: torch.Tensor,
+        log_sums: torch.Tensor | None = None,
+    ) -> None:
+        layer_base = _layer_base(plan, layer) + _share_offset(plan)
         for sequences, function in (
             (plan.absorbed, self._library.ss_attend_absorbed),
             (plan.expanded, self._library.ss_attend_expanded),
@@ -161,9 +193,9 @@ class NativeKernels:
             if len(sequences):
                 a = attention_of(plan, sequences, config)
                 a.q, a.q_stride, a.out = q.data_ptr(), q.stride(0), out.data_ptr()
-                a.uk, a.uv, a.layer_base = kv_b.uk.address, kv_b.uv.address, _layer_base(plan, layer)
+                a.uk, a.uv, a.layer_base = kv_b.uk.address, kv_b.uv.address, layer_base
+                a.log_sums = None if log_sums is None else log_sums.data_ptr()
                 self.check(function(self._context, ctypes.addressof(a)))
-        return out
 
     def mlp(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         arguments = (weights.address, x.data_ptr(), x.shape[0], residual.data_ptr())
@@ -208,7 +240,7 @@ def slots_of(plan: BatchPlan, lora: int) -> Any:
 
 def attention_of(plan: BatchPlan, sequences: Int32Array, config: ModelConfig) -> Any:
     """The ATTENTION over some sequences of a plan, without the fields that differ between layers."""
-    shape = plan.cache.shape
+    shape, slots = plan.cache.shape, plan.share.slots(plan.cache.shape.block_tokens)
     return ATTENTION(
         n_heads=config.n_heads,
         nope=config.qk_nope_head_dim,
@@ -216,10 +248,11 @@ def attention_of(plan: BatchPlan, sequences: Int32Array, config: ModelConfig) ->
         lora=config.kv_lora_rank,
         v=config.v_head_dim,
         page_bytes=shape.page_bytes,
-        block_tokens=shape.block_tokens,
+        block_tokens=slots.stop - slots.start,
         is_bf16=shape.kv_dtype == "bfloat16",
         query_start=plan.query_start.ctypes.data,
         context_len=plan.context_len.ctypes.data,
+        visible=plan.visible.ctypes.data,
         page_table=plan.page_table.ctypes.data,
         table_stride=plan.page_table.shape[1],
         sequences=sequences.ctypes.data,
@@ -231,6 +264,13 @@ def attention_of(plan: BatchPlan, sequences: Int32Array, config: ModelConfig) ->
 def _layer_base(plan: BatchPlan, layer: int) -> int:
     shape = plan.cache.shape
     return plan.cache.address + layer * (shape.page_bytes // shape.n_layers)
+
+
+def _share_offset(plan: BatchPlan) -> int:
+    """Bytes from a layer's first slot of a page to the first one of the plan's share."""
+    shape = plan.cache.shape
+    slot_bytes = shape.page_bytes // shape.n_layers // shape.block_tokens
+    return plan.share.slots(shape.block_tokens).start * slot_bytes
 
 
 def _array(matrices: Sequence[Panels | MATRIX]) -> _Packed:

@@ -65,11 +65,13 @@ class ATTENTION(ctypes.Structure):
         ("is_bf16", c_int64),
         ("query_start", c_void_p),
         ("context_len", c_void_p),
+        ("visible", c_void_p),
         ("page_table", c_void_p),
         ("table_stride", c_int64),
         ("sequences", c_void_p),
         ("n_sequences", c_int64),
         ("out", c_void_p),
+        ("log_sums", c_void_p),
         ("scale", c_float),
     ]
 
@@ -142,6 +144,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ss_pack_f32": (_INT, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
     "ss_pack_bf16": (_INT, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
     "ss_pack_int4": (None, (_POINTER, _LONG, _LONG, _POINTER)),
+    "ss_merge_shares": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
     "ss_linear": (_INT, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
     "ss_rms_norm": (None, (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _FLOAT, _POINTER)),
     "ss_rotate_queries": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER)),

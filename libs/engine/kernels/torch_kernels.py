@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +91,9 @@ class TorchKernels:
         latent, key = kv_a[:, : norm.shape[0]], kv_a[:, norm.shape[0] :]
         rows = torch.cat((self.rms_norm(latent, norm, eps), rotate(key, plan.cos_sin)), dim=1)
         pages = plan.cache.pages[:, layer]
-        pages[torch.from_numpy(plan.page_of_row), torch.from_numpy(plan.offset_of_row)] = rows.to(pages.dtype)
+        page, offset = torch.from_numpy(plan.page_of_row), torch.from_numpy(plan.offset_of_row)
+        is_held = page >= 0
+        pages[page[is_held], offset[is_held]] = rows[is_held].to(pages.dtype)
 
     def attend(
         self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
@@ -101,10 +103,30 @@ class TorchKernels:
             for sequence in sequences:
                 rows = plan.rows_of(sequence)
                 context = _context(plan, layer, sequence)
-                n_rows = rows.stop - rows.start
-                hidden = torch.ones(n_rows, len(context), dtype=torch.bool).triu(len(context) - n_rows + 1)
-                out[rows] = form(q[rows], context, hidden, kv_b, config)
+                out[rows] = form(q[rows], context, _hidden(plan, rows, context), kv_b, config)
         return out.flatten(1)
+
+    def attend_share(
+        self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
+    ) -> torch.Tensor:
+        out = q.new_empty(plan.n_rows, config.n_heads, config.v_head_dim)
+        log_sums = q.new_empty(plan.n_rows, config.n_heads)
+        for sequence in range(len(plan.context_len)):
+            rows = plan.rows_of(sequence)
+            context = _context(plan, layer, sequence)
+            scores = _scores(q[rows], context, _hidden(plan, rows, context), kv_b, config)
+            log_sums[rows] = scores.logsumexp(-1).T
+            # The softmax of a row that sees nothing is NaN.
+            probabilities = scores.softmax(-1).masked_fill(scores == float("-inf"), 0.0)
+            out[rows] = _mix(probabilities, context, kv_b, config)
+        return torch.cat((out.flatten(), log_sums.flatten()))
+
+    def merge_shares(self, shares: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+        n_lanes = len(shares[0]) // (config.v_head_dim + 1)
+        log_sums = torch.stack([share[-n_lanes:] for share in shares])
+        weights = log_sums.softmax(0).unsqueeze(-1)
+        values = torch.stack([share[:-n_lanes].view(n_lanes, -1) for share in shares])
+        return (values * weights).sum(0).view(-1, config.n_heads * config.v_head_dim)
 
     def mlp(self, x: torch.Tensor, weights: Packed, residual: torch.Tensor) -> torch.Tensor:
         return residual.add_(_mlp(x, weights))
@@ -131,21 +153,40 @@ def _mlp(x: torch.Tensor, weights: _Mlp) -> torch.Tensor:
 
 
 def _context(plan: BatchPlan, layer: int, sequence: int) -> torch.Tensor:
-    """[context_len, kv_lora + rope] fp32, gathered from the pages of one sequence."""
+    """[context_len, kv_lora + rope] fp32, gathered from the plan's share of the pages of one sequence."""
+    slots = plan.share.slots(plan.cache.shape.block_tokens)
     n_tokens = int(plan.context_len[sequence])
-    n_blocks = -(-n_tokens // plan.cache.shape.block_tokens)
-    pages = torch.from_numpy(plan.page_table[sequence, :n_blocks].copy())
-    return plan.cache.pages[:, layer][pages].flatten(0, 1)[:n_tokens].float()
+    n_blocks = -(-n_tokens // (slots.stop - slots.start))
+    pages = torch.from_numpy(plan.page_table[sequence, :n_blocks].copy()).long()
+    return plan.cache.pages[:, layer, slots][pages].flatten(0, 1)[:n_tokens].float()
+
+
+def _hidden(plan: BatchPlan, rows: slice, context: torch.Tensor) -> torch.Tensor:
+    """[rows, context]: what the rows do not attend to."""
+    return torch.arange(len(context)) >= torch.from_numpy(plan.visible[rows]).unsqueeze(1)
 
 
 def _absorbed(
     q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvProjection, config: ModelConfig
 ) -> torch.Tensor:
     """Multi-query attention over the latents themselves: kv_b is folded into the query and the output."""
+    return _mix(_scores(q, context, hidden, kv_b, config).softmax(-1), context, kv_b, config)
+
+
+def _scores(
+    q: torch.Tensor, context: torch.Tensor, hidden: torch.Tensor, kv_b: _KvProjection, config: ModelConfig
+) -> torch.Tensor:
+    """[heads, rows, context]; -inf where a row does not attend."""
     q_nope, q_rope = q[..., : config.qk_nope_head_dim], q[..., config.qk_nope_head_dim :]
     query = torch.cat((torch.einsum("thd,hdl->thl", q_nope, kv_b.uk), q_rope), dim=-1)
     scores = torch.einsum("thw,cw->htc", query, context) * config.softmax_scale
-    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _mix(
+    probabilities: torch.Tensor, context: torch.Tensor, kv_b: _KvProjection, config: ModelConfig
+) -> torch.Tensor:
+    """[heads, rows, context] -> values [rows, heads, v]."""
     mixed = torch.einsum("htc,cl->thl", probabilities, context[:, : config.kv_lora_rank])
     return torch.einsum("thl,hvl->thv", mixed, kv_b.uv)
 

@@ -97,6 +97,20 @@ def attend_latents(
     norm_eps: float,
 ) -> torch.Tensor:
     """Multi-head latent attention over the heads of `config`: [T, H] -> [T, heads * v]."""
+    q = store_and_query(x, weights, index, plan, kernels, config, norm_eps)
+    return kernels.attend(q, weights.kv_b, index, plan, config)
+
+
+def store_and_query(
+    x: torch.Tensor,
+    weights: Attention,
+    index: int,
+    plan: BatchPlan,
+    kernels: Kernels,
+    config: ModelConfig,
+    norm_eps: float,
+) -> torch.Tensor:
+    """Write the latents of the rows; return their queries [T, heads, qk_head_dim], rotated."""
     a = kernels.linear(x, weights.a_proj)
     q, kv_a = a[:, : -config.latent_width], a[:, -config.latent_width :]
     if weights.q_norm is not None:
@@ -104,4 +118,4 @@ def attend_latents(
     q = q.view(plan.n_rows, config.n_heads, config.qk_head_dim)
     kernels.rotate_queries(q, config.qk_rope_head_dim, plan.cos_sin)
     kernels.store_latent(kv_a, weights.kv_norm, norm_eps, index, plan)
-    return kernels.attend(q, weights.kv_b, index, plan, config)
+    return q

@@ -10,9 +10,12 @@ import torch
 
 from libs.engine.kv.cache import PagedLatentCache
 from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.kv_share import KvShare
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch, Int32Array
 from slipstream.errors import InvalidArgument
+
+ALL_SLOTS = KvShare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,11 @@ class BatchPlan:
     """cos_sin [T, 2, rope/2]; page_of_row and offset_of_row [T]: the cache slot each row writes.
 
     Each sequence is in `absorbed` or `expanded`, the form of attention with the lower cost for it.
-    `query_start`, `context_len` and `page_table` are those of the batch, as contiguous int32.
+    `query_start` and `page_table` are those of the batch, as contiguous int32.
+
+    Attention is over the slots of `share`: `context_len` [S] counts those of each context, `visible` [T] the
+    leading ones of them that each row attends to. Either may be 0 for a part of the slots. The page of a row
+    whose slot is not in the share is -1.
     """
 
     n_rows: int
@@ -29,16 +36,20 @@ class BatchPlan:
     offset_of_row: Int32Array
     query_start: Int32Array
     context_len: Int32Array
+    visible: Int32Array
     page_table: Int32Array
     absorbed: Int32Array
     expanded: Int32Array
     cache: PagedLatentCache
+    share: KvShare
 
     def rows_of(self, sequence: int) -> slice:
         return slice(int(self.query_start[sequence]), int(self.query_start[sequence + 1]))
 
 
-def plan_batch(batch: Batch, config: ModelConfig, rope: Rope, cache: PagedLatentCache) -> BatchPlan:
+def plan_batch(
+    batch: Batch, config: ModelConfig, rope: Rope, cache: PagedLatentCache, share: KvShare = ALL_SLOTS
+) -> BatchPlan:
     """Plan a batch. Raises InvalidArgument naming the inconsistent field of the batch."""
     block_tokens = cache.shape.block_tokens
     page_table = np.ascontiguousarray(batch.page_table, dtype=np.int32)
@@ -50,17 +61,21 @@ def plan_batch(batch: Batch, config: ModelConfig, rope: Rope, cache: PagedLatent
     sequence_of_row = np.repeat(np.arange(batch.n_sequences), rows_per_sequence)
     is_expanded = rows_per_sequence > absorbed_row_limit(config)
     sequences = np.arange(batch.n_sequences, dtype=np.int32)
+    offset_of_row = positions % np.int32(block_tokens)
+    page_of_row = page_table[sequence_of_row, positions // block_tokens]
     return BatchPlan(
         n_rows=batch.n_rows,
         cos_sin=rope.cos_sin(torch.from_numpy(positions)),
-        page_of_row=np.ascontiguousarray(page_table[sequence_of_row, positions // block_tokens]),
-        offset_of_row=positions % np.int32(block_tokens),
+        page_of_row=np.where(share.holds(offset_of_row, block_tokens), page_of_row, np.int32(-1)),
+        offset_of_row=offset_of_row,
         query_start=query_start,
-        context_len=context_len,
+        context_len=share.count(context_len, block_tokens),
+        visible=share.count(positions + 1, block_tokens),
         page_table=page_table,
         absorbed=sequences[~is_expanded],
         expanded=sequences[is_expanded],
         cache=cache,
+        share=share,
     )
 
 

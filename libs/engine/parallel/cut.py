@@ -41,13 +41,14 @@ def matrix_cut(name: str, place: RankPlace, config: ModelConfig) -> MatrixCut | 
     stage = (place.index, place.sizes.stage_ranks, unit)
     expert = (place.inner_part, place.sizes.expert_ranks, unit)
     heads = (place.head_part, place.sizes.tp)
+    output = (place.output_part, place.sizes.attention_ranks)
     rules: list[tuple[str, Callable[[], MatrixCut]]] = [
         (r"self_attn\.q(_b)?_proj", lambda: MatrixCut("rows", *heads, config.qk_head_dim)),
         (
             r"self_attn\.kv_b_proj",
             lambda: MatrixCut("rows", *heads, config.qk_nope_head_dim + config.v_head_dim),
         ),
-        (r"self_attn\.o_proj", lambda: MatrixCut("cols", *heads, config.v_head_dim)),
+        (r"self_attn\.o_proj", lambda: MatrixCut("cols", *output, config.v_head_dim)),
         (r"mlp\.experts\.\d+\.(gate|up)_proj", lambda: MatrixCut("rows", *expert)),
         (r"mlp\.experts\.\d+\.down_proj", lambda: MatrixCut("cols", *expert)),
         (r"mlp\.(shared_experts\.)?(gate|up)_proj", lambda: MatrixCut("rows", *stage)),

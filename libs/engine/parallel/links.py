@@ -6,7 +6,7 @@ NCCL connects CUDA devices, gloo everything else. Every rank makes the same call
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,14 +38,20 @@ class GroupLinks:
             timeout=_IDLE_LIMIT,
         )
         self.place = place
-        self._stage: Any = None
-        for first in range(0, sizes.n_ranks, sizes.stage_ranks):
-            members = range(first, first + sizes.stage_ranks)
-            group = dist.new_group(list(members), timeout=_IDLE_LIMIT)
-            if place.rank in members:
-                self._stage = group
+        places = [RankPlace(rank, sizes) for rank in range(sizes.n_ranks)]
+        self._stage = self._join([place.stage_members() for place in places])
+        self._kv = self._join([place.kv_members() for place in places]) if sizes.kv > 1 else None
         dist.barrier()  # no rank reads the store after this
         self._sends: list[tuple[Any, torch.Tensor]] = []
+
+    def _join(self, groups: Iterable[list[int]]) -> Any:
+        """Make each distinct group, as every rank must, in one order; return this rank's."""
+        own = None
+        for members in dict.fromkeys(map(tuple, groups)):
+            group = dist.new_group(list(members), timeout=_IDLE_LIMIT)
+            if self.place.rank in members:
+                own = group
+        return own
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Rank 0's `values`, in place, at all ranks."""
@@ -66,6 +72,12 @@ class GroupLinks:
         for other in parts[1:]:
             total += other
         return total
+
+    def gather_shares(self, share: torch.Tensor) -> list[torch.Tensor]:
+        """The values of all ranks with the same heads and sequences, by their part of the positions."""
+        shares = [torch.empty_like(share) for _ in range(self.place.sizes.kv)]
+        dist.all_gather(shares, share, group=self._kv)
+        return shares
 
     def gather_columns(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         """The stage's columns [R, w] side by side at rank 0; None at other ranks. For the last stage only."""

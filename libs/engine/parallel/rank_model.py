@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.interface import Kernels, ShareKernels
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.runner import RunnerOptions, choose_kernels
 from libs.engine.model_spec.config import ModelConfig, load_config
+from libs.engine.model_spec.kv_share import KvShare
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.parallel.cut import vocabulary_slice
@@ -99,6 +100,10 @@ class RankModel:
         self._links = links
         self._rope = Rope(config)
         eps = options.runner.latent_norm_eps
+        split = None
+        if options.sizes.kv > 1:
+            assert isinstance(kernels, ShareKernels)  # `check_kv_split` refuses others
+            split = kernels
         self._stack = StageStack(
             config=config,
             local=replace(config, n_heads=config.n_heads // options.sizes.tp),
@@ -107,6 +112,8 @@ class RankModel:
             kernels=kernels,
             latent_norm_eps=config.rms_norm_eps if eps is None else eps,
             links=links,
+            split=split,
+            output_columns=_output_columns(options.place, config),
         )
 
     @classmethod
@@ -170,7 +177,8 @@ class RankModel:
     def _plan(self, batch: Batch) -> StagePlan:
         rows = split_sequences(batch, self.options.sizes.dp)[self._place.data_part]
         own = take_rows(batch, rows)
-        plan = None if own is None else plan_batch(own, self.config, self._rope, self.cache)
+        share = KvShare(self._place.kv_part, self.options.sizes.kv)
+        plan = None if own is None else plan_batch(own, self.config, self._rope, self.cache, share)
         return StagePlan(rows, plan)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -190,3 +198,9 @@ class RankModel:
         normed = self.kernels.rms_norm(x, self._weights.norm, self.config.rms_norm_eps)  # type: ignore[arg-type]
         part = self.kernels.linear(normed, self._weights.head)
         return self._links.gather_columns(part, [span.stop - span.start for span in spans])
+
+
+def _output_columns(place: RankPlace, config: ModelConfig) -> slice:
+    """Of the values of the rank's heads, those that its part of the output projection takes."""
+    width = config.n_heads // place.sizes.tp * config.v_head_dim
+    return even_slice(width, place.kv_part, place.sizes.kv, unit=config.v_head_dim)

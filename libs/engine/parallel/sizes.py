@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 from libs.common.worker_bounds import MAX_PARALLEL_RANKS
 from libs.engine.model_spec.config import ModelConfig
@@ -11,22 +11,29 @@ from slipstream.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Sizes of the four kinds of parallelism; tp x dp ranks form a stage, pp stages form a group.
+    """Sizes of the five kinds of parallelism; tp x kv x dp ranks form a stage, pp stages form a group.
 
     tp  ranks that share the heads of attention
     pp  stages of consecutive layers
     ep  parts of a stage that hold different experts; ranks of one part share each of its experts
     dp  parts of a stage that compute attention for different sequences
+    kv  ranks that share the positions of each context; each has the same heads
     """
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     dp: int = 1
+    kv: int = 1
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that compute attention for the same sequences."""
+        return self.tp * self.kv
 
     @property
     def stage_ranks(self) -> int:
-        return self.tp * self.dp
+        return self.attention_ranks * self.dp
 
     @property
     def n_ranks(self) -> int:
@@ -51,7 +58,7 @@ def parse_sizes(text: str, field: str = "parallel") -> ParallelSizes:
             raise InvalidArgument(field, f"{part!r} is not one of {', '.join(f'{n}=N' for n in names)}, once")
         found[name] = int(size)
     sizes = ParallelSizes(**found)
-    if min(sizes.tp, sizes.pp, sizes.ep, sizes.dp) < 1:
+    if min(astuple(sizes)) < 1:
         raise InvalidArgument(field, "every size is at least 1")
     if sizes.n_ranks > MAX_PARALLEL_RANKS:
         raise InvalidArgument(field, f"{sizes.n_ranks} ranks are more than {MAX_PARALLEL_RANKS}")
@@ -76,6 +83,7 @@ def check_sizes(sizes: ParallelSizes, config: ModelConfig, field: str = "paralle
         "intermediate_size": (config.dense_intermediate_size, sizes.stage_ranks),
         "moe_intermediate_size": (config.moe_intermediate_size, sizes.expert_ranks),
         "vocab_size": (config.vocab_size, sizes.stage_ranks),
+        "num_attention_heads x v_head_dim": (config.n_heads * config.v_head_dim, sizes.attention_ranks),
     }
     if config.n_shared_experts:
         shared = config.moe_intermediate_size * config.n_shared_experts
@@ -83,6 +91,14 @@ def check_sizes(sizes: ParallelSizes, config: ModelConfig, field: str = "paralle
     for key, (width, parts) in narrowest.items():
         if width < parts:
             raise InvalidArgument(field, f"the model's {key} {width} cannot be cut in {parts}")
+
+
+def check_kv_split(sizes: ParallelSizes, block_tokens: int, kernels: str, field: str = "parallel") -> None:
+    """Raise InvalidArgument when pages or `kernels` do not allow the split of KV."""
+    if block_tokens % sizes.kv:
+        raise InvalidArgument(field, f"kv={sizes.kv} does not divide the {block_tokens} tokens of a KV page")
+    if sizes.kv > 1 and kernels == "triton":
+        raise InvalidArgument(field, f"the {kernels} kernels do not split KV by position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +123,17 @@ class RankPlace:
         return self.index % self.sizes.tp
 
     @property
+    def kv_part(self) -> int:
+        return self.index // self.sizes.tp % self.sizes.kv
+
+    @property
+    def output_part(self) -> int:
+        """The rank's part of attention's output projection, which those of the same sequences share."""
+        return self.head_part * self.sizes.kv + self.kv_part
+
+    @property
     def data_part(self) -> int:
-        return self.index // self.sizes.tp
+        return self.index // self.sizes.attention_ranks
 
     @property
     def expert_part(self) -> int:
@@ -131,6 +156,11 @@ class RankPlace:
         """The ranks of this stage, by index."""
         first = self.rank - self.index
         return list(range(first, first + self.sizes.stage_ranks))
+
+    def kv_members(self) -> list[int]:
+        """The ranks with the same heads and sequences, by their part of the positions."""
+        first = self.rank - self.kv_part * self.sizes.tp
+        return list(range(first, first + self.sizes.attention_ranks, self.sizes.tp))
 
     @property
     def previous_rank(self) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from libs.engine.kernels.interface import Kernels
-from libs.engine.kernels.layer import Layer
-from libs.engine.model.stack import attend_latents
+from libs.engine.kernels.interface import Kernels, ShareKernels
+from libs.engine.kernels.layer import Attention, Layer
+from libs.engine.model.stack import store_and_query
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.parallel.links import GroupLinks
@@ -29,6 +29,9 @@ class StageStack:
 
     Each rank has the whole residual stream of its stage. Ranks of different sequences add nothing to the rows
     of others, so that one sum joins the heads and the sequences.
+
+    `split` is the kernels where KV is split by position, else None. Ranks of different positions then have the
+    same heads, and merge their attention before the output projection, of which each has `output_columns`.
     """
 
     config: ModelConfig
@@ -38,6 +41,8 @@ class StageStack:
     kernels: Kernels
     latent_norm_eps: float
     links: GroupLinks
+    split: ShareKernels | None
+    output_columns: slice
 
     def run(self, x: torch.Tensor, plan: StagePlan, captured: Sequence[int]) -> Mapping[int, torch.Tensor]:
         """As `Stack.run`, over the layers of the stage; `captured` may name layers of other stages."""
@@ -59,18 +64,19 @@ class StageStack:
         if plan.attention is None:
             return torch.zeros_like(x)
         normed = self.kernels.rms_norm(x[plan.rows], layer.input_norm, self.config.rms_norm_eps)
-        mixed = attend_latents(
-            normed,
-            layer.attention,
-            index,
-            plan.attention,
-            self.kernels,
-            self.local,
-            self.latent_norm_eps,
-        )
+        mixed = self._mixed(normed, layer.attention, index, plan.attention)
         out = self.kernels.linear(mixed, layer.attention.o_proj)
         if len(out) == len(x):
             return out
         padded = torch.zeros_like(x)
         padded[plan.rows] = out
         return padded
+
+    def _mixed(self, x: torch.Tensor, weights: Attention, index: int, plan: BatchPlan) -> torch.Tensor:
+        """The attention over whole contexts, in the columns that the rank's output projection takes."""
+        q = store_and_query(x, weights, index, plan, self.kernels, self.local, self.latent_norm_eps)
+        if self.split is None:
+            return self.kernels.attend(q, weights.kv_b, index, plan, self.local)
+        share = self.split.attend_share(q, weights.kv_b, index, plan, self.local)
+        mixed = self.split.merge_shares(self.links.gather_shares(share), self.local)
+        return mixed[:, self.output_columns]

@@ -218,6 +218,7 @@ def row_by_row(plan: BatchPlan, row: int, sequence: int) -> BatchPlan:
         n_rows=1,
         query_start=np.array([0, 1], np.int32),
         context_len=np.array([position + 1], np.int32),
+        visible=np.array([position + 1], np.int32),
         page_table=plan.page_table[sequence : sequence + 1].copy(),
         absorbed=np.zeros(1, np.int32),
         expanded=np.zeros(0, np.int32),

@@ -41,11 +41,12 @@ MODELS = {
         quantization="none",
     ),
 }
-CUTS = ["tp=2", "pp=2", "dp=2", "dp=2,ep=2", "tp=2,pp=2"]
-LONG_CUTS = ["tp=2,ep=2", "pp=2,dp=2,ep=2", "tp=2,dp=2,ep=2", "tp=4,ep=4", "pp=4"]
+CUTS = ["tp=2", "pp=2", "dp=2", "dp=2,ep=2", "tp=2,pp=2", "tp=2,kv=2", "kv=4"]
+LONG_CUTS = ["tp=2,ep=2", "pp=2,dp=2,ep=2", "tp=2,dp=2,ep=2", "tp=4,ep=4", "pp=4", "kv=2,pp=2", "kv=2,dp=2"]
 CASES = [
     *(("int4", cut) for cut in CUTS),
     ("groups", "tp=2,ep=2"),
+    ("groups", "kv=2,ep=2"),
     *(pytest.param(("int4", cut), marks=pytest.mark.soak) for cut in LONG_CUTS),
     *(pytest.param(("groups", cut), marks=pytest.mark.soak) for cut in (*CUTS, *LONG_CUTS[1:])),
 ]

@@ -13,13 +13,14 @@ typedef struct {
     /* the layer's first cache row in page 0, and the layout of pages */
     const char *layer_base;
     int64_t page_bytes, block_tokens, is_bf16;
-    /* the batch */
-    const int32_t *query_start, *context_len, *page_table;
+    /* the batch; page_table has block_tokens of each context a page, and a row sees the first visible[row] of them */
+    const int32_t *query_start, *context_len, *visible, *page_table;
     int64_t table_stride;
     /* the sequences of the batch to compute */
     const int32_t *sequences;
     int64_t n_sequences;
-    float *out; /* [rows][heads * v] */
+    float *out;            /* [rows][heads * v]; zeros where a row sees nothing */
+    float *log_sums;       /* [rows][heads]: log of the sum of exponentials of scores, or NULL */
     float scale;
 } attention_t;
 
@@ -34,6 +35,14 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int attends_pairs(const attention_t *a) {
     return HAS_PAIRS && a->is_bf16 && a->uk->kind == MATRIX_BF16 && a->uv->kind == MATRIX_BF16 &&
            (a->nope | a->rope | a->lora) % 2 == 0;
+}
+
+/* A lane that sees nothing has the sum 0, any other at least 1, or NaN. */
+INLINE float divisor_of(float sum) { return sum == 0 ? 1 : sum; }
+
+/* `sum` is relative to the lane's maximum `best`. */
+INLINE void keep_log_sum(const attention_t *a, int64_t lane, float best, float sum) {
+    if (a->log_sums) a->log_sums[lane] = sum == 0 ? -INFINITY : best + logf(sum);
 }
 
 INLINE const char *cache_row(const attention_t *a, int64_t sequence, int64_t token) {

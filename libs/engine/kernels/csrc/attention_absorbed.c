@@ -94,11 +94,10 @@ static void widen_rows(const task_t *t, const char *rows, int64_t n, float *late
 static void softmax_block(const task_t *t, const item_t *item, int64_t lane0, int64_t token0, int64_t n_tokens,
                           float *score) {
     const attention_t *a = t->a;
-    int64_t context = a->context_len[item->sequence], n_rows = rows_of(a, item->sequence);
     int64_t n_lanes = smaller(LANES, item->n_lanes - lane0);
     for (int64_t i = 0; i < n_lanes; i++) {
-        int64_t row = (item->first_lane + lane0 + i) / a->n_heads;
-        int64_t visible = context - n_rows + row + 1 - token0;
+        int64_t row = a->query_start[item->sequence] + (item->first_lane + lane0 + i) / a->n_heads;
+        int64_t visible = a->visible[row] - token0;
         for (int64_t token = visible < 0 ? 0 : visible; token < n_tokens; token++)
             score[token * LANES + i] = -INFINITY;
     }
@@ -189,18 +188,23 @@ static void run_item(const task_t *t, const item_t *item, const workspace_t *w) 
     }
 }
 
-/* Joins the splits of one query lane into out [lora]. `items` are the lane's group, one per split. */
-static void join_splits(const task_t *t, const item_t *items, int64_t n_splits, int64_t lane, float *out) {
+/* Joins the splits of one query lane into out [lora]. `items` are the lane's group, one per split. Returns the
+ * lane's maximum, and its sum in `total`; without visible tokens that is 0, as is `out`. */
+static float join_splits(const task_t *t, const item_t *items, int64_t n_splits, int64_t lane, float *out,
+                         float *total) {
     float best = -INFINITY, sum = 0;
     for (int64_t s = 0; s < n_splits; s++) best = items[s].best[lane] > best ? items[s].best[lane] : best;
     for (int64_t j = 0; j < t->a->lora; j++) out[j] = 0;
+    float base = best > -1e30f ? best : -1e30f;
     for (int64_t s = 0; s < n_splits; s++) {
-        float factor = expf(items[s].best[lane] - best);
+        float factor = expf(items[s].best[lane] - base);
         const float *mixed = items[s].mixed + lane * t->lora_pad;
         sum += items[s].sum[lane] * factor;
         for (int64_t j = 0; j < t->a->lora; j++) out[j] += mixed[j] * factor;
     }
-    for (int64_t j = 0; j < t->a->lora; j++) out[j] /= sum;
+    for (int64_t j = 0; j < t->a->lora; j++) out[j] /= divisor_of(sum);
+    *total = sum;
+    return best;
 }
 
 static int64_t splits_of(const attention_t *a, int64_t s) {
@@ -277,6 +281,25 @@ static int64_t work_of(const attention_t *a) {
     return pairs * a->n_heads * (2 * a->lora + a->rope);
 }
 
+/* Replaces the folded queries by the mixed latents of all lanes. */
+static void join_items(const task_t *t, const item_t *items, int64_t n_items, float *folded) {
+    const attention_t *a = t->a;
+    for (int64_t i = 0; i < n_items; i += splits_of(a, items[i].sequence)) {
+        int64_t first = a->query_start[items[i].sequence] * a->n_heads + items[i].first_lane;
+        for (int64_t lane = 0; lane < items[i].n_lanes; lane++) {
+            float *out = folded + (first - t->row0 * a->n_heads + lane) * a->lora, sum;
+            float best = join_splits(t, items + i, splits_of(a, items[i].sequence), lane, out, &sum);
+            keep_log_sum(a, first + lane, best, sum);
+        }
+    }
+    for (int64_t i = 0; i < a->n_sequences; i++) { /* those without a split */
+        int64_t s = a->sequences[i], lane = a->query_start[s] * a->n_heads, n = rows_of(a, s) * a->n_heads;
+        if (a->context_len[s]) continue;
+        memset(folded + (lane - t->row0 * a->n_heads) * a->lora, 0, sizeof(float) * (size_t)(n * a->lora));
+        for (int64_t j = 0; j < n; j++) keep_log_sum(a, lane + j, -INFINITY, 0);
+    }
+}
+
 typedef struct {
     const task_t *task;
     const item_t *items;
@@ -331,11 +354,7 @@ int32_t ss_attend_absorbed(context_t *context, const attention_t *a) {
     share_t share = {&t, items, cursor, thread_room, latent_room, context_stop(context)};
     pool_run(work_of(a) > SERIAL_WORK ? pool : NULL, share_item, &share, n_items);
     if (is_set(share.stop)) return 0; /* skipped items have no scores to join */
-    for (int64_t i = 0; i < n_items; i += splits_of(a, items[i].sequence)) {
-        int64_t first = (a->query_start[items[i].sequence] - row0) * a->n_heads + items[i].first_lane;
-        for (int64_t lane = 0; lane < items[i].n_lanes; lane++)
-            join_splits(&t, items + i, splits_of(a, items[i].sequence), lane, folded + (first + lane) * a->lora);
-    }
+    join_items(&t, items, n_items, folded);
     heads = (heads_t){folded, a->n_heads * a->lora, a->lora, row0, 0};
     heads = narrow_heads(a, a->uv, heads, row0, n_rows, words, pool);
     n_products = head_products(a, a->uv, &heads, a->out, 0, products);

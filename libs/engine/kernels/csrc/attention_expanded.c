@@ -10,8 +10,8 @@
 
 typedef struct {
     const attention_t *a;
-    int64_t sequence, n_rows, first_position; /* of the query rows */
-    int64_t token0, n_tokens, n_padded;       /* this chunk; padded to whole key blocks */
+    int64_t sequence, n_rows;           /* of the query rows */
+    int64_t token0, n_tokens, n_padded; /* this chunk; padded to whole key blocks */
     int64_t v_pad;
     int is_first, is_last, is_pairs;
     float *latent; /* [n_padded / 16][width][16]: the chunk's cache rows, tokens along the vector */
@@ -154,12 +154,13 @@ static float softmax_row(float *score, int64_t n_visible, float *state) {
     for (int64_t i = VL; i < KEY_BLOCK; i += VL) best_lanes = vmax(load(score + i), best_lanes);
     float old = state[0], best = max_lanes(best_lanes);
     best = best > old ? best : old;
+    float base = best > -1e30f ? best : -1e30f; /* so that a row without visible tokens has weight 0 and not NaN */
     for (int64_t i = 0; i < KEY_BLOCK; i += VL) {
-        vf p = vexp(load(score + i) - best);
+        vf p = vexp(load(score + i) - base);
         store(score + i, p);
         sum += p;
     }
-    float factor = vexp(splat(old - best))[0];
+    float factor = vexp(splat(old - base))[0];
     state[0] = best;
     state[1] = state[1] * factor + sum_lanes(sum);
     return factor;
@@ -179,9 +180,10 @@ static void attend_key_block(const chunk_t *c, const workspace_t *w, int64_t blo
                         .c = w->score, .c_stride = KEY_BLOCK, .c_panel = LANES, .n = head_dim,
                         .n_panels = KEY_BLOCK / LANES});
     int64_t token0 = c->token0 + block * KEY_BLOCK;
+    const int32_t *visible = a->visible + a->query_start[c->sequence] + row0;
     for (int64_t r = 0; r < n_rows; r++) {
         float *score = w->score + r * KEY_BLOCK, *mixed = w->mixed + r * c->v_pad;
-        float factor = softmax_row(score, c->first_position + row0 + r + 1 - token0, state + 2 * r);
+        float factor = softmax_row(score, visible[r] - token0, state + 2 * r);
         if (c->is_pairs) narrow_row(score, KEY_BLOCK, score);
         if (factor != 1.0f)
             for (int64_t j = 0; j < c->v_pad; j++) mixed[j] *= factor;
@@ -210,7 +212,7 @@ static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, con
     }
     if (c->is_first) memset(w->mixed, 0, mixed_bytes);
     else memcpy(w->mixed, carried, mixed_bytes);
-    int64_t n_visible = smaller(c->first_position + row0 + n_rows - c->token0, c->n_tokens);
+    int64_t n_visible = smaller(a->visible[batch_row + n_rows - 1] - c->token0, c->n_tokens);
     for (int64_t block = 0; block * KEY_BLOCK < n_visible; block++)
         attend_key_block(c, w, block, row0, n_rows, state);
     if (!c->is_last) {
@@ -218,8 +220,10 @@ static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, con
         return;
     }
     for (int64_t r = 0; r < n_rows; r++) {
-        float *out = a->out + ((batch_row + r) * a->n_heads + head) * a->v;
-        for (int64_t j = 0; j < a->v; j++) out[j] = w->mixed[r * c->v_pad + j] / state[2 * r + 1];
+        int64_t lane = (batch_row + r) * a->n_heads + head;
+        float sum = state[2 * r + 1], divisor = divisor_of(sum);
+        for (int64_t j = 0; j < a->v; j++) a->out[lane * a->v + j] = w->mixed[r * c->v_pad + j] / divisor;
+        keep_log_sum(a, lane, state[2 * r], sum);
     }
 }
 
@@ -250,6 +254,13 @@ static void run_chunk(const chunk_t *c, char *scratch, pool_t *pool) {
     pool_run(pool, head_item, &share, c->a->n_heads);
 }
 
+/* The result of rows that see nothing. */
+static void clear_rows(const attention_t *a, int64_t sequence) {
+    int64_t lane = a->query_start[sequence] * a->n_heads, end = a->query_start[sequence + 1] * a->n_heads;
+    memset(a->out + lane * a->v, 0, sizeof(float) * (size_t)((end - lane) * a->v));
+    for (; lane < end; lane++) keep_log_sum(a, lane, -INFINITY, 0);
+}
+
 int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
     pool_t *pool = context_pool(context);
     int64_t v_pad = round_up(a->v, LANES), width = width_of(a);
@@ -258,7 +269,10 @@ int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
         int64_t s = a->sequences[i], context_len = a->context_len[s];
         chunk_t c = {.a = a, .sequence = s, .n_rows = a->query_start[s + 1] - a->query_start[s], .v_pad = v_pad,
                      .is_pairs = attends_pairs(a), .stop = stop};
-        c.first_position = context_len - c.n_rows;
+        if (!context_len) {
+            clear_rows(a, s);
+            continue;
+        }
         char *cursor = context_scratch(context, ROOM(float, CHUNK_TOKENS * width) +
                                                     ROOM(float, a->n_heads * c.n_rows * v_pad) +
                                                     ROOM(float, a->n_heads * c.n_rows * 2) +

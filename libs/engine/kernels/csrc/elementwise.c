@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #define ROWS_PER_ITEM 32
+#define LANES_PER_ITEM 256 /* of a merge */
 
 static void norm_row(const float *x, const float *weight, int64_t width, float eps, float *out) {
     vf squares = splat(0);
@@ -89,7 +90,7 @@ static void store_rows(void *arguments, int64_t item, int thread) {
     const latents_t *t = arguments;
     float *row = (float *)(t->scratch + (size_t)thread * ROOM(float, t->slots->lora + t->slots->rope));
     for (int64_t r = item * ROWS_PER_ITEM; r < t->slots->n_rows && r < (item + 1) * ROWS_PER_ITEM; r++)
-        store_row(t, r, row);
+        if (t->slots->page_of_row[r] >= 0) store_row(t, r, row);
 }
 
 int32_t ss_store_latent(context_t *context, const slots_t *slots, const float *kv_a, int64_t kv_a_stride,
@@ -101,6 +102,41 @@ int32_t ss_store_latent(context_t *context, const slots_t *slots, const float *k
     latents_t t = {slots, kv_a, norm, kv_a_stride, eps, layer_base, scratch};
     pool_run(pool, store_rows, &t, (slots->n_rows + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM);
     return 0;
+}
+
+typedef struct {
+    const float *const *shares;
+    int64_t n_shares, n_lanes, v;
+    float *out;
+} merge_t;
+
+static void merge_lane(const merge_t *t, int64_t lane) {
+    float best = -INFINITY, sum = 0, *out = t->out + lane * t->v;
+    for (int64_t s = 0; s < t->n_shares; s++) {
+        float log_sum = t->shares[s][t->n_lanes * t->v + lane];
+        best = log_sum > best ? log_sum : best;
+    }
+    memset(out, 0, sizeof(float) * (size_t)t->v);
+    for (int64_t s = 0; s < t->n_shares; s++) {
+        const float *values = t->shares[s] + lane * t->v;
+        float factor = expf(t->shares[s][t->n_lanes * t->v + lane] - best);
+        sum += factor;
+        for (int64_t j = 0; j < t->v; j++) out[j] += values[j] * factor;
+    }
+    for (int64_t j = 0; j < t->v; j++) out[j] /= sum;
+}
+
+static void merge_lanes(void *arguments, int64_t item, int thread) {
+    const merge_t *t = arguments;
+    (void)thread;
+    for (int64_t lane = item * LANES_PER_ITEM; lane < t->n_lanes && lane < (item + 1) * LANES_PER_ITEM; lane++)
+        merge_lane(t, lane);
+}
+
+void ss_merge_shares(context_t *context, const float *const *shares, int64_t n_shares, int64_t n_lanes, int64_t v,
+                     float *out) {
+    merge_t t = {shares, n_shares, n_lanes, v, out};
+    pool_run(context_pool(context), merge_lanes, &t, (n_lanes + LANES_PER_ITEM - 1) / LANES_PER_ITEM);
 }
 
 int32_t ss_linear(context_t *context, const float *x, int64_t x_stride, int64_t n_rows, const matrix_t *w,

@@ -21,7 +21,7 @@ typedef struct {
 typedef struct {
     int64_t n_rows, lora, rope;
     const float *cos_sin; /* [n_rows][2][rope / 2]: cosines, then sines */
-    const int32_t *page_of_row, *offset_of_row;
+    const int32_t *page_of_row, *offset_of_row; /* page -1: another rank holds the row's slot */
     int64_t page_bytes, is_bf16;
 } slots_t;
 
@@ -36,6 +36,11 @@ void ss_rotate_queries(context_t *context, float *q, int64_t q_stride, int64_t n
  * layer_base is the layer's first row in page 0. */
 int32_t ss_store_latent(context_t *context, const slots_t *slots, const float *kv_a, int64_t kv_a_stride,
                         const float *norm, float eps, char *layer_base);
+
+/* out [n_lanes][v]: the attention over a whole context, from that over each share of its positions. A share is values
+ * [n_lanes][v], then the logs of the lanes' sums of exponentials, -inf where a lane sees nothing. */
+void ss_merge_shares(context_t *context, const float *const *shares, int64_t n_shares, int64_t n_lanes, int64_t v,
+                     float *out);
 
 /* out [n_rows][w->rows] = x W^T, or += with `add`. */
 int32_t ss_linear(context_t *context, const float *x, int64_t x_stride, int64_t n_rows, const matrix_t *w,
