@@ -13,6 +13,7 @@ from libs.engine.core.torch_model import TorchModel
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.parallel.group_runner import GroupBroken, GroupRunner
+from libs.engine.parallel.sizes import parse_sizes
 from tests.engine.parallel.forked_ranks import forked_group
 from tests.engine.support import generate, make_spec
 
@@ -30,7 +31,18 @@ def engine_of(runner: ModelRunner | GroupRunner) -> PagedEngine:
     return PagedEngine(TorchModel(runner, max_batch=8, max_draft_tokens=4), step_tokens=64)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "pp=2"), ("pp=2", "dp=2,ep=2"), ("", "tp=2")])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("tp=2", "pp=2"),
+        ("pp=2", "dp=2,ep=2"),
+        ("", "tp=2"),
+        ("", "kv=2"),
+        ("tp=2", "kv=2"),
+        pytest.param("kv=2", "tp=2", marks=pytest.mark.soak),
+        pytest.param("tp=2,pp=2", "tp=2,kv=2", marks=pytest.mark.soak),
+    ],
+)
 def test_pages_of_one_cut_continue_under_another(model_dir: Path, prefill: str, decode: str) -> None:
     prompt = np.random.default_rng(4).integers(0, 251, 70).tolist()
     one = ModelRunner.load(model_dir, OPTIONS)
@@ -69,7 +81,8 @@ def prefilled(engine: PagedEngine, prompt: list[int]) -> tuple[list[bytes], int]
     return pages, tokens[0]
 
 
-def test_the_death_of_a_rank_is_named_and_ends_the_next_step(model_dir: Path) -> None:
+@pytest.mark.parametrize("cut", ["pp=2", "kv=2"])
+def test_the_death_of_a_rank_is_named_and_ends_the_next_step(model_dir: Path, cut: str) -> None:
     reasons: list[str] = []
     died = threading.Event()
 
@@ -77,11 +90,12 @@ def test_the_death_of_a_rank_is_named_and_ends_the_next_step(model_dir: Path) ->
         reasons.append(reason)
         died.set()
 
-    with forked_group(model_dir, OPTIONS, "pp=2", on_death) as runner:
+    with forked_group(model_dir, OPTIONS, cut, on_death) as runner:
         engine = engine_of(runner)
         assert generate(engine, [make_spec("before", [1, 2, 3])])["before"]
         runner.followers.processes[0].kill()
         assert died.wait(60)
-        assert reasons == ["rank 1 of tp=1,pp=2,ep=1,dp=1 was killed by signal 9: the worker ends with it"]
+        sizes = parse_sizes(cut)
+        assert reasons == [f"rank 1 of {sizes} was killed by signal 9: the worker ends with it"]
         with pytest.raises(GroupBroken):
             generate(engine, [make_spec("after", [1, 2, 3])])
