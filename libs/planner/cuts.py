@@ -8,23 +8,32 @@ from functools import cache, cached_property
 
 from libs.planner.model_shape import LayerShape, ModelShape
 
+_PAGE_TOKENS = 64  # of a KV page by default, whose slots a KV split divides
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
     """tp cards share each layer, pp groups of them follow one another.
 
-    is_kv_split          each card of a group keeps its share of the context's positions (decode only)
+    kv                   parts of the context's positions, each on tp / kv of the cards, which share the heads
     is_attention_copied  each card has all attention and its own sequences; experts are divided (DP + EP)
+    exchanges_queries    with kv: cards exchange queries, so that no projection is copied (other engines)
     """
 
     tp: int
     pp: int = 1
-    is_kv_split: bool = False
+    kv: int = 1
     is_attention_copied: bool = False
+    exchanges_queries: bool = False
 
     @property
     def n_cards(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def heads_copies(self) -> int:
+        """How many cards of a group have the projections to the same heads."""
+        return 1 if self.exchanges_queries else self.kv
 
     @property
     def name(self) -> str:
@@ -33,7 +42,7 @@ class Cut:
             return f"DP{self.tp} attention + EP{self.tp}{stages}"
         if self.tp == 1:
             return f"PP{self.pp}" if self.pp > 1 else "one card"
-        return f"TP{self.tp}{stages}{f' + KV split {self.tp}' if self.is_kv_split else ''}"
+        return f"TP{self.tp}{stages}{f' + KV split {self.kv}' if self.kv > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,13 @@ class Stage:
     head_params: int = 0
 
     def card_bytes(self, cut: Cut) -> int:
-        """Weights of one card. Everything is divided, but copied attention."""
+        """Weights of one card. Everything is divided, but copied attention or projections."""
         attention = sum(layer.attention_bytes for layer in self.layers)
         others = sum(layer.bytes - layer.attention_bytes for layer in self.layers)
         others += self.embedding_bytes + self.head_bytes
         if cut.is_attention_copied:
             return attention + -(-others // cut.tp)
+        attention += (cut.heads_copies - 1) * sum(layer.heads_bytes for layer in self.layers)
         return -(-(attention + others) // cut.tp)
 
     @cached_property
@@ -72,8 +82,10 @@ def enumerate_cuts(model: ModelShape, n_cards: int) -> Iterator[Cut]:
             continue
         if model.n_heads % tp == 0:
             yield Cut(tp, pp)
-            if tp > model.kv_heads:
-                yield Cut(tp, pp, is_kv_split=True)
+            # A split before the heads of KV are divided would only add exchanges.
+            for kv in range(2, tp // model.kv_heads + 1):
+                if tp % kv == 0 and _PAGE_TOKENS % kv == 0:
+                    yield Cut(tp, pp, kv)
         if tp > 1 and n_experts and n_experts % tp == 0:
             yield Cut(tp, pp, is_attention_copied=True)
 

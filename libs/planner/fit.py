@@ -60,9 +60,9 @@ def fit_cut(
 
 def kv_shares(model: ModelShape, cut: Cut) -> int:
     """Over how many cards of a group the KV of a sequence, or of the sequences, is divided."""
-    if cut.is_kv_split or cut.is_attention_copied:
+    if cut.is_attention_copied:
         return cut.tp
-    return min(cut.tp, model.kv_heads)
+    return cut.kv * min(cut.tp // cut.kv, model.kv_heads)
 
 
 def _stage_tokens(stage: Stage, cut: Cut, model: ModelShape, room: int, window_sequences: int) -> int:

@@ -59,7 +59,8 @@ def _layer(text: ConfigNumbers, *, is_global: bool, is_moe: bool) -> LayerShape:
     hidden, heads = text.of("hidden_size"), text.of("num_attention_heads")
     head_dim = text.of("head_dim", hidden // heads)
     kv_width = text.of("num_key_value_heads") * head_dim
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
+    heads_params = hidden * (heads * head_dim + 2 * kv_width)
+    attention = heads_params + hidden * heads * head_dim
     kv_bytes = 2 * kv_width * _BF16
     n_experts = text.of("num_local_experts") if is_moe else 0
     per_token = text.of("num_experts_per_tok") if is_moe else 0
@@ -68,6 +69,8 @@ def _layer(text: ConfigNumbers, *, is_global: bool, is_moe: bool) -> LayerShape:
     gate = hidden * n_experts
     return LayerShape(
         attention_bytes=(attention + 2 * hidden) * _BF16,
+        heads_bytes=heads_params * _BF16,
+        heads_params=heads_params,
         shared_bytes=(shared + gate) * _BF16,
         expert_bytes=expert * _BF16,
         n_experts=n_experts,

@@ -44,7 +44,7 @@ def mla_shape(raw: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _layer(config: ModelConfig, index: int, value_bytes: int) -> LayerShape:
-    attention = _attention_params(config)
+    attention, heads_params = _attention_params(config), _heads_params(config)
     norms = 2 * config.hidden_size + config.kv_lora_rank + (config.q_lora_rank or 0)
     shared, gate_bytes, n_experts, one_expert = 0, 0, 0, 0
     if config.is_moe(index):
@@ -59,6 +59,8 @@ def _layer(config: ModelConfig, index: int, value_bytes: int) -> LayerShape:
     dense_bytes = _fp8_bytes if is_fp8 else _plain_bytes
     return LayerShape(
         attention_bytes=dense_bytes(attention, config, value_bytes) + norms * value_bytes,
+        heads_bytes=dense_bytes(heads_params, config, value_bytes),
+        heads_params=heads_params,
         shared_bytes=dense_bytes(shared, config, value_bytes) + gate_bytes,
         expert_bytes=_expert_bytes(config, one_expert, value_bytes),
         n_experts=n_experts,
@@ -74,15 +76,17 @@ def _layer(config: ModelConfig, index: int, value_bytes: int) -> LayerShape:
 
 
 def _attention_params(config: ModelConfig) -> int:
-    hidden, heads = config.hidden_size, config.n_heads
-    queries = heads * config.qk_head_dim
-    if config.q_lora_rank is None:
-        q = hidden * queries
-    else:
-        q = hidden * config.q_lora_rank + config.q_lora_rank * queries
-    kv_a = hidden * config.latent_width
-    kv_b = config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
-    return q + kv_a + kv_b + heads * config.v_head_dim * hidden
+    hidden = config.hidden_size
+    latents = hidden * (config.latent_width + (config.q_lora_rank or 0))
+    return latents + _heads_params(config) + config.n_heads * config.v_head_dim * hidden
+
+
+def _heads_params(config: ModelConfig) -> int:
+    """q_b_proj, or q_proj, and kv_b_proj."""
+    queries = (config.q_lora_rank or config.hidden_size) * config.qk_head_dim
+    return config.n_heads * (
+        queries + config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+    )
 
 
 def _plain_bytes(params: int, config: ModelConfig, value_bytes: int) -> int:

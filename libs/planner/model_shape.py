@@ -15,6 +15,8 @@ class LayerShape:
     """One layer.
 
     attention_bytes   its attention weights and norms
+    heads_bytes       of these, the projections from which heads have their queries, keys and values
+    heads_params      the weights of those projections
     shared_bytes      what else every token reads: dense MLP, shared experts, the router of experts
     expert_bytes      one routed expert, scales included
     kv_token_bytes    KV cache of a context token; 0: the layer keeps a fixed window instead
@@ -25,6 +27,8 @@ class LayerShape:
     """
 
     attention_bytes: int
+    heads_bytes: int
+    heads_params: int
     shared_bytes: int
     expert_bytes: int
     n_experts: int

@@ -65,7 +65,8 @@ class Plan:
         """The flags of a worker on these cards; weights and KV in the dtypes that the plan counts."""
         memory_bytes = self.n_cards * (self.card.visible_bytes - self.overhead_bytes)
         cut = self.chosen.fit.cut
-        shared = f"ep={cut.tp},dp={cut.tp}" if cut.is_attention_copied else f"tp={cut.tp}"
+        shared = f"ep={cut.tp},dp={cut.tp}" if cut.is_attention_copied else f"tp={cut.tp // cut.kv}"
+        shared += f",kv={cut.kv}" if cut.kv > 1 else ""
         return {
             "parallel": f"{shared},pp={cut.pp}" if cut.pp > 1 else shared,
             "memory-bytes": str(memory_bytes),

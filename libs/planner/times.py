@@ -53,20 +53,30 @@ class StepTimes:
         for layer in stage.layers:
             read += self._attention_bytes(layer, own, context_tokens)
             read += (layer.shared_bytes + layer.expert_hits(tokens) * layer.expert_bytes) / spread
-            flops += 2 * layer.active_params * tokens / spread
+            flops += 2 * self._multiplied(layer) * tokens / spread
             flops += layer.context_flops * own * rows * context_tokens / self._head_shares()
         read += stage.head_bytes / spread
         flops += 2 * stage.head_params * tokens / spread
         slowest = max(read / self.card.copy_bytes_per_s, flops / self.card.bf16_flops)
-        exchanges = 0 if spread == 1 else 3 if self.cut.is_kv_split else 2
-        return slowest / self.efficiency + len(stage.layers) * (LAYER_OVERHEAD_S + exchanges * EXCHANGE_S)
+        return slowest / self.efficiency + len(stage.layers) * (
+            LAYER_OVERHEAD_S + self._exchanges() * EXCHANGE_S
+        )
+
+    def _exchanges(self) -> int:
+        """Exchanges of a layer: the sums behind attention and experts, the merge of a KV split."""
+        return 0 if self.cut.tp == 1 else 2 + (self.cut.kv > 1) + self.cut.exchanges_queries
+
+    def _multiplied(self, layer: LayerShape) -> int:
+        """Weights that a token is multiplied with on all cards, copies included."""
+        return layer.active_params + (self.cut.heads_copies - 1) * layer.heads_params
 
     def _attention_bytes(self, layer: LayerShape, own: float, context_tokens: float) -> float:
         """Weights and KV that one card reads."""
         kv = own * (layer.kv_token_bytes * context_tokens + layer.kv_window_bytes)
         if self.cut.is_attention_copied:
             return layer.attention_bytes + kv
-        return layer.attention_bytes / self.cut.tp + kv / kv_shares(self.model, self.cut)
+        weights = layer.attention_bytes + (self.cut.heads_copies - 1) * layer.heads_bytes
+        return weights / self.cut.tp + kv / kv_shares(self.model, self.cut)
 
     def _head_shares(self) -> int:
         return 1 if self.cut.is_attention_copied else self.cut.tp
@@ -74,10 +84,10 @@ class StepTimes:
     def _prefill_stage_s(self, stage: Stage, n_tokens: float, cached_tokens: float) -> float:
         pairs = n_tokens * (cached_tokens + n_tokens / 2)
         flops = sum(
-            2 * layer.active_params * n_tokens + layer.prefill_flops * pairs for layer in stage.layers
+            2 * self._multiplied(layer) * n_tokens + layer.prefill_flops * pairs for layer in stage.layers
         )
         compute = flops / (self.card.bf16_flops * self.cut.tp * self.efficiency)
         if self.cut.tp == 1:
             return compute
-        exchanged = 2 * len(stage.layers) * n_tokens * self.model.hidden_size * _BF16
+        exchanged = self._exchanges() * len(stage.layers) * n_tokens * self.model.hidden_size * _BF16
         return compute + 2 * exchanged / (self.card.link_bytes_per_s * self.cut.tp)

@@ -179,9 +179,4 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
         lines.append(f"{kv_bytes / GIB:g} GiB of KV hold {tokens:,} tokens, each stored once")
     arguments = " ".join(f"--{name}={value}" for name, value in plan.worker_arguments().items())
     lines.append(f"Flags of such a worker: {arguments}")
-    if plan.chosen.fit.cut.is_kv_split:
-        lines.append(
-            "Workers do not split KV by position yet: with these flags each rank holds the KV of all "
-            f"positions, 1/{plan.chosen.fit.cut.tp} of these tokens."
-        )
     return "\n".join(lines)

@@ -134,7 +134,7 @@ def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -
     for tier in ("prefill", "decode"):
         stated = tiers[tier].arguments()
         assert {flag: stated[flag] for flag in wanted} == wanted
-        assert parse_sizes(stated["parallel"]).tp == cut.tp
+        assert parse_sizes(stated["parallel"]).n_ranks == cut.n_cards
         assert int(stated["memory-bytes"]) > kimi().weights_bytes
         assert tiers[tier].main["resources"]["limits"]["nvidia.com/gpu"] == str(cut.n_cards)
 

@@ -53,7 +53,7 @@ def test_cuts_use_all_cards_once(n_cards: int) -> None:
 @given(st.integers(0, 8 * 2**30), st.integers(1, 2**30))
 def test_more_overhead_never_leaves_more_tokens(overhead_bytes: int, more_bytes: int) -> None:
     model, card = _KIMI, parse_cards("8xh100")[1]
-    for cut in (Cut(8), Cut(2, 4), Cut(8, is_kv_split=True)):
+    for cut in (Cut(8), Cut(2, 4), Cut(8, kv=8)):
         less = fit_cut(model, cut, card, overhead_bytes=overhead_bytes + more_bytes)
         assert less.kv_tokens <= fit_cut(model, cut, card, overhead_bytes=overhead_bytes).kv_tokens
 

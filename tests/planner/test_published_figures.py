@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import GIB, parse_cards
 from libs.planner.cuts import Cut, cut_stages
 from libs.planner.fit import fit_cut
@@ -21,7 +24,7 @@ _TABLE = {
     Cut(4, 2): (69.51, 260, 230, 200),
     Cut(2, 4): (70.51, 445, 387, 329),
     Cut(1, 8): (73.08, 591, 474, 358),
-    Cut(8, is_kv_split=True): (69.28, 1083, 961, 839),
+    Cut(8, kv=8, exchanges_queries=True): (69.28, 1083, 961, 839),
 }
 
 # Tokens/s a user of Kimi-K2.5 on 8 x H200 (TP8, 8,192 tokens in, 1,024 out), by streams.
@@ -48,10 +51,28 @@ def test_memory_of_kimi_on_eight_h100(cut: Cut) -> None:
         assert fit.fits
 
 
+def test_a_kv_split_copies_the_projections_of_its_heads() -> None:
+    card, overhead_bytes = parse_cards("8xh100-80")[1], int(2.5 * GIB)
+    heads_bytes = 61 * 2 * 64 * (1536 * 192 + 512 * 256)  # of q_b_proj and kv_b_proj
+    whole = fit_cut(kimi(), Cut(8), card, overhead_bytes=overhead_bytes)
+    for kv in (2, 4, 8):
+        fit = fit_cut(kimi(), Cut(8, kv=kv), card, overhead_bytes=overhead_bytes)
+        assert fit.card_weights_bytes - whole.card_weights_bytes == heads_bytes * (kv - 1) // 8
+        assert fit.kv_tokens == fit.card_free_bytes * kv // 70_272
+
+
+def test_the_flags_of_each_cut_take_all_cards() -> None:
+    plan = make_plan(kimi(), *parse_cards("8xh100-80"))
+    for candidate in plan.candidates:
+        cut = candidate.fit.cut
+        sizes = parse_sizes(replace(plan, candidates=(candidate,)).worker_arguments()["parallel"])
+        assert (sizes.n_ranks, sizes.pp, sizes.kv) == (8, cut.pp, cut.kv)
+
+
 def test_over_thirty_gib_are_left_on_eight_h100() -> None:
     plan = make_plan(kimi(), *parse_cards("8xh100-80"))
     once = [one.fit for one in plan.candidates if not one.fit.cut.is_attention_copied]
-    assert len(once) == 7 and all(fit.node_free_bytes > 30 * GIB for fit in once)
+    assert len(once) == 10 and all(fit.node_free_bytes > 30 * GIB for fit in once)
 
 
 def test_copied_attention_does_not_fit_eight_h100() -> None:
