@@ -8,11 +8,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from libs.common.transport.registered_memory import page_rounded
 from libs.engine.model.runner import RunnerOptions
 from libs.engine.parallel import follower, follower_processes
 from libs.engine.parallel.group_runner import GroupRunner
@@ -28,8 +30,9 @@ class ForkedRank:
 
     stdin = None
 
-    def __init__(self, options: RankOptions) -> None:
-        self._process = _CONTEXT.Process(target=_follow, args=(options.to_json(), os.getpid()), daemon=True)
+    def __init__(self, options: RankOptions, *, shares_pages: bool = True) -> None:
+        arguments = (options.to_json(), os.getpid(), shares_pages)
+        self._process = _CONTEXT.Process(target=_follow, args=arguments, daemon=True)
         self._process.start()
 
     @property
@@ -47,9 +50,12 @@ class ForkedRank:
         self._process.kill()
 
 
-def _follow(options_json: str, rank_0: int) -> None:
+def _follow(options_json: str, rank_0: int, shares_pages: bool) -> None:
     options = RankOptions.from_json(options_json)
     store, pages = (os.open(f"/proc/{rank_0}/fd/{n}", os.O_RDWR) for n in (options.store, options.pages))
+    if not shares_pages:
+        pages = os.memfd_create("pages-of-one-rank")
+        os.ftruncate(pages, page_rounded(options.cache.n_pages * options.cache.page_bytes))
     torch.set_num_threads(1)
     follower.follow(replace(options, store=store, pages=pages))
     os._exit(0)
@@ -61,11 +67,18 @@ def _no_death(reason: str) -> None:
 
 @contextmanager
 def forked_group(
-    model_dir: Path, options: RunnerOptions, sizes: str, on_death: Callable[[str], None] = _no_death
+    model_dir: Path,
+    options: RunnerOptions,
+    sizes: str,
+    on_death: Callable[[str], None] = _no_death,
+    *,
+    shares_pages: bool = True,
 ) -> Iterator[GroupRunner]:
-    """A loaded group, closed at the end."""
+    """A loaded group, closed at the end. Without `shares_pages` each rank has KV memory of its own, as devices
+    have.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(follower_processes, "_start", ForkedRank)
+        patch.setattr(follower_processes, "_start", partial(ForkedRank, shares_pages=shares_pages))
         runner = GroupRunner.load(model_dir, options, parse_sizes(sizes), on_death=on_death)
     yield runner
     runner.close()
