@@ -44,7 +44,7 @@ DraftsFrom = Annotated[
 PrefillParallel = Annotated[
     str | None, typer.Option(help="Ranks of each prefill worker: tp=2,pp=2 (docs/parallelism.md).")
 ]
-DecodeParallel = Annotated[str | None, typer.Option(help="The same of each decode worker.")]
+DecodeParallel = Annotated[str | None, typer.Option(help="The same of each decode worker: tp=2,kv=2.")]
 MemoryBytes = Annotated[
     int | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""One model over several processes: tensor, pipeline, expert and attention-data parallelism.
+"""One model over several processes: tensor, pipeline, expert and attention-data parallelism, KV by position.
 
 Rank 0 serves and samples; the other ranks follow its command stream. May import `model` and what is below.
 """

@@ -106,7 +106,7 @@ class EngineSettings(WorkerSettings):
         default_text="packed in --run-dir",
     )
     parallel: str | None = setting(
-        "ranks of this worker, each a process, such as tp=2,pp=2,ep=2,dp=1 (docs/parallelism.md)",
+        "ranks of this worker, each a process, such as tp=2,pp=2,kv=2 (docs/parallelism.md)",
         default=None,
         default_text="one process",
     )
