@@ -24,7 +24,12 @@ MAX_TOKENS = 20
 
 
 @pytest.fixture(
-    scope="module", params=[("tp=2", "pp=2"), pytest.param(("pp=2", "tp=2,pp=2"), marks=pytest.mark.soak)]
+    scope="module",
+    params=[
+        ("tp=2", "pp=2"),
+        pytest.param(("pp=2", "tp=2,pp=2"), marks=pytest.mark.soak),
+        pytest.param(("tp=2", "kv=2"), marks=pytest.mark.soak),
+    ],
 )
 def cut(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     with (
