@@ -84,9 +84,7 @@ def _attention_params(config: ModelConfig) -> int:
 def _heads_params(config: ModelConfig) -> int:
     """q_b_proj, or q_proj, and kv_b_proj."""
     queries = (config.q_lora_rank or config.hidden_size) * config.qk_head_dim
-    return config.n_heads * (
-        queries + config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
-    )
+    return config.n_heads * (queries + config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim))
 
 
 def _plain_bytes(params: int, config: ModelConfig, value_bytes: int) -> int:

@@ -1,8 +1,8 @@
 """KV pages in memory that all ranks of a group map: one copy of each latent, in the layout of one process.
 
-A pipeline stage writes the range of layers that it holds within each page, a part of a KV split its slots. The
-other ranks of a stage compute the same latents, bit for bit, and write the same bytes. So a page is complete when a step ends. Rank 0 exports
-and fills pages as one process does, whatever the cut.
+A pipeline stage writes the range of layers that it holds within each page, a rank of a KV split its slots.
+The other ranks of a stage compute the same latents, bit for bit, and write the same bytes. So a page is
+complete when a step ends. Rank 0 exports and fills pages as one process does, whatever the cut.
 """
 
 from __future__ import annotations

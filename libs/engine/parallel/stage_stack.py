@@ -30,8 +30,8 @@ class StageStack:
     Each rank has the whole residual stream of its stage. Ranks of different sequences add nothing to the rows
     of others, so that one sum joins the heads and the sequences.
 
-    `split` is the kernels where KV is split by position, else None. Ranks of different positions then have the
-    same heads, and merge their attention before the output projection, of which each has `output_columns`.
+    `split` is the kernels where KV is split by position, else None. Ranks of different positions have equal
+    heads, and merge their attention before the output projection, of which each has `output_columns`.
     """
 
     config: ModelConfig

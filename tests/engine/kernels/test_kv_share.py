@@ -67,9 +67,17 @@ def attend_shares(
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize(("rows", "contexts"), BATCHES)
 @pytest.mark.parametrize(("config", "parts"), [(CONFIG, 2), (ODD, 4), (CONFIG, 16)])
-@pytest.mark.parametrize(("kernels", "kv_dtype"), [("native", "float32"), ("native", "bfloat16"), ("torch", "float32")])
+@pytest.mark.parametrize(
+    ("kernels", "kv_dtype"), [("native", "float32"), ("native", "bfloat16"), ("torch", "float32")]
+)
 def test_merged_shares_equal_the_whole(
-    kernels: str, kv_dtype: str, config: ModelConfig, parts: int, rows: list[int], contexts: list[int], form: str
+    kernels: str,
+    kv_dtype: str,
+    config: ModelConfig,
+    parts: int,
+    rows: list[int],
+    contexts: list[int],
+    form: str,
 ) -> None:
     """Each share has only its own slots; some rows see nothing of a share, and some shares have no slot."""
     plan = plan_of(config, rows, contexts, kv_dtype)

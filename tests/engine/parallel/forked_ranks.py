@@ -74,7 +74,7 @@ def forked_group(
     *,
     shares_pages: bool = True,
 ) -> Iterator[GroupRunner]:
-    """A loaded group, closed at the end. Without `shares_pages` each rank has KV memory of its own, as devices
+    """A loaded group, closed at the end. Without `shares_pages` each rank has other memory for KV, as devices
     have.
     """
     with pytest.MonkeyPatch.context() as patch:

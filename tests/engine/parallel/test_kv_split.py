@@ -1,4 +1,4 @@
-"""A rank of a KV split needs no KV but its own: ranks whose memories are separate, as those of devices are."""
+"""A rank of a KV split needs its own KV only: ranks whose memories are separate, as those of devices are."""
 
 from __future__ import annotations
 

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import parse_config
-from libs.engine.parallel.sizes import ParallelSizes, RankPlace, check_kv_split, check_sizes, even_slice, parse_sizes
+from libs.engine.parallel.sizes import (
+    ParallelSizes,
+    RankPlace,
+    check_kv_split,
+    check_sizes,
+    even_slice,
+    parse_sizes,
+)
 from slipstream.errors import InvalidArgument
 
 
@@ -32,7 +39,20 @@ def test_parses(text: str, sizes: ParallelSizes) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["tp", "tp=", "tp=0", "tp=-1", "tp=2,tp=2", "xp=2", "ep=2", "tp=2,ep=4", "tp=65", "tp=99999", "tp=²", "kv=0"],
+    [
+        "tp",
+        "tp=",
+        "tp=0",
+        "tp=-1",
+        "tp=2,tp=2",
+        "xp=2",
+        "ep=2",
+        "tp=2,ep=4",
+        "tp=65",
+        "tp=99999",
+        "tp=²",
+        "kv=0",
+    ],
 )
 def test_refuses_by_the_fields_name(text: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
