@@ -270,7 +270,7 @@ def _share_offset(plan: BatchPlan) -> int:
     """Bytes from a layer's first slot of a page to the first one of the plan's share."""
     shape = plan.cache.shape
     slot_bytes = shape.page_bytes // shape.n_layers // shape.block_tokens
-    return plan.share.slots(shape.block_tokens).start * slot_bytes
+    return int(plan.share.slots(shape.block_tokens).start) * slot_bytes
 
 
 def _array(matrices: Sequence[Panels | MATRIX]) -> _Packed:

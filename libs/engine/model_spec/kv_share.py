@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from libs.engine.step.batch import Int32Array
 
@@ -25,10 +26,11 @@ class KvShare:
         width = block_tokens // self.parts
         return slice(self.part * width, (self.part + 1) * width)
 
-    def holds(self, offsets: Int32Array, block_tokens: int) -> np.ndarray:
+    def holds(self, offsets: Int32Array, block_tokens: int) -> npt.NDArray[np.bool_]:
         """Whether the share has each of these slots of a page."""
         slots = self.slots(block_tokens)
-        return (offsets >= slots.start) & (offsets < slots.stop)
+        held: npt.NDArray[np.bool_] = (offsets >= slots.start) & (offsets < slots.stop)
+        return held
 
     def count(self, n_tokens: Int32Array, block_tokens: int) -> Int32Array:
         """How many of the first `n_tokens` positions of a context the share has."""

@@ -33,7 +33,10 @@ def test_the_parts_join_to_the_whole(form: str, axis: str, parts: int, unit: int
         assert all(isinstance(piece, Int4Matrix) for piece in pieces)
 
 
-@pytest.mark.parametrize("sizes", [ParallelSizes(2, 1, 2, 2), ParallelSizes(4), ParallelSizes(1, 2, 3, 3)])
+@pytest.mark.parametrize(
+    "sizes",
+    [ParallelSizes(2, 1, 2, 2), ParallelSizes(4), ParallelSizes(1, 2, 3, 3), ParallelSizes(tp=2, kv=2, ep=2)],
+)
 def test_the_ranks_of_a_stage_hold_each_weight_once(sizes: ParallelSizes) -> None:
     places = [RankPlace(rank, sizes) for rank in range(sizes.stage_ranks)]
     for name in ("mlp.gate_proj", "mlp.shared_experts.down_proj"):
