@@ -77,8 +77,8 @@ class Side:
 
     def __init__(self, *, words: int) -> None:
         from libs.common.block_hash import tenant_salt
+        from services.router.request.conversations.token_cache import TokenCache
         from services.router.request.model_card import load_model_card
-        from services.router.request.token_cache import TokenCache
 
         self._words = words
         card = load_model_card(ROOT / "models" / "slipstream-mini")

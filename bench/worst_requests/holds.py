@@ -30,11 +30,11 @@ from services.router.api.http.content_encoding import decompress
 from services.router.api.openai.request import parse_chat, parse_completion
 from services.router.api.rpc.generate_message import parse_request
 from services.router.execution.generation import INLINE_CHARS, INLINE_MESSAGES
+from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.output_constraints import OutputConstraints
 from services.router.request.prompt import PromptDraft, query_of
 from services.router.request.prompt_encoder import PromptEncoder
-from services.router.request.token_cache import TokenCache
 from services.router.request.types import ChatInput, GenerationRequest
 from services.router.request.validation import validate
 from slipstream import bounds

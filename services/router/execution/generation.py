@@ -23,7 +23,7 @@ from services.router.execution.worker_selection import await_fingerprint
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
-from services.router.request.chat_query import ChatQuery
+from services.router.request.conversations.chat_query import ChatQuery
 from services.router.request.prompt import Encoded, Prompt, PromptDraft, query_of
 from services.router.request.prompt_encoder import PromptEncoder
 from services.router.request.prompt_rows import PromptRows

@@ -20,9 +20,10 @@ JOB_COLUMNS = (
 
 def job_of(row: Sequence[Any]) -> Job:
     """The job of a row of JOB_COLUMNS."""
-    *columns, is_held = row
-    columns[2] = state = JobState(row[2])
-    return Job(*columns, is_held=state is JobState.RUNNING and bool(is_held))
+    job_id, tenant, name, *columns, is_held = row
+    state = JobState(name)
+    columns.append(state is JobState.RUNNING and bool(is_held))
+    return Job(job_id, tenant, state, *columns)
 
 
 def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:

@@ -36,10 +36,10 @@ from libs.text.special_tokens import (
 )
 from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
-from services.router.request.chat_query import ChatQuery
-from services.router.request.message_node import ID_BYTES, NewMessage
+from services.router.request.conversations.chat_query import ChatQuery
+from services.router.request.conversations.message_node import ID_BYTES, NewMessage
 from services.router.request.model_card import ModelCard
-from services.router.request.token_cache import (
+from services.router.request.conversations.token_cache import (
     CachedChat,
     Conversation,
     TokenCache,

@@ -13,10 +13,10 @@ from libs.text.special_tokens import THINK_BEGIN, THINK_END
 from services.router.api.openai.request import parse_chat
 from services.router.api.openai.token_bodies import parse_tokenize
 from services.router.api.rpc.generate_message import parse_generation
+from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt import Prompt, PromptDraft
 from services.router.request.prompt_encoder import PromptEncoder
-from services.router.request.token_cache import TokenCache
 from services.router.request.types import ChatInput, GenerationRequest
 from slipstream.errors import InvalidArgument
 from slipstream.requests import chat_request

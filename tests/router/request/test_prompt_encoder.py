@@ -8,10 +8,10 @@ import pytest
 
 from libs.text.tokenizer import MAX_ENCODE_CHARS, Tokenizer
 from services.router.request import prompt_encoder
+from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt import Encoded, PromptDraft
 from services.router.request.prompt_encoder import PromptEncoder
-from services.router.request.token_cache import TokenCache
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput
 from slipstream.errors import InvalidArgument
 

@@ -12,9 +12,9 @@ from libs.common.service_bounds import render_markdown
 from libs.worker.requests.request_spec import parse_sampling
 from services.router.api.openai.request import parse_chat
 from services.router.api.rpc.generate_message import parse_generation
+from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt import PromptDraft
-from services.router.request.token_cache import TokenCache
 from services.router.request.types import GenerationRequest, PromptInput
 from slipstream.bounds import BOUNDS
 from slipstream.errors import InvalidArgument

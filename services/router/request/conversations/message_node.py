@@ -10,7 +10,7 @@ from typing import Any, Self
 import msgspec
 
 from libs.common.radix.node import RadixNode
-from services.router.request.message_key import (
+from services.router.request.conversations.message_key import (
     NO_REASONING,
     REASONING_DROPPED,
     REASONING_KEPT,

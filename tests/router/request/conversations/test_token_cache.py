@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from libs.common.block_hash import HashChain, chain_hashes, tenant_salt
 from libs.text.chat_template import Segment, encode_chat, render_chat
-from services.router.request.chat_query import ChatQuery
-from services.router.request.message_key import label_of
+from services.router.request.conversations.chat_query import ChatQuery
+from services.router.request.conversations.message_key import label_of
+from services.router.request.conversations.token_cache import TokenCache, encode, run_to_end
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt import Prompt, PromptDraft
-from services.router.request.token_cache import TokenCache, encode, run_to_end
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, ToolChoice
 
 ROOT = b"r" * 16

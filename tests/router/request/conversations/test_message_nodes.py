@@ -23,11 +23,11 @@ from hypothesis.stateful import (
 from libs.common.block_hash import chain_hashes, tenant_salt
 from libs.text import chat_template
 from libs.text.chat_template import encode_chat
-from services.router.request.message_key import message_bytes
-from services.router.request.message_node import ID_BYTES, NODE_BYTES, MessageNode, NewMessage
+from services.router.request.conversations.message_key import message_bytes
+from services.router.request.conversations.message_node import ID_BYTES, NODE_BYTES, MessageNode, NewMessage
+from services.router.request.conversations.token_cache import TENANT_BYTES, TokenCache
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.prompt import Prompt, PromptDraft
-from services.router.request.token_cache import TENANT_BYTES, TokenCache
 from services.router.request.types import ChatInput, GenerationRequest
 
 BLOCK_TOKENS = 16

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from libs.text.chat_template import Segment
-from services.router.request.message_key import MessageKey, split_messages
+from services.router.request.conversations.message_key import MessageKey, split_messages
 
 Render = Callable[[int, int | None], list[Segment]]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from libs.common.radix.tree import RadixCursor
-from services.router.request.message_key import label_of
-from services.router.request.message_node import ID_BYTES, MessageNode
+from services.router.request.conversations.message_key import label_of
+from services.router.request.conversations.message_node import ID_BYTES, MessageNode
 
 
 class PromptCursor(RadixCursor[MessageNode]):

@@ -30,10 +30,10 @@ from libs.common.block_hash import (
 )
 from libs.common.radix.lru import TenantLru
 from libs.common.radix.tree import RadixTree
-from services.router.request.chat_query import ChatQuery
-from services.router.request.cursor import PromptCursor
-from services.router.request.message_key import MessageKey, chars_of, pieces_of
-from services.router.request.message_node import ID_BYTES, MessageNode, NewMessage, NodeHashes
+from services.router.request.conversations.chat_query import ChatQuery
+from services.router.request.conversations.cursor import PromptCursor
+from services.router.request.conversations.message_key import MessageKey, chars_of, pieces_of
+from services.router.request.conversations.message_node import ID_BYTES, MessageNode, NewMessage, NodeHashes
 
 T = TypeVar("T")
 
