@@ -55,8 +55,8 @@ from services.router.operators.request_rates import RequestRates
 from services.router.options import RouterOptions
 from services.router.ports import open_ports
 from services.router.recording.recorder import RequestRecorder
-from services.router.request.model_card import ModelCard
 from services.router.request.conversations.token_cache import TokenCache
+from services.router.request.model_card import ModelCard
 from services.router.workers.awake_clock import AwakeClock
 from services.router.workers.context_limit import ContextLimit
 from services.router.workers.fleet import RouterFleet

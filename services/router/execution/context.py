@@ -13,9 +13,9 @@ from services.router.execution.policies.start_pacer import StartPacer
 from services.router.execution.sessions import Sessions
 from services.router.metering.metering import Metering
 from services.router.recording.recorder import RequestRecorder
+from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard
 from services.router.request.prompt_salts import PromptSalts
-from services.router.request.conversations.token_cache import TokenCache
 from services.router.workers.fleet import RouterFleet
 
 # How long a request that was placed before waits for a ready worker, and how long after the begin of an

@@ -38,7 +38,6 @@ from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
 from services.router.request.conversations.chat_query import ChatQuery
 from services.router.request.conversations.message_node import ID_BYTES, NewMessage
-from services.router.request.model_card import ModelCard
 from services.router.request.conversations.token_cache import (
     CachedChat,
     Conversation,
@@ -49,6 +48,7 @@ from services.router.request.conversations.token_cache import (
     run_to_end,
     unpack_ids,
 )
+from services.router.request.model_card import ModelCard
 from services.router.request.types import ChatInput, GenerationRequest
 from services.router.request.validation import check_context, check_prompt_rows
 from slipstream.sampling import OutputConstraint
