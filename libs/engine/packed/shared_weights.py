@@ -23,7 +23,7 @@ _POLL_S = 0.02
 # How long another process may pack before this one packs for itself: at least, and at a slow drive's speed.
 _LEAST_WAIT_S, _SLOW_BYTES_S = 20.0, 100e6
 # The process that packs touches the lock so often; others no longer wait for one that is silent for so long.
-_BEAT_S, _SILENCE_S = 1.0, 10.0
+_BEAT_S, _ABANDONED_S = 1.0, 10.0
 _FREE_SHARE = 0.5  # of a disk's free space: how much of it a new file may take
 
 
@@ -84,7 +84,7 @@ def _open(
             last, beat = beat, _identity(lock_path)
             if beat != last:
                 beat_s = now_s
-            elif now_s - beat_s > _SILENCE_S:
+            elif now_s - beat_s > _ABANDONED_S:
                 raise TimeoutError("the process that packs it shows no sign of life")
             time.sleep(poll_s)
     except OSError as error:
