@@ -21,7 +21,8 @@ from services.router.api.openai import request as openai_request
 from services.router.api.rpc import generate_message, token_methods
 from services.router.execution import generation, request_manager
 from services.router.execution.request_manager import INLINE_BYTES
-from services.router.request.conversations import message_node, prompt
+from services.router.request import prompt
+from services.router.request.conversations import message_node
 from services.router.server import RouterServer
 from slipstream import bounds
 from slipstream.rpc.dial import dial
