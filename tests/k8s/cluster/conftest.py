@@ -99,8 +99,9 @@ def write_overlay(folder: Path, image_of: Mapping[str, str], *, components: Sequ
 
 
 def apply_manifests(kubectl: Kubectl, manifests: str) -> None:
-    """Apply them as an operator does, with the same owner of fields each time."""
-    kubectl("apply", "--server-side", "--field-manager=suite", "-f", "-", given=manifests)
+    """Apply them as an operator does, with one owner of all fields, also of those that a test changed."""
+    command = ["apply", "--server-side", "--force-conflicts", "--field-manager=suite"]
+    kubectl(*command, "-f", "-", given=manifests)
 
 
 @pytest.fixture(scope="session")
