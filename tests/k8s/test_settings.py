@@ -29,7 +29,7 @@ from tests.planner.shapes import kimi
 
 # What the image sets already, or the pod states for its arguments.
 _OWN = ("POD_NAME", "POD_IP")
-_OF_LIBPQ = "PGPASSWORD"
+_OF_LIBPQ = ("PGPASSWORD", "PGSSLROOTCERT")
 _SECRET = "(a key of a Secret)"
 
 
@@ -65,7 +65,7 @@ def file_settings(name: str, pod: PodTemplate) -> dict[str, Any]:
 def variables(pod: PodTemplate) -> dict[str, str]:
     """The pod's variables by name, without those of its name and address."""
     stated = {variable["name"]: variable.get("value", _SECRET) for variable in pod.main.get("env", ())}
-    return {key: value for key, value in stated.items() if key not in (*_OWN, _OF_LIBPQ)}
+    return {key: value for key, value in stated.items() if key not in (*_OWN, *_OF_LIBPQ)}
 
 
 def check_value(row: Row, value: str) -> None:
@@ -119,11 +119,21 @@ def test_the_routers_of_a_database_name_it_and_its_password_is_a_secret(name: st
         _SECRET,
         "postgresql://slipstream@slipstream-postgresql/slipstream",
     )
-    (password,) = [each for each in router.main["env"] if each["name"] == _OF_LIBPQ]
+    (password,) = [each for each in router.main["env"] if each["name"] == "PGPASSWORD"]
     assert password["valueFrom"]["secretKeyRef"]["key"] == "password"
     base = next(pod for pod in services_of(render("base")) if pod.tier == "router")
     assert router.main["resources"] == base.main["resources"]
     assert "database" not in dict(given("base", base))
+
+
+def test_libpq_finds_the_authority_of_an_external_database() -> None:
+    """sslmode=verify-full, as README.md names it, refuses to connect without the file."""
+    (router,) = [pod for pod in services_of(render("components/external-database")) if pod.tier == "router"]
+    (named,) = [each["value"] for each in router.main["env"] if each["name"] == "PGSSLROOTCERT"]
+    (mount,) = [each for each in router.main["volumeMounts"] if each["name"] == "database-ca"]
+    (volume,) = [each["secret"] for each in router.spec["volumes"] if each["name"] == "database-ca"]
+    assert [f"{mount['mountPath']}/{item['path']}" for item in volume["items"]] == [named]
+    assert volume["secretName"] == "slipstream-database" and volume["optional"]
 
 
 @pytest.mark.parametrize(("name", "cards"), [("kimi-k2.5-8xh100", "8xh100-80"), ("16xh200-pd", "8xh200")])
