@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.k8s, pytest.mark.timeout(3600)]
 UP_AND_DOWN = ("router", "prefill", "decode", "drafter")
 DECLARED = {"router": 2}  # of local-cpu, 1 otherwise
 MOST = 2
-SETTLE_S = 30
+SETTLE_S = 120  # longer than a pod starts: the HPA takes a pod back that is not ready yet
 SURGE, POLLERS = 12, 8  # requests of a kind at a time, and clients that only ask routers
 PAUSE_S = 3.0  # between the requests of the load that stays: a conversation without pauses keeps engines busy
 # On two cores a load of SURGE exceeds each of them, and the load that stays none.
