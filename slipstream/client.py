@@ -35,7 +35,7 @@ from slipstream.requests import (
     with_form,
 )
 from slipstream.resume import MAX_RETRIES, RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
-from slipstream.rpc.dial import CHANNEL_OPTIONS
+from slipstream.rpc.dial import CHANNEL_OPTIONS, tls_options
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.rpc.tls import TlsFiles
 from slipstream.typed.function_tool import ToolError
@@ -323,7 +323,7 @@ class Client:
 def _dial(endpoint: str, tls: TlsFiles | None) -> grpc.Channel:
     if tls is None:
         return grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(endpoint, tls.channel_credentials(), options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(endpoint, tls.channel_credentials(), options=tls_options(tls))
 
 
 def _drain(stream: Stream) -> Reply:

@@ -66,15 +66,19 @@ def dial(
     `tokens`: the calls carry those for this endpoint, where certificates do not say who calls.
     """
     if tls is not None:
-        # Certificates of pods cannot have their addresses, which are made later.
-        named = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
-        options = [*CHANNEL_OPTIONS, *named]
-        channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=options)
+        channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=tls_options(tls))
     else:
         # Without a certificate the address alone says who answers: dial the one that the tokens name.
         target = endpoint if tokens is None else audience_of(endpoint) or endpoint
         channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
     return channel if tokens is None else TokenChannel(channel, tokens.tokens_for(endpoint))
+
+
+def tls_options(tls: TlsFiles) -> list[tuple[str, int | str]]:
+    """CHANNEL_OPTIONS, with the name that the server's certificate must have."""
+    # Certificates of pods cannot have their addresses, which are made later.
+    named = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return [*CHANNEL_OPTIONS, *named]
 
 
 @dataclass(frozen=True, slots=True)

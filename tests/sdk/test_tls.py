@@ -14,6 +14,8 @@ import grpc
 import pytest
 
 from libs.common.rpc.serve import ServiceHost
+from slipstream.client import Client
+from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import ServerCertificates, TlsFiles
 from tests.support.tls.authority import Authority, install
@@ -71,6 +73,24 @@ async def test_new_connections_get_the_new_certificate_while_an_old_stream_goes_
                 assert await other.read() == b"3"
                 other.cancel()
             stream.cancel()
+    finally:
+        await host.stop(grace_s=0)
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("slipstream", False), ("another", True)])
+async def test_the_blocking_client_expects_the_name_that_it_is_given(
+    tmp_path: Path, name: str, is_refused: bool
+) -> None:
+    """As through a forwarded port, where the certificate has the Service's name. No router serves here."""
+    authority = Authority(tmp_path)
+    served, files = authority.issue("served", "slipstream"), authority.issue("client")
+    host = ServiceHost("127.0.0.1:0", tls=served)
+    await host.start([])
+    try:
+        with Client(host.endpoint, tls=replace(files, server_name=name), timeout_s=5) as client:
+            with pytest.raises(SlipstreamError) as found:
+                await asyncio.to_thread(client.chat, [{"role": "user", "content": "hi"}])
+        assert isinstance(found.value, Unavailable) is is_refused, found.value
     finally:
         await host.stop(grace_s=0)
 
