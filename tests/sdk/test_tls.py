@@ -87,9 +87,9 @@ async def test_the_blocking_client_expects_the_name_that_it_is_given(
     host = ServiceHost("127.0.0.1:0", tls=served)
     await host.start([])
     try:
-        with Client(host.endpoint, tls=replace(files, server_name=name), timeout_s=5) as client:
-            with pytest.raises(SlipstreamError) as found:
-                await asyncio.to_thread(client.chat, [{"role": "user", "content": "hi"}])
+        client = Client(host.endpoint, tls=replace(files, server_name=name), timeout_s=5)
+        with client, pytest.raises(SlipstreamError) as found:
+            await asyncio.to_thread(client.chat, [{"role": "user", "content": "hi"}])
         assert isinstance(found.value, Unavailable) is is_refused, found.value
     finally:
         await host.stop(grace_s=0)

@@ -21,7 +21,6 @@ import pytest
 from libs.common.cluster.worker_record import Role
 from slipstream.api_key_file import add_key, revoke_key
 from slipstream.client import Client
-from slipstream.errors import Unauthenticated
 from slipstream.rpc.tls import TlsFiles
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster, until
@@ -176,20 +175,14 @@ def test_a_client_cannot_negotiate_again(trusted: Trusted, port: str) -> None:
 
 def test_streams_go_on_while_certificates_are_replaced(trusted: Trusted, held: Any) -> None:
     connection, answer = trusted.stream(trusted.key)
-    texts: list[str] = []
-    with trusted.sdk() as sdk:
-        stream = iter(sdk.stream_chat(HI, max_tokens=12))
-        texts.append(next(stream).text)
-        before = certificate(trusted, "https")
-        install(trusted.authority.issue("renewed"), trusted.served)
-        for port in ("https", "grpc", "decode"):
-            until(partial(presents_another, trusted, port, before), what=f"the new one at {port}")
-        held.open()
-        texts += [delta.text for delta in stream]
-        rest = answer.read()
-        connection.close()
+    before = certificate(trusted, "https")
+    install(trusted.authority.issue("renewed"), trusted.served)
+    for port in ("https", "grpc", "decode"):
+        until(partial(presents_another, trusted, port, before), what=f"the new one at {port}")
+    held.open()
+    rest = answer.read()
+    connection.close()
     assert rest.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in rest
-    assert "".join(texts)
     trusted.check()
 
 
@@ -248,12 +241,7 @@ def test_a_revoked_key_ends_its_streams_and_no_others(trusted: Trusted, held: An
         until(knows, what="the new key")
     kept_connection, kept = trusted.stream(trusted.key)
     lost_connection, ended = trusted.stream(lost)
-    with trusted.sdk(lost) as sdk:
-        stream = iter(sdk.stream_chat(HI, max_tokens=12))
-        next(stream)
-        revoke_key(trusted.keys, "lost")
-        with pytest.raises(Unauthenticated):
-            list(stream)
+    revoke_key(trusted.keys, "lost")
     assert b"was revoked" in ended.read()
     held.open()
     assert b'"finish_reason":"length"' in kept.read()

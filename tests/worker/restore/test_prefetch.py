@@ -62,7 +62,7 @@ async def test_only_a_waiting_prompt_is_looked_up() -> None:
     await host.start([])
     async with running_nodes() as nodes:
         node = await nodes.prefill(n_pages=16)
-        first_tokens, second_tokens = prompt_tokens(40), prompt_tokens(44, seed=1)
+        first_tokens, second_tokens = prompt_tokens(40), prompt_tokens(45, seed=1)
 
         def call(tokens: list[int], request_id: str) -> PrefillCall:
             request = prefill_request(
