@@ -50,6 +50,9 @@ class Suspendable(Protocol):
     def suspend(self) -> None:
         """Leave the workers. The tokens that have arrived stay."""
 
+    def on_listener_error(self, error: Exception) -> None:
+        """Fail: what the attempt has brought cannot be written."""
+
 
 @dataclass(frozen=True, slots=True)
 class _PromptTurn:
@@ -179,10 +182,15 @@ class RequestState:
             self._show(self._push_piece())
 
     def take_turn(self) -> None:
-        """Continue with the prompt's rows; `TokenBatcher` calls it."""
+        """Continue with the prompt's rows. `TokenBatcher`, which all requests share, must get no error."""
         self._is_marked = False
-        if not self.is_closed:
+        if self.is_closed:
+            return
+        try:
             self.resume()
+        except Exception as error:
+            if self.hedged is not None:  # else the request's task meets the same error
+                self.hedged.on_listener_error(error)
 
     @property
     def _has_rows(self) -> bool:

@@ -43,7 +43,9 @@ class PromptRows:
     def add(self, piece: common_pb2.PromptLogprobs) -> None:
         """Take what a worker sent. Raises Internal where it does not continue the prompt."""
         n_rows, first = len(piece.logprobs) // 4, piece.first_position
-        fits = len(piece.ranks) == 4 * n_rows and len(piece.top_ids) == len(piece.top_logprobs)
+        fits = len(piece.logprobs) == len(piece.ranks) == 4 * n_rows
+        fits = fits and len(piece.top_ids) == len(piece.top_logprobs)
+        fits = fits and len(piece.top_ids) % (4 * n_rows or 1) == 0
         if not fits or not 1 <= first <= self._n_received or first + n_rows > len(self._prompt):
             raise Internal(f"a worker sent {n_rows} prompt rows from {first}, after {self._n_received}")
         if first + n_rows > self._n_received:

@@ -50,9 +50,15 @@ class TokenTexts:
 
 
 def write_token(into: router_pb2.TextLogprob, tokenizer: Tokenizer, token: int) -> None:
-    """Set the text and the bytes of a token, for a control token those of its name."""
-    name = tokenizer.special_name(token)
-    raw = name.encode() if name is not None else tokenizer.token_bytes(token)
+    """Set the text and the bytes of a token, for a control token those of its name.
+
+    A token beyond the tokenizer's has neither: a model may have more rows.
+    """
+    name, raw = tokenizer.special_name(token), b""
+    if name is not None:
+        raw = name.encode()
+    elif token < tokenizer.vocab_size:
+        raw = tokenizer.token_bytes(token)
     into.token, into.token_bytes = raw.decode("utf-8", "replace"), raw
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from services.router.request.model_card import ModelCard
+from services.router.request.prompt_rows import PromptRows
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
@@ -178,3 +179,22 @@ async def test_rows_of_all_prompts_together_are_bounded(cluster: FakeCluster, ca
                 await client.complete("zq " * 3000, prompt_logprobs=20)
             await client.chat(HELLO, prompt_logprobs=20)
         await eventually(lambda: not cluster.held)
+
+
+async def test_a_piece_that_cannot_be_written_ends_its_request_alone(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces are written in rounds that all requests of a router share."""
+    take = PromptRows.take
+
+    def fail(rows: PromptRows) -> Any:
+        if rows.taken > 8:
+            raise ValueError("no such token")
+        return take(rows)
+
+    monkeypatch.setattr(PromptRows, "take", fail)
+    async with asyncio.timeout(30):
+        for _ in range(2):
+            with pytest.raises(errors.Internal):
+                await client.complete(PROMPT, prompt_logprobs=1, seed=1)
+        assert (await client.complete(PROMPT, seed=1)).text

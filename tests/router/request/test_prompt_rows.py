@@ -101,11 +101,25 @@ def test_an_event_has_a_bounded_number_of_log_probabilities(card: ModelCard) -> 
         piece(1, 20),
         piece(1, 3, ranks=b"1234"),
         piece(1, 3, top=2, top_logprobs=b"1234"),
+        piece(1, 3, top_ids=b"1234", top_logprobs=b"1234"),
+        piece(1, 3, logprobs=b"1234" * 3 + b"5"),
     ],
-    ids=["gap", "first token", "beyond the prompt", "ranks", "top"],
+    ids=["gap", "first token", "beyond the prompt", "ranks", "top", "uneven top", "part of a number"],
 )
 def test_rows_that_do_not_fit_the_prompt_are_a_defect(
     card: ModelCard, bad: common_pb2.PromptLogprobs
 ) -> None:
     with pytest.raises(Internal, match="prompt rows"):
         PromptRows(PROMPT, card.tokenizer).add(bad)
+
+
+def test_a_likely_token_beyond_the_tokenizer_has_no_text(card: ModelCard) -> None:
+    """A model may have more rows than its tokenizer has ids."""
+    rows = PromptRows(PROMPT, card.tokenizer)
+    beyond = np.full((19, 1), card.tokenizer.vocab_size + 3, "<u4").tobytes()
+    rows.add(piece(1, 19, top=1, top_ids=beyond))
+    found = taken(rows)
+    assert [row.token_id for row in found] == PROMPT.tolist()
+    assert {(item.token_id - card.tokenizer.vocab_size, item.token_bytes) for item in found[5].top} == {
+        (3, b"")
+    }
