@@ -62,7 +62,7 @@ class ResponsesFormat(AnswerFormat):
         earlier = EarlierItems()
         if self.store is not None:
             earlier = await self.store.earlier_items(caller.tenant, draft)
-        return _FormatOfBody(self, caller.tenant, draft, earlier)
+        return _FormatOfBody(self, caller, draft, earlier)
 
     def parse(self, data: bytes, request_id: str) -> ParsedBody:
         raise errors.Internal("a body is parsed by the format that for_body returns")
@@ -82,10 +82,11 @@ class _FormatOfBody(AnswerFormat):
     """The format with one body that was decoded, and the items that it refers to."""
 
     def __init__(
-        self, whole: ResponsesFormat, tenant: str, draft: ResponseDraft, earlier: EarlierItems
+        self, whole: ResponsesFormat, caller: Caller, draft: ResponseDraft, earlier: EarlierItems
     ) -> None:
         self._whole = whole
-        self._tenant = tenant
+        self._tenant = caller.tenant
+        self._is_job = caller.is_job  # a call may have an id like a job's
         self._draft = draft
         self._earlier = earlier
         self.n_further_bytes = earlier.n_bytes
@@ -93,7 +94,8 @@ class _FormatOfBody(AnswerFormat):
     def parse(self, data: bytes, request_id: str) -> ResponsesBody:
         whole, wants_store = self._whole, self._draft.wants_store
         store = None if wants_store is False else whole.store
-        job_id = request_id if key_of(request_id) is not None and self._draft.is_background else ""
+        is_of_job = self._is_job and self._draft.is_background and key_of(request_id) is not None
+        job_id = request_id if is_of_job else ""
         if self._draft.is_background and request_id and not job_id:
             raise api_bounds.BACKGROUND.refused()
         parsed = parse_response(

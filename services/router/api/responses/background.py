@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,7 +40,7 @@ class BackgroundResponses:
     async def submit(self, tenant: str, data: bytes, *, key_sha256: bytes) -> Json:
         """Queue a body that was checked; the response as it is then."""
         [job] = await self._jobs.submit(tenant, [JobRequest(PATH, data)], key_sha256=key_sha256)
-        return _unfinished(job, data, self._card.name)
+        return await asyncio.to_thread(_unfinished, job, data, self._card.name)
 
     async def find(self, tenant: str, response_id: str) -> Json | None:
         """A response that has no stored answer, as it is now; None for any other."""
@@ -71,7 +72,8 @@ class BackgroundResponses:
             raise api_bounds.BACKGROUND_STREAM.refused()
         async for seen in self._jobs.follow(tenant, job.id):
             if seen.state is JobState.SUCCEEDED:
-                yield json.loads(await self._store.find_body(tenant, response_id))
+                body = await self._store.find_body(tenant, response_id)
+                yield await asyncio.to_thread(json.loads, body)
             else:
                 yield await self._response(seen)
 
@@ -85,7 +87,8 @@ class BackgroundResponses:
         return job if job.path == PATH else None
 
     async def _response(self, job: Job) -> Json:
-        response = _unfinished(job, await self._jobs.request(job.tenant, job.id), self._card.name)
+        data = await self._jobs.request(job.tenant, job.id)
+        response = await asyncio.to_thread(_unfinished, job, data, self._card.name)
         if response["status"] == "failed":
             result = await self._jobs.result(job.tenant, job.id)
             said: Any = json.loads(result.body).get("error") or {} if result is not None else {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import partial
 
 import msgspec
@@ -95,26 +96,36 @@ class ResponsesRoutes:
     ) -> web.StreamResponse:
         if self._background is None:
             raise api_bounds.BACKGROUND.refused()
-        response = await self._background.submit(caller.tenant, data, key_sha256=caller.key_sha256)
+        submit = partial(self._background.submit, caller.tenant, data, key_sha256=caller.key_sha256)
         if is_streamed:
-            return await self._stream(request, caller.tenant, response["id"], after=-1)
-        return web.json_response(response)
+            with self._following(caller.tenant):  # before a job is queued whose client would not know it
+                return await self._stream(request, caller.tenant, (await submit())["id"], after=-1)
+        return web.json_response(await submit())
 
     async def _cancel(self, request: web.Request) -> web.Response:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
         await self._in_background().cancel(tenant, response_id)
         return await self._response(tenant, response_id)
 
+    @contextlib.contextmanager
+    def _following(self, tenant: str) -> Iterator[None]:
+        """Count a client that follows a response. Raises Overloaded for too many."""
+        if self._followers[tenant] >= service_bounds.MAX_TENANT_JOB_FOLLOWERS:
+            raise errors.Overloaded("too many clients of this tenant follow responses at this router")
+        self._followers[tenant] += 1
+        try:
+            yield
+        finally:
+            self._followers[tenant] -= 1
+            self._followers += Counter()  # forgets tenants with none
+
     async def _stream(
         self, request: web.Request, tenant: str, response_id: str, *, after: int
     ) -> web.StreamResponse:
         """The events of a response in the background with numbers above `after`, until it ends."""
-        if self._followers[tenant] >= service_bounds.MAX_TENANT_JOB_FOLLOWERS:
-            raise errors.Overloaded("too many clients of this tenant follow responses at this router")
         stall_s, keep_alive_s = self._generation.write_stall_s, self._generation.keep_alive_s
         stream = EventStream(request, dict, write_stall_s=stall_s)
         changes = self._in_background().follow(tenant, response_id)
-        self._followers[tenant] += 1
         waiting: asyncio.Task[Json | None] = asyncio.create_task(_next(changes))
         try:
             while True:
@@ -125,7 +136,7 @@ class ResponsesRoutes:
                     await stream.send(b"", is_last=True)
                     return stream.response
                 self._reader.tenant(request)  # the key may have been revoked
-                events = events_of(response, after=after)
+                events = await asyncio.to_thread(events_of, response, after=after)
                 if events:
                     after = events[-1][0]
                     await stream.send(b"".join([event for _, event in events]))
@@ -137,8 +148,6 @@ class ResponsesRoutes:
             return stream.response
         finally:
             waiting.cancel()
-            self._followers[tenant] -= 1
-            self._followers += Counter()  # forgets tenants with none
 
     async def _count(self, request: web.Request) -> web.Response:
         """The number of tokens of the prompt that a body makes."""
@@ -162,7 +171,8 @@ class ResponsesRoutes:
         if is_streamed == "true":
             given = request.query.get("starting_after")
             after = -1 if given is None else api_bounds.STARTING_AFTER.parse(given)
-            return await self._stream(request, tenant, response_id, after=after)
+            with self._following(tenant):
+                return await self._stream(request, tenant, response_id, after=after)
         return await self._response(tenant, response_id)
 
     async def _response(self, tenant: str, response_id: str) -> web.Response:

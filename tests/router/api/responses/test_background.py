@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import importlib
 import json
+import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -161,3 +163,42 @@ async def test_what_cannot_be_in_the_background_is_refused(
         aiohttp.ClientSession(f"http://{router.http_endpoint}") as other,
     ):
         assert (await ask(other, "POST", PATH, 400, json=BODY))["error"]["param"] == "background"
+
+
+async def test_a_stream_that_is_refused_begins_nothing(
+    http: aiohttp.ClientSession, server: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libs.common.service_bounds.MAX_TENANT_JOB_FOLLOWERS", 0)
+    await ask(http, "POST", PATH, 429, json={**BODY, "stream": True})
+    assert server.jobs.store is not None
+    assert not await server.jobs.store.list_jobs("anna")
+
+
+async def test_a_call_does_not_pass_for_a_job(http: aiohttp.ClientSession) -> None:
+    """Else it would write the response of another call."""
+    data, forged = rb'{"input": "Hello.", "\u0062ackground": true}', "job-" + "0" * 30
+    headers = {"x-request-id": forged, "Content-Type": "application/json"}
+    refused = await ask(http, "POST", PATH, 400, data=data, headers=headers)
+    assert refused["error"]["param"] == "background"
+
+
+async def test_long_bodies_are_read_off_the_event_loop(
+    http: aiohttp.ClientSession, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    begun = await ask(http, "POST", PATH, json={**BODY, "user": "x" * 300_000})
+    path, loop_thread, threads = f"{PATH}/{begun['id']}", threading.get_ident(), list[int]()
+    for module, name in (("background", "decode_response"), ("replay", "event_bytes")):
+        original = getattr(importlib.import_module(f"services.router.api.responses.{module}"), name)
+
+        def noted(*given: Any, original: Any = original) -> Any:
+            threads.append(threading.get_ident())
+            return original(*given)
+
+        monkeypatch.setattr(f"services.router.api.responses.{module}.{name}", noted)
+    await ask(http, "GET", path)
+    for decode in cluster.decodes:
+        decode.gate.set()
+    await events(http, f"{path}?stream=true")
+    assert threads and loop_thread not in threads
