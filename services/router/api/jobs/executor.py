@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from services.router.execution.request_manager import RequestManager
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress
 from services.router.request.types import Caller
 from slipstream import bounds, errors
+
+log = logging.getLogger(__name__)
 
 # Another attempt may end otherwise.
 _PASSING = (errors.Overloaded, errors.Unavailable, errors.Internal, errors.DataCorrupt)
@@ -61,11 +64,14 @@ class AnswerExecutor:
                 self._runs, answer_format, self._caller(job), job.body, request_id=job.id
             )
             body = await run_to_end(self._runs, exchange)
+            return JobOutcome(200, msgspec.json.encode(body), output_tokens=_output_tokens(body))
         except errors.SlipstreamError as error:
             return _failed(answer_format, error)
+        except Exception:  # it counts as a failure: else the job would run again until it expires
+            log.exception("job %s: an attempt failed", job.id)
+            return _failed(answer_format, errors.Internal("internal error"))
         finally:
             self._ids.discard(job.id)
-        return JobOutcome(200, msgspec.json.encode(body), output_tokens=_output_tokens(body))
 
     def limit(self, n: int) -> None:
         """See JobExecutor."""
