@@ -27,6 +27,7 @@ from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
 from services.router.request.prompt_rows import PromptRows
 from services.router.request.types import Caller
+from slipstream.errors import Internal
 from slipstream.v1 import common_pb2, router_pb2
 
 # The most tokens of one write. Further tokens wait until the sink has room for them.
@@ -115,6 +116,8 @@ class RequestState:
         is_last: bool = False,
     ) -> None:
         """Write tokens now, or when the sink has room. The last ones wait for `last_events`."""
+        if self.prompt_rows is not None and not self.prompt_rows.is_complete:  # an older worker sends none
+            raise Internal("a worker sent tokens before all log probabilities of the prompt")
         waits = self._unread_tokens or self._has_rows or self.sink.is_full
         if not (is_last or waits or len(tokens) > _PIECE_TOKENS):
             self._show(self.output.push(tokens, logprobs))

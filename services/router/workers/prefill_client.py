@@ -55,12 +55,12 @@ class RemotePrefill:
 
     def feed(self, event: prefill_pb2.PrefillEvent) -> None:
         """From the stream's reader."""
-        if self._listener is not None:
+        listener = self._listener
+        if listener is not None:
             try:
-                self._listener.on_prefill_event(event)
-            except Exception as error:
-                if self._listener is not None:
-                    self._listener.on_listener_error(error)
+                listener.on_prefill_event(event)
+            except Exception as error:  # also after the first token, with which the listener closes this
+                listener.on_listener_error(error)
 
     def fail(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
         """From the stream's reader: nothing more comes."""

@@ -198,3 +198,14 @@ async def test_a_piece_that_cannot_be_written_ends_its_request_alone(
             with pytest.raises(errors.Internal):
                 await client.complete(PROMPT, prompt_logprobs=1, seed=1)
         assert (await client.complete(PROMPT, seed=1)).text
+
+
+async def test_a_worker_that_leaves_rows_out_gives_no_answer(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older worker does not know what it is asked for."""
+    monkeypatch.setattr("tests.router.support.fake_workers.prompt_pieces", lambda *_: iter(()))
+    async with asyncio.timeout(30):
+        with pytest.raises(errors.Internal):
+            await client.complete(PROMPT, prompt_logprobs=1, seed=1)
+        assert (await client.complete(PROMPT, seed=1)).text
