@@ -59,7 +59,11 @@ def test_text_lines_have_no_control_characters() -> None:
 
 
 @pytest.mark.parametrize(
-    "character", ["\u202e", "\u2066", "\u061c", "\u200b", "\u200d", "\ufeff", "\xad", "\u3164", "\U000e0041"]
+    "character",
+    [
+        *("\u202e", "\u2066", "\u061c", "\u200b", "\u200d", "\ufe0e", "\ufeff", "\xad", "\u3164"),
+        *("\U0001bca0", "\U000e0041"),
+    ],
 )
 def test_text_lines_have_no_characters_without_width_or_that_turn_the_direction(character: str) -> None:
     line = LogFormatter(AS_TEXT).format(record_of(f"user{character}nimda"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +102,33 @@ def test_a_loopback_address_has_no_bound_of_connections_without_a_key() -> None:
         ("ipv6:%5B::1%5D:50000", ("::1", 50000)),
         ("ipv6:[2001:db8::1]:50000", ("2001:db8::1", 50000)),
         ("ipv6:%5B::ffff:10.0.0.7%5D:50000", ("10.0.0.7", 50000)),
+        ("ipv6:%5Bfe80::1%252%5D:50000", ("fe80::1", 50000)),
         ("unix:/tmp/x", ("", 0)),
     ],
 )
 def test_the_address_of_a_peer_is_that_of_its_socket(peer: str, address: tuple[str, int]) -> None:
     assert accepted_sockets.address_of(peer) == address
+
+
+def test_connections_are_seen_and_ended_while_no_file_can_be_opened() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address, port = server.getsockname(), server.getsockname()[1]
+        with socket.create_connection(address, timeout=60) as client, server.accept()[0] as accepted:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, accepted.fileno() + 1), limits[1]))
+                with contextlib.suppress(OSError):
+                    while True:
+                        held.append(os.dup(client.fileno()))
+                assert accepted_sockets.n_files() >= 256
+                assert accepted_sockets.clients_of(port) == [client.getsockname()]
+                accepted_sockets.shut_down(port, [client.getsockname()])
+                assert not client.recv(1)
+            finally:
+                for descriptor in held:
+                    os.close(descriptor)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def established(port: int) -> int:

@@ -108,18 +108,26 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
     assert threads.of["_encode_piece"] - {threading.get_ident()}  # short texts are encoded where they are
 
 
+@pytest.mark.parametrize(
+    ("message", "n_messages"),
+    [
+        ({"role": "user", "content": "a"}, generation.INLINE_MESSAGES + 1),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 128}, 2),
+    ],
+)
 async def test_many_short_messages_are_rendered_and_encoded_off_the_event_loop(
-    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+    message: Mapping[str, Any], n_messages: int, router: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4,096 messages with tool calls held the loop for 62 ms, with few characters to encode."""
     threads = Threads(monkeypatch)
     threads.watch(prompt, "render_chat")
     threads.watch(message_node, "message_bytes")
-    content = [{"role": "user", "content": "a"}] * (generation.INLINE_MESSAGES + 1)
+    content = [message] * n_messages
     url = f"http://{router.http_endpoint}/v1/chat/completions"
     body = {"messages": content, "max_tokens": 1}
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
-        assert answer.status == 200, await answer.text()
+        said = await answer.text()
+        assert answer.status == 200 or "leaves no room for an answer" in said, said
     assert threads.of.keys() == {"render_chat", "message_bytes"}
     assert threading.get_ident() not in set.union(*threads.of.values())
 
