@@ -26,6 +26,7 @@ from libs.common.runtime.extras import missing_package
 from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.loading import load_settings
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
+from libs.common.runtime.open_files import raise_file_limit
 from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.logs import LineFormat, configure_logging, log_loop_errors
 from libs.common.telemetry.otlp import export_metrics
@@ -177,6 +178,7 @@ def main() -> int:
     configure_tracing(Role.ROUTER, options.instance)
     try:
         keep_freed_memory(_KEPT_HEAP_BYTES)
+        raise_file_limit()
         if options.child_of:
             die_with(options.child_of)
         if options.processes > 1:

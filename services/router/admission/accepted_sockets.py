@@ -7,10 +7,13 @@ connected, and shuts a connection down as its client could. gRPC then closes it.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import ipaddress
 import os
+import resource
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from urllib.parse import unquote
 
 from slipstream.rpc.hosts import host_of, plain_host
@@ -24,10 +27,7 @@ Address = tuple[str, int]
 
 def n_files() -> int:
     """The number of files that the process has open: it has no more connections. 0 where none can be seen."""
-    try:
-        return len(os.listdir(_FILES))
-    except OSError:
-        return 0
+    return len(_numbers())
 
 
 def clients_of(port: int) -> list[Address]:
@@ -43,6 +43,7 @@ def shut_down(port: int, clients: Collection[Address]) -> None:
                 accepted.shutdown(socket.SHUT_RDWR)
 
 
+@functools.lru_cache(4096)
 def address_of(peer: str) -> Address:
     """The address in gRPC's name of a peer: ipv4:127.0.0.1:50000, ipv6:%5B::1%5D:50000."""
     endpoint = unquote(peer.partition(":")[2])
@@ -55,9 +56,9 @@ def _accepted(port: int) -> Iterator[tuple[socket.socket, Address]]:
 
     A socket is used by its number, without a copy: gRPC's poller relies on the only close of a file.
     """
-    for name in os.listdir(_FILES):
+    for number in _numbers():
         try:
-            accepted = socket.socket(fileno=int(name))
+            accepted = socket.socket(fileno=number)
         except OSError:  # no socket, or closed meanwhile
             continue
         try:
@@ -70,9 +71,23 @@ def _accepted(port: int) -> Iterator[tuple[socket.socket, Address]]:
             accepted.detach()
 
 
+def _numbers() -> Sequence[int]:
+    """The numbers of all open files; none where they cannot be seen.
+
+    A listing needs a number, too. Where it finds none, every number below the limit is one of an open file.
+    """
+    try:
+        return [int(name) for name in os.listdir(_FILES)]
+    except OSError as error:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) if error.errno == errno.EMFILE else ()
+
+
 def _unmapped(host: str) -> str:
-    """The IPv4 address that a socket for both protocols shows as one of IPv6."""
-    host = plain_host(host)
+    """The host in one form: gRPC names the zone of a link-local address, which Python leaves out.
+
+    A socket for both protocols shows an IPv4 address as one of IPv6.
+    """
+    host = plain_host(host.partition("%")[0])
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:

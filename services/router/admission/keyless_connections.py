@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from libs.common.service_bounds import GRPC_KEYLESS_CHECK_S
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.paced_warnings import PacedWarnings
 from services.router.admission import accepted_sockets
+from services.router.admission.accepted_sockets import Address
 from services.router.admission.grpc_connections import GrpcConnections
 
 log = logging.getLogger(__name__)
@@ -21,10 +23,7 @@ async def end_keyless(
     warnings = PacedWarnings(log)
     while True:
         await asyncio.sleep(every_s)
-        # Fewer files cannot be more connections than one address may have.
-        if accepted_sockets.n_files() <= connections.most_address:
-            continue
-        clients = await asyncio.to_thread(accepted_sockets.clients_of, port)
+        clients = await asyncio.to_thread(_clients_of, port, connections.most_address)
         excess = connections.keyless_excess(clients)
         if not excess:
             continue
@@ -32,3 +31,8 @@ async def end_keyless(
         counters.add("slipstream_grpc_connections_refused_total", len(excess))
         for host in sorted({host for host, _ in excess}):
             warnings.warn(host, f"{host} has too many gRPC connections without a key; the newest are closed")
+
+
+def _clients_of(port: int, most: int) -> Sequence[Address]:
+    """The clients of the port. Fewer files cannot be more connections than one address may have."""
+    return accepted_sockets.clients_of(port) if accepted_sockets.n_files() > most else ()
