@@ -23,7 +23,7 @@ from services.router.execution.worker_selection import await_fingerprint
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.trail import RequestTrail
-from services.router.request.conversations.chat_query import ChatQuery
+from services.router.request.conversations.chat_query import ChatQuery, count_messages
 from services.router.request.prompt import Encoded, Prompt, PromptDraft, query_of
 from services.router.request.prompt_encoder import PromptEncoder
 from services.router.request.prompt_rows import PromptRows
@@ -34,7 +34,7 @@ from slipstream.enum_names import finish_name
 from slipstream.sampling import OutputConstraint
 from slipstream.v1 import common_pb2, router_pb2
 
-# Longer texts, and more messages, are encoded off the event loop.
+# Longer texts, and more messages with their tool calls, are encoded off the event loop.
 INLINE_CHARS = 16_384
 INLINE_MESSAGES = 256
 
@@ -74,9 +74,9 @@ async def _make_query(context: RouterContext, chat: ChatInput, tenant: str) -> C
     query = query_of(
         chat, context.card, tenant=tenant, declaration=await _declare_tools(context, chat, tenant)
     )
-    if len(query.messages) > INLINE_MESSAGES:
+    if count_messages(query.messages) > INLINE_MESSAGES:
         first = context.token_cache.first_unknown(query)
-        if len(query.messages) - first > INLINE_MESSAGES:
+        if count_messages(query.messages[first:]) > INLINE_MESSAGES:
             await context.threads.run(tenant, partial(query.render, first))
     return query
 

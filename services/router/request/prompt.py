@@ -36,7 +36,7 @@ from libs.text.special_tokens import (
 )
 from libs.text.tokenizer import Tokenizer
 from libs.text.tool_declaration import tools_text
-from services.router.request.conversations.chat_query import ChatQuery
+from services.router.request.conversations.chat_query import ChatQuery, count_messages
 from services.router.request.conversations.message_node import ID_BYTES, NewMessage
 from services.router.request.conversations.token_cache import (
     CachedChat,
@@ -145,8 +145,10 @@ class PromptDraft(msgspec.Struct, frozen=True):
 
     @property
     def new_messages(self) -> int:
-        """The number of messages to encode."""
-        return len(self.conversation.missing) if self.conversation is not None else 0
+        """The number of messages to encode, and of their tool calls."""
+        if self.conversation is None:
+            return 0
+        return count_messages(self.conversation.query.messages[self.conversation.first :])
 
     @property
     def known_tokens(self) -> int:
