@@ -76,7 +76,8 @@ class _Bucket:
 @dataclass(slots=True)
 class DraftGate:
     """One for a decode worker. Batches of 1, 2-3, 4-7, ... sequences and contexts below 1k, 4k, 16k, ...
-    tokens are judged apart; a new bucket begins with the verdict and the pause of its nearest neighbour."""
+    tokens are judged apart; a new bucket begins with the verdict of its nearest neighbour, and with the pause
+    of one with no more sequences."""
 
     limits: GateLimits = field(default_factory=GateLimits)
     is_forced: bool = False  # drafts are always on; the gate measures what they cost
@@ -216,10 +217,13 @@ class DraftGate:
             windows = StepWindow(steps), StepWindow(steps), StepWindow(steps)
             bucket = _Bucket(*windows, n_sequences, on=self.is_forced)
             if self._buckets:
-                nearest = self._buckets[min(self._buckets, key=lambda other: _distance(key, other))]
+                nearest_key = min(self._buckets, key=lambda other: _distance(key, other))
+                nearest = self._buckets[nearest_key]
                 bucket.on = nearest.on
                 # Drafts that lost there wait here as long: else each new size of a batch begins with a trial.
-                bucket.due_ms = 0.0 if nearest.on else nearest.due_ms
+                # In a smaller batch they may pay, because its steps have room for more rows.
+                if not nearest.on and key[0] >= nearest_key[0]:
+                    bucket.due_ms = nearest.due_ms
             self._buckets[key] = bucket
         return bucket
 

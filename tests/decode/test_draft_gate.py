@@ -150,6 +150,12 @@ def test_a_new_bucket_does_not_begin_with_a_trial_where_drafts_lost_next_to_it()
     assert DraftMode.ON in run(gate, machine, 4000, sequences=4).modes, "it is tried in the end"
 
 
+def test_a_small_batch_does_not_wait_because_drafts_lost_in_a_larger_one() -> None:
+    gate = DraftGate()
+    run(gate, Machine(drafter_ms=5000.0), 100, sequences=16)
+    assert DraftMode.ON in run(gate, Machine(), 100).modes
+
+
 def test_a_trial_waits_for_whole_contexts() -> None:
     gate, machine = DraftGate(), Machine(drafter_ms=4.0)
     run(gate, machine, 300)
