@@ -62,7 +62,7 @@ def _open(
     refused: tuple[int, int] | None = None  # the file that was found unusable
     lock_path = source.path.with_name(f"{source.path.name}.lock")
     beat: tuple[int, int] | None = None
-    beat_s = 0.0
+    beat_s = time.monotonic()
     try:
         source.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:

@@ -298,6 +298,21 @@ def test_a_process_waits_no_longer_for_a_packer_that_is_stopped(
     assert now_s == 11 if is_stopped else now_s > 20
 
 
+def test_a_lock_that_someone_deletes_is_no_packer_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_path, identity = tmp_path / "x.packed.lock", shared_weights._identity
+    monkeypatch.setattr(
+        shared_weights, "_identity", lambda path: (path != lock_path and identity(path)) or None
+    )
+    lock = lock_path.open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr("libs.engine.packed.shared_weights.time.sleep", lambda pause_s: lock.close())
+    with open_shared_weights(source_of(tmp_path / "x.packed"), LoadProgress()) as store:
+        assert not isinstance(store, PrivateWeights)
+        store.tensor("weight", lambda: torch.zeros(4))
+
+
 def test_a_process_that_packs_touches_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("libs.engine.packed.shared_weights._BEAT_S", 0.01)
     with open_shared_weights(source_of(tmp_path / "x.packed"), LoadProgress()) as store:
