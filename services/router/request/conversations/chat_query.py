@@ -11,7 +11,6 @@ from services.router.request.conversations.message_key import MessageKey, split_
 Render = Callable[[int, int | None], list[Segment]]
 
 
-
 def count_messages(messages: Sequence[Mapping[str, Any]]) -> int:
     """Messages and their tool calls: each takes time to render and to encode, however short it is."""
     return len(messages) + sum([len(message.get("tool_calls") or ()) for message in messages])
