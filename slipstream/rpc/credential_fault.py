@@ -14,6 +14,9 @@ _CAUSES = {
     ),
     "WRONG_VERSION_NUMBER": "it serves without TLS, and --tls-certificate is set here",
 }
+# gRPC's words for a valid certificate of another host.
+_OTHER_NAME = "Hostname Verification Check failed"
+_NAME_HINT = "its certificate has another name: --tls-server-name, or server_name of TlsFiles, states it"
 # How a connection ends whose handshake fails at the other end.
 _CLOSED = ("Socket closed", "Connection reset by peer")
 
@@ -23,6 +26,8 @@ def credential_fault(error: grpc.aio.AioRpcError) -> str | None:
     details = error.details() or ""
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return f"it refuses this process: {details}"
+    if error.code() is grpc.StatusCode.UNAVAILABLE and _OTHER_NAME in details:
+        return f"the TLS handshake fails: {_NAME_HINT}"
     match = _HANDSHAKE.search(details) if error.code() is grpc.StatusCode.UNAVAILABLE else None
     if match is None:
         return None
@@ -36,6 +41,8 @@ def lasting_fault(error: grpc.aio.AioRpcError) -> str:
 
 def with_tls_hint(details: str) -> str:
     """What gRPC says of a failed connection, with a hint where the cause may be TLS."""
+    if _OTHER_NAME in details:
+        return f"{details}: {_NAME_HINT}"
     if any(words in details for words in _CLOSED):
         return (
             f"{details}: it may refuse the certificate of this process, or have TLS where this one has none"

@@ -16,6 +16,7 @@ import pytest
 from libs.common.rpc.serve import ServiceHost
 from slipstream.client import Client
 from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.rpc.credential_fault import credential_fault, lasting_fault
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import ServerCertificates, TlsFiles
 from tests.support.tls.authority import Authority, install
@@ -158,7 +159,9 @@ async def test_peers_are_dialled_at_any_address_by_the_name_that_they_share(tmp_
                 if is_served:
                     assert await call.read() == b"hello"
                 else:
-                    with pytest.raises(grpc.aio.AioRpcError):
+                    with pytest.raises(grpc.aio.AioRpcError) as failed:
                         await call.read()
+                    assert "--tls-server-name" in (credential_fault(failed.value) or "")
+                    assert "--tls-server-name" in lasting_fault(failed.value)
     finally:
         await host.stop(grace_s=0)
