@@ -21,7 +21,7 @@ from supervisor.plan import DEFAULT_MODEL
 from tests.support.clusters.disturbance import PREFILLERS
 from tests.support.clusters.local_cluster import LocalCluster
 
-TEXT = "Where is my order? I have waited for two weeks, and nobody answers. 订单在哪里?"
+TEXT = "Where is my order? I have waited for two weeks, and get no answer. 订单在哪里?"
 # Three steps of a prefill worker.
 LONG = words_of(900, seed=4)
 TOLERANCE = 2e-3
