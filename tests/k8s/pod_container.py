@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from bench.images.container import Container, Limits
 from bench.images.image import Image
@@ -52,6 +53,24 @@ def arguments_of(pod: PodTemplate, variables: Mapping[str, str], *, address: str
     return [text.replace("0.0.0.0", address) for text in expanded]
 
 
+def _files_of(
+    volume: Mapping[str, Any],
+    secrets: Mapping[str, Mapping[str, bytes]],
+    data: Mapping[str, Mapping[str, str]],
+) -> dict[str, tuple[bytes, int]] | None:
+    """The content and mode of each file of a Secret or a ConfigMap; None for other volumes."""
+    if "secret" in volume:
+        source = volume["secret"]
+        return {
+            name: (content, source["defaultMode"]) for name, content in secrets[source["secretName"]].items()
+        }
+    if "configMap" in volume:
+        source = volume["configMap"]
+        mode = source.get("defaultMode", 0o644)
+        return {name: (content.encode(), mode) for name, content in data[source["name"]].items()}
+    return None
+
+
 class PodContainer:
     """`with PodContainer(...)`: the container runs inside the block."""
 
@@ -73,7 +92,7 @@ class PodContainer:
         self._folder.mkdir(parents=True)
         self.group = pod.spec["securityContext"]["fsGroup"]
         variables = variables_of(pod, objects, name=self.name, address=self.address)
-        writable, readable = self._mounts(secrets, hosts)
+        writable, readable = self._mounts(objects, secrets, hosts)
         limits = Limits(
             quantity_bytes(pod.main["resources"]["limits"]["memory"]),
             writable,
@@ -85,21 +104,25 @@ class PodContainer:
         self._container = Container(self.name, image, self._folder, limits, command=command)
 
     def _mounts(
-        self, secrets: Mapping[str, Mapping[str, bytes]], hosts: Mapping[str, str]
+        self,
+        objects: tuple[Object, ...],
+        secrets: Mapping[str, Mapping[str, bytes]],
+        hosts: Mapping[str, str],
     ) -> tuple[tuple[tuple[Path, str], ...], tuple[tuple[Path, str], ...]]:
         """(writable, readable) folders by the path inside, with the owner and the modes of a kubelet."""
         volumes = {volume["name"]: volume for volume in self.pod.spec["volumes"]}
+        data = config_maps(objects)
         writable, readable = [], []
         for mount in self.pod.main["volumeMounts"]:
             volume = volumes.get(mount["name"], {})  # a StatefulSet's claim is no volume of the template
             folder = self._folder / "volumes" / mount["name"]
             folder.mkdir(parents=True)
             os.chown(folder, 0, self.group)
-            if "secret" in volume:
-                for name, content in secrets[volume["secret"]["secretName"]].items():
+            if (files := _files_of(volume, secrets, data)) is not None:
+                for name, (content, mode) in files.items():
                     (folder / name).write_bytes(content)
                     os.chown(folder / name, 0, self.group)
-                    (folder / name).chmod(volume["secret"]["defaultMode"])
+                    (folder / name).chmod(mode)
                 folder.chmod(0o755)
                 readable.append((folder, mount["mountPath"]))
             else:
