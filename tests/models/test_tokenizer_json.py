@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from libs.text.tokenizer import Tokenizer
 from supervisor.plan import DEFAULT_MODEL
@@ -16,6 +15,9 @@ _LETTERS = "abc XYZ'sT \n\t\r.,!?{}\"01239üÜ你好مرحباǅʰ\u0301\u200d\U
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
+    # Loaded where it is used: each process that collects the tests would load it, for seconds.
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(str(DEFAULT_MODEL), trust_remote_code=False, local_files_only=True)
 
 

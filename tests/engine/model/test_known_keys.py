@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV3Config
 
 from libs.engine.eagle.config import parse_head_config
 from libs.engine.model_spec import known_keys
@@ -80,6 +79,9 @@ def test_the_config_of_each_release_loads(name: str) -> None:
 
 
 def test_what_transformers_writes_for_this_architecture_loads() -> None:
+    # Loaded where it is used: each process that collects the tests would load it, for seconds.
+    from transformers import DeepseekV3Config
+
     stated = {
         key: value for key, value in DEEPSEEK_V3.items() if key not in ("quantization_config", "auto_map")
     }

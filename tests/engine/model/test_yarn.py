@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from libs.engine.model_spec.config import ModelConfig, parse_config
 from libs.engine.model_spec.rope import Rope
@@ -64,6 +62,10 @@ YARNS = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(YARNS)
 def test_frequencies_and_temperatures_are_those_of_transformers(yarn: dict[str, Any]) -> None:
+    # Loaded where it is used: each process that collects the tests would load it, for seconds.
+    from transformers import DeepseekV3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     try:
         config = config_with(yarn)
     except InvalidArgument as error:

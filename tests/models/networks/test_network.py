@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from models.networks.architecture import Architecture
 from models.networks.network import Network
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV3ForCausalLM
 
 _TINY = Architecture(
     vocab_size=256,
@@ -45,6 +48,9 @@ def _randomised(a: Architecture) -> Network:
 
 
 def _transformers(network: Network) -> DeepseekV3ForCausalLM:
+    # Loaded where it is used: each process that collects the tests would load it, for seconds.
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     a = network.a
     config = a.to_config(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     keep = set(DeepseekV3Config.__init__.__code__.co_varnames) | set(DeepseekV3Config().to_dict())
