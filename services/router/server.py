@@ -343,7 +343,7 @@ class RouterServer:
     async def _end_keyless(self) -> None:
         """End connections that show no key; where none are configured, all clients are one tenant."""
         if not self._options.tenants.open:
-            await end_keyless(self._connections, self.counters, port=self.host.port)
+            await end_keyless(self._connections, self.counters, listen=self.host.bound)
 
     def _measure(self, counters: Counters) -> Mapping[str, float]:
         measure_fleet(counters, self.fleet)

@@ -160,9 +160,9 @@ class ServiceHost:
                 self.port = self.server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
-        bound = f"{listen.rpartition(':')[0]}:{self.port}"
-        self.endpoint = advertised_endpoint(bound, advertise)
-        access.answer_to(bound, (self.endpoint, *names))
+        self.bound = f"{listen.rpartition(':')[0]}:{self.port}"
+        self.endpoint = advertised_endpoint(self.bound, advertise)
+        access.answer_to(self.bound, (self.endpoint, *names))
         if is_wildcard(self.endpoint):
             log.warning(
                 "no other machine can dial %s: set --advertise where there are several", self.endpoint

@@ -1,4 +1,4 @@
-"""The TCP connections that gRPC has accepted on a port of this process, by the kernel's table of files.
+"""The TCP connections that gRPC has accepted at an address of this process, by the kernel's table of files.
 
 grpc.aio shows no connections and ends none. Their sockets are files of the process, so it sees who is
 connected, and shuts a connection down as its client could. gRPC then closes it.
@@ -16,7 +16,7 @@ import socket
 from collections.abc import Collection, Iterator, Sequence
 from urllib.parse import unquote
 
-from slipstream.rpc.hosts import host_of, plain_host
+from slipstream.rpc.hosts import host_of, is_wildcard, plain_host
 
 _FILES = "/proc/self/fd"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
@@ -30,17 +30,63 @@ def n_files() -> int:
     return len(_numbers())
 
 
-def clients_of(port: int) -> list[Address]:
-    """The clients that are connected to a port of this process."""
-    return [address for _, address in _accepted(port)]
+class AcceptedSockets:
+    """The connections that gRPC accepted at one address, which other sockets may share by their port.
 
+    A thread at a time calls it.
+    """
 
-def shut_down(port: int, clients: Collection[Address]) -> None:
-    """End these connections."""
-    for accepted, address in _accepted(port):
-        if address in clients:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                accepted.shutdown(socket.SHUT_RDWR)
+    def __init__(self, listen: str) -> None:
+        """`listen` is HOST:PORT, as bound. Raises OSError for an unknown name, or without a free file."""
+        self._hosts, self._port = _hosts_of(listen), int(listen.rpartition(":")[2])
+        # They are opened in advance: a copy needs a number, and an attack may leave none.
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
+        self._copy = os.dup(self._nothing)
+
+    def close(self) -> None:
+        """Close what was opened in advance."""
+        os.close(self._copy)
+        os.close(self._nothing)
+
+    def clients(self) -> list[Address]:
+        """Who is connected."""
+        return [client for number in _numbers() if (client := self._client_of(number)) is not None]
+
+    def shut_down(self, clients: Collection[Address]) -> None:
+        """End the connections of these clients."""
+        for number in _numbers():
+            if self._client_of(number) in clients:
+                self._end(number, clients)
+
+    def _end(self, number: int, clients: Collection[Address]) -> None:
+        """End the connection with this number, unless it closed and another file took the number.
+
+        The copy stays one socket between the look and the act. It lives as short as possible, because the
+        poller of gRPC relies on the last close of a file.
+        """
+        try:
+            os.dup2(number, self._copy, inheritable=False)
+            if self._client_of(self._copy) in clients:
+                with _socket_at(self._copy) as accepted:
+                    accepted.shutdown(socket.SHUT_RDWR)
+        except OSError:  # closed meanwhile
+            return
+        finally:
+            os.dup2(self._nothing, self._copy, inheritable=False)
+
+    def _client_of(self, number: int) -> Address | None:
+        """The client of the connection with this number; None for any other file."""
+        try:
+            with _socket_at(number) as accepted:
+                if accepted.family not in _FAMILIES:
+                    return None
+                host, port = accepted.getsockname()[:2]
+                if port != self._port or (self._hosts is not None and _unmapped(host) not in self._hosts):
+                    return None
+                client, client_port = accepted.getpeername()[:2]
+                return _unmapped(client), client_port
+        except OSError:  # no socket, the listening one, or closed meanwhile
+            return None
 
 
 @functools.lru_cache(4096)
@@ -51,24 +97,22 @@ def address_of(peer: str) -> Address:
     return _unmapped(host_of(endpoint)), int(port) if port.isdecimal() else 0
 
 
-def _accepted(port: int) -> Iterator[tuple[socket.socket, Address]]:
-    """The sockets, each valid until the next one is taken. They stay gRPC's.
+@contextlib.contextmanager
+def _socket_at(number: int) -> Iterator[socket.socket]:
+    """The socket with this number, which stays open: it is gRPC's. Raises OSError."""
+    found = socket.socket(fileno=number)
+    try:
+        yield found
+    finally:
+        found.detach()
 
-    A socket is used by its number, without a copy: gRPC's poller relies on the only close of a file.
-    """
-    for number in _numbers():
-        try:
-            accepted = socket.socket(fileno=number)
-        except OSError:  # no socket, or closed meanwhile
-            continue
-        try:
-            if accepted.family in _FAMILIES and accepted.getsockname()[1] == port:
-                host, client_port = accepted.getpeername()[:2]
-                yield accepted, (_unmapped(host), client_port)
-        except OSError:  # the listening socket, or closed meanwhile
-            continue
-        finally:
-            accepted.detach()
+
+def _hosts_of(listen: str) -> frozenset[str] | None:
+    """The local addresses of connections to HOST:PORT; None for any, as a wildcard has."""
+    host = host_of(listen)
+    if not host or is_wildcard(listen):
+        return None
+    return frozenset(_unmapped(str(found[4][0])) for found in socket.getaddrinfo(host, None))
 
 
 def _numbers() -> Sequence[int]:

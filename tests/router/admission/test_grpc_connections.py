@@ -15,6 +15,7 @@ import pytest
 
 from services.router import ports
 from services.router.admission import accepted_sockets, grpc_connections
+from services.router.admission.accepted_sockets import AcceptedSockets
 from services.router.admission.grpc_connections import GrpcConnections
 from services.router.request.model_card import ModelCard
 from slipstream.errors import Overloaded
@@ -114,21 +115,104 @@ def test_connections_are_seen_and_ended_while_no_file_can_be_opened() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address, port = server.getsockname(), server.getsockname()[1]
-        with socket.create_connection(address, timeout=60) as client, server.accept()[0] as accepted:
+        address = server.getsockname()
+        with (
+            socket.create_connection(address, timeout=60) as client,
+            server.accept()[0] as accepted,
+            contextlib.closing(AcceptedSockets(f"127.0.0.1:{address[1]}")) as sockets,
+        ):
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, accepted.fileno() + 1), limits[1]))
                 with contextlib.suppress(OSError):
                     while True:
                         held.append(os.dup(client.fileno()))
                 assert accepted_sockets.n_files() >= 256
-                assert accepted_sockets.clients_of(port) == [client.getsockname()]
-                accepted_sockets.shut_down(port, [client.getsockname()])
+                assert sockets.clients() == [client.getsockname()]
+                sockets.shut_down([client.getsockname()])
                 assert not client.recv(1)
             finally:
                 for descriptor in held:
                     os.close(descriptor)
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+class _Listeners:
+    """Two listeners with one port at two addresses, and a client of each."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        grpc_listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.port = grpc_listener.getsockname()[1]
+        http_listener = stack.enter_context(socket.create_server(("127.0.0.2", self.port)))
+        self.clients, self.accepted = [], []
+        for listener in (grpc_listener, http_listener):
+            client = socket.create_connection(listener.getsockname(), timeout=60)
+            self.clients.append(stack.enter_context(client))
+            self.accepted.append(stack.enter_context(listener.accept()[0]))
+        self.names = [client.getsockname() for client in self.clients]
+
+    def has_ended(self, index: int) -> bool:
+        """Whether the client reads the end of its connection; else it reads what it is sent."""
+        with contextlib.suppress(OSError):
+            self.accepted[index].send(b"x")
+        return not self.clients[index].recv(1)
+
+
+def test_connections_to_another_address_with_the_same_port_are_left_alone() -> None:
+    with contextlib.ExitStack() as stack:
+        both = _Listeners(stack)
+        mine = stack.enter_context(contextlib.closing(AcceptedSockets(f"127.0.0.1:{both.port}")))
+        every = stack.enter_context(contextlib.closing(AcceptedSockets(f"0.0.0.0:{both.port}")))
+        assert mine.clients() == both.names[:1]
+        assert set(every.clients()) == set(both.names)
+        mine.shut_down(both.names)
+        assert [both.has_ended(0), both.has_ended(1)] == [True, False]
+
+
+def test_a_v4_address_is_known_on_a_socket_for_both_protocols() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(
+            socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        )
+        port = listener.getsockname()[1]
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        accepted = stack.enter_context(listener.accept()[0])
+        assert accepted.getsockname()[0] == "::ffff:127.0.0.1"
+        for host, found in (
+            ("127.0.0.1", [client.getsockname()]),
+            ("[::]", [client.getsockname()]),
+            ("[::1]", []),
+        ):
+            with contextlib.closing(AcceptedSockets(f"{host}:{port}")) as sockets:
+                assert sockets.clients() == found
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before the copy", "after the copy"])
+def test_a_connection_that_takes_the_number_of_another_one_goes_on(
+    is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC closes a connection amid its end, and the kernel gives its number to the next one."""
+    copy_file = os.dup2
+    with contextlib.ExitStack() as stack:
+        both = _Listeners(stack)
+        other = os.dup(both.accepted[1].fileno())
+        stack.callback(os.close, other)
+        sockets = stack.enter_context(contextlib.closing(AcceptedSockets(f"0.0.0.0:{both.port}")))
+        number = both.accepted[0].fileno()
+
+        def take_number(source: int, target: int, inheritable: bool = True) -> int:
+            if source == number and is_before:
+                copy_file(other, number)
+            copied = copy_file(source, target, inheritable)
+            if source == number and not is_before:
+                copy_file(other, number)
+            return copied
+
+        monkeypatch.setattr(os, "dup2", take_number)
+        sockets.shut_down(both.names[:1])
+        monkeypatch.undo()
+        assert sockets.clients().count(both.names[1]) == 3  # the number, its copy and the socket
+        assert not both.has_ended(1)
+        assert both.clients[0].recv(1) == b""
 
 
 def established(port: int) -> int:
