@@ -150,7 +150,7 @@ def measure(scene: Scene, *, decisions: int, changed: int) -> dict[str, list[flo
         _timed(times["dispatch"], partial(dispatcher.choose, query))
         scene.change_some(changed)
         query = scene.query()
-        request, records = dispatcher.request(query, NOW_S), fleet.loads(query.fingerprint)
+        request, records = dispatcher.request(query, NOW_S), fleet.loads()
         if i % 2:  # the second form finds the records in the processor's cache
             decided = _timed(times["place"], partial(place, request, records))
             expected = _timed(times["reference"], partial(reference.place, request, records))

@@ -72,6 +72,17 @@ class Worker:
         """The key of the record in etcd."""
         return f"{WORKERS_PREFIX}{self.role}/{self.instance}"
 
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest prompt and answer that the worker takes; None where its record states none."""
+        stated = self.capacity.get("max_context_tokens", 0)
+        return stated if stated > 0 else None
+
+    def takes(self, context_tokens: int) -> bool:
+        """Whether a prompt and its answer with this many tokens fit there, as far as its record states."""
+        most = self.max_context_tokens
+        return most is None or context_tokens <= most
+
 
 def encode_worker(worker: Worker, *, leaving: bool = False) -> bytes:
     """The record's value in etcd. With `leaving`, readers remove the worker at once."""

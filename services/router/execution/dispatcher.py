@@ -107,7 +107,8 @@ class Dispatcher:
     def choose(self, query: PlacementQuery) -> Assignment:
         """Workers for one attempt; `note_begun` is to follow. Raises Unavailable."""
         now_s = self._clock()
-        fleet = self._fleet.loads(query.fingerprint, without=query.without)
+        context_tokens = query.prompt_tokens + query.max_output_tokens
+        fleet = self._fleet.loads(without=query.without, context_tokens=context_tokens)
         decision = place(self.request(query, now_s), fleet)
         prefill = self._link(Role.PREFILL, decision.prefill)
         decode = self._fleet.find(Role.DECODE, decision.decode)

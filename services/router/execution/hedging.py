@@ -116,7 +116,7 @@ class HedgedAttempt:
 
     def may_leave(self, link: WorkerConnection) -> bool:
         """See `AttemptListener`."""
-        return self._state.context.fleet.has_substitute(link) and self._state.begin_move(link.key)
+        return self._has_substitute(link) and self._state.begin_move(link.key)
 
     def suspend(self) -> None:
         """See `Suspendable`. An attempt without a token has nothing that a client could leave unread."""
@@ -126,6 +126,11 @@ class HedgedAttempt:
             self._winner.resume()  # the state takes what has arrived, perhaps the answer's end
         if not self._outcome.done():
             self._outcome.set_result(AttemptSuspended())
+
+    def _has_substitute(self, link: WorkerConnection) -> bool:
+        spec = self._state.spec
+        context_tokens = len(spec.prompt) + spec.sampling.max_tokens
+        return self._state.context.fleet.has_substitute(link, context_tokens=context_tokens)
 
     # ---- the hedge
 
@@ -139,7 +144,7 @@ class HedgedAttempt:
         wait_ms = state.context.failover.hedge_policy.wait_ms(
             uncached_tokens=uncached,
             cached_tokens=context_tokens - uncached,
-            other_workers=int(state.context.fleet.has_substitute(workers.prefill)),
+            other_workers=int(self._has_substitute(workers.prefill)),
         )
         return None if wait_ms is None else wait_ms / 1e3
 

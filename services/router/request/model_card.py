@@ -44,7 +44,7 @@ class ModelCard:
 
     @property
     def max_context_tokens(self) -> int:
-        """The tokens of a prompt and its answer: what the model has, or less where a worker takes less."""
+        """The tokens of a prompt and its answer: what the model has, or less where its workers take less."""
         of_workers = self.workers_context_tokens()
         return self.model_context_tokens if of_workers is None else min(self.model_context_tokens, of_workers)
 

@@ -153,20 +153,19 @@ class RouterFleet:
         """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
         return self._fingerprint
 
-    def loads(
-        self, fingerprint: common_pb2.Fingerprint, *, without: Set[str] = frozenset()
-    ) -> PlacementFleet:
+    def loads(self, *, without: Set[str] = frozenset(), context_tokens: int = 0) -> PlacementFleet:
         """All workers as placement sees them, those of a role in the order of `links_of`. `without`: keys of
-        links that failed this request already."""
-        prefill = [self._prefill_worker(link, without) for link in self._of_role[Role.PREFILL]]
-        decode = [self._decode_worker(link, without) for link in self._of_role[Role.DECODE]]
+        links that failed this request already. `context_tokens`: of its prompt and answer."""
+        needs = (without, context_tokens)
+        prefill = [self._prefill_worker(link, _refused(link, *needs)) for link in self._of_role[Role.PREFILL]]
+        decode = [self._decode_worker(link, _refused(link, *needs)) for link in self._of_role[Role.DECODE]]
         stores = [
-            KvStore(link.worker.instance, link.transport, link.worker.region, _refused(link, without))
+            KvStore(link.worker.instance, link.transport, link.worker.region, _refused(link, *needs))
             for link in self._of_role[Role.KVSTORE]
         ]
         return PlacementFleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
-    def _prefill_worker(self, link: WorkerConnection, without: Set[str]) -> PrefillWorker:
+    def _prefill_worker(self, link: WorkerConnection, refused: str) -> PrefillWorker:
         report, tokens, requests = link.load()
         worker = link.worker
         return PrefillWorker(
@@ -174,7 +173,7 @@ class RouterFleet:
             fingerprint=link.digest,
             transport=link.transport,
             region=worker.region,
-            refused=_refused(link, without),
+            refused=refused,
             queued_tokens=tokens,
             queued_requests=requests,
             queue=link.own_tokens,
@@ -184,7 +183,7 @@ class RouterFleet:
             ),
         )
 
-    def _decode_worker(self, link: WorkerConnection, without: Set[str]) -> DecodeWorker:
+    def _decode_worker(self, link: WorkerConnection, refused: str) -> DecodeWorker:
         report, tokens, requests = link.load()
         worker = link.worker
         capacity = worker.capacity
@@ -193,7 +192,7 @@ class RouterFleet:
             fingerprint=link.digest,
             transport=link.transport,
             region=worker.region,
-            refused=_refused(link, without),
+            refused=refused,
             context_tokens=tokens,
             sequences=requests,
             queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
@@ -209,11 +208,12 @@ class RouterFleet:
         """The link to a worker by name."""
         return self._links.get(f"{role}/{instance}")
 
-    def has_substitute(self, link: WorkerConnection) -> bool:
-        """Whether another ready worker can do what this one does."""
+    def has_substitute(self, link: WorkerConnection, *, context_tokens: int) -> bool:
+        """Whether another ready worker can run a request of this worker."""
         for other in self.links_of(link.worker.role):
+            is_usable = other.ready and other is not link and other.worker.takes(context_tokens)
             # The fingerprint last: to compare two takes longer than all the rest.
-            if other.ready and other is not link and other.fingerprint == link.fingerprint:
+            if is_usable and other.fingerprint == link.fingerprint:
                 return True
         return False
 
@@ -392,8 +392,8 @@ class RouterFleet:
         self.worker_models.forget(link.key)
 
 
-def _refused(link: WorkerConnection, without: Set[str]) -> str:
+def _refused(link: WorkerConnection, without: Set[str], context_tokens: int) -> str:
     """Why a worker may not be used now, "" = it may."""
-    if link.key in without:
-        return "failed this request"
-    return "" if link.ready else "does not answer"
+    if link.key in without or not link.ready:
+        return "failed this request" if link.key in without else "does not answer"
+    return "" if link.worker.takes(context_tokens) else f"takes {link.worker.max_context_tokens} tokens only"

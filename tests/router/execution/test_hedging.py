@@ -62,7 +62,7 @@ class HedgedRig(HedgedAttempt):
             clock=asyncio.get_running_loop().time,
             counters=SimpleNamespace(add=lambda name: None),
             failover=SimpleNamespace(quarantine=quarantine, hedge_policy=policy),
-            fleet=SimpleNamespace(has_substitute=lambda link: True),
+            fleet=SimpleNamespace(has_substitute=lambda link, context_tokens: True),
         )
         state: Any = SimpleNamespace(
             context=context,
@@ -73,7 +73,7 @@ class HedgedRig(HedgedAttempt):
             ),
             sink=SimpleNamespace(ttft_ms=0.0),
             caller=SimpleNamespace(pinned_prefill=None),
-            spec=SimpleNamespace(prompt=[1, 2, 3]),
+            spec=SimpleNamespace(prompt=[1, 2, 3], sampling=SimpleNamespace(max_tokens=9)),
             output=SimpleNamespace(tokens=[], stopped=False),
             deliver=lambda tokens, logprobs, is_last: self.shown.extend(tokens),
             end_move=lambda: None,
