@@ -29,8 +29,16 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 1 << 20
 _MAX_HANDLE = 0xFFFF_FFFF
 
+# gRPC's words for a connection that it closed because nothing answered. Of a process that ended, the kernel
+# closes the connections ("Socket closed", "Connection reset by peer").
+_UNANSWERED = "ping timeout"
+
 ReceiverT = TypeVar("ReceiverT")
 CommandT = TypeVar("CommandT")
+
+
+class PeerUnanswering(errors.Unavailable):
+    """The peer answered no ping. It stands still, or the network drops its packets; it has not crashed."""
 
 
 class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
@@ -150,7 +158,9 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
                 self.dispatch(frame)
                 await self.wait_room()
         except grpc.aio.AioRpcError as broken:
-            error = errors.Unavailable(f"{self.peer}: {from_rpc_error(broken).message}")
+            is_unanswered = _UNANSWERED in (broken.details() or "")
+            kind = PeerUnanswering if is_unanswered else errors.Unavailable
+            error = kind(f"{self.peer}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:
             error = errors.Unavailable(f"the stream to {self.peer} was closed")
         except Exception:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from libs.common.rpc.multiplexed_client import PeerUnanswering
 from libs.common.telemetry import tracing
 from services.router.execution.attempt_types import (
     FINISH_NONE,
@@ -236,7 +237,7 @@ class Attempt:
         assert link is not None
         is_crash = isinstance(error, errors.Internal)
         if is_connection_lost:
-            is_crash = self._prefill_was_ready and not link.is_silent and not link.draining
+            is_crash = self._prefill_was_ready and _is_crash(error, link)
         self._fail(WorkerFailed(error, link.key, is_crash=is_crash))
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
@@ -364,8 +365,8 @@ class Attempt:
         if self._last_stats is not None and not self._last_stats.done():
             self._last_stats.set_exception(error)
         link = self.workers.decode
-        is_lost = isinstance(error, errors.Unavailable) and not link.is_silent
-        is_crash = is_lost and self._decode_was_ready and not link.draining
+        is_lost = isinstance(error, errors.Unavailable)
+        is_crash = is_lost and self._decode_was_ready and _is_crash(error, link)
         self._fail(WorkerFailed(error, link.key, is_crash=is_crash))
 
     def _leave_if_draining(self) -> None:
@@ -373,6 +374,14 @@ class Attempt:
         if self.listener.may_leave(link):
             error = errors.Draining(f"{link.worker.instance} is draining")
             self._fail(WorkerFailed(error, link.key, is_drain=True))
+
+
+def _is_crash(error: errors.SlipstreamError, link: WorkerConnection) -> bool:
+    """Whether a lost connection shows that a ready worker has ended. One that stands still keeps its own.
+
+    In a busy router gRPC gives up a worker that stands still before `is_silent` does, whose clock lags.
+    """
+    return not (link.is_silent or link.draining or isinstance(error, PeerUnanswering))
 
 
 def _release_timeout_s(link: WorkerConnection) -> float:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.rpc.multiplexed_client import BATCH_BYTES, MultiplexedClient, batches
+from libs.common.rpc.multiplexed_client import BATCH_BYTES, MultiplexedClient, PeerUnanswering, batches
 from slipstream import errors
 from slipstream.v1 import prefill_pb2
+from tests.support.network.fault_proxy import FaultProxy
 
 Receiver = Callable[[errors.SlipstreamError], None]
 
@@ -227,3 +230,38 @@ async def test_receivers_fail_where_no_call_can_be_opened_and_the_next_command_t
     assert isinstance(error, errors.Unavailable) and "worker-0" in error.message
     assert client.calls[0].written == [["b"]] and len(client.receivers) == 1
     await client.close()
+
+
+@pytest.mark.parametrize(("fault", "is_crash_like"), [("blackhole", False), ("reset", True)])
+async def test_a_peer_that_answers_no_ping_differs_from_one_whose_connection_is_closed(
+    fault: str, is_crash_like: bool
+) -> None:
+    """As a stopped process differs from one that was killed: its kernel closes nothing."""
+    served = grpc.aio.server()
+
+    async def stay_open(_: Any, context: Any) -> Any:
+        yield b"1"
+        await asyncio.sleep(60)
+
+    handlers: dict[str, Any] = {"Stay": grpc.stream_stream_rpc_method_handler(stay_open)}
+    served.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Peer", handlers),))
+    port = served.add_insecure_port("127.0.0.1:0")
+    await served.start()
+    quick = [(name, 200) for name in ("grpc.keepalive_time_ms", "grpc.http2.ping_timeout_ms")]
+    options = [*quick, ("grpc.keepalive_timeout_ms", 200), ("grpc.http2.max_pings_without_data", 0)]
+    async with contextlib.AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(FaultProxy(f"127.0.0.1:{port}"))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(proxy.endpoint, options=options))
+        client, failures, frames = Client(), list[errors.SlipstreamError](), list[bytes]()
+        client.open_call = channel.stream_stream("/test.Peer/Stay")  # type: ignore[assignment, method-assign]
+        client.pack = lambda commands: [b"start"] * len(commands)  # type: ignore[method-assign]
+        client.dispatch = frames.append  # type: ignore[assignment, method-assign]
+        client.start("start", failures.append)
+        await until(lambda: bool(frames))
+        getattr(proxy, fault)()
+        await until(lambda: bool(failures))
+        assert isinstance(failures[0], errors.Unavailable)
+        assert isinstance(failures[0], PeerUnanswering) is not is_crash_like
+        proxy.restore()
+        await client.close()
+    await served.stop(None)

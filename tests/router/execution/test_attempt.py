@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from libs.common.block_hash import as_tokens
+from libs.common.rpc.multiplexed_client import PeerUnanswering
 from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import AttemptSpec, TokenBatch, WorkerFailed, WorkerPair
 from services.router.workers.prompt_delta import OutgoingPrompt
@@ -142,6 +143,17 @@ async def test_a_crash_counts_even_if_reported_before_the_last_tokens(
     assert run.listener.tokens == [7, 7]
     (failure,) = run.listener.failures
     assert failure.is_crash is is_crash
+
+
+@pytest.mark.parametrize(("error", "is_crash"), [(errors.Unavailable, True), (PeerUnanswering, False)])
+async def test_a_worker_that_stands_still_has_not_crashed_though_its_silence_is_not_seen_yet(
+    error: type[errors.SlipstreamError], is_crash: bool
+) -> None:
+    decoding, prefilling = AttemptRig(link()), AttemptRig(link(), link())
+    decoding.attempt.on_sequence_failed(error("the connection is lost"))
+    prefilling.attempt.on_prefill_failed(error("the connection is lost"), is_connection_lost=True)
+    failures = [*decoding.listener.failures, *prefilling.listener.failures]
+    assert [failure.is_crash for failure in failures] == [is_crash] * 2
 
 
 async def test_tokens_are_counted_and_the_sequence_leaves_a_draining_worker() -> None:
