@@ -7,6 +7,12 @@ from slipstream.bound import Range, Rule, Section, Size
 
 # A stored response is forgotten after this time, as OpenAI's are.
 RESPONSE_TTL_S = 30 * 86_400.0
+MAX_TENANT_RESPONSES = 10_000
+MAX_TENANT_RESPONSE_BYTES = 1 << 30
+# Reads and writes of one tenant in the database at a time: those of others wait for no more of them.
+MAX_TENANT_RESPONSE_CALLS = 4
+# What one tenant's clients are being sent of stored responses, until they have taken it.
+MAX_TENANT_SENT_RESPONSE_BYTES = 64 << 20
 
 RESPONSES = Section("/v1/responses")
 INPUT = RESPONSES.add(
@@ -184,3 +190,21 @@ EDITS = MESSAGES.add(
 )
 
 API_SECTIONS = (RESPONSES, MESSAGES)
+ROWS: tuple[tuple[str, str, str], ...] = (
+    (
+        "Stored responses of one tenant: number / compressed bytes",
+        f"{MAX_TENANT_RESPONSES} / {MAX_TENANT_RESPONSE_BYTES}",
+        "the oldest are deleted, at one of 16 saves",
+    ),
+    ("Life of a stored response", f"{RESPONSE_TTL_S:g} s", "deleted"),
+    (
+        "Reads and writes of one tenant's stored responses at one router",
+        f"{MAX_TENANT_RESPONSE_CALLS}",
+        "others of the tenant wait",
+    ),
+    (
+        "Stored responses that one tenant's clients are being sent at one router",
+        f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes of JSON",
+        "429",
+    ),
+)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from libs.common import batch_bounds, worker_bounds
-from libs.common.api_bounds import API_SECTIONS
+from libs.common import api_bounds, batch_bounds, worker_bounds
 from libs.common.job_bounds import JOBS
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -376,12 +375,13 @@ def render_markdown() -> str:
         "for the body's size; NOT_FOUND and 404 for the model). The message is the field, a colon and the",
         "words below, the same in both APIs.",
     ]
-    for section in (*bounds.SECTIONS, *API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
+    for section in (*bounds.SECTIONS, *api_bounds.API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
         lines += section.markdown()
     tables = (
         ("Connections", _CONNECTIONS),
         ("Requests together", _TOGETHER),
         ("Files and batches together", batch_bounds.ROWS),
+        ("Stored responses", api_bounds.ROWS),
         ("Stored jobs", _JOBS),
         ("The console of a router", _CONSOLE),
         ("Workers", worker_bounds.ROWS),

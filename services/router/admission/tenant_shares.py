@@ -48,6 +48,28 @@ class TextShares:
             del self._held[tenant]
 
 
+class TenantTurns:
+    """At most `most` pieces of work of one tenant at a time; its others wait in the order they came."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tenants: dict[str, asyncio.Semaphore] = {}
+        self._users: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Do one piece of the tenant's work inside."""
+        of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(self._most))
+        self._users[tenant] += 1
+        try:
+            async with of_tenant:
+                yield
+        finally:
+            self._users[tenant] -= 1
+            if not self._users[tenant]:
+                del self._users[tenant], self._tenants[tenant]
+
+
 class ReceiveSlots:
     """Bounds the messages that arrive together. Each may be as large as a message gets; the others wait in
     the flow control of their connections."""

@@ -250,6 +250,7 @@ async def test_a_peer_that_answers_no_ping_differs_from_one_whose_connection_is_
     quick = [(name, 200) for name in ("grpc.keepalive_time_ms", "grpc.http2.ping_timeout_ms")]
     options = [*quick, ("grpc.keepalive_timeout_ms", 200), ("grpc.http2.max_pings_without_data", 0)]
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(served.stop, None)
         proxy = await stack.enter_async_context(FaultProxy(f"127.0.0.1:{port}"))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(proxy.endpoint, options=options))
         client, failures, frames = Client(), list[errors.SlipstreamError](), list[bytes]()
@@ -264,4 +265,3 @@ async def test_a_peer_that_answers_no_ping_differs_from_one_whose_connection_is_
         assert isinstance(failures[0], PeerUnanswering) is not is_crash_like
         proxy.restore()
         await client.close()
-    await served.stop(None)

@@ -7,11 +7,11 @@ earlier one ends a conversation.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from libs.common import api_bounds
 from libs.database.database import Database
 from libs.database.schema import Schema
 from libs.database.transaction import SqlTransaction
+from services.router.admission.tenant_shares import TenantTurns
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
 from services.router.jobs.rows import is_running
@@ -27,8 +28,6 @@ from services.router.request.json_limits import check_structure
 from slipstream import bounds, errors
 from slipstream.bound import shown
 
-MAX_RESPONSES = 10_000
-MAX_BYTES = 1 << 30
 # Of one column without compression. A response repeats fields of its request, and has its output beside them.
 _MAX_COLUMN_BYTES = 4 * bounds.MAX_BODY_BYTES
 # A tenant that saves beside others could keep to the turns that sweep nothing, if they were counted.
@@ -46,11 +45,23 @@ _SCHEMA = Schema(
             " ON stored_responses (tenant, created_unix_s, n_bytes)",
             "CREATE INDEX IF NOT EXISTS stored_responses_expiry ON stored_responses (expires_unix_s)",
         ),
+        (
+            # With all that a sweep reads: without the id it would read the rows, which are large.
+            "DROP INDEX IF EXISTS stored_responses_age",
+            "CREATE INDEX IF NOT EXISTS stored_responses_sweep"
+            " ON stored_responses (tenant, created_unix_s, n_bytes, id)",
+        ),
     ),
 )
 _INSERT = (
     "INSERT INTO stored_responses (tenant, id, created_unix_s, expires_unix_s, n_bytes, body, items, earlier)"
     " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, id) DO NOTHING"
+)
+# A part of what has expired, which no reader finds: a transaction is short, others wait for it.
+_SWEPT_RESPONSES = 64
+_EXPIRED = (
+    "DELETE FROM stored_responses WHERE (tenant, id) IN (SELECT tenant, id FROM stored_responses"
+    " WHERE expires_unix_s <= ? ORDER BY expires_unix_s LIMIT ?)"
 )
 # The oldest responses of a tenant, from the first one that exceeds a bound.
 _SURPLUS = (
@@ -78,8 +89,8 @@ class ResponseStore:
         *,
         wall_clock_s: Callable[[], float],
         ttl_s: float = api_bounds.RESPONSE_TTL_S,
-        max_responses: int = MAX_RESPONSES,
-        max_bytes: int = MAX_BYTES,
+        max_responses: int = api_bounds.MAX_TENANT_RESPONSES,
+        max_bytes: int = api_bounds.MAX_TENANT_RESPONSE_BYTES,
         chance: Callable[[], float] = random.random,
     ) -> None:
         """The bounds are those of one tenant. `chance`: whether a response that is saved sweeps."""
@@ -89,10 +100,19 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._chance = chance
+        self._turns = TenantTurns(api_bounds.MAX_TENANT_RESPONSE_CALLS)
         database.declare(_SCHEMA)
 
     async def save(self, tenant: str, response: StoredResponse, *, job_id: str = "") -> None:
         """Store a response. Returns when it is durable. That of a job that was ended meanwhile is dropped."""
+        async with self.turn(tenant):
+            await self._save(tenant, response, job_id)
+
+    def turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Read or write inside. A tenant with many responses delays others by a few of them."""
+        return self._turns.turn(tenant)
+
+    async def _save(self, tenant: str, response: StoredResponse, job_id: str) -> None:
         blobs = await asyncio.to_thread(_packed, response)
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
@@ -103,27 +123,30 @@ class ResponseStore:
                 return
             tx.execute(_INSERT, row)
             if sweeps:
-                tx.execute("DELETE FROM stored_responses WHERE expires_unix_s <= ?", (now_s,))
+                tx.execute(_EXPIRED, (now_s, _SWEPT_RESPONSES))
                 tx.execute(_SURPLUS, (tenant, tenant, self._max_responses, self._max_bytes))
 
         await self._database.run(insert, is_idempotent=True)
 
     async def find_body(self, tenant: str, response_id: str) -> bytes:
         """The tenant's response with this id, as JSON. Raises NotFound."""
-        (body,) = await self._find(tenant, response_id, ("body",), field="response_id")
-        return await asyncio.to_thread(_inflated, body)
+        async with self.turn(tenant):
+            (body,) = await self._find(tenant, response_id, ("body",), field="response_id")
+            return await asyncio.to_thread(_inflated, body)
 
     async def find_items(self, tenant: str, response_id: str) -> Sequence[Json]:
         """The input items of a response. Raises NotFound."""
-        (items,) = await self._find(tenant, response_id, ("items",), field="response_id")
-        found: Sequence[Json] = await asyncio.to_thread(lambda: json.loads(_inflated(items)))
-        return found
+        async with self.turn(tenant):
+            (items,) = await self._find(tenant, response_id, ("items",), field="response_id")
+            found: Sequence[Json] = await asyncio.to_thread(lambda: msgspec.json.decode(_inflated(items)))
+            return found
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a response. Raises NotFound."""
         now_s = self._wall_clock_s()
         sql = "DELETE FROM stored_responses WHERE tenant = ? AND id = ? AND expires_unix_s > ? RETURNING id"
-        deleted = await self._database.run(lambda tx: tx.execute(sql, (tenant, response_id, now_s)))
+        async with self.turn(tenant):
+            deleted = await self._database.run(lambda tx: tx.execute(sql, (tenant, response_id, now_s)))
         if not deleted:
             raise _not_found(response_id, "response_id")
 
@@ -155,8 +178,9 @@ class ResponseStore:
 
     async def _conversation(self, tenant: str, response_id: str, *, field: str) -> _StoredConversation:
         """All items up to the end of a response. Raises NotFound, and InvalidArgument for too many."""
-        blobs = await self._find(tenant, response_id, ("earlier", "items", "body"), field=field)
-        return await asyncio.to_thread(_conversation_of, blobs, field)
+        async with self.turn(tenant):
+            blobs = await self._find(tenant, response_id, ("earlier", "items", "body"), field=field)
+            return await asyncio.to_thread(_conversation_of, blobs, field)
 
     async def _find(
         self, tenant: str, response_id: str, columns: Sequence[str], *, field: str
@@ -205,10 +229,10 @@ def _conversation_of(blobs: Sequence[bytes], field: str) -> _StoredConversation:
     n_bytes = len(earlier) + len(items)
     api_bounds.CONVERSATION.check(n_bytes, field)
     check_structure([(field, earlier), (field, items)])
-    output = [_without_logprobs(item) for item in json.loads(body)["output"]]
+    output = [_without_logprobs(item) for item in msgspec.json.decode(body)["output"]]
     n_bytes += len(msgspec.json.encode(output))
     api_bounds.CONVERSATION.check(n_bytes, field)
-    return _StoredConversation([*json.loads(earlier), *json.loads(items), *output], n_bytes)
+    return _StoredConversation([*msgspec.json.decode(earlier), *msgspec.json.decode(items), *output], n_bytes)
 
 
 def _without_logprobs(item: Json) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from libs.common import api_bounds
 from libs.database.database import Database, open_database
+from libs.database.transaction import SqlTransaction
 from services.router.api.responses.request import ResponseDraft, decode_response
 from services.router.api.responses.store import ResponseStore, StoredResponse
 from services.router.api.responses.stored_items import items_to_store, page_of
@@ -183,3 +186,57 @@ async def test_an_id_of_another_type_names_nothing(database: Database) -> None:
     await store.save("alice", _large("k", {"id": ["rs_k_i0"]}))
     with pytest.raises(NotFound):
         await store.earlier_items("alice", draft(input=[{"id": "rs_k_i0"}]))
+
+
+async def test_a_tenant_that_saves_thousands_delays_another_one_by_a_few(database: Database) -> None:
+    store, saved = ResponseStore(database, wall_clock_s=Clock(), max_responses=50), list[str]()
+
+    async def save(index: int) -> None:
+        await store.save("alice", response(f"a{index}"))
+        saved.append(f"a{index}")
+
+    await store.save("bob", response("first"))
+    many = [asyncio.create_task(save(index)) for index in range(200)]
+    await asyncio.sleep(0)  # all of them wait, or are under way
+    most = api_bounds.MAX_TENANT_RESPONSE_CALLS
+    for index in range(3):
+        before = len(saved)
+        await store.save("bob", response(f"b{index}"))
+        await store.find_body("bob", f"resp_b{index}")
+        assert len(saved) - before <= 4 * most
+    assert len(saved) < 200
+    assert database.waiting <= most
+    await asyncio.gather(*many)
+    [(n_stored,)] = await database.read(
+        lambda tx: tx.execute("SELECT count(*) FROM stored_responses WHERE tenant = 'alice'")
+    )
+    assert 50 <= n_stored < 200
+    await store.find_body("bob", "resp_first")
+    assert not store._turns._tenants
+
+
+async def test_a_save_deletes_a_bounded_part_of_what_has_expired(database: Database) -> None:
+    clock = Clock()
+    store = ResponseStore(database, wall_clock_s=clock, ttl_s=60, chance=lambda: 1.0)
+    for index in range(3):
+        await store.save("alice", response(f"a{index}"))
+
+    def copy(tx: SqlTransaction) -> None:
+        for index in range(200):
+            tx.execute(
+                "INSERT INTO stored_responses SELECT tenant, id || ?, created_unix_s, expires_unix_s,"
+                " n_bytes, body, items, earlier FROM stored_responses WHERE id = 'resp_a0'",
+                (f"-{index}",),
+            )
+
+    await database.run(copy)
+    clock.now_s += 61
+    sweeping = ResponseStore(database, wall_clock_s=clock, ttl_s=60, chance=lambda: 0.0)
+    left = [203]
+    while left[-1] > 0:
+        await sweeping.save("bob", response(f"b{len(left)}"))
+        [(n_left,)] = await database.read(
+            lambda tx: tx.execute("SELECT count(*) FROM stored_responses WHERE tenant = 'alice'")
+        )
+        left.append(n_left)
+    assert left == [203, 139, 75, 11, 0]
