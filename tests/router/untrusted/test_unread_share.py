@@ -18,6 +18,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.api.http.test_slow_readers import BODY, RawClient
 from tests.router.conftest import WAIT_S, eventually, open_router, script
+from tests.router.support.answer_events import sse_objects
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.api_keys import tenant_keys
 
@@ -138,6 +139,37 @@ async def test_unread_http_streams_hold_up_no_other_tenant(cluster: FakeCluster,
         for client in clients:
             choices = [choice for event in client.events() for choice in event["choices"]]
             text = "".join(choice["delta"].get("content") or "" for choice in choices)
+            assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
+            client.socket.close()
+        await eventually(lambda: not router.runs.held and not cluster.held)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_unread_streams_of_the_other_apis_hold_up_no_other_tenant(
+    cluster: FakeCluster, card: ModelCard, path: str
+) -> None:
+    async with crowded(cluster, card) as router:
+        router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
+        clients = [RawClient("key-a") for _ in range(STREAMS)]
+        for index, client in enumerate(clients):
+            body: dict[str, Any] = {"stream": True}
+            if path == "/v1/responses":
+                body |= {
+                    "input": f"x{index}",
+                    "include": ["message.output_text.logprobs"],
+                    "top_logprobs": 20,
+                }
+            else:
+                body |= {"messages": [{"role": "user", "content": f"x{index}"}], "max_tokens": TOKENS + 1}
+            await client.post(router.http_endpoint, body, path=path)
+        await eventually(lambda: router.runs.held == STREAMS)
+        await check_others(router)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*[client.read_all() for client in clients])
+        for client in clients:
+            kinds = ("response.output_text.delta", "content_block_delta")
+            deltas = [each["delta"] for each in sse_objects(client.body()) if each["type"] in kinds]
+            text = "".join(each if isinstance(each, str) else each.get("text", "") for each in deltas)
             assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
             client.socket.close()
         await eventually(lambda: not router.runs.held and not cluster.held)

@@ -13,7 +13,7 @@ from libs.common import service_bounds
 log = logging.getLogger(__name__)
 
 # A client that takes a piece of this size within WRITE_STALL_S is not cut off.
-_WRITTEN_BYTES = 64 << 10
+PIECE_BYTES = 64 << 10
 
 
 async def send_pieces(
@@ -41,6 +41,6 @@ async def send_pieces(
 
 
 async def _write(response: web.StreamResponse, piece: bytes, stall_s: float) -> None:
-    for begin in range(0, len(piece), _WRITTEN_BYTES):
+    for begin in range(0, len(piece), PIECE_BYTES):
         async with asyncio.timeout(stall_s):
-            await response.write(piece[begin : begin + _WRITTEN_BYTES])
+            await response.write(piece[begin : begin + PIECE_BYTES])

@@ -7,6 +7,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
 from libs.common import api_bounds
 from services.router.api.json_body import Json
 from services.router.api.responses.background_id import job_of
@@ -73,7 +75,7 @@ class BackgroundResponses:
         async for seen in self._jobs.follow(tenant, job.id):
             if seen.state is JobState.SUCCEEDED:
                 body = await self._store.find_body(tenant, response_id)
-                yield await asyncio.to_thread(json.loads, body)
+                yield await asyncio.to_thread(msgspec.json.decode, body)
             else:
                 yield await self._response(seen)
 
@@ -87,8 +89,9 @@ class BackgroundResponses:
         return job if job.path == PATH else None
 
     async def _response(self, job: Job) -> Json:
-        data = await self._jobs.request(job.tenant, job.id)
-        response = await asyncio.to_thread(_unfinished, job, data, self._card.name)
+        async with self._store.turn(job.tenant):
+            data = await self._jobs.request(job.tenant, job.id)
+            response = await asyncio.to_thread(_unfinished, job, data, self._card.name)
         if response["status"] == "failed":
             result = await self._jobs.result(job.tenant, job.id)
             said: Any = json.loads(result.body).get("error") or {} if result is not None else {}

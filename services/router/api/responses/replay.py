@@ -15,11 +15,15 @@ from services.router.api.responses.writer import event_bytes
 _BEGINNING = (("created", "queued"), ("queued", "queued"), ("in_progress", "in_progress"))
 _LAST = {"completed": "completed", "incomplete": "incomplete", "failed": "failed", "cancelled": "incomplete"}
 Event = tuple[str, Json]
+NumberedEvent = tuple[int, bytes]
 _UNFINISHED = ("queued", "in_progress")
 
 
-def events_of(response: Json, *, after: int) -> list[tuple[int, bytes]]:
-    """The events with numbers above `after` that the response has had until now, with their numbers. Pure."""
+def events_of(response: Json, *, after: int) -> Iterator[NumberedEvent]:
+    """The events with numbers above `after` that the response has had until now, one at a time. Pure.
+
+    Several repeat the whole response, so all together take several times its memory.
+    """
     events: list[Event] = [
         (f"response.{name}", {"response": _begun(response, status)}) for name, status in _BEGINNING
     ]
@@ -29,11 +33,9 @@ def events_of(response: Json, *, after: int) -> list[tuple[int, bytes]]:
         for index, item in enumerate(response["output"]):
             events += _item_events(index, item)
         events.append((f"response.{_LAST[response['status']]}", {"response": response}))
-    return [
-        (number, event_bytes(name, {"sequence_number": number, **fields}))
-        for number, (name, fields) in enumerate(events)
-        if number > after
-    ]
+    for number, (name, fields) in enumerate(events):
+        if number > after:
+            yield number, event_bytes(name, {"sequence_number": number, **fields})
 
 
 def _begun(response: Json, status: str) -> Json:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import partial
 
-import msgspec
 from aiohttp import web
 
 from libs.common import api_bounds, service_bounds
@@ -22,8 +21,8 @@ from services.router.api.http.request_reader import RequestReader
 from services.router.api.json_body import Json
 from services.router.api.responses.answer_format import ResponsesBody, ResponsesFormat
 from services.router.api.responses.background import BackgroundResponses
+from services.router.api.responses.delivery import ResponseDelivery
 from services.router.api.responses.errors import error_shape
-from services.router.api.responses.replay import events_of
 from services.router.api.responses.store import ResponseStore
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
 from services.router.execution.request_manager import RequestManager
@@ -59,6 +58,7 @@ class ResponsesRoutes:
         if store is not None and jobs is not None:
             self._background = BackgroundResponses(jobs, store, card)
         self._followers: Counter[str] = Counter()  # by tenant
+        self.delivery = ResponseDelivery()
         self.format = ResponsesFormat(runs, card, store=store, new_key=partial(secrets.token_hex, 16))
 
     def routes(self) -> Iterable[web.RouteDef]:
@@ -100,12 +100,13 @@ class ResponsesRoutes:
         if is_streamed:
             with self._following(caller.tenant):  # before a job is queued whose client would not know it
                 return await self._stream(request, caller.tenant, (await submit())["id"], after=-1)
-        return web.json_response(await submit())
+        stall_s = self._generation.write_stall_s
+        return await self.delivery.send_object(request, caller.tenant, await submit(), stall_s=stall_s)
 
-    async def _cancel(self, request: web.Request) -> web.Response:
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
         await self._in_background().cancel(tenant, response_id)
-        return await self._response(tenant, response_id)
+        return await self._response(request, tenant, response_id)
 
     @contextlib.contextmanager
     def _following(self, tenant: str) -> Iterator[None]:
@@ -136,10 +137,8 @@ class ResponsesRoutes:
                     await stream.send(b"", is_last=True)
                     return stream.response
                 self._reader.tenant(request)  # the key may have been revoked
-                events = await asyncio.to_thread(events_of, response, after=after)
-                if events:
-                    after = events[-1][0]
-                    await stream.send(b"".join([event for _, event in events]))
+                after = await self.delivery.send_events(stream, tenant, response, after=after)
+                del response  # it may have megabytes, and its next state come in hours
                 waiting = asyncio.create_task(_next(changes))
         except errors.SlipstreamError as error:
             if not stream.has_begun:
@@ -173,16 +172,16 @@ class ResponsesRoutes:
             after = -1 if given is None else api_bounds.STARTING_AFTER.parse(given)
             with self._following(tenant):
                 return await self._stream(request, tenant, response_id, after=after)
-        return await self._response(tenant, response_id)
+        return await self._response(request, tenant, response_id)
 
-    async def _response(self, tenant: str, response_id: str) -> web.Response:
-        found = None
+    async def _response(self, request: web.Request, tenant: str, response_id: str) -> web.StreamResponse:
+        found, stall_s = None, self._generation.write_stall_s
         if self._background is not None:
             found = await self._background.find(tenant, response_id)
         if found is not None:
-            return web.json_response(found)
+            return await self.delivery.send_object(request, tenant, found, stall_s=stall_s)
         body = await self._opened().find_body(tenant, response_id)
-        return web.Response(body=body, content_type="application/json")
+        return await self.delivery.send_json(request, tenant, body, stall_s=stall_s)
 
     async def _delete(self, request: web.Request) -> web.Response:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
@@ -194,7 +193,7 @@ class ResponsesRoutes:
                 raise
         return web.json_response({"id": response_id, "object": "response", "deleted": True})
 
-    async def _input_items(self, request: web.Request) -> web.Response:
+    async def _input_items(self, request: web.Request) -> web.StreamResponse:
         tenant, query = self._reader.tenant(request), request.query
         page = page_of(
             await self._opened().find_items(tenant, request.match_info["response_id"]),
@@ -202,8 +201,8 @@ class ResponsesRoutes:
             order=query.get("order", "desc"),
             limit=api_bounds.PAGE_LIMIT.parse(query.get("limit", str(PAGE_ITEMS))),
         )
-        body = await asyncio.to_thread(msgspec.json.encode, page)
-        return web.Response(body=body, content_type="application/json")
+        stall_s = self._generation.write_stall_s
+        return await self.delivery.send_object(request, tenant, page, stall_s=stall_s)
 
     def _in_background(self) -> BackgroundResponses:
         if self._background is None:

@@ -40,12 +40,15 @@ class RawClient:
         self.socket.setblocking(False)
         self.received = b""
 
-    async def post(self, endpoint: str, body: dict[str, Any]) -> None:
+    async def post(self, endpoint: str, body: dict[str, Any], *, path: str = "/v1/chat/completions") -> None:
+        await self.send(endpoint, f"POST {path}", json.dumps(body).encode())
+
+    async def send(self, endpoint: str, what: str, data: bytes = b"") -> None:
+        """Send a request; `what` is its method and path."""
         host, _, port = endpoint.rpartition(":")
         loop = asyncio.get_running_loop()
         await loop.sock_connect(self.socket, (host, int(port)))
-        data = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {endpoint}\r\nContent-Length: {len(data)}\r\n"
+        head = f"{what} HTTP/1.1\r\nHost: {endpoint}\r\nContent-Length: {len(data)}\r\n"
         head += f"Content-Type: application/json\r\nx-api-key: {self._key}\r\n"
         await loop.sock_sendall(self.socket, head.encode() + b"Connection: close\r\n\r\n" + data)
 
@@ -59,13 +62,17 @@ class RawClient:
         while await self.read(1 << 16):
             pass
 
-    def events(self) -> list[dict[str, Any]]:
-        """The events of the chunked answer, without [DONE]."""
+    def body(self) -> bytes:
+        """The body of the chunked answer."""
         body, rest = b"", self.received.partition(b"\r\n\r\n")[2]
         while rest:
             size, _, rest = rest.partition(b"\r\n")
             body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-        lines = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
+        return body
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events of a chat completion, without [DONE]."""
+        lines = [line.removeprefix("data: ") for line in self.body().decode().split("\n\n") if line]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 

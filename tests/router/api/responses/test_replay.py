@@ -28,7 +28,7 @@ def response(status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read(status: str, items: list[dict[str, Any]], after: int = -1) -> list[dict[str, Any]]:
-    found = events_of(response(status, items), after=after)
+    found = list(events_of(response(status, items), after=after))
     objects = [dict(each) for each in sse_objects(b"".join([event for _, event in found]))] if found else []
     assert [each["sequence_number"] for each in objects] == [number for number, _ in found]
     return objects
