@@ -52,7 +52,7 @@ class ClusterRecord:
     model: str
     ready_s: float | None
     processes: tuple[ProcessRecord, ...] = field(default_factory=tuple)
-    tls: Mapping[str, str] = field(default_factory=dict)  # the PEM files of mutual TLS, by TlsFiles' names
+    tls: Mapping[str, str] = field(default_factory=dict)  # mutual TLS, by the names of TlsFiles' fields
     etcd_access: Mapping[str, str] = field(default_factory=dict)  # settings of an external etcd, by name
     client_ca: str = ""  # PEM whose certificates open the routers' public gRPC port, and no others do
 
@@ -66,7 +66,7 @@ class ClusterRecord:
         if not self.tls:
             return None
         ca, certificate, key = (Path(self.tls[name]) for name in ("ca", "certificate", "key"))
-        return TlsFiles(ca, certificate, key)
+        return TlsFiles(ca, certificate, key, self.tls.get("server_name", ""))
 
     def find(self, instance: str) -> ProcessRecord:
         """The process of that name. `NotFound`, listing the names, if there is none."""

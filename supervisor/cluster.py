@@ -297,8 +297,11 @@ async def _all_ready(processes: list[SupervisedProcess]) -> None:
 
 
 def _tls_record(tls: TlsFiles | None) -> dict[str, str]:
-    """Names of files for cluster.json, which holds no secret."""
-    return {} if tls is None else {name: str(path.resolve()) for name, path in tls.paths().items()}
+    """Names of files for cluster.json, which holds no secret, and the name in the certificates."""
+    if tls is None:
+        return {}
+    files = {name: str(path.resolve()) for name, path in tls.paths().items()}
+    return {**files, "server_name": tls.server_name} if tls.server_name else files
 
 
 def _etcd_record(config: ClusterConfig) -> dict[str, str]:

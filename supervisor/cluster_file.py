@@ -104,6 +104,11 @@ class ClusterFile:
         found["file_memory_bytes"] = {role: n_bytes for role, n_bytes in sized.items() if n_bytes is not None}
         return found
 
+    def tls_server_name(self) -> str:
+        """The name in the certificates of services; "" = the host that is dialled."""
+        name: str = self.services[Role.ROUTER].get("tls_server_name", "")
+        return name
+
     def names(self) -> frozenset[str]:
         """The settings that the file has for some service."""
         return frozenset(name for values in self.services.values() for name in values)

@@ -290,6 +290,7 @@ def _access_arguments(config: ClusterConfig) -> list[str]:
             ("--tls-ca", config.tls.ca),
             ("--tls-certificate", config.tls.certificate),
             ("--tls-key", config.tls.key),
+            ("--tls-server-name", config.tls.server_name or None),
         )
     return arguments + _given(
         ("--etcd-ca", config.etcd_ca),

@@ -34,8 +34,9 @@ def with_file(given: ClusterConfig, path: Path, flags: Collection[str]) -> Clust
     """
     file = ClusterFile.read(path)
     by_flag = set(flags)
-    if {"tls_ca", "tls_certificate", "tls_key"} & by_flag:
+    if given.tls is not None:  # no flag names the servers, and services read the file's name
         by_flag.add("tls")
+        given = replace(given, tls=replace(given.tls, server_name=file.tls_server_name()))
     values = {name: value for name, value in file.config_values().items() if name not in by_flag}
     settings = {_SETTINGS.get(name, name) for name in flags}
     return replace(given, **values, config_file=file.path, from_file=file.names() - settings)

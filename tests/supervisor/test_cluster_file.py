@@ -125,6 +125,25 @@ grace_s = 3
     assert "drafter-0" not in settings and config.draft_model is None
 
 
+@pytest.mark.parametrize("by_flags", [False, True])
+def test_the_name_in_the_certificates_comes_from_the_file(
+    tmp_path: Path, started: list[ClusterConfig], by_flags: bool
+) -> None:
+    """`up` dials its services by that name, also where flags give the certificates."""
+    names = {"ca": "ca.pem", "certificate": "peer.pem", "key": "peer.key"}
+    lines = ["[common]", 'tls_server_name = "peers.internal"']
+    flags: list[str] = []
+    for name, file in names.items():
+        if by_flags:
+            flags += [f"--tls-{name}", str(PEMS / file)]
+        else:
+            lines.append(f'tls_{name} = "{PEMS / file}"')
+    (tmp_path / "c.toml").write_text("\n".join(lines))
+    config = up(started, tmp_path / "c.toml", *flags)
+    assert config.tls == TlsFiles(*(PEMS / file for file in names.values()), "peers.internal")
+    assert {each.tls_server_name for each in settings_of(config).values()} == {"peers.internal"}
+
+
 def test_flags_go_before_the_file(started: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = up(

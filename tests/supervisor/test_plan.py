@@ -119,7 +119,7 @@ def test_processes_that_choose_alike_are_given_different_ports(tmp_path: Path) -
 
 
 def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) -> None:
-    tls = TlsFiles(tmp_path / "ca", tmp_path / "pem", tmp_path / "key")
+    tls = TlsFiles(tmp_path / "ca", tmp_path / "pem", tmp_path / "key", "peers.internal")
     config = ClusterConfig(
         etcd="e:1",
         etcd_ca=tmp_path / "etcd-ca",
@@ -142,6 +142,7 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         assert flag(process, "--tls-ca") == str(tls.ca)
         assert flag(process, "--tls-certificate") == str(tls.certificate)
         assert flag(process, "--tls-key") == str(tls.key)
+        assert flag(process, "--tls-server-name") == "peers.internal"
         assert flag(process, "--etcd-ca") == str(tmp_path / "etcd-ca")
         assert flag(process, "--etcd-user") == "slipstream"
         assert flag(process, "--etcd-password-file") == str(tmp_path / "password")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def small_model(directory: Path) -> Path:
 
 def secured(tmp_path: Path, etcd: EtcdProcess, authority: Authority) -> ClusterConfig:
     """A cluster of real services with fake engines."""
-    tls, etcd_files = authority.issue("cluster"), authority.issue("router")
+    tls = replace(authority.issue("cluster", "peers.internal"), server_name="peers.internal")
+    etcd_files = authority.issue("router")
     (tmp_path / "password").write_text(PASSWORD)
     return ClusterConfig(
         run_dir=tmp_path / "run",
