@@ -25,7 +25,7 @@ from services.router.recording.trail import RequestTrail
 from services.router.request.output_constraints import OutputConstraints
 from services.router.request.prompt import Prompt
 from services.router.request.types import Caller, GenerationRequest
-from services.router.request.validation import check_caller, validate
+from services.router.request.validation import check_caller, check_values
 from slipstream import bounds, errors
 from slipstream.sampling import OutputConstraint
 
@@ -116,7 +116,7 @@ class RequestManager:
             if self.gate.controller.crowded:
                 self._refuse_early(request, caller, chars)
             if not is_checked:
-                await self.read(caller, partial(self._check, request), n_bytes=n_bytes)
+                await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
             constraint = await self._constrain(request, caller) if first is None else first.constraint
             self._check_draining()  # the router may have begun to drain during the wait
             if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
@@ -157,7 +157,7 @@ class RequestManager:
 
     async def encode(self, request: GenerationRequest, caller: Caller, *, n_bytes: int) -> Prompt:
         """The prompt of a request that does not run. Raises as `begin` does, but for Overloaded."""
-        await self.read(caller, partial(self._check, request), n_bytes=n_bytes)
+        await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
         return await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
 
     async def _free_id(self, key: tuple[str, str], *, is_takeover: bool) -> None:
@@ -278,11 +278,6 @@ class RequestManager:
         )
         return generation
 
-    def _check(self, request: GenerationRequest) -> None:
-        card = self.context.card
-        limits = {"vocab_size": card.vocab_size, "max_context_tokens": card.max_context_tokens}
-        validate(request, models=card.names, **limits)
-
     async def _constrain(self, request: GenerationRequest, caller: Caller) -> OutputConstraint | None:
         """What the answer may be. A schema or grammar that is new here is checked off the event loop."""
         if self._constraints.is_known(request):
@@ -313,7 +308,7 @@ class RequestManager:
         A refusal has to be cheap, so only prompts that may be too long are encoded, one at a time.
         """
         if self._may_be_too_long(chars) and not self._measuring.locked():
-            await self.read(caller, partial(self._check, request), n_bytes=n_bytes)
+            await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
             await self._measure(request, caller)
 
     def _may_be_too_long(self, chars: int) -> bool:

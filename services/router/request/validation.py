@@ -15,6 +15,7 @@ from libs.structured.answer_grammar import OutputFormat
 from libs.structured.json_schema import is_shallow
 from libs.text.tool_schema import validate_tools
 from services.router.admission.types import PRIORITIES
+from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
 from slipstream import bounds
 from slipstream.bound import shown, shown_name
@@ -60,6 +61,12 @@ def validate(
         _check_output(request.output)
         if isinstance(request.input, ChatInput) and request.input.partial:
             raise bounds.PARTIAL_OUTPUT.refused(request.output.field)
+
+
+def check_values(request: GenerationRequest, card: ModelCard) -> None:
+    """As `validate`, by the limits of the served model."""
+    limits = {"vocab_size": card.vocab_size, "max_context_tokens": card.max_context_tokens}
+    validate(request, models=card.names, **limits)
 
 
 def check_model(model: str, models: Sequence[str]) -> None:

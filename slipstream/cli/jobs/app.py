@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.bound import shown
 from slipstream.cli.client_access import ClientAccess, takes_client
 from slipstream.cli.options import AsJson
 from slipstream.errors import InvalidArgument
@@ -51,19 +54,18 @@ def submit(
     The exit code is 1 where a job has failed.
     """
     from slipstream.cli.jobs.progress import follow_group
-    from slipstream.jobs.messages import JobOptions, index_in
+    from slipstream.jobs.messages import JobOptions
 
-    bodies, references, lines = read_bodies(file)
+    bodies, references, lines = read_bodies(file, path)
+    if output is not None:
+        check_output(output, file)
     name = group or f"{file.stem[:80]}-{int(time.time())}"
     options = JobOptions(path, group_id=name, idempotency_key=name[:100], expires_s=expires_s)
     with access.open() as client:
         try:
             jobs = client.jobs.submit(bodies, references=references, options=options)
         except InvalidArgument as error:
-            if (place := index_in(error.field)) is None:
-                raise
-            index, field = place
-            raise InvalidArgument("FILE", f"{file}: line {lines[index]}: {field}: {error.reason}") from None
+            raise _of_line(error, file, lines) from None
         print(f"group {name}: {len(jobs)} jobs")
         if not (wait or output):
             return
@@ -130,11 +132,14 @@ def cancel(
         print(f"{client.jobs.cancel(job_id, group_id=group)} cancelled")
 
 
-def read_bodies(file: Path) -> tuple[list[dict[str, Any]], list[str], list[int]]:
-    """The bodies, their references and their lines. A reference is `custom_id`, or the number of the line."""
+def read_bodies(file: Path, path: str) -> tuple[list[dict[str, Any]], list[str], list[int]]:
+    """The bodies, their references and their lines. A reference is `custom_id`, or the number of the line.
+
+    Raises InvalidArgument for a file that cannot be read, and a line of OpenAI's that is not for `path`.
+    """
     bodies, references, numbers = [], [], []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # a JSON text may have other line breaks
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "is not UTF-8"
         raise InvalidArgument("FILE", f"{file}: {why}") from None
@@ -148,6 +153,11 @@ def read_bodies(file: Path) -> tuple[list[dict[str, Any]], list[str], list[int]]
         if not isinstance(parsed, dict):
             raise InvalidArgument("FILE", f"{file}: line {number} is no JSON object")
         is_batch = "custom_id" in parsed and isinstance(parsed.get("body"), dict)
+        for name, wanted in (("method", "POST"), ("url", path)) if is_batch else ():
+            if parsed.get(name, wanted) != wanted:
+                reason = f"{name} must be {wanted}, not {shown(parsed[name])}"
+                hint = "; --path names the endpoint of all lines" if name == "url" else ""
+                raise InvalidArgument("FILE", f"{file}: line {number}: {reason}{hint}")
         bodies.append(parsed["body"] if is_batch else parsed)
         references.append(str(parsed["custom_id"]) if is_batch else str(number))
         numbers.append(number)
@@ -156,12 +166,41 @@ def read_bodies(file: Path) -> tuple[list[dict[str, Any]], list[str], list[int]]
     return bodies, references, numbers
 
 
+def _of_line(error: InvalidArgument, file: Path, lines: Sequence[int]) -> InvalidArgument:
+    """The error by the line of its body."""
+    from slipstream.jobs.messages import index_in
+
+    if (place := index_in(error.field)) is None:
+        return error
+    index, field = place
+    return InvalidArgument("FILE", f"{file}: line {lines[index]}: {field}: {error.reason}")
+
+
+def check_output(output: Path, file: Path) -> None:
+    """Raises InvalidArgument where the answers cannot be written to `output`, or would replace the bodies."""
+    try:
+        if output.is_dir():
+            raise InvalidArgument("--output", f"{output} is a folder")
+        if not output.exists() and not output.parent.is_dir():
+            raise InvalidArgument("--output", f"{output}: there is no folder {output.parent}")
+        if not os.access(output if output.exists() else output.parent, os.W_OK):
+            raise InvalidArgument("--output", f"{output} cannot be written")
+        if output.exists() and output.samefile(file):
+            raise InvalidArgument("--output", f"{output} is the file of the bodies")
+    except OSError as error:  # such as a name that is too long
+        raise InvalidArgument("--output", f"{output}: {error.strerror}") from None
+
+
 def _write_answers(client: Client, jobs: list[SubmittedJob], output: Path) -> None:
-    with output.open("w", encoding="utf-8") as file:
-        for job in jobs:
-            found = client.jobs.get(job.id)
-            line = {**_as_json(found.job), "answer": found.answer}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    try:
+        with output.open("w", encoding="utf-8") as file:
+            for job in jobs:
+                found = client.jobs.get(job.id)
+                line = {**_as_json(found.job), "answer": found.answer}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError as error:
+        again = f"submit the same file with --group {jobs[0].group_id} again"
+        raise InvalidArgument("--output", f"{output}: {error.strerror}; for the answers {again}") from None
 
 
 def _as_json(job: SubmittedJob) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.cli.app import build_app
+from slipstream.cli.jobs.app import read_bodies
 from slipstream.client import Client
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.jobs.messages import JobOptions, index_in, renumbered, submissions
@@ -100,6 +101,11 @@ async def test_the_commands_submit_list_show_and_cancel(router: RouterServer, tm
         with pytest.raises(InvalidArgument, match=r"wrong.jsonl: line 3: temperature: must be") as refused:
             _slipstream("submit", str(wrong), *at)
         assert refused.value.field == "FILE"
+        wrong.write_text(json.dumps(BODY) + "\n\n" + json.dumps({**BODY, "temperature": 9}) + "\n")
+        with pytest.raises(InvalidArgument, match=r"wrong.jsonl: line 3: temperature: must be a number"):
+            _slipstream("submit", str(wrong), *at)
+        with pytest.raises(InvalidArgument, match=r"--output: /dev/full: No space.* --group g again"):
+            _slipstream("submit", str(file), "--group", "g", "--output", "/dev/full", *at)
         with pytest.raises(InvalidArgument):
             _slipstream("cancel", *at)
 
@@ -127,6 +133,54 @@ def test_a_file_without_bodies_is_refused(text: str, reason: str, tmp_path: Path
     (tmp_path / "bodies.jsonl").write_text(text)
     with pytest.raises(InvalidArgument, match=reason):
         _slipstream("submit", str(tmp_path / "bodies.jsonl"), "--endpoint", "127.0.0.1:1")
+
+
+def _lines(*bodies: Any) -> str:
+    return "\n".join(json.dumps(body, ensure_ascii=False) for body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("url", "/v1/completions", "line 2: url must be /v1/chat/completions, not '/v1/completions'; --path"),
+        ("method", "GET", "line 2: method must be POST, not 'GET'"),
+    ],
+)
+def test_a_line_for_another_endpoint_is_refused(field: str, value: str, reason: str, tmp_path: Path) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY}
+    (tmp_path / "bodies.jsonl").write_text(_lines(line, {**line, field: value}))
+    with pytest.raises(InvalidArgument, match=reason):
+        _slipstream("submit", str(tmp_path / "bodies.jsonl"), "--endpoint", "127.0.0.1:1")
+
+
+def test_a_line_break_of_unicode_ends_no_line(tmp_path: Path) -> None:
+    (tmp_path / "bodies.jsonl").write_text(_lines({"prompt": "a\u2028b\x85c"}, BODY))
+    bodies, references, numbers = read_bodies(tmp_path / "bodies.jsonl", "/v1/chat/completions")
+    assert bodies == [{"prompt": "a\u2028b\x85c"}, BODY] and references == ["1", "2"] and numbers == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("no/folder/answers", "there is no folder"),
+        ("bodies.jsonl/answers", "there is no folder"),
+        (".", "is a folder"),
+        ("bodies.jsonl", "is the file of the bodies"),
+        ("a" * 300, "File name too long"),
+    ],
+)
+def test_answers_that_cannot_be_written_are_refused_before_anything_is_sent(
+    output: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sent(*_: Any, **__: Any) -> None:
+        raise AssertionError("the bodies were sent")
+
+    monkeypatch.setattr("slipstream.jobs.calls.BlockingJobs.submit", sent)
+    file = tmp_path / "bodies.jsonl"
+    file.write_text(json.dumps(BODY))
+    given = ("--output", str(tmp_path / output), "--endpoint", "127.0.0.1:1")
+    with pytest.raises(InvalidArgument, match=f"--output: .*{reason}"):
+        _slipstream("submit", str(file), *given)
 
 
 def test_an_error_names_the_body_of_the_whole_submission() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from libs.common.http.failure import HttpFailure
 from services.router.request.model_card import ModelCard
 from services.router.request.types import GenerationRequest
-from services.router.request.validation import validate
+from services.router.request.validation import check_values
 from slipstream.errors import InvalidArgument
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
@@ -45,12 +45,7 @@ class FieldPaths:
     def check(self, request: GenerationRequest, card: ModelCard) -> None:
         """Check the values of a request. Raises InvalidArgument with the path of the body, and NotFound."""
         try:
-            validate(
-                request,
-                models=card.names,
-                vocab_size=card.vocab_size,
-                max_context_tokens=card.max_context_tokens,
-            )
+            check_values(request, card)
         except InvalidArgument as error:
             raise self.renamed(error) from None
 

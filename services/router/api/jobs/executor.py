@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,9 +14,12 @@ from libs.common.http.failure import failure_of
 from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
+from services.router.api.choices import leaders_of
 from services.router.execution.request_manager import RequestManager
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress
+from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
+from services.router.request.validation import check_values
 from slipstream import bounds, errors
 
 log = logging.getLogger(__name__)
@@ -49,9 +53,14 @@ class AnswerExecutor:
         try:
             answer_format = await self._formats[path].for_body(caller, body)
             n_bytes += answer_format.n_further_bytes
-            await self._runs.read(caller, lambda: answer_format.parse(body, ""), n_bytes=n_bytes)
+            read = partial(_check_body, answer_format, body, self._runs.context.card)
+            await self._runs.read(caller, read, n_bytes=n_bytes)
         except errors.InvalidArgument as error:
             raise errors.InvalidArgument(f"{field}.body.{error.field}", error.reason) from None
+        except errors.NotFound as error:
+            if error.field is None:
+                raise
+            raise errors.InvalidArgument(f"{field}.body.{error.field}", error.message) from None
 
     async def run(self, job: ClaimedJob) -> JobOutcome:
         """See JobExecutor. Seeds come from the job's id where the body states none."""
@@ -96,6 +105,14 @@ class AnswerExecutor:
             endpoint=job.path,
             submitted_unix_s=int(job.created_unix_s),
         )
+
+
+def _check_body(answer_format: AnswerFormat, body: bytes, card: ModelCard) -> None:
+    """Raises InvalidArgument and NotFound for values that the endpoint refuses."""
+    requests = answer_format.parse(body, "").requests
+    for index, leader in enumerate(leaders_of(requests)):
+        if index == leader:  # other choices of a prompt have its values
+            check_values(requests[index], card)
 
 
 def _failed(answer_format: AnswerFormat, error: errors.SlipstreamError) -> JobOutcome:

@@ -22,7 +22,7 @@ from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import jobs_pb2
 from slipstream.v1.jobs_pb2_grpc import JobServiceStub
-from tests.router.conftest import HELLO, WAIT_S, open_router
+from tests.router.conftest import HELLO, MAX_CONTEXT_TOKENS, WAIT_S, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.api_keys import tenant_keys
 
@@ -116,9 +116,9 @@ async def test_an_answer_is_the_same_in_each_attempt(stub: Any, router: RouterSe
 
 
 async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any) -> None:
-    [response] = await _run(stub, new_job(model="no-such-model"))
-    assert (response.job.state, response.job.http_status) == (jobs_pb2.JOB_STATE_FAILED, 404)
-    assert json.loads(response.result)["error"]["code"] == "model_not_found"
+    [response] = await _run(stub, new_job(max_tokens=MAX_CONTEXT_TOKENS))  # and the prompt exceeds them
+    assert (response.job.state, response.job.http_status) == (jobs_pb2.JOB_STATE_FAILED, 400)
+    assert json.loads(response.result)["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,13 @@ async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any)
         (new_job(path="/v1/embeddings"), "jobs[1].path"),
         (jobs_pb2.NewJob(path=CHAT, body=b"{"), "jobs[1].body.body"),
         (new_job(temperature="warm"), "jobs[1].body.temperature"),
+        (new_job(temperature=9), "jobs[1].body.temperature"),
+        (new_job(model="no-such-model"), "jobs[1].body.model"),
+        (jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "a", "top_p": 7}'), "jobs[1].body.top_p"),
+        (
+            jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": ["a", ""], "n": 2}'),
+            "jobs[1].body.prompt",
+        ),
         (jobs_pb2.NewJob(path=CHAT, body=new_job().body, expires_s=1e9), "jobs[1].expires_s"),
         (
             jobs_pb2.NewJob(
