@@ -113,7 +113,7 @@ class ResponseWriter(AnswerWriter):
 
     def finish_event(self, finished: router_pb2.Finished, *, with_stats: bool) -> bytes:
         """The choice's finish reason, and the statistics where they stand in no event of the usage."""
-        finish = finish_reason(finished)
+        finish = self._finish_reason(finished)
         piece = '"delta":{}' if self._chat else '"text":""'
         last = f'{{"index":{self._index},"finish_reason":"{finish}",{piece},"logprobs":null}}'.encode()
         if with_stats:
@@ -166,7 +166,7 @@ class ResponseWriter(AnswerWriter):
 
     def choice(self, finished: router_pb2.Finished) -> Json:
         """The whole choice, after all pieces were added."""
-        finish = finish_reason(finished)
+        finish = self._finish_reason(finished)
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         choice: Json = {"index": self._index, "finish_reason": finish}
         if not self._chat:
@@ -202,6 +202,10 @@ class ResponseWriter(AnswerWriter):
         return body
 
     # ---- common
+
+    def _finish_reason(self, finished: router_pb2.Finished) -> str:
+        """An answer of the prompt alone ends at its limit of 0, whatever the engine's one token was."""
+        return "length" if self._shape.prompt_alone else finish_reason(finished)
 
     def _head(self, kind: str = "") -> Json:
         """What a whole body and each chunk of a stream begin with. `kind`: ".chunk" for a chunk."""

@@ -144,6 +144,21 @@ async def test_token_ids_are_a_prompt_and_may_be_echoed_alone(
     assert (await ask(http, "/detokenize", tokens=ids))["prompt"] == "Where is my order?"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_alone_ends_at_its_length_whatever_the_engine_said(
+    http: aiohttp.ClientSession, cluster: FakeCluster, card: ModelCard, stream: bool, n: int
+) -> None:
+    script(cluster.model, [card.tokenizer.special_id("<|im_end|>")])  # the one token ends the engine's answer
+    body = {"prompt": "Where?", "echo": True, "max_tokens": 0, "n": n, "stream": stream}
+    async with http.post("/v1/completions", json=body) as answer:
+        text = await answer.text()
+    events = events_of(text) if stream else [json.loads(text)]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [each["finish_reason"] for each in choices if each["finish_reason"]] == ["length"] * n
+    assert {each["text"] for each in choices} <= {"Where?", ""}
+
+
 async def test_ids_beyond_the_context_have_a_text_and_refused_ones_name_their_field(
     http: aiohttp.ClientSession, card: ModelCard
 ) -> None:
