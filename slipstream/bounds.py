@@ -338,7 +338,11 @@ PROMPT_LOGPROBS = _sampling.add(
 )
 PROMPT_ROWS = _sampling.add(
     Size(
-        "prompt_logprobs", 0, 1 << 17, "log probabilities of prompts", "1 + N for each token of the prompts."
+        "prompt_logprobs",
+        0,
+        1 << 17,
+        "log probabilities of prompts",
+        "1 + N for each token, as often as the answer has the prompt.",
     )
 )
 STOP = _sampling.add(Size("stop", 0, 16, "stop strings", "Each is looked for in each piece of text."))

@@ -174,6 +174,12 @@ async def test_rows_of_all_prompts_together_are_bounded(cluster: FakeCluster, ca
                     error = (await answer.json())["error"]
                     assert error["param"] == "prompt_logprobs"
                     assert "must have at most 131072 log probabilities of prompts, not 1" in error["message"]
+            # A chat's answer has the rows once, beside its choices.
+            chat = {"messages": [{"role": "user", "content": "zq " * 1000}], "n": 4, "prompt_logprobs": 20}
+            async with http.post("/v1/chat/completions", json=chat) as answer:
+                whole = await answer.json()
+                assert answer.status == 200, whole
+            assert 4 * 21 * len(whole["prompt_logprobs"]) > 1 << 17 and len(whole["choices"]) == 4
         async with AsyncClient(router.host.endpoint) as client:
             with pytest.raises(errors.InvalidArgument, match="at most 131072 log probabilities"):
                 await client.complete("zq " * 3000, prompt_logprobs=20)

@@ -38,7 +38,7 @@ class OpenAiBody(ParsedBody):
         return ResponseWriter(started, shape, index=index)
 
     def choices_writer(self, context: AnswerContext) -> ChoiceWriters:
-        return ChoiceWriters(self, context)
+        return ChoiceWriters(self, context, is_chat=self.chat)
 
     def _prompt_text(self, context: AnswerContext, index: int) -> str:
         source = self.requests[index].input

@@ -14,13 +14,15 @@ from slipstream.v1 import router_pb2
 class ChoiceWriters(ChoicesWriter):
     """All choices have one id and one time."""
 
-    def __init__(self, body: ParsedBody, context: AnswerContext) -> None:
+    def __init__(self, body: ParsedBody, context: AnswerContext, *, is_chat: bool) -> None:
+        """A chat's answer has the rows of its prompt once, one of completions in each choice."""
         self._body = body
+        self._is_chat = is_chat
         self._context = context
         self._created_unix_s = 0
         self._writers: dict[int, ResponseWriter] = {}
         self._leaders = leaders_of(body.requests)
-        self._n_logprobs = 0  # of the prompts of all choices
+        self._n_logprobs = 0  # of prompts, in the whole answer
         self._finished: dict[int, router_pb2.Finished] = {}
 
     def _after_start(
@@ -45,11 +47,11 @@ class ChoiceWriters(ChoicesWriter):
         return events[1:]
 
     def _check_rows(self, started: router_pb2.Started, index: int) -> None:
-        """Raises InvalidArgument where the prompts of all choices have too many rows together."""
+        """Raises InvalidArgument where the answer has too many rows of prompts."""
         top = self._body.requests[index].sampling.prompt_logprobs
         if top is not None:
-            n_choices = self._leaders.count(index)
-            self._n_logprobs += n_choices * started.prompt_tokens * (1 + top)
+            n_copies = 1 if self._is_chat else self._leaders.count(index)
+            self._n_logprobs += n_copies * started.prompt_tokens * (1 + top)
             bounds.PROMPT_ROWS.check(self._n_logprobs)
 
     def encode(self, index: int, events: Sequence[router_pb2.GenerateEvent]) -> bytes:
