@@ -337,13 +337,7 @@ PROMPT_LOGPROBS = _sampling.add(
     Range("prompt_logprobs", 0, 20, "As vLLM's; `echo` with `logprobs` asks for them too.", whole=True)
 )
 PROMPT_ROWS = _sampling.add(
-    Size(
-        "prompt_logprobs",
-        0,
-        1 << 17,
-        "log probabilities of prompts",
-        "1 + N for each token, as often as the answer has the prompt.",
-    )
+    Size("prompt_logprobs", 0, 1 << 17, "log probabilities of prompts", "All rows of the answer, 1 + N each.")
 )
 STOP = _sampling.add(Size("stop", 0, 16, "stop strings", "Each is looked for in each piece of text."))
 STOP_STRING = _sampling.add(Size("stop[i]", 1, 256, "bytes", "Text that may become one is held back."))
@@ -358,13 +352,7 @@ STOP_TOKENS = _sampling.add(Size("stop_token_ids", 0, 64, "token ids", "Workers 
 STOP_TOKEN = _sampling.add(
     Rule("stop_token_ids[i]", "must be a token id from 0 to {last}", "The model's vocabulary.")
 )
-MAX_TOKENS = _sampling.add(
-    Rule(
-        "max_tokens",
-        "must be a whole number from 1 to {max_context_tokens}, not {value}",
-        "The upper end is the model's context.",
-    )
-)
+MAX_TOKENS = _sampling.add(Rule("max_tokens", "must be at least 1, not {value}", "An answer has a token."))
 # Libraries look for the first sentence (litellm), or for "prompt is too long" (langchain-openai, clients of
 # Anthropic's API), to know that a conversation has to become shorter.
 _OVERFLOW = "This model's maximum context length is {max_context_tokens} tokens. However, you requested "
@@ -375,6 +363,9 @@ PROMPT_TOKENS = _sampling.add(
         + "{prompt_tokens} tokens in the prompt, which leaves no room for an answer: the prompt is too long.",
         "At least one token must fit behind the prompt (field prompt for plain completions).",
     )
+)
+COMPLETION = _sampling.add(
+    Overflow("max_tokens", _OVERFLOW + "{value} tokens in the completion.", "No prompt leaves so much room.")
 )
 CONTEXT = _sampling.add(
     Overflow(

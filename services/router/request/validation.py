@@ -173,9 +173,9 @@ def _check_sampling(sampling: Sampling, *, vocab_size: int, max_context_tokens: 
         bounds.PROMPT_LOGPROBS.check(sampling.prompt_logprobs)
     limit = sampling.max_tokens
     if limit is not None and not 1 <= limit <= max_context_tokens:
-        raise bounds.MAX_TOKENS.refused(
-            sampling.max_tokens_field, max_context_tokens=max_context_tokens, value=shown(limit)
-        )
+        row = bounds.MAX_TOKENS if limit < 1 else bounds.COMPLETION
+        details = {"max_context_tokens": max_context_tokens, "value": shown(limit)}
+        raise row.refused(sampling.max_tokens_field, **details)
     if not 0 <= sampling.min_tokens <= (max_context_tokens if limit is None else limit):
         raise bounds.MIN_TOKENS.refused(value=shown(sampling.min_tokens))
     bounds.STOP_TOKENS.check(len(sampling.stop_token_ids))

@@ -87,11 +87,13 @@ async def test_the_models_page_and_the_refusal_name_the_bound_of_the_workers(
         url = f"http://{router.http_endpoint}"
         async with aiohttp.ClientSession(url) as http, AsyncClient(router.host.endpoint) as client:
             assert await _context(http) == 64
-            body: dict[str, Any] = {"messages": HELLO, "max_tokens": 64}
-            async with http.post("/v1/chat/completions", json=body) as response:
-                error = (await response.json())["error"]
-            assert (response.status, error["code"]) == (400, "context_length_exceeded")
-            assert "maximum context length is 64 tokens" in error["message"]
+            for field, limit in (("max_tokens", 64), ("max_tokens", 65), ("max_completion_tokens", 4096)):
+                body: dict[str, Any] = {"messages": HELLO, field: limit}
+                async with http.post("/v1/chat/completions", json=body) as response:
+                    error = (await response.json())["error"]
+                assert (response.status, error["code"]) == (400, "context_length_exceeded")
+                assert error["param"] == field
+                assert "maximum context length is 64 tokens. However, you requested" in error["message"]
             with pytest.raises(InvalidArgument, match="64 tokens"):
                 await client.complete("word " * 100)
             await large.stop()
