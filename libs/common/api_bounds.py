@@ -115,8 +115,19 @@ BACKGROUND_DELETE = RESPONSES.add(
 BACKGROUND_STREAM = RESPONSES.add(
     Rule("stream", "is only for responses in the background", "The events of others are not kept.", "HTTP")
 )
+BACKGROUND_PREVIOUS = RESPONSES.add(
+    Rule(
+        "previous_response_id",
+        "names a response that is {status}: one that has an answer can be continued",
+        "A response in the background may have none yet, or never.",
+        "HTTP",
+    )
+)
 STARTING_AFTER = RESPONSES.add(
     Range("starting_after", 0, 1 << 31, "The number of an event.", whole=True, apis="HTTP")
+)
+STARTING_AFTER_STREAM = RESPONSES.add(
+    Rule("starting_after", "needs stream=true", "A response in one piece has no events.", "HTTP")
 )
 PAGE_LIMIT = RESPONSES.add(Range("limit", 1, 100, "Input items of one page.", whole=True, apis="HTTP"))
 PAGE_ORDER = RESPONSES.add(Rule("order", "must be asc or desc", "As OpenAI's.", "HTTP"))

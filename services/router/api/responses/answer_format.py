@@ -15,6 +15,7 @@ from services.router.api.answers.answer_format import (
     AnswerWriter,
     ParsedBody,
 )
+from services.router.api.responses.background import BackgroundResponses
 from services.router.api.responses.background_id import key_of
 from services.router.api.responses.errors import error_code, error_shape, response_error
 from services.router.api.responses.request import (
@@ -45,11 +46,13 @@ class ResponsesFormat(AnswerFormat):
         card: ModelCard,
         *,
         store: ResponseStore | None,
+        background: BackgroundResponses | None,
         new_key: Callable[[], str],
     ) -> None:
         self._runs = runs
         self.card = card
         self.store = store
+        self._background = background
         self.new_key = new_key
 
     async def for_body(self, caller: Caller, data: bytes) -> _FormatOfBody:
@@ -61,6 +64,8 @@ class ResponsesFormat(AnswerFormat):
             raise api_bounds.NO_STORE.refused(_reason(draft))
         earlier = EarlierItems()
         if self.store is not None:
+            if draft.previous_id is not None and self._background is not None:
+                await self._background.check_continued(caller.tenant, draft.previous_id)
             earlier = await self.store.earlier_items(caller.tenant, draft)
         return _FormatOfBody(self, caller, draft, earlier)
 

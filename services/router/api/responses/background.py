@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -12,8 +12,15 @@ import msgspec
 from libs.common import api_bounds
 from services.router.api.json_body import Json
 from services.router.api.responses.background_id import job_of
-from services.router.api.responses.request import decode_response, echo_of
+from services.router.api.responses.request import (
+    EarlierItems,
+    ResponseDraft,
+    decode_response,
+    echo_of,
+    input_items,
+)
 from services.router.api.responses.store import ResponseStore
+from services.router.api.responses.stored_items import items_to_store
 from services.router.api.responses.writer import response_object
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job, JobRequest, JobState
@@ -48,6 +55,23 @@ class BackgroundResponses:
         """A response that has no stored answer, as it is now; None for any other."""
         job = await self._job(tenant, response_id)
         return None if job is None or job.state is JobState.SUCCEEDED else await self._response(job)
+
+    async def input_items(self, tenant: str, response_id: str) -> Sequence[Json] | None:
+        """The input of a response that has no stored answer; None for any other. Raises NotFound."""
+        job = await self._job(tenant, response_id)
+        if job is None or job.state is JobState.SUCCEEDED:
+            return None
+        data = await self._jobs.request(tenant, job.id)
+        draft = await asyncio.to_thread(decode_response, data)
+        referred = msgspec.structs.replace(draft, previous_id=None)
+        earlier = await self._store.earlier_items(tenant, referred)
+        return await asyncio.to_thread(_stored_input, job, draft, earlier)
+
+    async def check_continued(self, tenant: str, response_id: str) -> None:
+        """Raises InvalidArgument for a response without an answer that another one may continue."""
+        job = await self._job(tenant, response_id)
+        if job is not None and job.state is not JobState.SUCCEEDED:
+            raise api_bounds.BACKGROUND_PREVIOUS.refused(status=_STATUS[job.state])
 
     async def cancel(self, tenant: str, response_id: str) -> None:
         """End a response at once; one that has ended stays as it is. Raises NotFound, InvalidArgument."""
@@ -98,6 +122,10 @@ class BackgroundResponses:
             message = said.get("message") or job.error or "the response has no answer"
             response["error"] = {"code": _CODES.get(job.status, "server_error"), "message": message}
         return response
+
+
+def _stored_input(job: Job, draft: ResponseDraft, earlier: EarlierItems) -> Sequence[Json]:
+    return items_to_store(input_items(draft.body.input, earlier), job.id.removeprefix("job-"))
 
 
 def _unfinished(job: Job, data: bytes, model: str) -> dict[str, Any]:

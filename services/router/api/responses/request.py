@@ -177,7 +177,7 @@ def parse_response(
 ) -> ResponsesRequest:
     """The request of a decoded body. Raises InvalidArgument naming the first field that does not fit."""
     body, ignored = draft.body, draft.ignored
-    items = _items(body.input, earlier)
+    items = input_items(body.input, earlier)
     sources = _messages(body, items, earlier, ignored)
     reasoning = body.reasoning or _Reasoning()
     chat = ChatInput(
@@ -210,7 +210,7 @@ def parse_response(
     )
 
 
-def _items(given: str | list[Any], earlier: EarlierItems) -> list[Json]:
+def input_items(given: str | list[Any], earlier: EarlierItems) -> list[Json]:
     """The input as items, references replaced by what they refer to."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]

@@ -59,7 +59,8 @@ class ResponsesRoutes:
             self._background = BackgroundResponses(jobs, store, card)
         self._followers: Counter[str] = Counter()  # by tenant
         self.delivery = ResponseDelivery()
-        self.format = ResponsesFormat(runs, card, store=store, new_key=partial(secrets.token_hex, 16))
+        new_key = partial(secrets.token_hex, 16)
+        self.format = ResponsesFormat(runs, card, store=store, background=self._background, new_key=new_key)
 
     def routes(self) -> Iterable[web.RouteDef]:
         """See RouteFamily."""
@@ -167,8 +168,10 @@ class ResponsesRoutes:
         is_streamed = request.query.get("stream", "false")
         if is_streamed not in ("true", "false"):
             raise bounds.TYPE.refused("stream", expected="true or false")
+        given = request.query.get("starting_after")
+        if given is not None and is_streamed == "false":
+            raise api_bounds.STARTING_AFTER_STREAM.refused()
         if is_streamed == "true":
-            given = request.query.get("starting_after")
             after = -1 if given is None else api_bounds.STARTING_AFTER.parse(given)
             with self._following(tenant):
                 return await self._stream(request, tenant, response_id, after=after)
@@ -194,9 +197,12 @@ class ResponsesRoutes:
         return web.json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _input_items(self, request: web.Request) -> web.StreamResponse:
-        tenant, query = self._reader.tenant(request), request.query
+        tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
+        items, query = None, request.query
+        if self._background is not None:
+            items = await self._background.input_items(tenant, response_id)
         page = page_of(
-            await self._opened().find_items(tenant, request.match_info["response_id"]),
+            await self._opened().find_items(tenant, response_id) if items is None else items,
             after=query.get("after"),
             order=query.get("order", "desc"),
             limit=api_bounds.PAGE_LIMIT.parse(query.get("limit", str(PAGE_ITEMS))),

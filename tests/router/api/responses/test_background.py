@@ -110,8 +110,13 @@ async def test_a_stream_is_read_again_from_any_event(
     assert text == seen[-1]["response"]["output"][0]["content"][0]["text"] != ""
     assert await events(http, f"{path}?stream=true") == seen
     assert await events(http, f"{path}?stream=true&starting_after=2") == seen[3:]
-    for query in ("stream=maybe", "stream=true&starting_after=-1"):
-        await ask(http, "GET", f"{path}?{query}", 400)
+    for query, field in (
+        ("stream=maybe", "stream"),
+        ("stream=true&starting_after=-1", "starting_after"),
+        ("starting_after=2", "starting_after"),
+        ("stream=false&starting_after=2", "starting_after"),
+    ):
+        assert (await ask(http, "GET", f"{path}?{query}", 400))["error"]["param"] == field
 
 
 async def test_a_response_that_runs_is_cancelled(
@@ -134,6 +139,38 @@ async def test_a_response_that_runs_is_cancelled(
     assert (await events(http, f"{path}?stream=true"))[-1]["response"] == cancelled
     assert (await ask(http, "DELETE", path))["deleted"]
     await ask(http, "GET", path, 404)
+
+
+async def test_a_response_without_an_answer_has_its_input_and_cannot_be_continued(
+    http: aiohttp.ClientSession, server: RouterServer
+) -> None:
+    first = await ask(http, "POST", PATH, json={"input": "Hello."})
+    said = {"type": "item_reference", "id": first["output"][0]["id"]}
+    server.runs.drain()  # nothing is pulled
+    begun = await ask(
+        http, "POST", PATH, json={**BODY, "input": [said, {"role": "user", "content": "Go on."}]}
+    )
+    path, going_on = f"{PATH}/{begun['id']}", {"input": "More.", "previous_response_id": begun["id"]}
+    waiting = await ask(http, "GET", f"{path}/input_items?order=asc")
+    assert waiting["data"][0]["id"] == said["id"]
+    assert waiting["data"][1]["content"] == [{"type": "input_text", "text": "Go on."}]
+    assert (await ask(http, "GET", f"{path}/input_items?limit=1"))["data"] == waiting["data"][1:]
+    await ask(http, "GET", f"{path}/input_items", 404, headers={"x-api-key": "key-b"})
+    for body in (going_on, {**going_on, "background": True}):
+        error = (await ask(http, "POST", PATH, 400, json=body))["error"]
+        assert error["param"] == "previous_response_id" and "is queued" in error["message"]
+    await ask(http, "POST", PATH, 404, json=going_on, headers={"x-api-key": "key-b"})
+    server.runs.undrain()
+    assert (await ended(http, begun))["status"] == "completed"
+    assert await ask(http, "GET", f"{path}/input_items?order=asc") == waiting
+    assert (await ask(http, "POST", PATH, json=going_on))["status"] == "completed"
+    server.runs.drain()
+    begun = await ask(http, "POST", PATH, json=BODY)
+    await ask(http, "POST", f"{PATH}/{begun['id']}/cancel")
+    assert len((await ask(http, "GET", f"{PATH}/{begun['id']}/input_items"))["data"]) == 1
+    server.runs.undrain()
+    refused = await ask(http, "POST", PATH, 400, json={**going_on, "previous_response_id": begun["id"]})
+    assert "is cancelled" in refused["error"]["message"]
 
 
 async def test_a_response_that_cannot_run_has_failed(http: aiohttp.ClientSession) -> None:
