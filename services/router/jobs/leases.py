@@ -111,6 +111,8 @@ class JobLeases:
                 body=outcome.body,
                 output_tokens=outcome.output_tokens,
             )
+            if ended and outcome.stored_with_end is not None:
+                outcome.stored_with_end(tx)
             return ended or _has_ended(tx, job, state)
 
         return await self._database.run(finish, is_idempotent=True)

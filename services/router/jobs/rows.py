@@ -32,12 +32,6 @@ def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:
     return JobCounts(**by_state)
 
 
-def is_running(tx: SqlTransaction, tenant: str, job_id: str) -> bool:
-    """Whether a router still runs the job. On PostgreSQL the job stays so until the transaction ends."""
-    sql = "UPDATE jobs SET state = state WHERE id = ? AND tenant = ? AND state = 'running' RETURNING id"
-    return bool(tx.execute(sql, (job_id, tenant)))
-
-
 def marks(values: Sequence[object]) -> str:
     """As many `?` as there are values, for IN (...)."""
     return ", ".join("?" * len(values))

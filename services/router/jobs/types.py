@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from libs.database.transaction import SqlTransaction
 
 DEFAULT_EXPIRES_S = 86_400.0
 DEFAULT_RETENTION_S = 7 * 86_400.0
@@ -138,10 +141,14 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What an attempt came to. `is_final` is False where another attempt may give an answer."""
+    """What an attempt came to. `is_final` is False where another attempt may give an answer.
+
+    `stored_with_end` writes in the transaction that makes this outcome the job's result, and in no other.
+    """
 
     status: int
     body: bytes
     is_final: bool = True
     output_tokens: int = 0
     retry_after_s: float = 0.0
+    stored_with_end: Callable[[SqlTransaction], None] | None = None

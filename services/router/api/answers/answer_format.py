@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from libs.common.http.failure import HttpFailure
+from libs.database.transaction import SqlTransaction
 from services.router.request.types import Caller, GenerationRequest
 from slipstream import errors
 from slipstream.v1 import router_pb2
@@ -109,6 +110,10 @@ class ParsedBody(abc.ABC):
         The writer has made the end by then, but it is not sent.
         """
         return
+
+    def stored_with_end(self) -> Callable[[SqlTransaction], None] | None:
+        """What a job that ran this body stores in the transaction of its end, beside its result."""
+        return None
 
 
 class AnswerFormat(abc.ABC):

@@ -73,7 +73,12 @@ class AnswerExecutor:
                 self._runs, answer_format, self._caller(job), job.body, request_id=job.id
             )
             body = await run_to_end(self._runs, exchange)
-            return JobOutcome(200, msgspec.json.encode(body), output_tokens=_output_tokens(body))
+            return JobOutcome(
+                200,
+                msgspec.json.encode(body),
+                output_tokens=_output_tokens(body),
+                stored_with_end=exchange.body.stored_with_end(),
+            )
         except errors.SlipstreamError as error:
             return _failed(answer_format, error)
         except Exception:  # it counts as a failure: else the job would run again until it expires

@@ -8,6 +8,7 @@ from typing import Any
 
 from libs.common import api_bounds
 from libs.common.http.failure import HttpFailure
+from libs.database.transaction import SqlTransaction
 from services.router.api.answers.answer_format import (
     AnswerContext,
     AnswerFormat,
@@ -113,8 +114,8 @@ class _FormatOfBody(AnswerFormat):
                 store,
                 self._tenant,
                 self._earlier.items,
-                is_promised=wants_store is True or self._draft.is_background,
-                job_id=job_id,
+                is_promised=wants_store is True,
+                is_of_job=is_of_job,
             )
         key = key_of(job_id) or whole.new_key()
         return ResponsesBody(parsed, key, saving, is_background=self._draft.is_background)
@@ -129,7 +130,7 @@ class _FormatOfBody(AnswerFormat):
 class _Saving:
     """How a response is stored. `is_promised`: the client asked for it, so that it must not fail unseen.
 
-    `job_id`: of the job that makes it, which must still run.
+    `is_of_job`: a job makes it, and stores it with its own end, by `insertion`.
     """
 
     def __init__(
@@ -139,18 +140,22 @@ class _Saving:
         earlier: Sequence[Mapping[str, Any]],
         *,
         is_promised: bool,
-        job_id: str,
+        is_of_job: bool,
     ) -> None:
         self._store = store
         self._tenant = tenant
         self._earlier = earlier
         self._is_promised = is_promised
-        self._job_id = job_id
+        self._is_of_job = is_of_job
+        self.insertion: Callable[[SqlTransaction], None] | None = None
 
     async def save(self, response: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
+        stored = StoredResponse(response, items, self._earlier)
+        if self._is_of_job:
+            self.insertion = await self._store.insertion(self._tenant, stored)
+            return
         try:
-            stored = StoredResponse(response, items, self._earlier)
-            await self._store.save(self._tenant, stored, job_id=self._job_id)
+            await self._store.save(self._tenant, stored)
         except errors.SlipstreamError as error:
             if self._is_promised:
                 raise
@@ -186,6 +191,9 @@ class ResponsesBody(ParsedBody):
         """Store the response, so that the client finds it as soon as it knows the end."""
         if self._saving is not None and self._writer is not None and self._writer.response is not None:
             await self._saving.save(self._writer.response, items_to_store(self._items, self._key))
+
+    def stored_with_end(self) -> Callable[[SqlTransaction], None] | None:
+        return self._saving.insertion if self._saving is not None else None
 
 
 def _reason(draft: ResponseDraft) -> str:

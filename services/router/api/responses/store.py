@@ -23,7 +23,6 @@ from libs.database.transaction import SqlTransaction
 from services.router.admission.tenant_shares import TenantTurns
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
-from services.router.jobs.rows import is_running
 from services.router.request.json_limits import check_structure
 from slipstream import bounds, errors
 from slipstream.bound import shown
@@ -103,30 +102,29 @@ class ResponseStore:
         self._turns = TenantTurns(api_bounds.MAX_TENANT_RESPONSE_CALLS)
         database.declare(_SCHEMA)
 
-    async def save(self, tenant: str, response: StoredResponse, *, job_id: str = "") -> None:
-        """Store a response. Returns when it is durable. That of a job that was ended meanwhile is dropped."""
+    async def save(self, tenant: str, response: StoredResponse) -> None:
+        """Store a response. Returns when it is durable."""
         async with self.turn(tenant):
-            await self._save(tenant, response, job_id)
+            await self._database.run(await self.insertion(tenant, response), is_idempotent=True)
 
     def turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
         """Read or write inside. A tenant with many responses delays others by a few of them."""
         return self._turns.turn(tenant)
 
-    async def _save(self, tenant: str, response: StoredResponse, job_id: str) -> None:
+    async def insertion(self, tenant: str, response: StoredResponse) -> Callable[[SqlTransaction], None]:
+        """What stores a response in a transaction of the caller."""
         blobs = await asyncio.to_thread(_packed, response)
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
         sweeps = self._chance() < _SWEEP_SHARE
 
         def insert(tx: SqlTransaction) -> None:
-            if job_id and not is_running(tx, tenant, job_id):
-                return
             tx.execute(_INSERT, row)
             if sweeps:
                 tx.execute(_EXPIRED, (now_s, _SWEPT_RESPONSES))
                 tx.execute(_SURPLUS, (tenant, tenant, self._max_responses, self._max_bytes))
 
-        await self._database.run(insert, is_idempotent=True)
+        return insert
 
     async def find_body(self, tenant: str, response_id: str) -> bytes:
         """The tenant's response with this id, as JSON. Raises NotFound."""

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import aiohttp
 import pytest
 
 from libs.database.database import open_database
+from services.router.jobs.leases import JobLeases
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import WAIT_S, eventually, open_router
@@ -158,7 +160,7 @@ async def test_a_response_without_an_answer_has_its_input_and_cannot_be_continue
     await ask(http, "GET", f"{path}/input_items", 404, headers={"x-api-key": "key-b"})
     for body in (going_on, {**going_on, "background": True}):
         error = (await ask(http, "POST", PATH, 400, json=body))["error"]
-        assert error["param"] == "previous_response_id" and "is queued" in error["message"]
+        assert error["param"] == "previous_response_id" and "can be continued" in error["message"]
     await ask(http, "POST", PATH, 404, json=going_on, headers={"x-api-key": "key-b"})
     server.runs.undrain()
     assert (await ended(http, begun))["status"] == "completed"
@@ -171,6 +173,44 @@ async def test_a_response_without_an_answer_has_its_input_and_cannot_be_continue
     server.runs.undrain()
     refused = await ask(http, "POST", PATH, 400, json={**going_on, "previous_response_id": begun["id"]})
     assert "is cancelled" in refused["error"]["message"]
+
+
+async def test_an_answer_that_comes_as_its_job_is_cancelled_is_never_found(
+    http: aiohttp.ClientSession, server: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not when the job, which says that it was cancelled, is dropped after its retention."""
+    answered, may_end, finish = asyncio.Event(), asyncio.Event(), JobLeases.finish
+
+    async def late(*given: Any) -> bool:
+        answered.set()
+        await may_end.wait()
+        return await finish(*given)
+
+    monkeypatch.setattr(JobLeases, "finish", late)
+    begun = await ask(http, "POST", PATH, json=BODY)
+    path = f"{PATH}/{begun['id']}"
+    async with asyncio.timeout(WAIT_S):
+        await answered.wait()
+    assert (await ask(http, "POST", f"{path}/cancel"))["status"] == "cancelled"
+    may_end.set()
+    await eventually(lambda: not server.jobs._puller or not server.jobs._puller.running)
+    assert server.jobs.store is not None
+    assert await server.jobs.store.delete("anna", begun["id"].replace("resp_", "job-"))
+    await ask(http, "GET", path, 404)
+    await ask(http, "POST", PATH, 404, json={"input": "More.", "previous_response_id": begun["id"]})
+
+
+async def test_a_response_is_as_old_as_its_job(
+    http: aiohttp.ClientSession, server: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its states and its events state one time, however late it ran."""
+    monkeypatch.setattr(server.jobs.store, "_now_s", lambda: time.time() - 1000)  # it waits since then
+    begun = await ask(http, "POST", PATH, json=BODY)
+    assert begun["created_at"] < time.time() - 900
+    assert (await ended(http, begun))["created_at"] == begun["created_at"]
+    read = await events(http, f"{PATH}/{begun['id']}?stream=true")
+    stated = {event["response"]["created_at"] for event in read if "response" in event}
+    assert stated == {begun["created_at"]}
 
 
 async def test_a_response_that_cannot_run_has_failed(http: aiohttp.ClientSession) -> None:
