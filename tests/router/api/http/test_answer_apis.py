@@ -235,13 +235,14 @@ async def test_a_message_in_one_piece_streamed_and_counted(
     http: aiohttp.ClientSession, model: FakeModel, card: ModelCard
 ) -> None:
     script(model, answer_of(card, "Wait.", '{"x": 1}'))
-    body: dict[str, Any] = {"messages": USER, "tools": [CLAUDE_TOOL], "max_tokens": 10**6, "surprise": 1}
+    body: dict[str, Any] = {"messages": USER, "tools": [CLAUDE_TOOL], "max_tokens": 10**6}
+    body |= {"surprise": 1, "prompt_logprobs": 2}
     async with http.post(
         "/v1/messages",
         data=gzip.compress(json.dumps(body).encode()),
         headers={"Content-Encoding": "gzip", "Content-Type": "application/json"},
     ) as answer:
-        assert (answer.status, answer.headers["x-slipstream-ignored"]) == (200, "surprise")
+        assert (answer.status, answer.headers["x-slipstream-ignored"]) == (200, "surprise,prompt_logprobs")
         whole = await answer.json()
     assert whole["stop_reason"] == "tool_use"
     assert [block["type"] for block in whole["content"]] == ["text", "tool_use"]
