@@ -39,7 +39,7 @@ class DrafterApp(WorkerApp):
         assert options.draft_model is not None and options.model is not None
         from libs.engine.core.build import build_drafter
 
-        with unusable_models():
+        with unusable_models(self.options):
             return build_drafter(options.draft_model, options.model)
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:

@@ -16,6 +16,8 @@ from libs.common.runtime.config_file import file_values, read_sections
 from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, checked_value, parsed_text, rows
 
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+# The field of settings that takes where each of them comes from, where a class has it.
+SOURCES = "sources"
 SettingsT = TypeVar("SettingsT")
 
 
@@ -25,6 +27,10 @@ class SettingOrigin:
 
     value: Any
     source: str
+
+    def named(self, name: str) -> str:
+        """The setting of this name as its source has it."""
+        return f"{self.source} {name}" if self.source.startswith("[") else self.source
 
 
 def load_settings(
@@ -53,7 +59,10 @@ def load_settings(
                 f"{row.flag} is required (or {row.variable}, or {name} in [{section}] of the file "
                 "of --config)"
             )
-    return kind(**{name: origin.value for name, origin in found.items()})
+    values = {name: origin.value for name, origin in found.items()}
+    if any(field.name == SOURCES for field in dataclasses.fields(kind)):  # type: ignore[arg-type]
+        values[SOURCES] = {name: origin.named(name) for name, origin in found.items()}
+    return kind(**values)
 
 
 def parse_flags(kind: type[Any], arguments: Sequence[str], *, program: str) -> dict[str, Any]:

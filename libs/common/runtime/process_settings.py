@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from libs.common.runtime.settings import check_address, check_readable, parse_endpoints, setting
+from libs.common.runtime.settings import check_address, check_readable, parse_endpoints, rows, setting
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
+from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
@@ -17,6 +19,8 @@ DEFAULT_DRAIN_S = 5.0
 SECRET_VARIABLE = "SLIPSTREAM_CLUSTER_SECRET"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+# Settings by the names of the fields that refuse them, where these differ.
+_SETTINGS = {"model_dir": "model", "draft_model_dir": "draft_model"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,16 @@ class ServiceSettings:
     log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
     log_format: str = setting("form of log lines", default="text", choices=LOG_FORMATS)
     drain_s: float = setting("seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S)
+    # By name: the flag, the variable or the key of the file that gave a setting. No setting itself.
+    sources: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
+
+    def named(self, error: SlipstreamError) -> SlipstreamError:
+        """The error by the name under which the user gives the setting that it refuses; others unchanged."""
+        if not isinstance(error, InvalidArgument):
+            return error
+        name = _SETTINGS.get(error.field, error.field)
+        row = rows(type(self)).get(name)
+        return error if row is None else type(error)(self.sources.get(name, row.flag), error.reason)
 
     def tls(self) -> TlsFiles | None:
         """The three files of mutual TLS, or None without any. Raises SystemExit for one or two of them."""

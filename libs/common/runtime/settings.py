@@ -114,6 +114,8 @@ def rows(kind: type[Any]) -> dict[str, Row]:
     hints = typing.get_type_hints(kind)
     found = {}
     for field in dataclasses.fields(kind):
+        if "setting" not in field.metadata:
+            continue
         one, is_list = _one_type(hints[field.name])
         found[field.name] = Row(field.name, one, is_list, field.default, field.metadata["setting"])
     return found

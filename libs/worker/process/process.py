@@ -64,7 +64,7 @@ def run_worker(
     try:
         return asyncio.run(main())
     except SlipstreamError as error:  # a refused setting or a missing file: one line names it
-        log.error("%s cannot start: %s", options.instance, error)
+        log.error("%s cannot start: %s", options.instance, options.named(error))
         return MODEL_UNUSABLE if isinstance(error, ModelUnusable) else 1
     except ModuleNotFoundError as error:
         log.error("%s cannot start: %s", options.instance, missing_package(error, role))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from libs.common.runtime.process_settings import TierSettings
+from libs.common.runtime.process_settings import ServiceSettings, TierSettings
 from libs.common.runtime.settings import setting
 from libs.common.worker_bounds import MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
@@ -31,12 +31,12 @@ class ModelUnusable(FailedPrecondition):
 
 
 @contextlib.contextmanager
-def unusable_models() -> Iterator[None]:
+def unusable_models(options: ServiceSettings) -> Iterator[None]:
     """What a load refuses is ModelUnusable, which no further start mends."""
     try:
         yield
     except (FailedPrecondition, InvalidArgument) as error:
-        raise ModelUnusable(error.message) from error
+        raise ModelUnusable(options.named(error).message) from error
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[
     parallel = parse_sizes(options.parallel) if options.parallel else None
 
     def build() -> Engine:
-        with unusable_models():
+        with unusable_models(options):
             return _torch(options, model_dir, progress, parallel)
 
     return build
@@ -146,7 +146,7 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
     from libs.engine.core.build import build_local_drafter
 
     assert options.draft_model is not None and options.model is not None
-    with unusable_models():
+    with unusable_models(options):
         return build_local_drafter(engine, options.draft_model, options.model)
 
 

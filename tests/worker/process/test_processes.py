@@ -318,4 +318,4 @@ def test_a_worker_that_cannot_listen_names_the_address() -> None:
 def test_a_worker_without_its_model_names_the_missing_file(tmp_path: Path, role: str) -> None:
     arguments = ("--model", str(tmp_path), "--transport", "socket")
     output = stderr_of_a_failed_start(role, *arguments, exit_code=MODEL_UNUSABLE)
-    assert f"w cannot start: model_dir: cannot read {tmp_path / 'config.json'}" in output[-1]
+    assert f"w cannot start: --model: cannot read {tmp_path / 'config.json'}" in output[-1]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
+from libs.common.cluster.worker_record import Role
+from libs.common.runtime.loading import load_settings
 from libs.engine.core.fake import build_fake_engine
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.load_progress import LoadProgress
+from libs.worker.process.process import run_worker
 from libs.worker.process.settings import (
     ModelUnusable,
     WorkerSettings,
@@ -46,6 +51,48 @@ def test_a_draft_head_that_cannot_load_is_unusable_for_every_process_that_loads_
     drafter = DrafterApp(WorkerSettings(instance="d0", model=tmp_path, draft_model=tmp_path / "head"))
     with pytest.raises(ModelUnusable, match=r"config\.json"):
         drafter._load_head()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "file", "name"),
+    [
+        (["--max-context-tokens", "99999"], {}, "", "--max-context-tokens"),
+        (["--max-context-tokens", "99999"], {}, "max_context_tokens = 9", "--max-context-tokens"),
+        ([], {"SLIPSTREAM_MAX_CONTEXT_TOKENS": "99999"}, "", "SLIPSTREAM_MAX_CONTEXT_TOKENS"),
+        ([], {}, "max_context_tokens = 99999", "[decode] max_context_tokens"),
+    ],
+)
+def test_a_refused_setting_is_named_as_the_user_gave_it(
+    tmp_path: Path, flags: list[str], environment: dict[str, str], file: str, name: str
+) -> None:
+    write_random_checkpoint(tmp_path, RandomCheckpoint())
+    (tmp_path / "c.toml").write_text(f"[decode]\n{file}\n")
+    given = ["--instance", "d0", "--model", str(tmp_path), "--config", str(tmp_path / "c.toml"), *flags]
+    settings = load_settings(
+        DecodeSettings,
+        section="decode",
+        program="p",
+        description="",
+        arguments=given,
+        environment=environment,
+    )
+    with pytest.raises(ModelUnusable, match=f"^{re.escape(name)}: 99999 is more than the model's"):
+        engine_builder(settings, LoadProgress())()
+
+
+def test_a_cut_that_cannot_be_is_refused_by_the_name_of_its_flag(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = DecodeSettings(instance="d0", parallel="tp=0", model=Path("m"))
+    for name in ("configure_logging", "configure_tracing"):  # those of the tests stay
+        monkeypatch.setattr(f"libs.worker.process.process.{name}", lambda *given, **named: None)
+
+    def make_app() -> NoReturn:
+        engine_builder(settings, LoadProgress())
+        raise AssertionError("the cut was taken")
+
+    assert run_worker(Role.DECODE, settings, make_app) == 1
+    assert "d0 cannot start: --parallel: every size is at least 1" in caplog.text
 
 
 @pytest.mark.parametrize(
