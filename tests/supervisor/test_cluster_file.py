@@ -140,7 +140,8 @@ def test_the_name_in_the_certificates_comes_from_the_file(
             lines.append(f'tls_{name} = "{PEMS / file}"')
     (tmp_path / "c.toml").write_text("\n".join(lines))
     config = up(started, tmp_path / "c.toml", *flags)
-    assert config.tls == TlsFiles(*(PEMS / file for file in names.values()), "peers.internal")
+    ca, certificate, key = (PEMS / file for file in names.values())
+    assert config.tls == TlsFiles(ca, certificate, key, "peers.internal")
     assert {each.tls_server_name for each in settings_of(config).values()} == {"peers.internal"}
 
 
