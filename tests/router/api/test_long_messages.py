@@ -93,7 +93,7 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
     parse = (openai_request, "decode_body") if ask is over_http else (generate_message, "read_message")
     for owner, name in (
         parse,
-        (request_manager, "validate"),
+        (request_manager, "check_values"),
         (generation, "tools_text"),
         (Tokenizer, "_encode_piece"),
     ):
@@ -101,7 +101,7 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
     schema = {**LONG_SCHEMA, "title": ask.__name__}  # not cached
     # The answer is that the prompt does not fit, which is found after all steps.
     assert "leaves no room for an answer" in await ask(router, schema, LONG_TEXT)
-    steps = {parse[1], "validate", "tools_text"}
+    steps = {parse[1], "check_values", "tools_text"}
     assert steps < threads.of.keys()
     for name in steps:
         assert threading.get_ident() not in threads.of[name], name
