@@ -68,9 +68,10 @@ class ResponsesRoutes:
             web.post(PATH, self._create),
             web.post(f"{_ONE}/cancel", self._cancel),
             web.post(f"{PATH}/input_tokens", self._count),
-            web.get(_ONE, self._show),
+            # An answer in pieces has a body whatever the method: a proxy would take it for the next answer.
+            web.get(_ONE, self._show, allow_head=False),
             web.delete(_ONE, self._delete),
-            web.get(f"{_ONE}/input_items", self._input_items),
+            web.get(f"{_ONE}/input_items", self._input_items, allow_head=False),
         ]
 
     def error_shapes(self) -> Mapping[str, ErrorShape]:

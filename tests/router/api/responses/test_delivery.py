@@ -79,6 +79,22 @@ async def long_response(http: aiohttp.ClientSession, database: Database, key: st
     return path
 
 
+@pytest.mark.parametrize("query", ["", "?stream=true", "/input_items"])
+async def test_head_gets_no_body_that_passes_for_the_next_answer(
+    router: RouterServer, http: aiohttp.ClientSession, database: Database, query: str
+) -> None:
+    of_anna = await long_response(http, database, "key-a")
+    head = f"Host: {router.http_endpoint}\r\nx-api-key: key-a\r\n"
+    calls = f"HEAD {of_anna}{query} HTTP/1.1\r\n{head}\r\nGET /v1/models HTTP/1.1\r\n{head}"
+    reader, writer = await asyncio.open_connection(*router.http_endpoint.split(":"))
+    async with asyncio.timeout(WAIT_S):
+        writer.write(f"{calls}Connection: close\r\n\r\n".encode())
+        first, _, second = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert first.startswith(b"HTTP/1.1 405 ")
+    assert second.startswith(b"HTTP/1.1 200 ")
+
+
 def peek(client: RawClient) -> bytes | None:
     """The first bytes that have come, which stay unread; None before them."""
     try:
