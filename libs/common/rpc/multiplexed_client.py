@@ -158,8 +158,7 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
                 self.dispatch(frame)
                 await self.wait_room()
         except grpc.aio.AioRpcError as broken:
-            is_unanswered = _UNANSWERED in (broken.details() or "")
-            kind = PeerUnanswering if is_unanswered else errors.Unavailable
+            kind = PeerUnanswering if _is_unanswered(broken) else errors.Unavailable
             error = kind(f"{self.peer}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:
             error = errors.Unavailable(f"the stream to {self.peer} was closed")
@@ -185,6 +184,12 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
         except Exception:
             log.exception("stream to %s: a command could not be written", self.peer)
             call.grpc_call.cancel()
+
+
+def _is_unanswered(broken: grpc.aio.AioRpcError) -> bool:
+    """Whether a ping without an answer ended the call. A failure of the peer may quote any words."""
+    is_lost = broken.code() is grpc.StatusCode.UNAVAILABLE
+    return is_lost and _UNANSWERED in (broken.details() or "")
 
 
 def batches(commands: Sequence[CommandT]) -> Iterator[list[CommandT]]:

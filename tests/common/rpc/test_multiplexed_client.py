@@ -101,6 +101,31 @@ async def test_a_frame_that_cannot_be_read_ends_the_stream_on_both_sides() -> No
     await until(lambda: len(failures) == 2)
 
 
+async def test_a_failure_of_the_peer_that_quotes_grpcs_words_is_no_silence() -> None:
+    served = grpc.aio.server()
+
+    async def fails(_: Any, __: Any) -> Any:
+        yield b"1"
+        raise RuntimeError("a request with the text 'ping timeout'")
+
+    handlers: dict[str, Any] = {"Fail": grpc.stream_stream_rpc_method_handler(fails)}
+    served.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Peer", handlers),))
+    port = served.add_insecure_port("127.0.0.1:0")
+    await served.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(served.stop, None)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        client, failures = Client(), list[errors.SlipstreamError]()
+        client.open_call = channel.stream_stream("/test.Peer/Fail")  # type: ignore[assignment, method-assign]
+        client.pack = lambda commands: [b"start"] * len(commands)  # type: ignore[method-assign]
+        client.dispatch = lambda frame: None  # type: ignore[method-assign]
+        client.start("start", failures.append)
+        await until(lambda: bool(failures))
+        assert "ping timeout" in failures[0].message
+        assert not isinstance(failures[0], PeerUnanswering)
+        await client.close()
+
+
 async def test_a_command_that_cannot_be_written_ends_the_stream() -> None:
     class Fails(Client):
         def pack(self, commands: Sequence[int]) -> Iterable[int]:
