@@ -13,6 +13,7 @@ import ipaddress
 import os
 import resource
 import socket
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from urllib.parse import unquote
 
@@ -33,7 +34,7 @@ def n_files() -> int:
 class AcceptedSockets:
     """The connections that gRPC accepted at one address, which other sockets may share by their port.
 
-    A thread at a time calls it.
+    A thread at a time calls it; `close` may come from another one amid a call.
     """
 
     def __init__(self, listen: str) -> None:
@@ -42,11 +43,16 @@ class AcceptedSockets:
         # They are opened in advance: a copy needs a number, and an attack may leave none.
         self._nothing = os.open(os.devnull, os.O_RDONLY)
         self._copy = os.dup(self._nothing)
+        # After `close` other files may have the numbers, and a copy would replace them.
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def close(self) -> None:
-        """Close what was opened in advance."""
-        os.close(self._copy)
-        os.close(self._nothing)
+        """Close what was opened in advance. A call that still runs ends no more connections."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self._copy)
+            os.close(self._nothing)
 
     def clients(self) -> list[Address]:
         """Who is connected."""
@@ -56,7 +62,10 @@ class AcceptedSockets:
         """End the connections of these clients."""
         for number in _numbers():
             if self._client_of(number) in clients:
-                self._end(number, clients)
+                with self._lock:
+                    if self._is_closed:
+                        return
+                    self._end(number, clients)
 
     def _end(self, number: int, clients: Collection[Address]) -> None:
         """End the connection with this number, unless it closed and another file took the number.

@@ -186,6 +186,29 @@ def test_a_v4_address_is_known_on_a_socket_for_both_protocols() -> None:
                 assert sockets.clients() == found
 
 
+def test_a_call_that_outlives_the_close_touches_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that stops cancels the wait for the thread, and not the thread."""
+    with contextlib.ExitStack() as stack:
+        both = _Listeners(stack)
+        sockets = AcceptedSockets(f"0.0.0.0:{both.port}")
+        client_of, others = AcceptedSockets._client_of, list[int]()
+
+        def close_after(mine: AcceptedSockets, number: int) -> tuple[str, int] | None:
+            found = client_of(mine, number)
+            if found is not None and not others:
+                sockets.close()
+                for index in range(2):  # others open files, which take the numbers
+                    others.append(os.memfd_create(f"other-{index}"))
+                    stack.callback(os.close, others[-1])
+            return found
+
+        monkeypatch.setattr(AcceptedSockets, "_client_of", close_after)
+        sockets.shut_down(both.names)
+        names = [os.readlink(f"/proc/self/fd/{number}").split()[0] for number in others]
+        assert names == ["/memfd:other-0", "/memfd:other-1"]
+        assert not both.has_ended(0)
+
+
 @pytest.mark.parametrize("is_before", [True, False], ids=["before the copy", "after the copy"])
 def test_a_connection_that_takes_the_number_of_another_one_goes_on(
     is_before: bool, monkeypatch: pytest.MonkeyPatch
