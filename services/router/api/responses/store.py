@@ -116,11 +116,11 @@ class ResponseStore:
         blobs = await asyncio.to_thread(_packed, response)
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
-        sweeps = self._chance() < _SWEEP_SHARE
 
         def insert(tx: SqlTransaction) -> None:
             tx.execute(_INSERT, row)
-            if sweeps:
+            # Drawn again where the transaction runs again: a sweep that takes too long must not keep a job.
+            if self._chance() < _SWEEP_SHARE:
                 tx.execute(_EXPIRED, (now_s, _SWEPT_RESPONSES))
                 tx.execute(_SURPLUS, (tenant, tenant, self._max_responses, self._max_bytes))
 

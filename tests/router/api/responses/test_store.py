@@ -215,6 +215,23 @@ async def test_a_tenant_that_saves_thousands_delays_another_one_by_a_few(databas
     assert not store._turns._tenants
 
 
+async def test_a_sweep_that_fails_does_not_keep_a_job_from_its_end(database: Database) -> None:
+    """On PostgreSQL a statement has its time. The transaction that a job ends with runs until it commits."""
+    draws = iter([0.0, 1.0])
+    store = ResponseStore(database, wall_clock_s=Clock(), chance=lambda: next(draws))
+    insert = await store.insertion("alice", response("a"))
+
+    class Slow:
+        def execute(self, sql: str, values: Any = ()) -> Any:
+            if sql.startswith("DELETE"):
+                raise TimeoutError
+            return []
+
+    with pytest.raises(TimeoutError):
+        insert(Slow())  # type: ignore[arg-type]
+    insert(Slow())  # type: ignore[arg-type]
+
+
 async def test_a_save_deletes_a_bounded_part_of_what_has_expired(database: Database) -> None:
     clock = Clock()
     store = ResponseStore(database, wall_clock_s=clock, ttl_s=60, chance=lambda: 1.0)
