@@ -61,8 +61,9 @@ class BackgroundResponses:
         job = await self._job(tenant, response_id)
         if job is None or job.state is JobState.SUCCEEDED:
             return None
-        data = await self._jobs.request(tenant, job.id)
-        draft = await asyncio.to_thread(decode_response, data)
+        async with self._store.turn(tenant):
+            data = await self._jobs.request(tenant, job.id)
+            draft = await asyncio.to_thread(decode_response, data)
         referred = msgspec.structs.replace(draft, previous_id=None)
         earlier = await self._store.earlier_items(tenant, referred)
         return await asyncio.to_thread(_stored_input, job, draft, earlier)

@@ -15,8 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from libs.common.api_bounds import MAX_TENANT_RESPONSE_CALLS
 from libs.database.database import open_database
 from services.router.jobs.leases import JobLeases
+from services.router.jobs.store import JobStore
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import WAIT_S, eventually, open_router
@@ -173,6 +175,30 @@ async def test_a_response_without_an_answer_has_its_input_and_cannot_be_continue
     server.runs.undrain()
     refused = await ask(http, "POST", PATH, 400, json={**going_on, "previous_response_id": begun["id"]})
     assert "is cancelled" in refused["error"]["message"]
+
+
+async def test_inputs_of_one_tenant_are_read_a_few_at_a_time(
+    http: aiohttp.ClientSession, server: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.runs.drain()  # nothing is pulled
+    path = f"{PATH}/{(await ask(http, 'POST', PATH, json=BODY))['id']}/input_items"
+    read, may_read = JobStore.request, asyncio.Event()
+    n_reading, most = 0, 0
+
+    async def wait(jobs: JobStore, tenant: str, job_id: str) -> bytes:
+        nonlocal n_reading, most
+        n_reading += 1
+        most = max(most, n_reading)
+        await may_read.wait()
+        n_reading -= 1
+        return await read(jobs, tenant, job_id)
+
+    monkeypatch.setattr(JobStore, "request", wait)
+    calls = [asyncio.create_task(ask(http, "GET", path)) for _ in range(3 * MAX_TENANT_RESPONSE_CALLS)]
+    await eventually(lambda: n_reading == MAX_TENANT_RESPONSE_CALLS)
+    may_read.set()
+    await asyncio.gather(*calls)
+    assert most == MAX_TENANT_RESPONSE_CALLS
 
 
 async def test_an_answer_that_comes_as_its_job_is_cancelled_is_never_found(
