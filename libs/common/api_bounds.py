@@ -85,6 +85,16 @@ NO_STORE = RESPONSES.add(
         "HTTP",
     )
 )
+STORED = RESPONSES.add(
+    Size(
+        "store",
+        0,
+        4 * bounds.MAX_BODY_BYTES,
+        "bytes of JSON in a response that is stored",
+        "A long answer with log probabilities. Without store=true or background it is left out.",
+        "HTTP",
+    )
+)
 REFERENCES = RESPONSES.add(
     Size("input", 0, 64, "earlier responses with items that are referred to", "Each is read.", "HTTP")
 )

@@ -12,7 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import msgspec
 
@@ -24,11 +23,9 @@ from services.router.admission.tenant_shares import TenantTurns
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
 from services.router.request.json_limits import check_structure
-from slipstream import bounds, errors
+from slipstream import errors
 from slipstream.bound import shown
 
-# Of one column without compression. A response repeats fields of its request, and has its output beside them.
-_MAX_COLUMN_BYTES = 4 * bounds.MAX_BODY_BYTES
 # A tenant that saves beside others could keep to the turns that sweep nothing, if they were counted.
 _SWEEP_SHARE = 1 / 16
 
@@ -112,7 +109,7 @@ class ResponseStore:
         return self._turns.turn(tenant)
 
     async def insertion(self, tenant: str, response: StoredResponse) -> Callable[[SqlTransaction], None]:
-        """What stores a response in a transaction of the caller."""
+        """What stores a response in a transaction of the caller. Raises InvalidArgument for a long one."""
         blobs = await asyncio.to_thread(_packed, response)
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
@@ -208,15 +205,19 @@ def response_of(item_id: str) -> str:
 
 
 def _packed(response: StoredResponse) -> list[bytes]:
-    parts: list[Any] = [response.body, response.items, response.earlier]
-    return [zlib.compress(msgspec.json.encode(part), 1) for part in parts]
+    """The columns. Raises InvalidArgument for one that `_inflated` would not take."""
+    blobs = []
+    for part in (response.body, response.items, response.earlier):
+        data = msgspec.json.encode(part)
+        api_bounds.STORED.check(len(data))
+        blobs.append(zlib.compress(data, 1))
+    return blobs
 
 
 def _inflated(blob: bytes) -> bytes:
     """The JSON of a column. Raises DataCorrupt for more than what is ever stored."""
-    inflater = zlib.decompressobj()
-    data = inflater.decompress(blob, _MAX_COLUMN_BYTES)
-    if inflater.unconsumed_tail:
+    data = zlib.decompressobj().decompress(blob, api_bounds.STORED.high + 1)
+    if len(data) > api_bounds.STORED.high:
         raise errors.DataCorrupt("a stored response is too large")
     return data
 

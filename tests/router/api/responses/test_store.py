@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libs.common import api_bounds
@@ -213,6 +214,18 @@ async def test_a_tenant_that_saves_thousands_delays_another_one_by_a_few(databas
     assert 50 <= n_stored < 200
     await store.find_body("bob", "resp_first")
     assert not store._turns._tenants
+
+
+async def test_a_response_that_could_not_be_read_again_is_refused(database: Database) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    saved, most = response("k", ""), api_bounds.STORED.high
+    n_bytes = len(msgspec.json.encode(saved.body))
+    await store.save("alice", response("k", "x" * (most - n_bytes)))
+    assert len(await store.find_body("alice", "resp_k")) == most
+    with pytest.raises(InvalidArgument, match="store: must have at most 33554432 bytes"):
+        await store.save("alice", response("l", "x" * (most - n_bytes + 1)))
+    with pytest.raises(NotFound):
+        await store.find_body("alice", "resp_l")
 
 
 async def test_a_sweep_that_fails_does_not_keep_a_job_from_its_end(database: Database) -> None:
