@@ -11,6 +11,8 @@ MAX_TENANT_RESPONSES = 10_000
 MAX_TENANT_RESPONSE_BYTES = 1 << 30
 # Reads and writes of one tenant in the database at a time: those of others wait for no more of them.
 MAX_TENANT_RESPONSE_CALLS = 4
+# The end of an answer waits for its save: while the database is away, ends must not wait for each other.
+RESPONSE_CALL_WAIT_S = 10.0
 # What one tenant's clients are being sent of stored responses, until they have taken it.
 MAX_TENANT_SENT_RESPONSE_BYTES = 64 << 20
 
@@ -221,7 +223,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "Reads and writes of one tenant's stored responses at one router",
         f"{MAX_TENANT_RESPONSE_CALLS}",
-        "others of the tenant wait",
+        f"others of the tenant wait {RESPONSE_CALL_WAIT_S:g} s; then 429, and an answer goes unstored",
     ),
     (
         "Stored responses that one tenant's clients are being sent at one router",

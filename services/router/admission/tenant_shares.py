@@ -51,18 +51,19 @@ class TextShares:
 class TenantTurns:
     """At most `most` pieces of work of one tenant at a time; its others wait in the order they came."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, wait_s: float) -> None:
         self._most = most
+        self._wait_s = wait_s
         self._tenants: dict[str, asyncio.Semaphore] = {}
         self._users: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Do one piece of the tenant's work inside."""
+        """Do one piece of the tenant's work inside. Raises Overloaded when its turn does not come in time."""
         of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(self._most))
         self._users[tenant] += 1
         try:
-            async with of_tenant:
+            async with _entered(of_tenant, self._wait_s):
                 yield
         finally:
             self._users[tenant] -= 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.admission.tenant_shares import ReceiveSlots, TextShares
+from services.router.admission.tenant_shares import ReceiveSlots, TenantTurns, TextShares
 from slipstream.errors import Overloaded
 
 WAIT_S = 60.0
@@ -82,6 +82,28 @@ async def test_a_message_without_room_in_time_is_refused_and_holds_nothing() -> 
     async with slots.receiving("b"):
         pass
     assert not slots._users and not slots._tenants
+
+
+async def test_a_turn_that_does_not_come_in_time_is_refused_and_holds_nothing() -> None:
+    turns, held = TenantTurns(1, wait_s=0.01), asyncio.Event()
+
+    async def hold() -> None:
+        async with turns.turn("a"):
+            await held.wait()
+
+    holding = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(Overloaded):
+            async with turns.turn("a"):
+                pass
+        async with turns.turn("b"):
+            pass
+        held.set()
+        await holding
+        async with turns.turn("a"):
+            pass
+    assert not turns._tenants and not turns._users
 
 
 async def test_a_tenant_whose_messages_do_not_arrive_takes_a_bounded_number_of_calls() -> None:

@@ -96,7 +96,9 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._chance = chance
-        self._turns = TenantTurns(api_bounds.MAX_TENANT_RESPONSE_CALLS)
+        self._turns = TenantTurns(
+            api_bounds.MAX_TENANT_RESPONSE_CALLS, wait_s=api_bounds.RESPONSE_CALL_WAIT_S
+        )
         database.declare(_SCHEMA)
 
     async def save(self, tenant: str, response: StoredResponse) -> None:
