@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from libs.common.cluster.placements import InMemoryPlacements
+from libs.database.database import Database, open_database
 from models.bpe import train_tokenizer
 from services.router.api.http.event_stream import EventStream
 from services.router.api.rpc.write_watch import WriteWatch
@@ -94,6 +95,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def card(model_dir: Path) -> ModelCard:
     return load_model_card(model_dir)
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    """A database in the file router.db."""
+    opened = open_database(f"sqlite:{tmp_path}/router.db")
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture

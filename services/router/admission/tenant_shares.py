@@ -57,6 +57,10 @@ class TenantTurns:
         self._tenants: dict[str, asyncio.Semaphore] = {}
         self._users: Counter[str] = Counter()
 
+    def waiting_or_running(self, tenant: str) -> int:
+        """The pieces of the tenant's work that have come and not ended."""
+        return self._users[tenant]
+
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """Do one piece of the tenant's work inside. Raises Overloaded when its turn does not come in time."""
@@ -84,11 +88,9 @@ class ReceiveSlots:
         wait_s: float = service_bounds.REQUEST_READ_S,
     ) -> None:
         self._all = asyncio.Semaphore(most)
-        self._most_tenant = most_tenant
+        self._turns = TenantTurns(most_tenant, wait_s=wait_s)
         self._most_tenant_calls = most_tenant_calls
         self._wait_s = wait_s
-        self._tenants: dict[str, asyncio.Semaphore] = {}
-        self._users: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
     async def receiving(self, tenant: str) -> AsyncIterator[None]:
@@ -96,18 +98,11 @@ class ReceiveSlots:
 
         It raises at once when too many of the tenant wait: each takes one of the process's calls.
         """
-        if self._users[tenant] >= self._most_tenant_calls:
+        if self._turns.waiting_or_running(tenant) >= self._most_tenant_calls:
             raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS)
-        of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(self._most_tenant))
-        self._users[tenant] += 1
-        try:
-            # First its own: a tenant that waits for itself holds nothing of the others'.
-            async with _entered(of_tenant, self._wait_s), _entered(self._all, self._wait_s):
-                yield
-        finally:
-            self._users[tenant] -= 1
-            if not self._users[tenant]:
-                del self._users[tenant], self._tenants[tenant]
+        # First its own: a tenant that waits for itself holds nothing of the others'.
+        async with self._turns.turn(tenant), _entered(self._all, self._wait_s):
+            yield
 
 
 @contextlib.asynccontextmanager

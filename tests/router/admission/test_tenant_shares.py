@@ -63,13 +63,13 @@ async def test_a_tenant_that_receives_slowly_delays_only_itself() -> None:
 
     slow = [asyncio.create_task(receive("a")) for _ in range(5)]
     async with asyncio.timeout(WAIT_S):
-        while slots._users["a"] < 5:
+        while slots._turns._users["a"] < 5:
             await asyncio.sleep(0)
         async with slots.receiving("b"):
-            assert slots._tenants["a"].locked() and not slots._all.locked()
+            assert slots._turns._tenants["a"].locked() and not slots._all.locked()
         ends.set()
         await asyncio.gather(*slow)
-    assert not slots._users and not slots._tenants
+    assert not slots._turns._users and not slots._turns._tenants
 
 
 async def test_a_message_without_room_in_time_is_refused_and_holds_nothing() -> None:
@@ -81,7 +81,7 @@ async def test_a_message_without_room_in_time_is_refused_and_holds_nothing() -> 
                     pass
     async with slots.receiving("b"):
         pass
-    assert not slots._users and not slots._tenants
+    assert not slots._turns._users and not slots._turns._tenants
 
 
 async def test_a_turn_that_does_not_come_in_time_is_refused_and_holds_nothing() -> None:
@@ -115,7 +115,7 @@ async def test_a_tenant_whose_messages_do_not_arrive_takes_a_bounded_number_of_c
 
     waiting = [asyncio.create_task(receive("a")) for _ in range(3)]
     async with asyncio.timeout(WAIT_S):
-        while slots._users["a"] < 3:
+        while slots._turns._users["a"] < 3:
             await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             async with slots.receiving("a"):
@@ -123,4 +123,4 @@ async def test_a_tenant_whose_messages_do_not_arrive_takes_a_bounded_number_of_c
         async with slots.receiving("b"):
             ends.set()
         await asyncio.gather(*waiting)
-    assert not slots._users
+    assert not slots._turns._users

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from slipstream.rpc.console_key import console_key
 from tests.router.console.test_console_access import POST, SECRET, bearer, console_of, token
 from tests.router.jobs.stores import JobTables
 from tests.router.support.fake_cluster import FakeCluster
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = open_database(f"sqlite:{tmp_path}/jobs.db")
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

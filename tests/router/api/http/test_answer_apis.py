@@ -6,13 +6,12 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from libs.database.database import Database, open_database
+from libs.database.database import Database
 from libs.text import special_tokens as special
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -37,13 +36,6 @@ def answer_of(card: ModelCard, text: str, arguments: str | None = None) -> Seque
         ids += [*encode("functions.look:0"), names[special.TOOL_CALL_ARGUMENT_BEGIN], *encode(arguments)]
         ids += [names[special.TOOL_CALL_END], names[special.TOOL_CALLS_SECTION_END]]
     return [*ids, names[special.IM_END]]
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = open_database(f"sqlite:{tmp_path}/test.db")
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

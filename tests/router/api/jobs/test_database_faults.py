@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from libs.database.database import Database, open_database
+from libs.database.database import Database
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
@@ -21,13 +21,6 @@ from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 
 Heal = Callable[[], Any]
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = open_database(f"sqlite:{tmp_path}/jobs.db")
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ async def test_a_fault_is_named_and_jobs_go_on_after_it(
         stub: Any = JobServiceStub(channel)
         await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job(max_tokens=6)]))
         await eventually(lambda: router.runs.jobs.running == 1)
-        heal = _delete(tmp_path / "jobs.db") if fault == "deleted" else None
+        heal = _delete(tmp_path / "router.db") if fault == "deleted" else None
         if fault == "full":
             await _pragma(database, "max_page_count = 1")
         for decode in cluster.decodes:
@@ -86,7 +79,7 @@ async def test_a_locked_database_delays_jobs_and_no_live_request(
         stub: Any = JobServiceStub(channel)
         await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job(max_tokens=2)]))
         await eventually(lambda: _succeeded(router) == 1)
-        other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+        other = sqlite3.connect(tmp_path / "router.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         submitted = stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job(max_tokens=2)]))
         await _live(router)

@@ -7,14 +7,13 @@ import json
 import socket
 import zlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from libs.common import api_bounds
-from libs.database.database import Database, open_database
+from libs.database.database import Database
 from services.router.api.http.event_stream import EventStream
 from services.router.api.http.piece_stream import PIECE_BYTES
 from services.router.request.model_card import ModelCard
@@ -28,13 +27,6 @@ from tests.support.api_keys import tenant_keys
 PATH = "/v1/responses"
 LONG_TEXT = "x" * 300_000
 KEYS = {"key-a": "anna", "key-b": "bert"}
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = open_database(f"sqlite:{tmp_path}/test.db")
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

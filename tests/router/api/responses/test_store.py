@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from libs.common import api_bounds
-from libs.database.database import Database, open_database
+from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
 from services.router.api.responses.request import ResponseDraft, decode_response
 from services.router.api.responses.store import ResponseStore, StoredResponse
@@ -27,13 +25,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = open_database(f"sqlite:{tmp_path}/test.db")
-    yield opened
-    await opened.close()
 
 
 def response(key: str, text: str = "Hello.", *, earlier: Any = ()) -> StoredResponse:
