@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion11
 
 from services.router.api.answers.answer_format import AnswerWriter
@@ -54,6 +55,7 @@ class EventStream:
         self._request = request
         self._headers = headers
         self._write_stall_s = write_stall_s
+        self._writer: AbstractStreamWriter | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -102,11 +104,13 @@ class EventStream:
     async def _send(self, data: bytes, *, is_last: bool = False) -> None:
         if not self.has_begun:
             self.response.headers.update(self._headers())
-            await self.response.prepare(self._request)
+            self._writer = await self.response.prepare(self._request)
         if is_last:
             await self.response.write_eof(data)
-        else:
-            await self.response.write(data)
+            return
+        await self.response.write(data)
+        if self._writer is not None:  # aiohttp looks at the connection's buffer once in 64 KiB only
+            await self._writer.drain()
 
     async def _send_and_drain(self, data: bytes, *, is_last: bool) -> None:
         stall = asyncio.get_running_loop().call_later(self._write_stall_s, self._cut_off)
