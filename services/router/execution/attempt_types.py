@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from libs.common.block_hash import as_tokens
+from services.router.execution.policies.context_room import OutputWish
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
@@ -18,7 +19,10 @@ FINISH_NONE = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class AttemptSpec(msgspec.Struct, frozen=True):
-    """The inputs that all attempts at a request share. `deadline_s` is on the event loop's clock."""
+    """The inputs that all attempts at a request share. `deadline_s` is on the event loop's clock.
+
+    The bound of the answer, `sampling.max_tokens`, is lower in an attempt whose workers take less.
+    """
 
     request_id: str
     epoch: int
@@ -27,6 +31,7 @@ class AttemptSpec(msgspec.Struct, frozen=True):
     sampling: common_pb2.SamplingParams
     store_generated: bool
     deadline_s: float | None
+    wish: OutputWish = OutputWish()
 
 
 class WorkerPair(msgspec.Struct, frozen=True):
@@ -135,10 +140,24 @@ def _write_common(
 
 def without_prompt_logprobs(spec: AttemptSpec) -> AttemptSpec:
     """The inputs of attempts after all log probabilities of the prompt have arrived."""
-    sampling = common_pb2.SamplingParams()
-    sampling.CopyFrom(spec.sampling)
+    sampling = _copied(spec.sampling)
     sampling.ClearField("prompt_logprobs")
     return msgspec.structs.replace(spec, sampling=sampling)
+
+
+def capped(spec: AttemptSpec, max_tokens: int) -> AttemptSpec:
+    """The inputs of an attempt whose answer has at most `max_tokens`."""
+    if spec.sampling.max_tokens == max_tokens:
+        return spec
+    sampling = _copied(spec.sampling)
+    sampling.max_tokens = max_tokens
+    return msgspec.structs.replace(spec, sampling=sampling)
+
+
+def _copied(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+    copy = common_pb2.SamplingParams()
+    copy.CopyFrom(sampling)
+    return copy
 
 
 def attempt_name(spec: AttemptSpec, attempt: int) -> common_pb2.Attempt:

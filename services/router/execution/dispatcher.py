@@ -10,6 +10,7 @@ import msgspec
 from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
 from services.router.execution.attempt_types import TokenBatch, WorkerPair
+from services.router.execution.policies.context_room import ContextRoom
 from services.router.placement.policy import place
 from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest
 from services.router.prefix_index.index import PrefixMatch
@@ -28,7 +29,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 class PlacementQuery(msgspec.Struct, frozen=True):
     """A request to place. `hashes`: of the prompt's full blocks; `known_tokens` of them have their KV
-    at `session`'s workers, as the session's record says."""
+    at `session`'s workers, as the session's record says. `room`: the context that its workers must take."""
 
     tenant: str
     fingerprint: common_pb2.Fingerprint
@@ -41,6 +42,7 @@ class PlacementQuery(msgspec.Struct, frozen=True):
     without: Set[str] = frozenset()
     pinned_prefill: str = ""
     may_skip_prefill: bool = False
+    room: ContextRoom = ContextRoom()
 
 
 @dataclass(slots=True)
@@ -107,8 +109,9 @@ class Dispatcher:
     def choose(self, query: PlacementQuery) -> Assignment:
         """Workers for one attempt; `note_begun` is to follow. Raises Unavailable."""
         now_s = self._clock()
-        context_tokens = query.prompt_tokens + query.max_output_tokens
-        fleet = self._fleet.loads(without=query.without, context_tokens=context_tokens)
+        room = query.room
+        needed = {Role.PREFILL: room.prefill_tokens, Role.DECODE: room.decode_tokens}
+        fleet = self._fleet.loads(without=query.without, context_tokens=needed)
         decision = place(self.request(query, now_s), fleet)
         prefill = self._link(Role.PREFILL, decision.prefill)
         decode = self._fleet.find(Role.DECODE, decision.decode)

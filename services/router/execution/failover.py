@@ -46,8 +46,11 @@ def content_digest(
     tenant: str,
     hashes: Sequence[bytes] = (),
     block_tokens: int = 0,
+    is_open: bool = False,
 ) -> bytes:
     """Hash a request's tenant, prompt and sampling without the seed: a repeated request has the same digest.
+
+    With `is_open` the fleet of the moment gave `max_tokens`, which then does not count.
 
     `hashes` are those of the prompt's full blocks. The last one stands for all their tokens, so the digest
     of a long prompt is cheap.
@@ -55,6 +58,8 @@ def content_digest(
     unseeded = common_pb2.SamplingParams()
     unseeded.CopyFrom(sampling)
     unseeded.seed = 0
+    if is_open:
+        unseeded.max_tokens = 0
     unseeded.ClearField("prompt_logprobs")  # a later attempt does not ask for them again
     digest = hashlib.blake2b(b"".join(hashes[-1:]), digest_size=16, person=b"slip-quarantine")
     digest.update(prompt[len(hashes) * block_tokens :].tobytes())

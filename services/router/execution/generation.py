@@ -15,6 +15,7 @@ from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.hedging import AttemptEnd
 from services.router.execution.output_processor import OutputProcessor
+from services.router.execution.policies.context_room import OutputWish, wished_lengths
 from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import StatsRecorder
@@ -28,6 +29,7 @@ from services.router.request.prompt import Encoded, Prompt, PromptDraft, query_o
 from services.router.request.prompt_encoder import PromptEncoder
 from services.router.request.prompt_rows import PromptRows
 from services.router.request.types import Caller, ChatInput, GenerationRequest
+from services.router.request.validation import prompt_field
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.enum_names import finish_name
@@ -235,6 +237,25 @@ class GenerationTask:
             sampling=self._prompt.sampling,
             store_generated=self._prompt.store_generated,
             deadline_s=self.caller.deadline_s,
+            wish=self._wish(),
+        )
+
+    def _wish(self) -> OutputWish:
+        """The lengths of the answer that workers must have room for."""
+        request, max_tokens = self.request, self._prompt.sampling.max_tokens
+        wish = request.sampling
+        lengths = wished_lengths(
+            max_tokens,
+            stated_tokens=wish.max_tokens if wish.max_tokens == max_tokens else None,
+            is_capped=request.is_capped_by_context,
+            # A resumed answer goes on behind the tokens that its client has.
+            least_tokens=max(wish.min_tokens, request.resume_after_tokens + 1),
+        )
+        return OutputWish(
+            lengths,
+            is_open=wish.max_tokens is None or request.is_capped_by_context,
+            max_tokens_field=wish.max_tokens_field,
+            prompt_field=prompt_field(request),
         )
 
     def _make_output(self) -> OutputProcessor:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
+from libs.common.cluster.worker_record import Role
 from libs.common.telemetry import tracing
 from services.router.execution.attempt import Attempt
-from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, WorkerFailed
+from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, WorkerFailed, capped
 from services.router.execution.dispatcher import Assignment
+from services.router.execution.policies.context_room import capped_output_tokens
 from services.router.execution.request_state import RequestState
 from services.router.execution.worker_selection import choose_workers, note_assignment, pinned_prefill
 from services.router.workers.connection import WorkerConnection
@@ -128,9 +130,10 @@ class HedgedAttempt:
             self._outcome.set_result(AttemptSuspended())
 
     def _has_substitute(self, link: WorkerConnection) -> bool:
-        spec = self._state.spec
-        context_tokens = len(spec.prompt) + spec.sampling.max_tokens
-        return self._state.context.fleet.has_substitute(link, context_tokens=context_tokens)
+        """Whether another worker of the tier has the room that the request asks for first."""
+        room = self._state.rooms[0]
+        tokens = room.prefill_tokens if link.worker.role is Role.PREFILL else room.decode_tokens
+        return self._state.context.fleet.has_substitute(link, context_tokens=tokens)
 
     # ---- the hedge
 
@@ -174,6 +177,7 @@ class HedgedAttempt:
 
     def _choose_winner(self, attempt: Attempt) -> None:
         self._winner = self._state.delivering = attempt
+        self._state.max_tokens = attempt.spec.sampling.max_tokens
         for other in list(self._live):
             if other is not attempt:
                 self._drop(other, self._first_failure)
@@ -220,9 +224,14 @@ class HedgedAttempt:
                 emitted_tokens=len(state.output.tokens),
                 hedge=is_hedge,
             )
+        most = capped_output_tokens(
+            state.max_tokens,
+            prompt_tokens=len(state.spec.prompt),
+            worker_tokens=workers.decode.worker.max_context_tokens,
+        )
         return Attempt(
             state.stats.attempts,
-            state.spec,
+            capped(state.spec, most),
             workers,
             tuple(state.output.tokens),
             self,

@@ -17,6 +17,7 @@ from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.failover import content_digest
 from services.router.execution.output_processor import OutputProcessor
+from services.router.execution.policies.context_room import ContextRoom, rooms
 from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.policies.quarantine import Suspect
 from services.router.execution.policies.resume_pace import ResumePace
@@ -93,12 +94,26 @@ class RequestState:
     prompt_rows: PromptRows | None = None  # where the client asked for them
     is_suspended: bool = False  # the client reads nothing, and the workers hold nothing
     is_closed: bool = False  # no more events may be written: the task is about to be cancelled
+    max_tokens: int = 0  # of the answer; lower than the request's where its workers take less
     _moving_from: str = ""  # the draining worker whose slot the request holds
     _has_shown: bool = False
     _unread_tokens: Sequence[int] = ()  # tokens for which the sink had no room
     _unread_logprobs: Sequence[common_pb2.PositionLogprobs] = ()
     _is_marked: bool = False  # the next piece of the prompt's rows has a turn
     _room: asyncio.Future[None] | None = None  # while the request's task waits for the sink
+
+    def __post_init__(self) -> None:
+        self.max_tokens = self.spec.sampling.max_tokens
+
+    @property
+    def rooms(self) -> Sequence[ContextRoom]:
+        """The context that workers of the next attempt must take, the one that serves best first."""
+        return rooms(
+            self.spec.wish,
+            prompt_tokens=len(self.spec.prompt),
+            emitted_tokens=len(self.output.tokens),
+            max_tokens=self.max_tokens,
+        )
 
     def show_started(self) -> None:
         """Write the answer's first event. Called after the prompt was sent, which it must not delay."""
@@ -271,6 +286,7 @@ class RequestState:
             tenant=self.caller.tenant,
             hashes=self.hashes,
             block_tokens=spec.fingerprint.block_tokens,
+            is_open=spec.wish.is_open,
         )
 
     # ---- moves away from workers that drain

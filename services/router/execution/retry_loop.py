@@ -15,6 +15,7 @@ from services.router.execution.dispatcher import Assignment
 from services.router.execution.hedging import AttemptEnd, AttemptSuspended, HedgedAttempt
 from services.router.execution.request_state import RequestState
 from services.router.execution.worker_selection import select_workers
+from slipstream import errors
 from slipstream.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -24,33 +25,49 @@ _SUSPECT_PAUSE_S = 0.02
 
 
 async def run_attempts(state: RequestState) -> AttemptEnd:
-    """Run attempts, and return the end of the last one. Raises the client's error."""
-    while True:
-        if state.is_held:
-            await state.wait_for_client()
-            continue  # it may be held again
-        state.stats.attempts += 1
-        assignment = await _select_safe_workers(state)
-        shown_tokens = len(state.output.tokens)
-        outcome = await _try_once(state, assignment)
-        if isinstance(outcome, AttemptEnd):
-            return outcome
-        if isinstance(outcome, AttemptSuspended):
-            await state.wait_for_client()
-            if state.output.stopped:  # the flushed text contained a stop string
-                return AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP)
-            continue
-        log.warning("%s attempt %d: %s", state.request_id, state.stats.attempts, outcome.error)
-        state.trail.moved(
-            attempt=state.stats.attempts, worker=_instance(outcome.worker), text=outcome.error.message
-        )
-        if outcome.is_drain:
-            state.context.counters.add("slipstream_drain_failovers_total")
-        await state.flush()
-        if state.output.stopped:  # the flushed text contained a stop string
-            return AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP)
-        new_tokens = len(state.output.tokens) - shown_tokens
-        state.retry_policy.failed(outcome.error, outcome.worker, outcome.other_worker, new_tokens=new_tokens)
+    """Run attempts, and return the end of the last one. Raises the client's error.
+
+    An answer for which no worker has room any more ends at its length.
+    """
+    last: Assignment | None = None
+    try:
+        while True:
+            if state.is_held:
+                await state.wait_for_client()
+                continue  # it may be held again
+            state.stats.attempts += 1
+            last = await _select_safe_workers(state)
+            end = await _attempt(state, last)
+            if end is not None:
+                return end
+    except errors.ContextExceeded:
+        if last is None or not state.output.tokens:
+            raise
+        return AttemptEnd(last, common_pb2.FINISH_REASON_LENGTH)
+
+
+async def _attempt(state: RequestState, assignment: Assignment) -> AttemptEnd | None:
+    """Run one attempt; the answer's end, or None if another one is to follow. Raises the client's error."""
+    stopped = AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP)
+    shown_tokens = len(state.output.tokens)
+    outcome = await _try_once(state, assignment)
+    if isinstance(outcome, AttemptEnd):
+        return outcome
+    if isinstance(outcome, AttemptSuspended):
+        await state.wait_for_client()
+        return stopped if state.output.stopped else None  # the flushed text contained a stop string
+    log.warning("%s attempt %d: %s", state.request_id, state.stats.attempts, outcome.error)
+    state.trail.moved(
+        attempt=state.stats.attempts, worker=_instance(outcome.worker), text=outcome.error.message
+    )
+    if outcome.is_drain:
+        state.context.counters.add("slipstream_drain_failovers_total")
+    await state.flush()
+    if state.output.stopped:  # the flushed text contained a stop string
+        return stopped
+    new_tokens = len(state.output.tokens) - shown_tokens
+    state.retry_policy.failed(outcome.error, outcome.worker, outcome.other_worker, new_tokens=new_tokens)
+    return None
 
 
 async def _select_safe_workers(state: RequestState) -> Assignment:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Set
 
+import msgspec
+
 from libs.common.cluster.worker_record import Role
 from libs.common.telemetry import tracing
 from services.router.execution.context import RouterContext
@@ -12,6 +14,7 @@ from services.router.execution.dispatcher import Assignment, PlacementQuery
 from services.router.execution.request_state import RequestState
 from services.router.placement.decision_json import span_attributes
 from services.router.request.prompt import default_seed
+from services.router.workers.context_limit import longest_context_tokens
 from slipstream import bounds, errors
 from slipstream.bound import shown
 from slipstream.v1 import common_pb2
@@ -20,7 +23,8 @@ _RETRY_PAUSE_S = 0.2
 
 
 async def select_workers(state: RequestState) -> Assignment:
-    """Choose workers for the next attempt. Raises Unavailable when there are none.
+    """Choose workers for the next attempt. Raises Unavailable when there are none, and ContextExceeded when
+    the ones that are there take no context of this length.
 
     A request that was placed before waits for workers, and a new one while an outage is young. A request
     that a worker refused for overload before its first token does not wait.
@@ -35,11 +39,14 @@ async def select_workers(state: RequestState) -> Assignment:
         seen = fleet.version
         try:
             return choose_workers(state, avoid, may_skip_prefill=not is_overloaded)
-        except errors.Unavailable:
-            if is_overloaded and error is not None:
+        except errors.Unavailable as unavailable:
+            if error is not None and (is_overloaded or isinstance(error, errors.ContextExceeded)):
                 raise error from None
+            no_room = _no_room(state)
+            if no_room is not None and all(link.ready for link in fleet.links_of(Role.DECODE)):
+                raise no_room from None
             if clock() >= give_up_s:
-                raise
+                raise (no_room or unavailable) from None
         avoid.clear()  # a failed worker may have recovered
         try:
             async with asyncio.timeout(_RETRY_PAUSE_S):
@@ -88,15 +95,42 @@ def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bo
         seed=default_seed(spec.request_id),
         session=state.session.placement,
         known_tokens=0 if is_computed_whole else state.session.stored_tokens,
-        max_output_tokens=spec.sampling.max_tokens - len(state.output.tokens),
+        max_output_tokens=state.max_tokens - len(state.output.tokens),
         without=avoid,
         pinned_prefill=pinned,
         may_skip_prefill=may_skip_prefill,
     )
     choose = _choose_in_span if tracing.enabled() else _choose
-    assignment = choose(state, query)
+    for room in (possible := state.rooms):
+        try:
+            assignment = choose(state, msgspec.structs.replace(query, room=room))
+        except errors.Unavailable:
+            if room is possible[-1]:
+                raise
+        else:
+            break
     note_assignment(state, assignment)
     return assignment
+
+
+def _no_room(state: RequestState) -> errors.InvalidArgument | None:
+    """The error of a request for which no decode worker that is ready has room; None where one has."""
+    spec, emitted = state.spec, len(state.output.tokens)
+    most = longest_context_tokens(
+        link.worker
+        for link in state.context.fleet.links_of(Role.DECODE)
+        if link.ready and link.fingerprint == spec.fingerprint
+    )
+    if most is None or most >= state.rooms[-1].decode_tokens:
+        return None
+    prompt_tokens = len(spec.prompt)
+    details = {"prompt_tokens": prompt_tokens, "max_context_tokens": most}
+    if spec.wish.is_open or emitted or prompt_tokens >= most:
+        return bounds.PROMPT_TOKENS.refused(spec.wish.prompt_field, **details)
+    wanted = spec.sampling.max_tokens
+    return bounds.CONTEXT.refused(
+        spec.wish.max_tokens_field, max_tokens=wanted, total=prompt_tokens + wanted, **details
+    )
 
 
 def pinned_prefill(state: RequestState) -> str:

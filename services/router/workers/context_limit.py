@@ -32,6 +32,13 @@ def promised_context_tokens(workers: Iterable[Worker]) -> int | None:
     return min((tokens for tokens in promised if tokens < sys.maxsize), default=None)
 
 
+def longest_context_tokens(workers: Iterable[Worker]) -> int | None:
+    """The longest context that any of the workers takes; None without a worker, or where one has no bound."""
+    stated = [worker.max_context_tokens or sys.maxsize for worker in workers]
+    longest = max(stated, default=sys.maxsize)
+    return longest if longest < sys.maxsize else None
+
+
 class ContextLimit:
     """The bound of the workers that may get requests. It is computed again when one comes or goes."""
 

@@ -34,6 +34,7 @@ from slipstream.v1 import common_pb2, worker_pb2
 log = logging.getLogger(__name__)
 
 _FOLLOWED = (Role.PREFILL, Role.DECODE, Role.KVSTORE, Role.DRAFTER)
+_NO_CONTEXT: Mapping[Role, int] = {}
 _RETIRE_POLL_S = 1.0
 # Pieces of obsolete entries in the prefix index that one clean-up removes; each takes a millisecond or two.
 _CLEAN_UP_STEPS = 8
@@ -144,24 +145,24 @@ class RouterFleet:
     def commands_waiting(self) -> int:
         """Commands to workers that could not be written yet."""
         links = (*self._links.values(), *self._retired)
-        streams = self._streams.values()
-        return sum(link.prefills.waiting_commands for link in links) + sum(
-            stream.waiting_commands for stream in streams
-        )
+        waiting = [link.prefills.waiting_commands for link in links]
+        return sum(waiting) + sum(stream.waiting_commands for stream in self._streams.values())
 
     def fingerprint(self) -> common_pb2.Fingerprint | None:
         """The fingerprint most ready workers share, decode workers first; None without a decode worker."""
         return self._fingerprint
 
-    def loads(self, *, without: Set[str] = frozenset(), context_tokens: int = 0) -> PlacementFleet:
+    def loads(
+        self, *, without: Set[str] = frozenset(), context_tokens: Mapping[Role, int] = _NO_CONTEXT
+    ) -> PlacementFleet:
         """All workers as placement sees them, those of a role in the order of `links_of`. `without`: keys of
-        links that failed this request already. `context_tokens`: of its prompt and answer."""
-        needs = (without, context_tokens)
-        prefill = [self._prefill_worker(link, _refused(link, *needs)) for link in self._of_role[Role.PREFILL]]
-        decode = [self._decode_worker(link, _refused(link, *needs)) for link in self._of_role[Role.DECODE]]
+        links that failed this request already. `context_tokens`: what workers of a role must take."""
+        needs, of_role = (without, context_tokens), self._of_role
+        prefill = [self._prefill_worker(link, _refused(link, *needs)) for link in of_role[Role.PREFILL]]
+        decode = [self._decode_worker(link, _refused(link, *needs)) for link in of_role[Role.DECODE]]
         stores = [
             KvStore(link.worker.instance, link.transport, link.worker.region, _refused(link, *needs))
-            for link in self._of_role[Role.KVSTORE]
+            for link in of_role[Role.KVSTORE]
         ]
         return PlacementFleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
@@ -241,11 +242,8 @@ class RouterFleet:
     ) -> list[WorkerConnection]:
         return [
             link
-            for link in self.links()
-            if link.worker.role is role
-            and link.ready
-            and link.key not in without
-            and link.fingerprint == fingerprint
+            for link in self.links_of(role)
+            if link.ready and link.key not in without and link.fingerprint == fingerprint
         ]
 
     def _log_strangers(self) -> None:
@@ -392,8 +390,9 @@ class RouterFleet:
         self.worker_models.forget(link.key)
 
 
-def _refused(link: WorkerConnection, without: Set[str], context_tokens: int) -> str:
+def _refused(link: WorkerConnection, without: Set[str], context_tokens: Mapping[Role, int]) -> str:
     """Why a worker may not be used now, "" = it may."""
     if link.key in without or not link.ready:
         return "failed this request" if link.key in without else "does not answer"
-    return "" if link.worker.takes(context_tokens) else f"takes {link.worker.max_context_tokens} tokens only"
+    is_taken = link.worker.takes(context_tokens.get(link.worker.role, 0))
+    return "" if is_taken else f"takes {link.worker.max_context_tokens} tokens only"

@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
+from libs.common.cluster.worker_record import Role
 from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import TokenBatch, WorkerFailed
 from services.router.execution.dispatcher import Assignment
 from services.router.execution.hedging import AttemptEnd, HedgedAttempt
+from services.router.execution.policies.context_room import ContextRoom
 from services.router.placement.types import PlacementDecision
 from services.router.recording.recorder import RequestRecorder
 from slipstream import errors
@@ -35,6 +37,7 @@ class FakeAttempt:
         self.name = name
         self.number = 1 if name == "first" else 2
         self.released = 0
+        self.spec = SimpleNamespace(sampling=SimpleNamespace(max_tokens=9))
 
     def begin(self) -> None: ...
 
@@ -82,6 +85,8 @@ class HedgedRig(HedgedAttempt):
             trail=self.trail,
             source=None,
             is_closed=False,
+            rooms=[ContextRoom(5, 12)],
+            max_tokens=9,
         )
         self.state = state
         super().__init__(state, assignment("first"))
@@ -104,7 +109,7 @@ class HedgedRig(HedgedAttempt):
 def assignment(name: str) -> Any:
     workers = SimpleNamespace(
         keys=[name, "decode"],
-        prefill=SimpleNamespace(key=name),
+        prefill=SimpleNamespace(key=name, worker=SimpleNamespace(role=Role.PREFILL)),
         decode=SimpleNamespace(transport=""),
         uncached_tokens=3,
     )

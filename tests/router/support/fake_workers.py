@@ -37,6 +37,7 @@ from slipstream.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from tests.router.support.context_bound import ContextBound
 from tests.router.support.fake_model import FakeModel
 from tests.router.support.prompt_pieces import prompt_pieces
 
@@ -56,7 +57,7 @@ class MutableWorkerService(WorkerService):
             yield response
 
 
-class FakeWorker:
+class FakeWorker(ContextBound):
     """A worker with WorkerService and one other service, registered in discovery."""
 
     def __init__(
@@ -167,6 +168,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         self.requests.append(request)
         prompt, hashes = self.take(request)
+        self.check_context(len(prompt))
         if self.fail_before_ticket is not None:
             raise self.fail_before_ticket
         handoff = f"{request.attempt.request_id}#{request.attempt.attempt}"
@@ -193,9 +195,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServiceServicer):
                 raise self.fail_before_token
             n = request.emitted_tokens
             token = self.model.token(prompt[: len(prompt) - n], n, request.sampling)
-            first = prefill_pb2.FirstToken(
-                token_id=token, finish_reason=self.model.finish(token, n + 1, request.sampling), cached=cached
-            )
+            finish = self.finish(self.model.finish(token, n + 1, request.sampling), len(prompt) + 1)
+            first = prefill_pb2.FirstToken(token_id=token, finish_reason=finish, cached=cached)
             if request.sampling.HasField("top_logprobs"):
                 first.logprobs.CopyFrom(_logprobs(token, request.sampling.top_logprobs))
             yield prefill_pb2.PrefillEvent(first_token=first)
@@ -288,6 +289,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             return
         try:
             prompt, _ = self.take(start)
+            self.check_context(len(prompt) + len(_tokens(start.emitted)))
         except errors.SlipstreamError as error:
             out.put_nowait([_ended(start, failure=to_failure(error))])
             return
@@ -334,7 +336,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             while len(frame) < TOKENS_A_FRAME and not finish:
                 frame.append(self.model.token(prompt, n, start.sampling))
                 n += 1
-                finish = self.model.finish(frame[-1], n, start.sampling)
+                finish = self.finish(self.model.finish(frame[-1], n, start.sampling), len(prompt) + n)
             stats.decode_steps += 1
             stats.generated_tokens += len(frame)
             delta = _delta(start, tokens=np.asarray(frame, "<u4").tobytes())

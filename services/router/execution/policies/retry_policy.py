@@ -17,6 +17,7 @@ _RETRYABLE = (
     errors.FailedPrecondition,
     errors.NotFound,
     errors.Internal,
+    errors.ContextExceeded,  # the worker takes less than its record states
 )
 
 
