@@ -92,6 +92,7 @@ JOBS_PAGE = 100
 # Of a router: jobs that it runs, clients of one tenant that follow some, one delivery of a webhook.
 MAX_RUNNING_JOBS = 64
 MAX_TENANT_JOB_FOLLOWERS = 64
+MAX_REFUSED_ENDS = 3
 WEBHOOK_S = 10.0
 WEBHOOK_LIFE_S = 86_400.0
 
@@ -342,6 +343,11 @@ _JOBS: tuple[_Row, ...] = (
         "429, RESOURCE_EXHAUSTED",
     ),
     ("Jobs that one router runs", f"{MAX_RUNNING_JOBS}", "others wait in the database"),
+    (
+        "Times that the database refuses the end of a job",
+        f"{MAX_REFUSED_ENDS}",
+        "the job fails without a result",
+    ),
     ("Clients of one tenant that follow jobs at one router", f"{MAX_TENANT_JOB_FOLLOWERS}", "refused"),
     ("One delivery of a webhook", f"{WEBHOOK_S:g} s", "repeated later"),
     ("All deliveries of one webhook", f"{WEBHOOK_LIFE_S:g} s", "given up"),

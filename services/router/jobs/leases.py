@@ -117,6 +117,19 @@ class JobLeases:
 
         return await self._database.run(finish, is_idempotent=True)
 
+    async def fail(self, owner: str, job: ClaimedJob, reason: str) -> bool:
+        """End a job without a result: its own cannot be stored. False where it is not this attempt's."""
+        now_s, state = self._now_s(), JobState.FAILED
+        error = f"its result cannot be stored: {reason}"
+
+        def fail(tx: SqlTransaction) -> bool:
+            mine = (owner, job.attempt)
+            ended = end_job(tx, job.id, state, now_s=now_s, where=_MINE, values=mine, status=500, error=error)
+            sql = "SELECT id FROM jobs WHERE id = ? AND attempt = ? AND state = ? AND error = ?"
+            return ended or bool(tx.execute(sql, (job.id, job.attempt, state.value, error)))
+
+        return await self._database.run(fail, is_idempotent=True)
+
     async def give_back(self, owner: str, job_id: str, attempt: int, then: NextState) -> bool:
         """Queue a job again after an attempt without a result. False where it is not this attempt's.
 

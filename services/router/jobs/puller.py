@@ -32,7 +32,7 @@ from services.router.jobs.leases import Heartbeat, JobKey, JobLeases, OwnerLost
 from services.router.jobs.owner_watch import OwnerWatch
 from services.router.jobs.rows import count_ended
 from services.router.jobs.types import LONGEST_WAIT_S, ClaimedJob, JobOutcome, JobProgress, JobState
-from slipstream.errors import SlipstreamError
+from slipstream.errors import Overloaded, SlipstreamError, Unavailable
 from slipstream.rpc.backoff import Backoff
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ _BUSY_TICK_S, _IDLE_TICK_S = 0.02, 0.25
 _CLAIMED_AT_ONCE = 8
 _SWEEP_EVERY = 5  # beats
 _AGAIN = NextState(JobState.QUEUED)
+# Failures for which the database, as it is later, may make the change.
+_PASSING = (Unavailable, Overloaded)
 
 
 class StopReason(enum.Enum):
@@ -250,21 +252,33 @@ class JobPuller:
                 await self._give_back(running, _AGAIN)
                 return
             await self._end(running, outcome)
-        except Exception:
+        except Exception:  # the row is still this router's; the beat gives it back
             log.exception("job %s: its end is not stored; it runs again", running.job.id)
         finally:
             self._running.pop((running.job.id, running.job.attempt), None)
 
     async def _end(self, running: _RunningJob, outcome: JobOutcome) -> None:
-        job, owner = running.job, running.owner
-        then = after_attempt(outcome, failures=job.failures, jitter=random.random())
-        if then.state is JobState.QUEUED:
-            is_kept = await self._give_back(running, then)
-        else:
-            is_kept = await self._store(running, lambda: self._leases.finish(owner, job, outcome, then.state))
-            count_ended(self._counters, then.state, int(is_kept))
+        then = after_attempt(outcome, failures=running.job.failures, jitter=random.random())
+        state = then.state
+        try:
+            is_kept = await self._store_end(running, outcome, then)
+        except Exception as error:  # the database is there, and takes no such result
+            log.exception("job %s: its end cannot be stored", running.job.id)
+            reason = f"{type(error).__name__}: {error}"
+            is_kept = await self._store(
+                running, lambda: self._leases.fail(running.owner, running.job, reason)
+            )
+            state = JobState.FAILED
+        if state is not JobState.QUEUED:
+            count_ended(self._counters, state, int(is_kept))
         if not is_kept:
             self._counters.add("slipstream_job_leases_lost_total")
+
+    async def _store_end(self, running: _RunningJob, outcome: JobOutcome, then: NextState) -> bool:
+        if then.state is JobState.QUEUED:
+            return await self._give_back(running, then)
+        job, owner = running.job, running.owner
+        return await self._store(running, lambda: self._leases.finish(owner, job, outcome, then.state))
 
     async def _give_back(self, running: _RunningJob, then: NextState) -> bool:
         job = running.job
@@ -273,12 +287,18 @@ class JobPuller:
         )
 
     async def _store(self, running: _RunningJob, change: Callable[[], Awaitable[bool]]) -> bool:
-        """Make a change in the database, as long as it takes while this router owns the job."""
-        backoff = Backoff()
+        """Make a change in the database, as long as it takes while this router owns the job.
+
+        Raises what the database refuses MAX_REFUSED_ENDS times.
+        """
+        backoff, refusals = Backoff(), 0
         while self._owner == running.owner:
             try:
                 return await change()
             except SlipstreamError as error:
+                refusals += not isinstance(error, _PASSING)
+                if refusals >= service_bounds.MAX_REFUSED_ENDS:
+                    raise
                 log.warning("job %s waits for the database: %s", running.job.id, error)
                 await asyncio.sleep(backoff.pause_s(random.random()))
         return False
