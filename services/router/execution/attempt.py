@@ -186,7 +186,8 @@ class Attempt:
         has_pulled = self._sequence is not None and self._sequence.running
         is_needed = not has_pulled if link is self.workers.prefill else self._is_decoding
         if is_needed:
-            self._fail(WorkerFailed(errors.Unavailable(f"{link.worker.instance} is silent"), link.key))
+            error = errors.Unavailable(f"{link.worker.instance} is silent")
+            self._fail(WorkerFailed(error, link.key, silent=link))
 
     def on_worker_draining(self, link: WorkerConnection) -> None:
         """See `WorkerListener`. A paused sequence stays on its worker."""
@@ -236,9 +237,11 @@ class Attempt:
         link = self.workers.prefill
         assert link is not None
         is_crash = isinstance(error, errors.Internal)
+        silent: WorkerConnection | None = None
         if is_connection_lost:
             is_crash = self._prefill_was_ready and _is_crash(error, link)
-        self._fail(WorkerFailed(error, link.key, is_crash=is_crash))
+            silent = None if is_crash or link.draining else link
+        self._fail(WorkerFailed(error, link.key, is_crash=is_crash, silent=silent))
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> None:
         prefill = self.workers.prefill
@@ -367,7 +370,8 @@ class Attempt:
         link = self.workers.decode
         is_lost = isinstance(error, errors.Unavailable)
         is_crash = is_lost and self._decode_was_ready and _is_crash(error, link)
-        self._fail(WorkerFailed(error, link.key, is_crash=is_crash))
+        silent = link if is_lost and not (is_crash or link.draining) else None
+        self._fail(WorkerFailed(error, link.key, is_crash=is_crash, silent=silent))
 
     def _leave_if_draining(self) -> None:
         link = self.workers.decode

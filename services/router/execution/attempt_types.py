@@ -66,6 +66,7 @@ class WorkerFailed(Exception):
 
     `is_crash`: the whole worker, or its engine, crashed while it ran the attempt. `is_drain`: the worker
     drains, and nothing failed. `other_worker`: a second worker that may have caused a failed transfer.
+    `silent`: the failed worker, where it stands still or takes long to crash.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class WorkerFailed(Exception):
         is_crash: bool = False,
         is_drain: bool = False,
         other_worker: str = "",
+        silent: WorkerConnection | None = None,
     ) -> None:
         super().__init__(str(error))
         self.error = error
@@ -83,6 +85,7 @@ class WorkerFailed(Exception):
         self.is_crash = is_crash
         self.is_drain = is_drain
         self.other_worker = other_worker
+        self.silent = silent
 
 
 def start_prefill(

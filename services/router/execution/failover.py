@@ -11,6 +11,7 @@ from libs.common.cluster.exit_reports import ExitReports, NoExitReports
 from services.router.execution.policies.drain_limiter import DrainLimiter
 from services.router.execution.policies.hedge_policy import HedgePolicy
 from services.router.execution.policies.quarantine import Quarantine, Suspect
+from services.router.workers.connection import WorkerConnection
 from slipstream.v1 import common_pb2
 
 
@@ -22,6 +23,24 @@ class FailoverState:
         self.quarantine = Quarantine(clock)
         self.drain_limiter = DrainLimiter()
         self.hedge_policy = HedgePolicy()
+        self._checks: set[asyncio.Task[None]] = set()  # of reports on silent workers that ended
+
+    def watch_silent(self, suspect: Suspect, link: WorkerConnection) -> None:
+        """Record that a worker fell silent under the suspect, and what comes of the worker."""
+        if self.quarantine.fell_silent(suspect, link.key):
+            link.when_settled(self._settled)
+
+    def _settled(self, worker: str, has_ended: bool) -> None:
+        if not has_ended:
+            self.quarantine.silence_ended(worker, crashed=False)
+            return
+        check = asyncio.create_task(self._check_ended(worker), name="ended-worker")
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+
+    async def _check_ended(self, worker: str) -> None:
+        is_crash = await self.exit_reports.has_crashed(worker)
+        self.quarantine.silence_ended(worker, crashed=is_crash is not False)
 
     async def check_exit_reports(self, suspect: Suspect, crashed: str) -> None:
         """Read how `crashed`, which ran the suspect, and the workers of its earlier strikes ended.

@@ -93,6 +93,11 @@ async def _try_once(
             state.suspect.content = state.content()
             await state.context.failover.check_exit_reports(state.suspect, outcome.worker)
             crashed = outcome.worker  # a cancel before this line ends the request without a strike
+        elif isinstance(outcome, WorkerFailed) and outcome.silent is not None:
+            state.suspect.content = state.content()
+            state.context.failover.watch_silent(state.suspect, outcome.silent)
+        elif isinstance(outcome, AttemptEnd):
+            quarantine.acquit(state.suspect)
         return outcome
     finally:
         quarantine.end(state.suspect, crashed=crashed)

@@ -34,6 +34,8 @@ STALE_AFTER_S = 3.0
 SILENCE_S = 2.0
 _STATUS_TIMEOUT_S = 5.0
 _LOAD_INTERVAL_MS = 50
+# What gRPC says of a peer whose kernel closed or refused the connection.
+_ENDED = ("connection refused", "connection reset", "socket closed")
 
 _Answer = TypeVar("_Answer")
 
@@ -84,6 +86,7 @@ class WorkerConnection:
         self.listeners: set[WorkerListener] = set()
         # Calls under way that release what the worker holds of a request.
         self.releases_in_flight = 0
+        self._when_settled: list[Callable[[str, bool], None]] = []
         self._stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self._report = worker_pb2.LoadReport()
         self._reported_s = 0.0
@@ -169,6 +172,16 @@ class WorkerConnection:
             self._notify(lambda listener: listener.on_worker_draining(self))
         return False
 
+    def when_settled(self, call: Callable[[str, bool], None]) -> None:
+        """Call `call(key, has_ended)` once when the silent worker answers again, or its process has ended."""
+        self._when_settled.append(call)
+
+    def settle(self, *, has_ended: bool) -> None:
+        """The worker answered, or its process has ended: see `when_settled`."""
+        calls, self._when_settled = self._when_settled, []
+        for call in calls:
+            call(self.key, has_ended)
+
     def _notify(self, call: Callable[[WorkerListener], None]) -> None:
         """Call every listener; one that raises does not keep the others from being called."""
         for listener in list(self.listeners):
@@ -205,6 +218,8 @@ class WorkerConnection:
                     f"{self.key} is wrong", f"{self.worker.instance} at {self.worker.endpoint}: {error}"
                 )
             except grpc.aio.AioRpcError as error:
+                if shows_end(error.code(), error.details() or ""):
+                    self.settle(has_ended=True)
                 self._log_failure(error, silent_s=self._clock() - answered_s)
             finally:
                 self._following = False
@@ -228,6 +243,8 @@ class WorkerConnection:
         named = (self.worker.role, self.worker.instance, self.worker.incarnation)
         role = role_name(status.role)
         if (role, status.instance, status.incarnation) != named:
+            if (role, status.instance) == named[:2]:  # a later run of the process
+                self.settle(has_ended=True)
             raise _WrongWorker(f"is {role}/{status.instance} {status.incarnation}")
         if status.draining:
             raise _WrongWorker("is draining")
@@ -246,6 +263,7 @@ class WorkerConnection:
         self._report = report
         self._reported_s = self._clock()
         self.draining = report.draining
+        self.settle(has_ended=False)
         prefill = self.worker.role is Role.PREFILL
         tokens = report.prefill_tokens_in_flight if prefill else report.decode_tokens_in_flight
         requests = report.requests_running + report.requests_waiting
@@ -258,6 +276,14 @@ class WorkerConnection:
         if ready != self.ready:
             self.ready = ready
             self._on_change()
+
+
+def shows_end(code: grpc.StatusCode, details: str) -> bool:
+    """Whether a call failed because no process has the peer's port any more. Pure.
+
+    The kernel answers for a process that stands still, or that is written to a core file, as before.
+    """
+    return code is grpc.StatusCode.UNAVAILABLE and any(words in details.lower() for words in _ENDED)
 
 
 async def first_answer(

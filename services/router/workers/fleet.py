@@ -281,7 +281,9 @@ class RouterFleet:
     def _reconcile(self, snapshot: FleetSnapshot) -> None:
         wanted = {f"{w.role}/{w.instance}": w for w in snapshot.workers if w.role in _FOLLOWED}
         for name, link in list(self._links.items()):
-            if wanted.get(name) != link.worker:
+            if (now := wanted.get(name)) != link.worker:
+                if now is not None and now.incarnation != link.worker.incarnation:
+                    link.settle(has_ended=True)
                 self._retired.append(self._links.pop(name))
                 self._forget(self._retired[-1])
         for name, worker in wanted.items():

@@ -11,6 +11,8 @@ exactly the same work, so the one that crashes workers does so again almost at o
                   other request with strikes ran there. The request fails, and is refused for QUARANTINE_S.
     clearing      an attempt with PROOF_TOKENS clears all strikes. A strike is also withdrawn when the
                   supervisor reports that the worker was killed from outside (cluster/exit_reports.py).
+    silence       of a worker is no strike: it may stand still. It becomes one when the process turns out to
+                  have ended, for example after a long core dump, unless the request has proven itself since.
 
 A request that crashes its workers alone is found by its second crash. Among others that begin on the same
 worker it is found by its third or fourth; the others never fail for it. Without exit reports the quarantine
@@ -32,6 +34,7 @@ PROOF_TOKENS = 16
 # A repetition emits at most the tokens that were lost.
 REPEAT_TOKENS = 8
 STRIKES = 2
+_CRASHED = "this request crashed {} workers: it is not run again"
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +46,8 @@ class Suspect:
     struck_by: tuple[str, ...] = ()  # the workers of its latest strikes
     workers: tuple[str, ...] = ()  # the workers on which the running attempt is unproven
     tokens: int = 0  # of the running attempt
+    doubts: tuple[str, ...] = ()  # workers that fell silent under it, and may have crashed
+    is_guilty: bool = False  # the ends of silent workers have decided it
 
 
 @dataclass(slots=True)
@@ -58,6 +63,19 @@ class _UnprovenAttempts:
         return sum(suspect.strikes > 0 for suspect in self.attempts)
 
 
+@dataclass(slots=True)
+class _Silence:
+    """The unproven attempts on a worker as it fell silent, and the tokens that each had made."""
+
+    n_attempts: int
+    n_struck: int
+    tokens: dict[Suspect, int] = field(default_factory=dict)
+
+    def strikes_needed(self, tokens: int) -> int:
+        """The strikes that decide about a request that had made so many tokens."""
+        return STRIKES if self.n_attempts == 1 and tokens <= REPEAT_TOKENS else STRIKES + 1
+
+
 class Quarantine:
     """The strikes and refusals of one router. `clock` returns monotonic seconds."""
 
@@ -66,6 +84,7 @@ class Quarantine:
         self._unproven: dict[str, _UnprovenAttempts] = {}  # by worker
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()  # by content
         self._killed: OrderedDict[str, None] = OrderedDict()  # workers that were killed from outside
+        self._silent: OrderedDict[str, _Silence] = OrderedDict()  # by worker
 
     @property
     def unproven(self) -> int:
@@ -96,7 +115,12 @@ class Quarantine:
         )
 
     def begin(self, suspect: Suspect, workers: Iterable[str]) -> None:
-        """Register an attempt before it begins. The caller always calls `end` after it."""
+        """Register an attempt before it begins. The caller always calls `end` after it.
+
+        Raises Quarantined, without an `end`, for a request that silent workers have decided about.
+        """
+        if suspect.is_guilty:
+            raise Quarantined(_CRASHED.format(suspect.strikes))
         suspect.workers, suspect.tokens = (), 0
         self.add_workers(suspect, workers)
 
@@ -106,6 +130,7 @@ class Quarantine:
         if suspect.workers and suspect.tokens >= PROOF_TOKENS:
             self._remove(suspect, suspect.workers)
             suspect.strikes, suspect.struck_by = 0, ()
+            self.acquit(suspect)
 
     def add_workers(self, suspect: Suspect, workers: Iterable[str]) -> None:
         """Record that the attempt, or its hedge, runs on these workers as well."""
@@ -143,6 +168,50 @@ class Quarantine:
         while len(self._killed) > MAX_QUARANTINED:
             self._killed.popitem(last=False)
 
+    # ---- workers that fall silent
+
+    def fell_silent(self, suspect: Suspect, worker: str) -> bool:
+        """Record that the running attempt ends with the silence of its worker, before `end`.
+
+        Whether the silence is a new one, whose outcome is to be reported.
+        """
+        unproven = self._unproven.get(worker)
+        if unproven is None or not self._is_strike(suspect, worker):
+            return False
+        silence, is_new = self._silent.get(worker), worker not in self._silent
+        if silence is None:
+            silence = self._silent[worker] = _Silence(len(unproven.attempts), unproven.n_struck)
+            if len(self._silent) > MAX_QUARANTINED:
+                self._silent.popitem(last=False)
+        silence.tokens[suspect] = suspect.tokens
+        suspect.doubts += (worker,)
+        return is_new
+
+    def acquit(self, suspect: Suspect) -> None:
+        """Drop the doubts about a request that ran to its end, or has proven itself."""
+        for worker in suspect.doubts:
+            if worker in self._silent:
+                self._silent[worker].tokens.pop(suspect, None)
+        suspect.doubts = ()
+        if suspect.is_guilty:
+            suspect.is_guilty = False
+            self._refused_until_s.pop(suspect.content, None)
+
+    def silence_ended(self, worker: str, *, crashed: bool) -> None:
+        """A silent worker answers again, or its process has ended, which is a strike for each doubt."""
+        silence = self._silent.pop(worker, None)
+        for suspect, tokens in silence.tokens.items() if silence is not None else ():
+            suspect.doubts = tuple(name for name in suspect.doubts if name != worker)
+            if silence is None or not crashed or worker in suspect.struck_by or worker in self._killed:
+                continue
+            was_struck = suspect.strikes > 0
+            suspect.strikes += 1
+            suspect.struck_by += (worker,)
+            was_alone = silence.n_attempts == 1 or silence.n_struck <= was_struck
+            if was_alone and suspect.strikes >= silence.strikes_needed(tokens):
+                suspect.is_guilty = True
+                self._refuse(suspect.content)
+
     def end(self, suspect: Suspect, *, crashed: str | None = None) -> None:
         """Record the attempt's end. Raises Quarantined when a crash of the worker `crashed` decides it."""
         if suspect.struck_by:
@@ -162,7 +231,7 @@ class Quarantine:
         needed = STRIKES if was_alone and suspect.tokens <= REPEAT_TOKENS else STRIKES + 1
         if suspect.strikes >= needed and (was_alone or was_alone_with_strikes):
             self._refuse(suspect.content)
-            raise Quarantined(f"this request crashed {suspect.strikes} workers: it is not run again")
+            raise Quarantined(_CRASHED.format(suspect.strikes))
 
     def _is_strike(self, suspect: Suspect, crashed: str) -> bool:
         """Whether the crash is a strike. An attempt and its hedge get one strike for one crash."""

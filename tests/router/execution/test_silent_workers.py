@@ -1,0 +1,56 @@
+"""Workers that fall silent under a request: one that crashes slowly counts, and one that stands still not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.router.request.model_card import ModelCard
+from slipstream import errors
+from slipstream.async_client import AsyncClient
+from tests.router.conftest import HELLO, eventually, open_router
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
+
+SILENCE_S = 1.0
+
+
+@pytest.mark.parametrize("way", ["connections lost", "a new incarnation", "stood still"])
+async def test_the_ends_of_silent_workers_quarantine_their_request(
+    model: FakeModel, card: ModelCard, way: str
+) -> None:
+    async with (
+        FakeCluster(model) as cluster,
+        open_router(cluster, card, silence_s=SILENCE_S) as router,
+        AsyncClient(router.host.endpoint, resume_within_s=0.0) as client,
+    ):
+        silent = list(cluster.decodes)
+        for worker in silent:  # as while a core file is written
+            worker.gate.clear()
+            worker.service.load_gate.clear()
+        answer = asyncio.create_task(client.chat(HELLO, seed=1))
+        quarantine = router.runs.context.failover.quarantine
+        await eventually(lambda: len(quarantine._silent) == len(silent))
+        assert not answer.done()
+        if way == "stood still":
+            for worker in silent:
+                worker.gate.set()
+                worker.service.load_gate.set()
+            assert (await answer).finish_reason == "stop"
+            await eventually(lambda: not quarantine._silent)
+            assert (await client.chat(HELLO, seed=1)).finish_reason == "stop"
+            return
+        for worker in silent:
+            if way == "connections lost":
+                await worker.kill()
+            else:
+                await cluster.add_decode(worker.instance).start()
+        if way == "connections lost":  # the evidence is the lost connection alone
+            await eventually(lambda: not quarantine._silent)
+            await cluster.add_decode("decode-9").start()
+        with pytest.raises(errors.Quarantined, match="crashed 2 workers"):
+            await answer
+        with pytest.raises(errors.Quarantined):  # the same request under another id
+            await client.chat(HELLO, seed=2)
+        assert not any(worker.starts for worker in cluster.decodes if worker not in silent)
