@@ -226,7 +226,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         f"others of the tenant wait {RESPONSE_CALL_WAIT_S:g} s; then 429, and an answer goes unstored",
     ),
     (
-        "Stored responses that one tenant's clients are being sent at one router",
+        "Whole answers and stored responses that one tenant's clients are being sent at one router",
         f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes of JSON",
         "429",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -18,6 +18,7 @@ from services.router.api.answers.answer_format import AnswerFormat, Json
 from services.router.api.answers.exchange import Exchange, read_exchange
 from services.router.api.answers.whole import whole_of, whole_of_choices
 from services.router.api.choices import ChoiceRuns
+from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.event_stream import EventStream
 from services.router.api.http.frame import RECORD
 from services.router.api.http.request_reader import RequestReader
@@ -57,10 +58,12 @@ class _HttpExchange:
             headers[PLACEMENT_HEADER] = header_text(decision)
         return headers
 
-    def json_response(self, body: Json, run: RunningRequest) -> web.Response:
-        """An answer in one piece. It may have megabytes, so the fast encoder writes it."""
-        headers = {"Content-Type": "application/json; charset=utf-8", **self.headers(run)}
-        return web.Response(body=msgspec.json.encode(body), headers=headers)
+    async def send_whole(
+        self, body: Json, headers: Mapping[str, str], delivery: AnswerDelivery, *, stall_s: float
+    ) -> web.StreamResponse:
+        """Send an answer that is no stream. It may have megabytes, so the fast encoder writes it."""
+        data, tenant = msgspec.json.encode(body), self.exchange.caller.tenant
+        return await delivery.send_json(self.request, tenant, data, stall_s=stall_s, headers=headers)
 
 
 class GenerationEndpoint:
@@ -80,6 +83,7 @@ class GenerationEndpoint:
         self._clock = clock
         self.write_stall_s = write_stall_s
         self.keep_alive_s = keep_alive_s
+        self.delivery = AnswerDelivery()
 
     async def generate(
         self, request: web.Request, *, path: str, answer_format: AnswerFormat
@@ -124,9 +128,11 @@ class GenerationEndpoint:
             run.sink.holds_start = not read.options.stream or exchange.needs_decision
             if read.options.stream:
                 return await self._stream(exchange, run)
-            return exchange.json_response(await whole_of(read, run), run)
+            body = await whole_of(read, run)
+            headers = exchange.headers(run)
         finally:
             run.end()
+        return await exchange.send_whole(body, headers, self.delivery, stall_s=self.write_stall_s)
 
     async def _refuse(
         self,
@@ -203,9 +209,11 @@ class GenerationEndpoint:
             await choices.start()
             if read.options.stream:
                 return await self._stream_choices(exchange, choices)
-            return exchange.json_response(await whole_of_choices(read, choices), choices.first)
+            body = await whole_of_choices(read, choices)
+            headers = exchange.headers(choices.first)
         finally:
             choices.end()
+        return await exchange.send_whole(body, headers, self.delivery, stall_s=self.write_stall_s)
 
     async def _stream_choices(self, exchange: _HttpExchange, choices: ChoiceRuns) -> web.StreamResponse:
         headers = partial(exchange.headers, choices.first)

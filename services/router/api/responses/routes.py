@@ -21,7 +21,7 @@ from services.router.api.http.request_reader import RequestReader
 from services.router.api.json_body import Json
 from services.router.api.responses.answer_format import ResponsesBody, ResponsesFormat
 from services.router.api.responses.background import BackgroundResponses
-from services.router.api.responses.delivery import ResponseDelivery
+from services.router.api.responses.delivery import send_events
 from services.router.api.responses.errors import error_shape
 from services.router.api.responses.store import ResponseStore
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
@@ -58,7 +58,7 @@ class ResponsesRoutes:
         if store is not None and jobs is not None:
             self._background = BackgroundResponses(jobs, store, card)
         self._followers: Counter[str] = Counter()  # by tenant
-        self.delivery = ResponseDelivery()
+        self.delivery = generation.delivery
         new_key = partial(secrets.token_hex, 16)
         self.format = ResponsesFormat(runs, card, store=store, background=self._background, new_key=new_key)
 
@@ -139,7 +139,7 @@ class ResponsesRoutes:
                     await stream.send(b"", is_last=True)
                     return stream.response
                 self._reader.tenant(request)  # the key may have been revoked
-                after = await self.delivery.send_events(stream, tenant, response, after=after)
+                after = await send_events(self.delivery, stream, tenant, response, after=after)
                 del response  # it may have megabytes, and its next state come in hours
                 waiting = asyncio.create_task(_next(changes))
         except errors.SlipstreamError as error:

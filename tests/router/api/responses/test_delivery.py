@@ -7,6 +7,7 @@ import json
 import socket
 import zlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -134,3 +135,41 @@ async def test_unread_stored_responses_are_bounded_by_tenant(
     async with asyncio.timeout(WAIT_S):
         while await status_of(http, "key-a", of_anna + query) != 200:
             await asyncio.sleep(0.02)
+
+
+async def test_unread_whole_answers_are_bounded_by_tenant_like_stored_ones(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer repeats the instructions of its request."""
+    monkeypatch.setattr(api_bounds, "MAX_TENANT_SENT_RESPONSE_BYTES", 5 * len(LONG_TEXT) // 2)
+    options = {"tenants": tenant_keys(KEYS), "write_stall_s": 10 * WAIT_S}
+    body = {"input": "Hello.", "instructions": LONG_TEXT, "max_output_tokens": 3}
+    async with open_router(cluster, replace(card, model_context_tokens=1 << 20), **options) as router:
+        router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
+        clients = [RawClient("key-a") for _ in range(2)]
+        for client in clients:
+            await client.post(router.http_endpoint, body, path=PATH)
+            async with asyncio.timeout(WAIT_S):
+                while (begun := peek(client)) != b"HTTP/1.1 200":
+                    assert begun is None
+                    await asyncio.sleep(0.02)
+        assert router.runs.held == 0  # an answer on its way takes no place of a request
+
+        async def status(key: str, **fields: Any) -> int:
+            async with http.post(PATH, json={**body, **fields}, headers={"x-api-key": key}) as answer:
+                await answer.read()
+                return answer.status
+
+        async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
+            assert await status("key-a") == 429
+            assert await status("key-a", instructions="Be brief.") == 200
+            assert await status("key-b") == 200
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.gather(*[client.read_all() for client in clients])
+            for client in clients:
+                read = json.loads(client.received.partition(b"\r\n\r\n")[2])
+                assert read["instructions"] == LONG_TEXT
+                client.socket.close()
+            async with asyncio.timeout(WAIT_S):
+                while await status("key-a") != 200:
+                    await asyncio.sleep(0.02)

@@ -1,0 +1,69 @@
+"""Sends long answers in pieces, within their tenant's share of a router's memory.
+
+A client that reads nothing holds what it asked for until it is cut off. So what one tenant's clients are
+being sent is bounded. Answers of one piece do not count: the kernel has most of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+
+import msgspec
+from aiohttp import web
+
+from libs.common import api_bounds
+from services.router.admission.tenant_shares import TextShares
+from services.router.api.http.piece_stream import PIECE_BYTES, send_pieces
+from services.router.api.json_body import Json
+
+_JSON = {"Content-Type": "application/json; charset=utf-8"}
+
+
+class AnswerDelivery:
+    """What the clients of each tenant are being sent: whole answers, and stored responses."""
+
+    def __init__(self) -> None:
+        # Each tenant has its share whatever the others hold.
+        most = api_bounds.MAX_TENANT_SENT_RESPONSE_BYTES
+        self._sent = TextShares(most_chars=sys.maxsize, most_tenant_chars=most)
+
+    async def send_object(
+        self, request: web.Request, tenant: str, answer: Json, *, stall_s: float
+    ) -> web.StreamResponse:
+        """Answer with an object. Raises Overloaded beyond the tenant's share."""
+        data = await asyncio.to_thread(msgspec.json.encode, answer)
+        return await self.send_json(request, tenant, data, stall_s=stall_s)
+
+    async def send_json(
+        self,
+        request: web.Request,
+        tenant: str,
+        data: bytes,
+        *,
+        stall_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> web.StreamResponse:
+        """Answer with JSON. Raises Overloaded beyond the tenant's share."""
+        all_headers = {**_JSON, **(headers or {})}
+        if len(data) <= PIECE_BYTES:
+            return web.Response(body=data, headers=all_headers)
+        with self.sending(tenant, len(data)):
+            response = web.StreamResponse(headers=all_headers)
+            response.content_length = len(data)
+            return await send_pieces(request, response, _once(data), stall_s=stall_s)
+
+    @contextlib.contextmanager
+    def sending(self, tenant: str, n_bytes: int) -> Iterator[None]:
+        """Send so many bytes inside. Raises Overloaded beyond the tenant's share."""
+        self._sent.take(tenant, n_bytes)
+        try:
+            yield
+        finally:
+            self._sent.give_back(tenant, n_bytes)
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
