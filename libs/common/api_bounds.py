@@ -13,6 +13,10 @@ MAX_TENANT_RESPONSE_BYTES = 1 << 30
 MAX_TENANT_RESPONSE_CALLS = 4
 # The end of an answer waits for its save: while the database is away, ends must not wait for each other.
 RESPONSE_CALL_WAIT_S = 10.0
+# Conversations that are read from the database together, for all tenants: each takes up to 100 MB meanwhile.
+MAX_CONVERSATIONS_READ = 8
+# Of stored responses that jobs continue or refer to, while they are checked: for one tenant.
+MAX_TENANT_CHECKED_BYTES = 64 << 20
 # What one tenant's clients are being sent of stored responses, until they have taken it.
 MAX_TENANT_SENT_RESPONSE_BYTES = 64 << 20
 
@@ -99,6 +103,15 @@ STORED = RESPONSES.add(
 )
 REFERENCES = RESPONSES.add(
     Size("input", 0, 64, "earlier responses with items that are referred to", "Each is read.", "HTTP")
+)
+REFERRED = RESPONSES.add(
+    Size(
+        "input",
+        0,
+        64 << 20,
+        "bytes of JSON in the stored responses that one body, or all jobs of one call, continue or refer to",
+        "All of each is read, however little of it is referred to.",
+    )
 )
 CONVERSATION = RESPONSES.add(
     Size(
@@ -224,6 +237,16 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "Reads and writes of one tenant's stored responses at one router",
         f"{MAX_TENANT_RESPONSE_CALLS}",
         f"others of the tenant wait {RESPONSE_CALL_WAIT_S:g} s; then 429, and an answer goes unstored",
+    ),
+    (
+        "Stored responses that are read together to continue them or refer to them: all tenants",
+        f"{MAX_CONVERSATIONS_READ}",
+        f"others wait {RESPONSE_CALL_WAIT_S:g} s; then 429",
+    ),
+    (
+        "Earlier items of one tenant's jobs that are checked at a time",
+        f"{MAX_TENANT_CHECKED_BYTES} bytes of JSON",
+        "429",
     ),
     (
         "Whole answers and stored responses that one tenant's clients are being sent at one router",

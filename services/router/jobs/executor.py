@@ -11,10 +11,11 @@ from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress
 class JobExecutor(Protocol):
     """Runs bodies as their endpoints would."""
 
-    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> None:
+    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> int:
         """Raises InvalidArgument for what can never run; `field` names the job among others.
 
-        `n_bytes`: of all bodies that are checked together.
+        `n_bytes`: of all bodies that are checked together. Returns how many bytes of stored responses were
+        read for it.
         """
 
     async def run(self, job: ClaimedJob) -> JobOutcome:

@@ -30,7 +30,8 @@ def answer_of(body: bytes) -> bytes:
 class HashExecutor:
     """A model that answers with a hash after a few milliseconds."""
 
-    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> None: ...
+    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> int:
+        return 0
 
     async def run(self, job: ClaimedJob) -> JobOutcome:
         answer = answer_of(job.body)

@@ -31,7 +31,8 @@ class HeldExecutor:
         self.ends: dict[str, asyncio.Future[JobOutcome]] = {}
         self.limits: list[int] = []
 
-    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> None: ...
+    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> int:
+        return 0
 
     async def run(self, job: ClaimedJob) -> JobOutcome:
         self.begun.append((job.id, job.attempt))

@@ -120,6 +120,7 @@ class AnswerFormat(abc.ABC):
     """One API's form of bodies, answers and errors."""
 
     n_further_bytes = 0  # that `parse` reads beside the body
+    n_read_bytes = 0  # that were read from the database for the body
 
     async def for_body(self, caller: Caller, data: bytes) -> AnswerFormat:
         """The format for this body, where one needs to look something up before it is parsed.

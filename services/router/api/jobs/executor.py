@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from libs.common import job_bounds
+from libs.common import api_bounds, job_bounds
 from libs.common.http.failure import failure_of
+from services.router.admission.tenant_shares import TextShares
 from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
@@ -44,17 +46,24 @@ class AnswerExecutor:
         self._clock = clock
         self._wall_clock_s = wall_clock_s
         self._ids: set[str] = set()
+        most = api_bounds.MAX_TENANT_CHECKED_BYTES
+        self._checked = TextShares(most_chars=sys.maxsize, most_tenant_chars=most)
 
-    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> None:
+    async def check(self, tenant: str, path: str, body: bytes, field: str, *, n_bytes: int) -> int:
         """See JobExecutor. Many short bodies take as long as a long one: they leave the event loop, too."""
         if path not in self._formats:
             raise job_bounds.PATH.refused(f"{field}.path", paths=", ".join(self._formats))
         caller = Caller(tenant=tenant)
         try:
             answer_format = await self._formats[path].for_body(caller, body)
-            n_bytes += answer_format.n_further_bytes
-            read = partial(_check_body, answer_format, body, self._runs.context.card)
-            await self._runs.read(caller, read, n_bytes=n_bytes)
+            n_further_bytes = answer_format.n_further_bytes
+            self._checked.take(tenant, n_further_bytes)
+            try:
+                read = partial(_check_body, answer_format, body, self._runs.context.card)
+                await self._runs.read(caller, read, n_bytes=n_bytes + n_further_bytes)
+            finally:
+                self._checked.give_back(tenant, n_further_bytes)
+            return answer_format.n_read_bytes
         except errors.InvalidArgument as error:
             raise errors.InvalidArgument(f"{field}.body.{error.field}", error.reason) from None
         except errors.NotFound as error:

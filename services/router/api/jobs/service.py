@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from libs.common import job_bounds, service_bounds
+from libs.common import api_bounds, job_bounds, service_bounds
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.message_reader import read_message
 from services.router.jobs.executor import JobExecutor
@@ -67,12 +67,13 @@ class JobService:
         parse = partial(read_message, data, jobs_pb2.SubmitJobsRequest)
         request = await self._read(Caller(tenant=tenant), parse, n_bytes=n_bytes)
         job_bounds.SUBMITTED.check(len(request.jobs))
-        requests = []
+        requests, n_read_bytes = [], 0
         for index, new in enumerate(request.jobs):
             field = f"jobs[{index}]"
             if new.HasField("webhook"):
                 self._hooks.check(Webhook(new.webhook.url, new.webhook.secret), f"{field}.webhook")
-            await self._executor.check(tenant, new.path, new.body, field, n_bytes=n_bytes)
+            n_read_bytes += await self._executor.check(tenant, new.path, new.body, field, n_bytes=n_bytes)
+            api_bounds.REFERRED.check(n_read_bytes, f"{field}.body.input")
             requests.append(_request_of(new))
         jobs = await store.submit(tenant, requests, key_sha256=self._callers.key_sha256(context))
         return jobs_pb2.SubmitJobsResponse(jobs=[_message_of(job) for job in jobs])

@@ -96,6 +96,7 @@ class _FormatOfBody(AnswerFormat):
         self._draft = draft
         self._earlier = earlier
         self.n_further_bytes = earlier.n_bytes
+        self.n_read_bytes = earlier.n_read_bytes
 
     def parse(self, data: bytes, request_id: str) -> ResponsesBody:
         whole, wants_store = self._whole, self._draft.wants_store

@@ -131,12 +131,14 @@ class ResponseDraft(msgspec.Struct, frozen=True):
 class EarlierItems(msgspec.Struct, frozen=True):
     """What the database supplies: the items before the input, and those referred to, by id.
 
-    `n_bytes` is the length of all of them as JSON, each as often as the body refers to it.
+    `n_bytes` is the length of all of them as JSON, each as often as the body refers to it. `n_read_bytes` is
+    that of all stored responses that were read for them.
     """
 
     items: Sequence[Json] = ()
     by_id: Mapping[str, Json] = {}
     n_bytes: int = 0
+    n_read_bytes: int = 0
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):

@@ -10,8 +10,9 @@ import asyncio
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
 
@@ -96,9 +97,9 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._chance = chance
-        self._turns = TenantTurns(
-            api_bounds.MAX_TENANT_RESPONSE_CALLS, wait_s=api_bounds.RESPONSE_CALL_WAIT_S
-        )
+        wait_s = api_bounds.RESPONSE_CALL_WAIT_S
+        self._turns = TenantTurns(api_bounds.MAX_TENANT_RESPONSE_CALLS, wait_s=wait_s)
+        self._reads = TenantTurns(api_bounds.MAX_CONVERSATIONS_READ, wait_s=wait_s)  # of all tenants as one
         database.declare(_SCHEMA)
 
     async def save(self, tenant: str, response: StoredResponse) -> None:
@@ -156,12 +157,14 @@ class ResponseStore:
         responses = {response_of(item_id) for item_id in wanted}
         api_bounds.REFERENCES.check(len(responses))
         found: dict[str, Json] = {}
-        n_bytes = previous.n_bytes
+        n_bytes, n_read_bytes = previous.n_bytes, previous.n_read_bytes
         for response_id in responses:
             try:
                 conversation = await self._conversation(tenant, response_id, field="input")
             except errors.NotFound:
                 continue
+            n_read_bytes += conversation.n_read_bytes
+            api_bounds.REFERRED.check(n_read_bytes)
             for item in conversation.items:
                 item_id = item.get("id")
                 if isinstance(item_id, str) and item_id in wanted and item_id not in found:
@@ -171,11 +174,11 @@ class ResponseStore:
         for item_id in wanted:
             if item_id not in found:
                 raise errors.NotFound(f"item {shown(item_id)} is not stored here", field="input")
-        return EarlierItems(previous.items, found, n_bytes)
+        return EarlierItems(previous.items, found, n_bytes, n_read_bytes)
 
     async def _conversation(self, tenant: str, response_id: str, *, field: str) -> _StoredConversation:
         """All items up to the end of a response. Raises NotFound, and InvalidArgument for too many."""
-        async with self.turn(tenant):
+        async with self.turn(tenant), self._reads.turn(""):
             blobs = await self._find(tenant, response_id, ("earlier", "items", "body"), field=field)
             return await asyncio.to_thread(_conversation_of, blobs, field)
 
@@ -194,10 +197,11 @@ class ResponseStore:
 
 
 class _StoredConversation(msgspec.Struct, frozen=True):
-    """Items, and how long their JSON is."""
+    """Items, how long their JSON is, and that of all that was read for them."""
 
     items: Sequence[Json] = ()
     n_bytes: int = 0
+    n_read_bytes: int = 0
 
 
 def response_of(item_id: str) -> str:
@@ -225,23 +229,45 @@ def _inflated(blob: bytes) -> bytes:
 
 
 def _conversation_of(blobs: Sequence[bytes], field: str) -> _StoredConversation:
-    """What a body continues costs as much as if the body had it: a turn adds to it, so it is bounded here."""
-    earlier, items, body = map(_inflated, blobs)
-    n_bytes = len(earlier) + len(items)
-    api_bounds.CONVERSATION.check(n_bytes, field)
-    check_structure([(field, earlier), (field, items)])
-    output = [_without_logprobs(item) for item in msgspec.json.decode(body)["output"]]
+    """What a body continues costs as much as if the body had it: a turn adds to it, so it is bounded here.
+
+    A part is decoded only once it is known to be short.
+    """
+    n_bytes, items = 0, list[Json]()
+    for blob in blobs[:2]:
+        data = _inflated(blob)
+        n_bytes += len(data)
+        api_bounds.CONVERSATION.check(n_bytes, field)
+        check_structure([(field, data)])
+        items += msgspec.json.decode(data)
+    body = _inflated(blobs[2])
+    n_read_bytes = n_bytes + len(body)
+    output = [_without_logprobs(item) for item in msgspec.json.decode(body, type=_StoredOutput).output]
     n_bytes += len(msgspec.json.encode(output))
     api_bounds.CONVERSATION.check(n_bytes, field)
-    return _StoredConversation([*msgspec.json.decode(earlier), *msgspec.json.decode(items), *output], n_bytes)
+    return _StoredConversation([*items, *output], n_bytes, n_read_bytes)
 
 
-def _without_logprobs(item: Json) -> Json:
-    """An item of an answer without what no prompt has."""
-    if item.get("type") != "message":
-        return item
-    parts = [{name: part[name] for name in part if name != "logprobs"} for part in item["content"]]
-    return {**item, "content": parts}
+class _StoredOutput(msgspec.Struct):
+    """The part of a stored response that a conversation goes on with."""
+
+    output: list[dict[str, msgspec.Raw]]
+
+
+def _without_logprobs(item: Mapping[str, msgspec.Raw]) -> Json:
+    """An item of an answer without what no prompt has. It may have megabytes, so it is not decoded."""
+    made: dict[str, Any] = {name: msgspec.json.decode(item[name]) for name in item if name != "content"}
+    if "content" in item:
+        is_message = made.get("type") == "message"
+        content = msgspec.json.decode(
+            item["content"], type=list[dict[str, msgspec.Raw]] if is_message else Any
+        )
+        made["content"] = [_decoded(part) for part in content] if is_message else content
+    return {name: made[name] for name in item}
+
+
+def _decoded(part: Mapping[str, msgspec.Raw]) -> Json:
+    return {name: msgspec.json.decode(part[name]) for name in part if name != "logprobs"}
 
 
 def _not_found(response_id: str, field: str) -> errors.NotFound:

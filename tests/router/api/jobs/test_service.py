@@ -12,7 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
+from libs.common import api_bounds
 from libs.database.database import open_database
+from services.router.api.responses.store import ResponseStore, StoredResponse
 from services.router.jobs.store import JobStore
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
@@ -238,3 +240,25 @@ async def test_a_revoked_key_follows_no_job(cluster: FakeCluster, card: ModelCar
 async def _rest(follow: AsyncIterator[Any]) -> None:
     async for update in follow:
         assert update.job.state != jobs_pb2.JOB_STATE_CANCELLED
+
+
+async def test_the_jobs_of_one_call_read_no_more_than_their_share_of_stored_responses(
+    router: RouterServer, stub: Any, tmp_path: Path
+) -> None:
+    """Each of the jobs alone would be taken: together they would read a response of 7 MiB ten times."""
+    tenant, text = "default", "word " * ((7 << 20) // 5)
+    part = {"type": "output_text", "text": text, "annotations": []}
+    output = [{"id": "msg_k_0", "type": "message", "role": "assistant", "content": [part]}]
+    database = open_database(f"sqlite:{tmp_path}/jobs.db")
+    store = ResponseStore(database, wall_clock_s=time.time)
+    await store.save(tenant, StoredResponse({"id": "resp_k", "output": output}, []))
+    await database.close()
+    body = json.dumps({"input": "Go on.", "previous_response_id": "resp_k"}).encode()
+    jobs = [jobs_pb2.NewJob(path="/v1/responses", body=body) for _ in range(10)]
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs))
+    error = from_rpc_error(refused.value)
+    assert isinstance(error, errors.InvalidArgument)
+    assert error.field == f"jobs[{api_bounds.REFERRED.high // len(text)}].body.input"
+    few = await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs[:2]))
+    assert len(few.jobs) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -261,3 +262,70 @@ async def test_a_save_deletes_a_bounded_part_of_what_has_expired(database: Datab
         )
         left.append(n_left)
     assert left == [203, 139, 75, 11, 0]
+
+
+MIB = 1 << 20
+
+
+async def test_a_body_reads_no_more_than_its_share_of_stored_responses(database: Database) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    n_most = api_bounds.REFERRED.high // (7 * MIB)
+    keys = [f"k{index}" for index in range(n_most + 1)]
+    for key in keys:
+        await store.save("alice", response(key, key * (7 * MIB // len(key))))
+    references = [{"type": "item_reference", "id": f"msg_{key}_i0"} for key in keys]
+    found = await store.earlier_items("alice", draft(input=references[:n_most]))
+    assert len(found.by_id) == n_most
+    assert 7 * MIB * n_most <= found.n_read_bytes <= api_bounds.REFERRED.high
+    with pytest.raises(InvalidArgument, match=f"at most {api_bounds.REFERRED.high} bytes") as refused:
+        await store.earlier_items("alice", draft(input=references))
+    assert refused.value.field == "input"
+
+
+async def test_log_probabilities_of_a_conversation_take_little_memory(database: Database) -> None:
+    """An answer of the largest stored size, all of it log probabilities."""
+    store = ResponseStore(database, wall_clock_s=Clock())
+    saved = response("k")
+    row = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []}
+    n_rows = (api_bounds.STORED.high - MIB) // len(msgspec.json.encode(row)) - MIB // 32
+    [item] = saved.body["output"]
+    item["content"][0]["logprobs"] = [row] * n_rows
+    await store.save("alice", saved)
+    tracemalloc.start()
+    try:
+        found = await store.earlier_items("alice", draft(previous_response_id="resp_k"))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.items[-1]["content"] == [{"type": "output_text", "text": "Hello.", "annotations": []}]
+    assert found.n_read_bytes > api_bounds.STORED.high * 3 // 4
+    assert peak_bytes < 3 * api_bounds.STORED.high
+
+
+async def test_conversations_of_many_tenants_are_read_a_few_at_a_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ResponseStore(database, wall_clock_s=Clock())
+    tenants = [f"t{index}" for index in range(2 * api_bounds.MAX_CONVERSATIONS_READ)]
+    for tenant in tenants:
+        await store.save(tenant, response("a"))
+    find, gate, reading = store._find, asyncio.Event(), 0
+
+    async def held(*args: Any, **options: Any) -> Any:
+        nonlocal reading
+        reading += 1
+        await gate.wait()
+        return await find(*args, **options)
+
+    monkeypatch.setattr(store, "_find", held)
+    reads = [
+        asyncio.create_task(store.earlier_items(tenant, draft(previous_response_id="resp_a")))
+        for tenant in tenants
+    ]
+    while store._turns._users.total() < len(tenants):
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert reading == api_bounds.MAX_CONVERSATIONS_READ
+    gate.set()
+    assert all(found.items for found in await asyncio.gather(*reads))
