@@ -106,3 +106,23 @@ def test_shares_store_each_latent_once(k: ShareKernels) -> None:
         assert torch.equal(own.cache.pages[at], plan.cache.pages[at])
         own.cache.pages[:, :, slots] = 0.0
         assert not own.cache.pages.any()
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize(
+    ("kernels", "form"), [("native", "absorbed"), ("native", "expanded"), ("torch", "absorbed")]
+)
+def test_rows_whose_scores_overflow_are_nan_and_never_zero(kernels: str, form: str, parts: int) -> None:
+    """A silent zero would be a wrong token; NaN fails the request. `parts` 0: without shares."""
+    plan = plan_of(CONFIG, [2, 3], [40, 700], "float32")
+    everything, nothing = np.arange(2, dtype=np.int32), np.zeros(0, np.int32)
+    absorbed, expanded = (everything, nothing) if form == "absorbed" else (nothing, everything)
+    plan = replace(plan, absorbed=absorbed, expanded=expanded)
+    plan.cache.pages[..., CONFIG.kv_lora_rank :] = 1e20
+    q = normal(plan.n_rows, CONFIG.n_heads, CONFIG.qk_head_dim, seed=9)
+    q[..., CONFIG.qk_nope_head_dim :] = 0.0
+    q[2:, :, CONFIG.qk_nope_head_dim :] = -1e20  # of the second sequence: all scores are -inf
+    k: ShareKernels = native() if kernels == "native" else TorchKernels()
+    out = attend_shares(k, plan, CONFIG, q, parts) if parts else attend(k, plan, CONFIG, q)
+    assert out[:2].isfinite().all()
+    assert out[2:].isnan().all()

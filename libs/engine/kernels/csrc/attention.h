@@ -37,8 +37,12 @@ INLINE int attends_pairs(const attention_t *a) {
            (a->nope | a->rope | a->lora) % 2 == 0;
 }
 
-/* A lane that sees nothing has the sum 0, any other at least 1, or NaN. */
-INLINE float divisor_of(float sum) { return sum == 0 ? 1 : sum; }
+/* The divisor of a lane of the batch. A lane that sees nothing has the sum 0 and stays 0. One that sees only scores of
+ * -inf, after an overflow in the model, has it too and becomes NaN, which the sampler refuses. Of a share both stay 0:
+ * another share may have finite scores, and else merging makes NaN of them. */
+INLINE float divisor_of(const attention_t *a, int64_t lane, float sum) {
+    return sum == 0 && (a->log_sums || a->visible[lane / a->n_heads] <= 0) ? 1 : sum;
+}
 
 /* `sum` is relative to the lane's maximum `best`. */
 INLINE void keep_log_sum(const attention_t *a, int64_t lane, float best, float sum) {

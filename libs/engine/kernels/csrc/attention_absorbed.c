@@ -202,7 +202,9 @@ static float join_splits(const task_t *t, const item_t *items, int64_t n_splits,
         sum += items[s].sum[lane] * factor;
         for (int64_t j = 0; j < t->a->lora; j++) out[j] += mixed[j] * factor;
     }
-    for (int64_t j = 0; j < t->a->lora; j++) out[j] /= divisor_of(sum);
+    int64_t first = t->a->query_start[items->sequence] * t->a->n_heads + items->first_lane;
+    float divisor = divisor_of(t->a, first + lane, sum);
+    for (int64_t j = 0; j < t->a->lora; j++) out[j] /= divisor;
     *total = sum;
     return best;
 }

@@ -221,7 +221,7 @@ static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, con
     }
     for (int64_t r = 0; r < n_rows; r++) {
         int64_t lane = (batch_row + r) * a->n_heads + head;
-        float sum = state[2 * r + 1], divisor = divisor_of(sum);
+        float sum = state[2 * r + 1], divisor = divisor_of(a, lane, sum);
         for (int64_t j = 0; j < a->v; j++) a->out[lane * a->v + j] = w->mixed[r * c->v_pad + j] / divisor;
         keep_log_sum(a, lane, state[2 * r], sum);
     }
