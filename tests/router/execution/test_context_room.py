@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,9 @@ async def opened(
         yield cluster, router, client
 
 
-async def total_tokens(client: AsyncClient, prompt: str, **arguments: object) -> int:
+async def total_tokens(client: AsyncClient, prompt: str) -> int:
     """Tokens of a prompt and its answer, which ends at its length."""
-    reply = await client.complete(prompt, **arguments)
+    reply = await client.complete(prompt)
     assert reply.finish_reason == "length" and reply.usage is not None
     return reply.usage.prompt_tokens + reply.usage.completion_tokens
 
@@ -102,7 +103,7 @@ async def test_a_prompt_that_a_false_worker_refuses_runs_on_another(
 async def test_a_failover_keeps_the_cap_or_lowers_it_and_never_changes_the_text(
     endless: FakeModel, card: ModelCard, first: int, second: int, max_tokens: int | None
 ) -> None:
-    stated = {} if max_tokens is None else {"max_tokens": max_tokens}
+    stated: Any = {} if max_tokens is None else {"max_tokens": max_tokens}
     async with opened(endless, card, [(first, first)]) as (cluster, _, client):
         whole = await client.complete(PROMPT, seed=1, **stated)
         assert whole.usage is not None

@@ -257,12 +257,11 @@ class _StoredOutput(msgspec.Struct):
 def _without_logprobs(item: Mapping[str, msgspec.Raw]) -> Json:
     """An item of an answer without what no prompt has. It may have megabytes, so it is not decoded."""
     made: dict[str, Any] = {name: msgspec.json.decode(item[name]) for name in item if name != "content"}
-    if "content" in item:
-        is_message = made.get("type") == "message"
-        content = msgspec.json.decode(
-            item["content"], type=list[dict[str, msgspec.Raw]] if is_message else Any
-        )
-        made["content"] = [_decoded(part) for part in content] if is_message else content
+    if "content" in item and made.get("type") == "message":
+        parts = msgspec.json.decode(item["content"], type=list[dict[str, msgspec.Raw]])
+        made["content"] = [_decoded(part) for part in parts]
+    elif "content" in item:
+        made["content"] = msgspec.json.decode(item["content"])
     return {name: made[name] for name in item}
 
 

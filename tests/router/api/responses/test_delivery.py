@@ -155,12 +155,13 @@ async def test_unread_whole_answers_are_bounded_by_tenant_like_stored_ones(
                     await asyncio.sleep(0.02)
         assert router.runs.held == 0  # an answer on its way takes no place of a request
 
-        async def status(key: str, **fields: Any) -> int:
-            async with http.post(PATH, json={**body, **fields}, headers={"x-api-key": key}) as answer:
-                await answer.read()
-                return answer.status
+        async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as session:
 
-        async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
+            async def status(key: str, **fields: Any) -> int:
+                async with session.post(PATH, json={**body, **fields}, headers={"x-api-key": key}) as answer:
+                    await answer.read()
+                    return int(answer.status)
+
             assert await status("key-a") == 429
             assert await status("key-a", instructions="Be brief.") == 200
             assert await status("key-b") == 200
