@@ -205,6 +205,7 @@ def _fake(options: EngineSettings) -> Engine:
     vocab = {}
     if options.model is not None:
         vocab = {"vocab_size": json.loads((options.model / "config.json").read_text())["vocab_size"]}
+    bound = {} if options.max_context_tokens is None else {"max_context_tokens": options.max_context_tokens}
     row_bytes = 64
     page_bytes = options.block_tokens * row_bytes
     return build_fake_engine(
@@ -216,4 +217,5 @@ def _fake(options: EngineSettings) -> Engine:
         pace_s_per_token=options.fake_pace_s,
         sleep=time.sleep,
         **vocab,
+        **bound,
     )

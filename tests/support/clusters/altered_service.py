@@ -2,6 +2,7 @@
 
     arguments   more arguments of its command line
     redirect    {endpoint: another endpoint}: the address to dial in place of a peer's
+    states      the context bound in a worker's record, in tokens, whatever its engine takes
 
 A test can hold the engines (engine_gate.py). Routers have long time-outs: on a busy machine a worker may be
 silent for seconds, and away for a minute when it starts again.
@@ -77,6 +78,20 @@ def redirect_peers(endpoints: dict[str, str]) -> None:
     vars(process_settings)["Dial"] = DialElsewhere
 
 
+def state_context(tokens: int) -> None:
+    """Write another context bound into the worker's record than the engine has."""
+    from libs.common.cluster.worker_record import Worker
+
+    check = Worker.__post_init__
+
+    def state(self: Worker) -> None:
+        check(self)
+        if "max_context_tokens" in self.capacity:
+            object.__setattr__(self, "capacity", {**self.capacity, "max_context_tokens": tokens})
+
+    Worker.__post_init__ = state  # type: ignore[method-assign]
+
+
 def be_patient() -> None:
     """Lengthen the router's time-outs for workers, and its quarantine."""
     from services.router.execution.policies import quarantine
@@ -104,6 +119,8 @@ def main() -> None:
     if role in ("prefill", "decode"):
         poison_the_engine(run_dir, instance)
         redirect_peers(changes.get("redirect", {}))
+        if "states" in changes:
+            state_context(changes["states"])
         engine_gate.install(run_dir, instance)
     elif role == "router":
         be_patient()
