@@ -343,11 +343,7 @@ _JOBS: tuple[_Row, ...] = (
         "429, RESOURCE_EXHAUSTED",
     ),
     ("Jobs that one router runs", f"{MAX_RUNNING_JOBS}", "others wait in the database"),
-    (
-        "Times that the database refuses the end of a job",
-        f"{MAX_REFUSED_ENDS}",
-        "the job fails without a result",
-    ),
+    ("Refusals of a job's end by the database", f"{MAX_REFUSED_ENDS}", "the job fails without a result"),
     ("Clients of one tenant that follow jobs at one router", f"{MAX_TENANT_JOB_FOLLOWERS}", "refused"),
     ("One delivery of a webhook", f"{WEBHOOK_S:g} s", "repeated later"),
     ("All deliveries of one webhook", f"{WEBHOOK_LIFE_S:g} s", "given up"),

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from libs.common.runtime.process_settings import ServiceSettings, TierSettings
 from libs.common.runtime.settings import setting
@@ -202,10 +202,11 @@ def _fake(options: EngineSettings) -> Engine:
     from libs.engine.core.fake import build_fake_engine
 
     # With the vocabulary of the model it stands in for, the router's requests fit it.
-    vocab = {}
+    limits: dict[str, Any] = {}
     if options.model is not None:
-        vocab = {"vocab_size": json.loads((options.model / "config.json").read_text())["vocab_size"]}
-    bound = {} if options.max_context_tokens is None else {"max_context_tokens": options.max_context_tokens}
+        limits["vocab_size"] = json.loads((options.model / "config.json").read_text())["vocab_size"]
+    if options.max_context_tokens is not None:
+        limits["max_context_tokens"] = options.max_context_tokens
     row_bytes = 64
     page_bytes = options.block_tokens * row_bytes
     return build_fake_engine(
@@ -216,6 +217,5 @@ def _fake(options: EngineSettings) -> Engine:
         step_tokens=options.step_tokens,
         pace_s_per_token=options.fake_pace_s,
         sleep=time.sleep,
-        **vocab,
-        **bound,
+        **limits,
     )
