@@ -16,18 +16,19 @@ from typing import Any, TypeVar
 import grpc
 
 from slipstream.endpoints import Endpoints
-from slipstream.errors import Draining, InvalidArgument, SlipstreamError, Unavailable
+from slipstream.errors import Draining, SlipstreamError, Unavailable
 from slipstream.jobs.messages import (
     FinishedJob,
     GroupProgress,
     JobOptions,
     SubmittedJob,
+    amid,
     finished_job,
     group_progress,
-    renumbered,
     state_value,
     submissions,
     submitted_job,
+    with_key,
 )
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import jobs_pb2, jobs_pb2_grpc
@@ -73,15 +74,30 @@ class BlockingJobs:
         references: Sequence[str] = (),
         options: JobOptions | None = None,
     ) -> list[SubmittedJob]:
-        """Store bodies of an endpoint as jobs, which survive any crash from here on."""
-        jobs: list[SubmittedJob] = []
-        for request in submissions(bodies, references, options or JobOptions()):
+        """Store bodies of an endpoint as jobs, which survive any crash from here on.
+
+        Many bodies are several calls, each stored whole or not at all. An error after the first one has a
+        note: how many jobs are stored, and the idempotency key that submits the others.
+        """
+        parts = self.submit_parts(bodies, references=references, options=options)
+        return [job for part in parts for job in part]
+
+    def submit_parts(
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        *,
+        references: Sequence[str] = (),
+        options: JobOptions | None = None,
+    ) -> Iterator[list[SubmittedJob]]:
+        """As `submit`, with the jobs of each call as soon as they are stored."""
+        options, n_stored = with_key(options), 0
+        for request in submissions(bodies, references, options):
             try:
                 answer = self._call("SubmitJobs", request)
-            except InvalidArgument as error:
-                raise renumbered(error, len(jobs)) from None
-            jobs += [submitted_job(job) for job in answer.jobs]
-        return jobs
+            except SlipstreamError as error:
+                raise amid(error, n_stored, len(bodies), options.idempotency_key) from None
+            n_stored += len(answer.jobs)
+            yield [submitted_job(job) for job in answer.jobs]
 
     def get(self, job_id: str) -> FinishedJob:
         """One job, and its answer once it has one. Raises NotFound."""
@@ -161,14 +177,25 @@ class AsyncJobs:
         options: JobOptions | None = None,
     ) -> list[SubmittedJob]:
         """As `BlockingJobs.submit`."""
-        jobs: list[SubmittedJob] = []
-        for request in submissions(bodies, references, options or JobOptions()):
+        parts = self.submit_parts(bodies, references=references, options=options)
+        return [job async for part in parts for job in part]
+
+    async def submit_parts(
+        self,
+        bodies: Sequence[Mapping[str, Any]],
+        *,
+        references: Sequence[str] = (),
+        options: JobOptions | None = None,
+    ) -> AsyncIterator[list[SubmittedJob]]:
+        """As `BlockingJobs.submit_parts`."""
+        options, n_stored = with_key(options), 0
+        for request in submissions(bodies, references, options):
             try:
                 answer = await self._call("SubmitJobs", request)
-            except InvalidArgument as error:
-                raise renumbered(error, len(jobs)) from None
-            jobs += [submitted_job(job) for job in answer.jobs]
-        return jobs
+            except SlipstreamError as error:
+                raise amid(error, n_stored, len(bodies), options.idempotency_key) from None
+            n_stored += len(answer.jobs)
+            yield [submitted_job(job) for job in answer.jobs]
 
     async def get(self, job_id: str) -> FinishedJob:
         """As `BlockingJobs.get`."""

@@ -6,10 +6,10 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.errors import InvalidArgument
+from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.v1 import jobs_pb2
 
 CHAT_PATH = "/v1/chat/completions"
@@ -95,16 +95,22 @@ class JobOptions:
     webhook_secret: str = ""
 
 
+def with_key(options: JobOptions | None) -> JobOptions:
+    """The options with an idempotency key, a random one where none is stated."""
+    options = options or JobOptions()
+    return options if options.idempotency_key else replace(options, idempotency_key=os.urandom(12).hex())
+
+
 def submissions(
     bodies: Sequence[Mapping[str, Any]], references: Sequence[str], options: JobOptions
 ) -> Iterator[jobs_pb2.SubmitJobsRequest]:
     """The messages of one submission, in order, each of a bounded size. Raises InvalidArgument.
 
-    Each job has an idempotency key, so that a call whose answer was lost is repeated without harm.
+    The options have a key: each job has one, so that a call whose answer was lost is repeated without harm.
     """
     if references and len(references) != len(bodies):
         raise InvalidArgument("references", f"must have one for each of {len(bodies)} bodies")
-    key = options.idempotency_key or os.urandom(12).hex()
+    key = options.idempotency_key
     request, n_bytes = jobs_pb2.SubmitJobsRequest(), 0
     for index, body in enumerate(bodies):
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -127,6 +133,19 @@ def submissions(
         yield request
 
 
+def amid(error: SlipstreamError, n_stored: int, n_bodies: int, key: str) -> SlipstreamError:
+    """The error of a call of a submission whose earlier calls stored `n_stored` jobs.
+
+    It names its body by the index among all, and its note says how to go on.
+    """
+    if isinstance(error, InvalidArgument):
+        error = renumbered(error, n_stored)
+    if n_stored:
+        again = f"the same submission with JobOptions.idempotency_key {key!r} stores the others"
+        error.add_note(f"{n_stored} of {n_bodies} jobs are stored: {again}")
+    return error
+
+
 def renumbered(error: InvalidArgument, n_before: int) -> InvalidArgument:
     """The error by the index of its body among all of a submission; `n_before` are in earlier messages."""
     if (found := _INDEX.match(error.field)) is None:
@@ -135,10 +154,15 @@ def renumbered(error: InvalidArgument, n_before: int) -> InvalidArgument:
     return InvalidArgument(f"jobs[{int(found[1]) + n_before}]{rest}", error.reason)
 
 
-def index_in(field: str) -> tuple[int, str] | None:
-    """The index of a body in the field of an error, and the field in the body; None for another field."""
-    found = _INDEX.match(field)
-    return (int(found[1]), field[found.end() :].removeprefix(".body").removeprefix(".")) if found else None
+def index_in(field: str) -> tuple[int, str, bool] | None:
+    """The index of a body in the field of an error, the field, and whether it is one in the body.
+
+    None for another field.
+    """
+    if (found := _INDEX.match(field)) is None:
+        return None
+    rest = field[found.end() :]
+    return int(found[1]), rest.removeprefix(".body").removeprefix("."), rest.startswith(".body")
 
 
 def submitted_job(job: jobs_pb2.Job) -> SubmittedJob:

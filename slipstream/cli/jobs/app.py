@@ -6,20 +6,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.bound import shown
 from slipstream.cli.client_access import ClientAccess, takes_client
 from slipstream.cli.options import AsJson
-from slipstream.errors import InvalidArgument
+from slipstream.errors import InvalidArgument, SlipstreamError
 
 if TYPE_CHECKING:
+    from slipstream.cli.jobs.body_file import BodyFile
     from slipstream.client import Client
-    from slipstream.jobs.messages import SubmittedJob
+    from slipstream.jobs.messages import JobOptions, SubmittedJob
 
 jobs_app = typer.Typer(
     no_args_is_help=True,
@@ -53,27 +52,29 @@ def submit(
     A file that is submitted again under the same --group continues: bodies that are stored are not doubled.
     The exit code is 1 where a job has failed.
     """
-    from slipstream.cli.jobs.progress import follow_group
+    from slipstream.cli.jobs.body_file import read_bodies
+    from slipstream.cli.jobs.progress import follow_group, show_failures
     from slipstream.jobs.messages import JobOptions
 
-    bodies, references, lines = read_bodies(file, path)
+    if output is not None and not wait:
+        raise InvalidArgument("--output", "needs the end of all jobs: it does not go with --no-wait")
+    found = read_bodies(file, path)
     if output is not None:
         check_output(output, file)
     name = group or f"{file.stem[:80]}-{int(time.time())}"
     options = JobOptions(path, group_id=name, idempotency_key=name[:100], expires_s=expires_s)
     with access.open() as client:
-        try:
-            jobs = client.jobs.submit(bodies, references=references, options=options)
-        except InvalidArgument as error:
-            raise _of_line(error, file, lines) from None
+        jobs = _submit(client, found, options)
         print(f"group {name}: {len(jobs)} jobs")
-        if not (wait or output):
+        if not wait:
             return
         try:
             counts = follow_group(client.jobs, name)
         except KeyboardInterrupt:
             print(f"the jobs run on: `slipstream jobs cancel --group {name}` ends them", file=sys.stderr)
             raise typer.Exit(130) from None
+        if counts.failed:
+            show_failures(client.jobs, name)
         if output is not None:
             _write_answers(client, jobs, output)
     if counts.succeeded < counts.total:
@@ -132,48 +133,18 @@ def cancel(
         print(f"{client.jobs.cancel(job_id, group_id=group)} cancelled")
 
 
-def read_bodies(file: Path, path: str) -> tuple[list[dict[str, Any]], list[str], list[int]]:
-    """The bodies, their references and their lines. A reference is `custom_id`, or the number of the line.
-
-    Raises InvalidArgument for a file that cannot be read, and a line of OpenAI's that is not for `path`.
-    """
-    bodies, references, numbers = [], [], []
+def _submit(client: Client, found: BodyFile, options: JobOptions) -> list[SubmittedJob]:
+    """Submit all bodies. An end amid them says how many are stored, and how to go on."""
+    jobs: list[SubmittedJob] = []
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # a JSON text may have other line breaks
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "is not UTF-8"
-        raise InvalidArgument("FILE", f"{file}: {why}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise InvalidArgument("FILE", f"{file}: line {number} is no JSON object")
-        is_batch = "custom_id" in parsed and isinstance(parsed.get("body"), dict)
-        for name, wanted in (("method", "POST"), ("url", path)) if is_batch else ():
-            if parsed.get(name, wanted) != wanted:
-                reason = f"{name} must be {wanted}, not {shown(parsed[name])}"
-                hint = "; --path names the endpoint of all lines" if name == "url" else ""
-                raise InvalidArgument("FILE", f"{file}: line {number}: {reason}{hint}")
-        bodies.append(parsed["body"] if is_batch else parsed)
-        references.append(str(parsed["custom_id"]) if is_batch else str(number))
-        numbers.append(number)
-    if not bodies:
-        raise InvalidArgument("FILE", f"{file}: has no bodies")
-    return bodies, references, numbers
-
-
-def _of_line(error: InvalidArgument, file: Path, lines: Sequence[int]) -> InvalidArgument:
-    """The error by the line of its body."""
-    from slipstream.jobs.messages import index_in
-
-    if (place := index_in(error.field)) is None:
-        return error
-    index, field = place
-    return InvalidArgument("FILE", f"{file}: line {lines[index]}: {field}: {error.reason}")
+        for stored in client.jobs.submit_parts(found.bodies, references=found.references, options=options):
+            jobs += stored
+    except (SlipstreamError, KeyboardInterrupt) as error:
+        if jobs:
+            again = f"the same file with `--group {options.group_id}` submits the others"
+            print(f"{len(jobs)} of {len(found.bodies)} jobs are submitted: {again}", file=sys.stderr)
+        raise found.refusal(error) if isinstance(error, InvalidArgument) else error from None
+    return jobs
 
 
 def check_output(output: Path, file: Path) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from datetime import datetime
+from itertools import islice
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.jobs.calls import BlockingJobs
-from slipstream.jobs.messages import GroupProgress, SubmittedJob
+from slipstream.jobs.messages import FinishedJob, GroupProgress, SubmittedJob
+
+_SHOWN_FAILURES = 3
 
 
 def follow_group(jobs: BlockingJobs, group_id: str, *, console: Console | None = None) -> GroupProgress:
@@ -27,6 +31,21 @@ def follow_group(jobs: BlockingJobs, group_id: str, *, console: Console | None =
     if not console.is_terminal:
         print(words(counts))
     return counts
+
+
+def show_failures(jobs: BlockingJobs, group_id: str) -> None:
+    """Say why the first failed jobs of a group failed, and what lists all of them."""
+    for job in islice(jobs.list_jobs(group_id=group_id, state="failed"), _SHOWN_FAILURES):
+        reason = harmless_line(f"{job.reference}: {reason_of(jobs.get(job.id))}")
+        print(f"failed: {reason} (`slipstream jobs show {job.id}`)", file=sys.stderr)
+    print(f"`slipstream jobs ls --group {group_id} --state failed` lists all that failed", file=sys.stderr)
+
+
+def reason_of(failed: FinishedJob) -> str:
+    """Why a job failed: the message of its answer, or why it has none."""
+    error = failed.answer.get("error") if isinstance(failed.answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message or failed.job.error or f"HTTP {failed.job.http_status}")
 
 
 def words(counts: GroupProgress) -> str:

@@ -16,7 +16,7 @@ from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.cli.app import build_app
-from slipstream.cli.jobs.app import read_bodies
+from slipstream.cli.jobs.body_file import read_bodies
 from slipstream.client import Client
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.jobs.messages import JobOptions, index_in, renumbered, submissions
@@ -155,8 +155,9 @@ def test_a_line_for_another_endpoint_is_refused(field: str, value: str, reason: 
 
 def test_a_line_break_of_unicode_ends_no_line(tmp_path: Path) -> None:
     (tmp_path / "bodies.jsonl").write_text(_lines({"prompt": "a\u2028b\x85c"}, BODY))
-    bodies, references, numbers = read_bodies(tmp_path / "bodies.jsonl", "/v1/chat/completions")
-    assert bodies == [{"prompt": "a\u2028b\x85c"}, BODY] and references == ["1", "2"] and numbers == [1, 2]
+    found = read_bodies(tmp_path / "bodies.jsonl", "/v1/chat/completions")
+    assert found.bodies == [{"prompt": "a\u2028b\x85c"}, BODY]
+    assert found.references == ["1", "2"] and found.lines == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_answers_that_cannot_be_written_are_refused_before_anything_is_sent(
     def sent(*_: Any, **__: Any) -> None:
         raise AssertionError("the bodies were sent")
 
-    monkeypatch.setattr("slipstream.jobs.calls.BlockingJobs.submit", sent)
+    monkeypatch.setattr("slipstream.jobs.calls.BlockingJobs.submit_parts", sent)
     file = tmp_path / "bodies.jsonl"
     file.write_text(json.dumps(BODY))
     given = ("--output", str(tmp_path / output), "--endpoint", "127.0.0.1:1")
@@ -186,7 +187,8 @@ def test_answers_that_cannot_be_written_are_refused_before_anything_is_sent(
 def test_an_error_names_the_body_of_the_whole_submission() -> None:
     error = renumbered(InvalidArgument("jobs[7].body.model", "is not served"), 500)
     assert (error.field, error.reason) == ("jobs[507].body.model", "is not served")
-    assert index_in(error.field) == (507, "model")
+    assert index_in(error.field) == (507, "model", True)
+    assert index_in("jobs[3].path") == (3, "path", False)
     assert index_in("group_id") is None
 
 
@@ -197,6 +199,27 @@ def test_a_large_submission_is_several_calls_with_one_key() -> None:
     assert keys == [f"k/{index}" for index in range(1200)]
     assert len(requests) > 2 and all(request.ByteSize() < 5 << 20 for request in requests)
     assert all(len(request.jobs) <= 500 for request in requests)
+
+
+async def test_an_end_amid_a_submission_says_how_to_go_on(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.jobs.messages._MOST_JOBS", 2)
+    bodies = [BODY, BODY, BODY, {**BODY, "temperature": 9}]
+    options = JobOptions(group_id="g", idempotency_key="k")
+    async with asyncio.timeout(WAIT_S), AsyncClient(router.host.endpoint) as client:
+        with pytest.raises(InvalidArgument) as refused:
+            await client.jobs.submit(bodies, options=options)
+        assert refused.value.field == "jobs[3].body.temperature"
+        assert refused.value.__notes__ == [
+            "2 of 4 jobs are stored: the same submission with JobOptions.idempotency_key 'k' stores the others"
+        ]
+        stored = [job.id async for job in client.jobs.list_jobs(group_id="g")]
+        again = await client.jobs.submit([BODY] * 4, options=options)
+        assert [job.id for job in again[:2]] == stored and len({job.id for job in again}) == 4
+        with pytest.raises(InvalidArgument) as refused:
+            await client.jobs.submit(bodies[3:], options=options)
+        assert not hasattr(refused.value, "__notes__")
 
 
 async def test_a_lost_router_is_replaced_by_the_next(router: RouterServer) -> None:

@@ -69,7 +69,8 @@ class AnswerExecutor:
         except errors.NotFound as error:
             if error.field is None:
                 raise
-            raise errors.InvalidArgument(f"{field}.body.{error.field}", error.message) from None
+            reason = error.message.removeprefix(f"{error.field}: ")
+            raise errors.InvalidArgument(f"{field}.body.{error.field}", reason) from None
 
     async def run(self, job: ClaimedJob) -> JobOutcome:
         """See JobExecutor. Seeds come from the job's id where the body states none."""
