@@ -95,6 +95,7 @@ class ParsedBody(abc.ABC):
 
     requests: Sequence[GenerationRequest]  # only OpenAI's formats have more than one
     options: AnswerOptions
+    is_background = False  # whether the client asks for an answer that it fetches later
 
     @abc.abstractmethod
     def writer(self, started: router_pb2.Started, context: AnswerContext, index: int = 0) -> AnswerWriter:

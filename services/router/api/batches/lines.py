@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from libs.common import batch_bounds
+from libs.common import batch_bounds, job_bounds
 from services.router.api.json_body import parse_object
 from services.router.request.json_limits import check_structure
 from slipstream import bounds
@@ -47,12 +47,13 @@ class _Line(msgspec.Struct, gc=False):
     body: msgspec.Raw = msgspec.Raw()
 
 
-class _Streamed(msgspec.Struct, gc=False):
+class _Delivery(msgspec.Struct, gc=False):
     stream: Any = None
+    background: Any = None
 
 
 _DECODER = msgspec.json.Decoder(_Line)
-_STREAM_DECODER = msgspec.json.Decoder(_Streamed)
+_DELIVERY_DECODER = msgspec.json.Decoder(_Delivery)
 
 
 class LineSplitter:
@@ -123,8 +124,11 @@ def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefec
         return LineDefect("missing_required_parameter", "body must be an object", number, "body")
     if len(body) > bounds.MAX_BODY_BYTES:
         return LineDefect("invalid_request", f"body {bounds.BODY.words}", number, "body")
-    if _STREAM_DECODER.decode(body).stream not in (None, False):
-        return LineDefect("invalid_request", "body.stream is not for a batch", number, "body.stream")
+    delivery = _DELIVERY_DECODER.decode(body)
+    for row in (job_bounds.STREAM, job_bounds.BACKGROUND):
+        name = row.field.removeprefix("jobs[i].")
+        if getattr(delivery, name.removeprefix("body.")) not in (None, False):
+            return LineDefect("invalid_request", f"{name} {row.words}", number, name)
     return BatchLine(number, line.custom_id, body)
 
 
@@ -143,21 +147,21 @@ class SeenIds:
     """The custom ids of a batch so far."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
+        self._lines: dict[str, int] = {}  # by custom id
 
     def defect(self, line: BatchLine) -> LineDefect | None:
         """Why this line may not join them: its id is taken, or there are too many."""
-        if line.custom_id in self._seen:
-            message = f"custom_id {shown(line.custom_id)} is in the file twice"
+        if (first := self._lines.get(line.custom_id)) is not None:
+            message = f"custom_id {shown(line.custom_id)} is in lines {first} and {line.number}"
             return LineDefect("duplicate_custom_id", message, line.number, "custom_id")
-        if len(self._seen) == batch_bounds.MAX_BATCH_LINES:
+        if len(self._lines) == batch_bounds.MAX_BATCH_LINES:
             message = f"a batch has at most {batch_bounds.MAX_BATCH_LINES} requests"
             return LineDefect("too_many_requests", message, line.number)
-        self._seen.add(line.custom_id)
+        self._lines[line.custom_id] = line.number
         return None
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._lines)
 
 
 class LineReader:

@@ -123,8 +123,13 @@ class AnswerExecutor:
 
 
 def _check_body(answer_format: AnswerFormat, body: bytes, card: ModelCard) -> None:
-    """Raises InvalidArgument and NotFound for values that the endpoint refuses."""
-    requests = answer_format.parse(body, "").requests
+    """Raises InvalidArgument and NotFound for values that the endpoint refuses, or that are not for a job."""
+    parsed = answer_format.parse(body, "")
+    requests = parsed.requests
+    if parsed.options.stream:
+        raise job_bounds.STREAM.refused("stream")
+    if parsed.is_background:
+        raise job_bounds.BACKGROUND.refused("background")
     for index, leader in enumerate(leaders_of(requests)):
         if index == leader:  # other choices of a prompt have its values
             check_values(requests[index], card)

@@ -61,6 +61,7 @@ def test_the_body_stays_as_it_was_written() -> None:
         ({"body": None}, "missing_required_parameter", "body"),
         ({"body": [1]}, "missing_required_parameter", "body"),
         ({"body": {"stream": True}}, "invalid_request", "body.stream"),
+        ({"body": {"background": True}}, "invalid_request", "body.background"),
         ({"body": {"messages": "x" * bounds.MAX_BODY_BYTES}}, "invalid_request", "body"),
     ],
 )
@@ -96,6 +97,7 @@ def test_an_id_names_one_line_and_lines_are_bounded(monkeypatch: pytest.MonkeyPa
         "too_many_requests",
     ]
     assert len(seen) == 2
+    assert defects[1] is not None and "'a' is in lines 0 and 3" in defects[1].message
 
 
 def test_structure_is_bounded_before_a_line_is_parsed() -> None:

@@ -131,6 +131,15 @@ async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any)
         (new_job(temperature="warm"), "jobs[1].body.temperature"),
         (new_job(temperature=9), "jobs[1].body.temperature"),
         (new_job(model="no-such-model"), "jobs[1].body.model"),
+        (new_job(stream=True), "jobs[1].body.stream"),
+        (
+            jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "a", "background": true}'),
+            "jobs[1].body.background",
+        ),
+        (
+            jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "a", "stream": true}'),
+            "jobs[1].body.stream",
+        ),
         (jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "a", "top_p": 7}'), "jobs[1].body.top_p"),
         (
             jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": ["a", ""], "n": 2}'),
