@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from libs.common.runtime.settings import setting
+from libs.common.runtime.settings import check_peers, setting
 from libs.worker.process.settings import EngineSettings
 
 LOCAL, SERVICE = "local", "service"
+
+
+def check_drafter(text: str) -> None:
+    """Raises ValueError for what is no place of the draft head."""
+    if text not in ("", LOCAL, SERVICE):
+        try:
+            check_peers(text)
+        except ValueError:
+            raise ValueError(f"must be {LOCAL}, {SERVICE} or HOST:PORT, not {text!r}") from None
 
 
 @dataclass(frozen=True)
@@ -25,4 +34,5 @@ class DecodeSettings(EngineSettings):
     drafter: str = setting(
         "local: the draft head runs in this process; service: a drafter that discovery knows; HOST:PORT",
         default=SERVICE,
+        check=check_drafter,
     )

@@ -11,9 +11,9 @@ from libs.common.cluster.discovery import LEASE_TTL_S
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.access import AccessControl, access_of
 from libs.common.runtime.process_settings import TierSettings
-from libs.common.runtime.settings import parse_endpoints, setting
+from libs.common.runtime.settings import check_peers, parse_endpoints, setting
 from libs.common.transport.open import TransportChoice
-from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, pool_master
+from services.kvstore.pool.config import DEFAULT_SEGMENT_BYTES, POOLS, PoolOptions, check_master, pool_master
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.hosts import host_of
@@ -84,11 +84,15 @@ class NodeSettings(TierSettings):
     disk_write_bytes_per_day: int = setting("write limit of all disks together; 0 = no limit", default=0)
     pool: str | None = setting("the pool through which nodes share memory", default=None, choices=POOLS)
     pool_master: str = setting(
-        "HOST:PORT or etcd://HOST:PORT[;..]", default="", default_text="elected in --etcd"
+        "HOST:PORT or etcd://HOST:PORT[;..]",
+        default="",
+        default_text="elected in --etcd",
+        check=check_master,
     )
     pool_admin: str = setting(
         "HOST:PORT[,..] of the masters' HTTP servers, which list the pool's blocks for routers",
         default="",
+        check=check_peers,
     )
     pool_bytes: int = setting(
         "bytes of memory that this node adds to the pool", default=DEFAULT_SEGMENT_BYTES

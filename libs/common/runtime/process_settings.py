@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from libs.common.runtime.settings import check_address, check_readable, parse_endpoints, rows, setting
+from libs.common.runtime.settings import (
+    check_address,
+    check_peers,
+    check_readable,
+    parse_endpoints,
+    rows,
+    setting,
+)
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -36,7 +43,9 @@ class ServiceSettings:
         default="127.0.0.1:0",
         check=check_address,
     )
-    etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="")
+    etcd: str = setting(
+        "HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="", check=check_peers
+    )
     etcd_ca: Path | None = setting(
         "PEM of the CA of etcd's certificate: TLS to etcd", default=None, check=check_readable
     )

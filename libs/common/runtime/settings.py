@@ -63,10 +63,17 @@ def check_readable(path: Path) -> None:
 
 
 def check_address(text: str) -> None:
-    """A `check` of settings that hold one HOST:PORT. Raises ValueError."""
+    """A `check` of settings that hold one HOST:PORT to listen on. Raises ValueError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"must be HOST:PORT, not {text!r}")
+
+
+def check_peers(text: str) -> None:
+    """A `check` of settings that hold HOST:PORT[,HOST:PORT..] to dial. Raises ValueError."""
+    for endpoint in parse_endpoints(text):
+        if not int(endpoint.rpartition(":")[2]):
+            raise ValueError(f"must be HOST:PORT, not {endpoint!r}: nothing listens on port 0")
 
 
 def parse_endpoints(text: str) -> list[str]:

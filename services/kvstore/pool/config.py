@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from libs.common.etcd.access import EtcdAccess
+from libs.common.runtime.settings import check_peers
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
 POOLS = ("mooncake",)
@@ -14,6 +15,19 @@ MIN_SEGMENT_BYTES = 16 << 20
 STAGING_BYTES = 64 << 20
 MAX_REPLICAS = 8
 _ETCD = "etcd://"
+
+
+def check_master(text: str) -> None:
+    """Raises ValueError for what names no master of a pool; nothing stands for the elected one."""
+    addresses = text.removeprefix(_ETCD).split(";") if text else []
+    try:
+        if not all(addresses) or "," in text:
+            raise ValueError
+        check_peers(",".join(addresses))
+    except ValueError:
+        raise ValueError(f"must be HOST:PORT or etcd://HOST:PORT[;HOST:PORT..], not {text!r}") from None
+    if ";" in text and not text.startswith(_ETCD):
+        raise ValueError("several addresses only after etcd://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +56,16 @@ class PoolOptions:
 
     def check(self) -> None:
         """Raises InvalidArgument and FailedPrecondition for options that cannot work."""
-        for address in self.master.removeprefix(_ETCD).split(";"):
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise InvalidArgument(
-                    "--pool-master",
-                    f"must be HOST:PORT or etcd://HOST:PORT[;HOST:PORT..], not {self.master!r}",
-                )
-        if ";" in self.master and not self.master.startswith(_ETCD):
-            raise InvalidArgument("--pool-master", "several addresses only after etcd://")
-        for address in self.admin:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise InvalidArgument("--pool-admin", f"must be HOST:PORT[,HOST:PORT..], not {address!r}")
+        if not self.master:
+            raise InvalidArgument("--pool-master", "must be given")
+        for flag, check, text in (
+            ("--pool-master", check_master, self.master),
+            ("--pool-admin", check_peers, ",".join(self.admin)),
+        ):
+            try:
+                check(text)
+            except ValueError as error:
+                raise InvalidArgument(flag, str(error)) from None
         if self.segment_bytes and self.segment_bytes < MIN_SEGMENT_BYTES:
             raise InvalidArgument("--pool-bytes", f"must be 0 or at least {MIN_SEGMENT_BYTES}")
         if not 1 <= self.replicas <= MAX_REPLICAS:

@@ -235,6 +235,51 @@ def test_values_that_a_router_cannot_use(
     assert f"SLIPSTREAM_{name}: {words}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "section", "name", "text", "words"),
+    [
+        (DecodeSettings, "decode", "drafter", "nohost", "must be local, service or HOST:PORT, not 'nohost'"),
+        (DecodeSettings, "decode", "drafter", "h:0", "must be local, service or HOST:PORT, not 'h:0'"),
+        (DecodeSettings, "decode", "etcd", "e:1,nohost", "must be HOST:PORT, not 'nohost'"),
+        (RouterSettings, "router", "etcd", "e:0", "must be HOST:PORT, not 'e:0': nothing listens on port 0"),
+        (NodeSettings, "kvstore", "pool_master", "nohost", "must be HOST:PORT or etcd://HOST:PORT"),
+        (NodeSettings, "kvstore", "pool_admin", "a:1,nohost", "must be HOST:PORT, not 'nohost'"),
+    ],
+)
+@pytest.mark.parametrize("source", ["flag", "variable", "key"])
+def test_an_address_to_dial_without_a_port_is_refused_by_its_name(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    kind: type[Any],
+    section: str,
+    name: str,
+    text: str,
+    words: str,
+    source: str,
+) -> None:
+    flag, variable = f"--{name.replace('_', '-')}", f"SLIPSTREAM_{name.upper()}"
+    file = tmp_path / "c.toml"
+    file.write_text(f'[{section}]\n{name} = "{text}"')
+    given, environment, named = ["--instance", "x"], dict[str, str](), flag
+    if source == "flag":
+        given += [flag, text]
+    elif source == "variable":
+        environment, named = {variable: text}, variable
+    else:
+        given += ["--config", str(file)]
+        named = f"[{section}] {name}"
+    with pytest.raises(SystemExit):
+        load_settings(
+            kind,
+            section=section,
+            program="p",
+            description="",
+            arguments=given,
+            environment=environment,
+        )
+    assert f"{named}: {words}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [("--size", "x"), ("--siz", "2"), ("--mode", "off"), ("--size", "3")])
 def test_unusable_flags_are_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, str]) -> None:
     assert error_of(capsys, *flags)
