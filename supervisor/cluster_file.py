@@ -64,7 +64,7 @@ _NEEDED: Mapping[Role, tuple[str, ...]] = {
         *("prices", "access_log", "allow_pinning", "tls_client_ca", "etcd", "etcd_ca", "etcd_certificate"),
         *("etcd_key", "etcd_user", "etcd_password_file", "log_level", "log_format", "drain_s", "http"),
     ),
-    Role.DECODE: ("draft_model", "drafts", "transport"),
+    Role.DECODE: ("draft_model", "drafts", "transport", "block_tokens"),
     Role.KVSTORE: ("disk_bytes", "pool"),
 }
 

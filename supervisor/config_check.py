@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from libs.common.etcd.access import EtcdAccess
+from libs.common.runtime.settings import check_peers
 from libs.common.transport.open import TransportChoice
-from libs.engine.parallel.sizes import parse_sizes
+from libs.engine.model_spec.config import load_config
+from libs.engine.parallel.sizes import ParallelSizes, check_kv_split, check_sizes, parse_sizes
 from slipstream.api_key_file import read_keys
 from slipstream.errors import InvalidArgument
 from supervisor.forking.launcher import STARTS
@@ -34,6 +36,11 @@ def check_config(config: ClusterConfig) -> None:
     """Nothing, or `InvalidArgument` that names the flag. Asks the machine: files, ports, libraries."""
     if config.routers < 1:
         raise InvalidArgument("--router", "a cluster needs at least one router")
+    if config.etcd is not None:
+        try:
+            check_peers(config.etcd)
+        except ValueError as error:
+            raise InvalidArgument("--etcd", str(error)) from None
     for flag, path in (("--model", config.model), ("--draft-model", config.draft_model)):
         if path is not None:
             _check_model(flag, path)
@@ -44,7 +51,7 @@ def check_config(config: ClusterConfig) -> None:
         ("--decode-parallel", config.decode_parallel),
     ):
         if sizes is not None:
-            parse_sizes(sizes, flag)
+            _check_cut(flag, parse_sizes(sizes, flag), config)
     _check_choice("--start", config.start, STARTS)
     _check_choice("--log-level", config.log_level, LOG_LEVELS)
     _check_choice("--log-format", config.log_format, LOG_FORMATS)
@@ -85,6 +92,16 @@ def _check_model(flag: str, path: Path) -> None:
         raise InvalidArgument(flag, f"{path / 'config.json'} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidArgument(flag, f"{path / 'config.json'} holds no JSON object")
+
+
+def _check_cut(flag: str, sizes: ParallelSizes, config: ClusterConfig) -> None:
+    """What a worker refuses as --parallel."""
+    try:
+        model = load_config(config.model)
+    except InvalidArgument:
+        return  # the workers name the model
+    check_sizes(sizes, model, flag)
+    check_kv_split(sizes, config.block_tokens, "", flag)
 
 
 def _check_space(config: ClusterConfig) -> None:

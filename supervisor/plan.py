@@ -10,6 +10,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.memory_limit import memory_limit_bytes
+from libs.worker.process.settings import EngineSettings
 from slipstream.cluster_record import secret_file
 from slipstream.rpc.tls import TlsFiles
 from supervisor.forking.launcher import FORK
@@ -49,6 +50,7 @@ class ClusterConfig:
     prefill_parallel: str | None = None  # ranks of each worker; None: one process
     decode_parallel: str | None = None
     sizes: WorkerSizes = field(default_factory=WorkerSizes)  # of each prefill and decode worker
+    block_tokens: int = EngineSettings.block_tokens  # of all workers, by the file; no flag states it
     etcd: str | None = None  # an external etcd; None: one of our own
     http: str | None = None  # of the first router
     grpc: str | None = None  # of the first router

@@ -72,6 +72,7 @@ def up(
     tls_ca: flags.ServiceTlsCa = None,
     tls_certificate: flags.ServiceTlsCertificate = None,
     tls_key: flags.ServiceTlsKey = None,
+    tls_server_name: flags.ServiceTlsServerName = "",
     tls_client_ca: flags.ServiceTlsClientCa = None,
     disk_bytes: flags.DiskBytes = None,
     transport: flags.Transport = "auto",
@@ -92,7 +93,13 @@ def up(
     them.
     """
     from libs.common.runtime.memory_limit import memory_limit_bytes
-    from supervisor.commands.up import check_counts, run_cluster, with_file, with_fitting_draft_model
+    from supervisor.commands.up import (
+        check_counts,
+        run_cluster,
+        with_file,
+        with_fitting_draft_model,
+        with_server_name,
+    )
     from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
     from supervisor.worker_sizes import WorkerSizes, check_memory
 
@@ -144,7 +151,7 @@ def up(
     flags_given = frozenset(name for name in context.params if _is_flag(context.get_parameter_source(name)))
     if config is not None:
         given = with_file(given, config, flags_given)
-    given = with_fitting_draft_model(given)
+    given = with_fitting_draft_model(with_server_name(given, tls_server_name))
     check_counts(given)
     check_memory(given.memory_bytes(), memory_limit_bytes())
     raise SystemExit(asyncio.run(run_cluster(given)))

@@ -94,6 +94,14 @@ ServiceTlsCertificate = Annotated[
     Path | None, typer.Option("--tls-certificate", help="PEM of the services' certificate.")
 ]
 ServiceTlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM of its key.")]
+ServiceTlsServerName = Annotated[
+    str,
+    typer.Option(
+        "--tls-server-name",
+        help="Name in that certificate, by which services dial each other; default: the host dialled. HTTPS "
+        "clients that dial it need --allowed-hosts.",
+    ),
+]
 ServiceTlsClientCa = Annotated[
     Path | None,
     typer.Option("--tls-client-ca", help="PEM of the CA of clients, for the routers' public gRPC port only."),

@@ -34,12 +34,21 @@ def with_file(given: ClusterConfig, path: Path, flags: Collection[str]) -> Clust
     """
     file = ClusterFile.read(path)
     by_flag = set(flags)
-    if given.tls is not None:  # no flag names the servers, and services read the file's name
+    if given.tls is not None:  # services read the file's name
         by_flag.add("tls")
         given = replace(given, tls=replace(given.tls, server_name=file.tls_server_name()))
     values = {name: value for name, value in file.config_values().items() if name not in by_flag}
     settings = {_SETTINGS.get(name, name) for name in flags}
     return replace(given, **values, config_file=file.path, from_file=file.names() - settings)
+
+
+def with_server_name(config: ClusterConfig, name: str) -> ClusterConfig:
+    """The configuration with the name of --tls-server-name, where it is given. Raises InvalidArgument."""
+    if not name:
+        return config
+    if config.tls is None:
+        raise InvalidArgument("--tls-server-name", "needs --tls-ca, --tls-certificate and --tls-key")
+    return replace(config, tls=replace(config.tls, server_name=name))
 
 
 def check_counts(config: ClusterConfig) -> None:

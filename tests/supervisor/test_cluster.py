@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from slipstream.errors import (
 )
 from supervisor import config_check, process_stats
 from supervisor.cluster import ClusterSupervisor
+from supervisor.plan import DEFAULT_MODEL
 from tests.supervisor.conftest import FakeCluster
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.etcd_process import EtcdProcess, free_port
@@ -196,6 +198,12 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     await wrong_flag(fake, "--drafts: must be one of auto, on, off", drafts="maybe")
     await wrong_flag(fake, "--decode-parallel: ep=2 does not divide", decode_parallel="ep=2")
     await wrong_flag(fake, "--prefill-parallel: 'tp' is not one of", prefill_parallel="tp")
+    cut: dict[str, Any] = {"model": DEFAULT_MODEL, "decode_parallel": "kv=3"}
+    await wrong_flag(fake, "--decode-parallel: kv=3 does not divide the 64 tokens", **cut)
+    await wrong_flag(fake, "--decode-parallel: kv=3 does not divide the 32 tokens", **cut, block_tokens=32)
+    cut = {"model": DEFAULT_MODEL, "prefill_parallel": "tp=5"}
+    await wrong_flag(fake, "--prefill-parallel: tp=5 does not divide the model's", **cut)
+    await wrong_flag(fake, "--etcd: must be HOST:PORT, not 'nohost'", etcd="nohost")
     await wrong_flag(fake, "--log-level: must be", log_level="loud")
     await wrong_flag(fake, "--transport: must be", transport="pigeon")
     await wrong_flag(fake, "--pool: must be one of mooncake", pool="none")

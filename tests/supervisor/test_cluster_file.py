@@ -145,6 +145,29 @@ def test_the_name_in_the_certificates_comes_from_the_file(
     assert {each.tls_server_name for each in settings_of(config).values()} == {"peers.internal"}
 
 
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_flag_gives_the_name_in_the_certificates(
+    tmp_path: Path, started: list[ClusterConfig], by_file: bool
+) -> None:
+    files = {"ca": "ca.pem", "certificate": "peer.pem", "key": "peer.key"}
+    lines = ["[common]", 'tls_server_name = "other.internal"']
+    flags = ["--tls-server-name", "peers.internal"]
+    for name, file in files.items():
+        if by_file:
+            lines.append(f'tls_{name} = "{PEMS / file}"')
+        else:
+            flags += [f"--tls-{name}", str(PEMS / file)]
+    (tmp_path / "c.toml").write_text("\n".join(lines))
+    config = up(started, tmp_path / "c.toml", *flags)
+    assert config.tls is not None and config.tls.server_name == "peers.internal"
+    assert {each.tls_server_name for each in settings_of(config).values()} == {"peers.internal"}
+
+
+def test_the_tokens_of_a_kv_page_are_the_files(tmp_path: Path, started: list[ClusterConfig]) -> None:
+    (tmp_path / "c.toml").write_text("[decode]\nblock_tokens = 32")
+    assert up(started, tmp_path / "c.toml").block_tokens == 32
+
+
 def test_flags_go_before_the_file(started: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = up(

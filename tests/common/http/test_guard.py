@@ -49,6 +49,8 @@ def test_a_loopback_listener_takes_addresses_and_localhost(host: str) -> None:
 )
 def test_a_rebound_name_is_refused_on_loopback(host: str) -> None:
     assert code_of(guard(), host=host) == "host_not_allowed"
+    with pytest.raises(HttpRefusal, match="set the router's --allowed-hosts to the name that clients dial"):
+        guard().check({"Host": host})
 
 
 def test_other_listeners_take_every_name_until_they_have_a_list() -> None:

@@ -60,6 +60,12 @@ def test_a_shells_certificates_are_not_the_services(started: list[ClusterConfig]
     assert started[0].tls is None
 
 
+def test_a_name_without_certificates_is_refused(started: list[ClusterConfig]) -> None:
+    done = CliRunner().invoke(app, ["up", "--tls-server-name", "peers.internal"])
+    assert isinstance(done.exception, InvalidArgument) and done.exception.field == "--tls-server-name"
+    assert not started
+
+
 def test_two_of_three_certificates_are_refused(tmp_path: Path, started: list[ClusterConfig]) -> None:
     done = CliRunner().invoke(app, ["up", "--tls-ca", str(tmp_path)])
     assert isinstance(done.exception, InvalidArgument)
