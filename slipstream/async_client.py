@@ -92,7 +92,10 @@ class AsyncStream:
     def _lost(self, error: grpc.aio.AioRpcError) -> float:
         """How long to pause before it is asked elsewhere; raises when it is not."""
         give_up = self._closed or self._endpoints.hopeless(self._resumption.attempt)
-        pause_s = self._resumption.lost(error, now_s=time.monotonic(), give_up=give_up)
+        try:
+            pause_s = self._resumption.lost(error, now_s=time.monotonic(), give_up=give_up)
+        except Unavailable as final:
+            raise self._endpoints.explained(final) from None
         self._endpoints.lost(self._endpoint)
         return pause_s
 
@@ -261,13 +264,15 @@ class AsyncClient:
         for first in (True, False):
             try:
                 left_s = max(until_s - time.monotonic(), 0.001)
-                return await call(request, timeout=left_s, metadata=metadata)
+                answer = await call(request, timeout=left_s, metadata=metadata)
+                self._endpoints.reached()
+                return answer
             except grpc.aio.AioRpcError as error:
                 again = first and never_heard(error)
                 if again:
                     await asyncio.sleep(UNARY_PAUSE_S)
                 if not again or self._endpoints.closed:
-                    raise from_rpc_error(error) from None
+                    raise self._endpoints.explained(from_rpc_error(error)) from None
         raise AssertionError("unreachable")
 
 

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.rpc.credential_fault import with_tls_hint
+
 ChannelT = TypeVar("ChannelT")
 
 
@@ -22,6 +25,7 @@ class Endpoints(Generic[ChannelT]):
         self._channels: dict[str, ChannelT] = {}
         self._at = 0
         self._answered = False
+        self._reached = False
         self._closed = False
         self._lock = threading.Lock()
 
@@ -32,7 +36,17 @@ class Endpoints(Generic[ChannelT]):
 
     def answered(self) -> None:
         """Record that a router answered: the endpoints are right, so a later outage is worth waiting for."""
-        self._answered = True
+        self._answered = self._reached = True
+
+    def reached(self) -> None:
+        """Record that a router took a call."""
+        self._reached = True
+
+    def explained(self, error: SlipstreamError) -> SlipstreamError:
+        """The error, with a hint where no router was ever reached and the cause may be TLS."""
+        if self._reached or type(error) is not Unavailable:
+            return error
+        return Unavailable(with_tls_hint(error.message))
 
     def hopeless(self, attempts: int) -> bool:
         """Whether to give up: the client is closed, or no router ever answered and all were tried, one of

@@ -139,13 +139,16 @@ class BlockingJobs:
                     request, metadata=self._metadata
                 ):
                     losses.answered()
+                    self._endpoints.reached()
                     if (found := read(response)) != seen:
                         seen = found
                         yield found
                 if seen is None or is_last(seen):
                     return
             except grpc.RpcError as error:
-                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+                losses.check(
+                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
+                )
             self._endpoints.lost(name)
             time.sleep(_PAUSE_S)
 
@@ -155,9 +158,13 @@ class BlockingJobs:
             name, channel = self._endpoints.current()
             call = getattr(jobs_pb2_grpc.JobServiceStub(channel), method)
             try:
-                return call(request, timeout=_CALL_S, metadata=self._metadata)
+                answer = call(request, timeout=_CALL_S, metadata=self._metadata)
+                self._endpoints.reached()
+                return answer
             except grpc.RpcError as error:
-                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+                losses.check(
+                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
+                )
             self._endpoints.lost(name)
             time.sleep(_PAUSE_S)
 
@@ -242,13 +249,16 @@ class AsyncJobs:
             try:
                 async for response in stub.FollowJobs(request, metadata=self._metadata):
                     losses.answered()
+                    self._endpoints.reached()
                     if (found := read(response)) != seen:
                         seen = found
                         yield found
                 if seen is None or is_last(seen):
                     return
             except grpc.aio.AioRpcError as error:
-                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+                losses.check(
+                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
+                )
             self._endpoints.lost(name)
             await asyncio.sleep(_PAUSE_S)
 
@@ -258,9 +268,13 @@ class AsyncJobs:
             name, channel = self._endpoints.current()
             call = getattr(jobs_pb2_grpc.JobServiceStub(channel), method)
             try:
-                return await call(request, timeout=_CALL_S, metadata=self._metadata)
+                answer = await call(request, timeout=_CALL_S, metadata=self._metadata)
+                self._endpoints.reached()
+                return answer
             except grpc.aio.AioRpcError as error:
-                losses.check(from_rpc_error(error), is_closed=self._endpoints.closed)
+                losses.check(
+                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
+                )
             self._endpoints.lost(name)
             await asyncio.sleep(_PAUSE_S)
 

@@ -141,7 +141,7 @@ def amid(error: SlipstreamError, n_stored: int, n_bodies: int, key: str) -> Slip
     if isinstance(error, InvalidArgument):
         error = renumbered(error, n_stored)
     if n_stored:
-        again = f"the same submission with JobOptions.idempotency_key {key!r} stores the others"
+        again = f"the same call with JobOptions.idempotency_key {key!r} stores the others"
         error.add_note(f"{n_stored} of {n_bodies} jobs are stored: {again}")
     return error
 

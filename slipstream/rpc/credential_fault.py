@@ -18,6 +18,10 @@ _CAUSES = {
 _OTHER_NAME = "Hostname Verification Check failed"
 _NAME_HINT = "its certificate has another name: --tls-server-name, or server_name of TlsFiles, states it"
 # How a connection ends whose handshake fails at the other end.
+_CLOSED_HINT = (
+    "the port may speak TLS: give --tls-ca, --tls-certificate and --tls-key, or TlsFiles in the SDK; or it "
+    "refuses the certificate that is given"
+)
 _CLOSED = ("Socket closed", "Connection reset by peer")
 
 
@@ -44,7 +48,5 @@ def with_tls_hint(details: str) -> str:
     if _OTHER_NAME in details:
         return f"{details}: {_NAME_HINT}"
     if any(words in details for words in _CLOSED):
-        return (
-            f"{details}: it may refuse the certificate of this process, or have TLS where this one has none"
-        )
+        return f"{details}: {_CLOSED_HINT}"
     return details

@@ -104,7 +104,7 @@ def _failed(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     [
         (grpc.StatusCode.UNIMPLEMENTED, "", "ask the gRPC admin port"),
         (grpc.StatusCode.UNAUTHENTICATED, "a credential of class peer is needed", "--cluster-secret-file"),
-        (grpc.StatusCode.UNAVAILABLE, "ipv4:127.0.0.1:7: Socket closed", "may refuse the certificate"),
+        (grpc.StatusCode.UNAVAILABLE, "ipv4:127.0.0.1:7: Socket closed", "or it refuses the certificate"),
         (grpc.StatusCode.UNAVAILABLE, "Connection refused", "Connection refused"),
     ],
 )

@@ -151,7 +151,13 @@ async def test_chat_over_mtls(by: str) -> None:
 async def test_chat_without_a_certificate_names_the_cause() -> None:
     with serving(partial_servicer(Router), SERVER.server_credentials()) as endpoint:
         _, errors = await slipstream("chat", "--endpoint", endpoint, typed="hello\n", exit_code=1)
-    assert "have TLS where this one has none" in errors
+    assert "the port may speak TLS: give --tls-ca" in errors
+
+
+async def test_usage_without_a_certificate_names_the_cause() -> None:
+    with serving(partial_servicer(Router), SERVER.server_credentials()) as endpoint:
+        _, errors = await slipstream("usage", "--endpoint", endpoint, exit_code=1)
+    assert errors.count("the port may speak TLS: give --tls-ca") == 1
 
 
 @pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",), ("chat",)])

@@ -7,6 +7,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import grpc
 import pytest
 
 from libs.common.rpc.serve import ServiceHost
+from slipstream.async_client import AsyncClient
 from slipstream.client import Client
-from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.endpoints import Endpoints
+from slipstream.errors import Overloaded, SlipstreamError, Unavailable
 from slipstream.rpc.credential_fault import credential_fault, lasting_fault
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import ServerCertificates, TlsFiles
@@ -94,6 +97,41 @@ async def test_the_blocking_client_expects_the_name_that_it_is_given(
         assert isinstance(found.value, Unavailable) is is_refused, found.value
     finally:
         await host.stop(grace_s=0)
+
+
+async def test_a_client_without_tls_at_a_port_with_tls_names_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.jobs.calls._LOST_S", 0.0)
+    host = ServiceHost("127.0.0.1:0", tls=Authority(tmp_path).issue("served"))
+    await host.start([])
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    try:
+        async with AsyncClient(host.endpoint, timeout_s=5) as client:
+            for call in (client.chat(messages), client.models(), client.jobs.get("job-1")):
+                with pytest.raises(Unavailable, match="the port may speak TLS: give --tls-ca"):
+                    await call
+        with Client(host.endpoint, timeout_s=5) as blocking:
+            for use in (
+                partial(blocking.chat, messages),
+                blocking.models,
+                partial(blocking.jobs.get, "job-1"),
+            ):
+                with pytest.raises(Unavailable, match="the port may speak TLS: give --tls-ca"):
+                    await asyncio.to_thread(use)
+    finally:
+        await host.stop(grace_s=0)
+
+
+def test_a_router_that_was_reached_is_not_suspected_of_tls() -> None:
+    lost = Unavailable("Socket closed")
+    for reach in (Endpoints.reached, Endpoints.answered):
+        endpoints: Endpoints[Any] = Endpoints("127.0.0.1:1", str)
+        assert "TLS" in endpoints.explained(lost).message
+        reach(endpoints)
+        assert endpoints.explained(lost) is lost
+    refused = Overloaded("Socket closed")
+    assert Endpoints("127.0.0.1:1", str).explained(refused) is refused
 
 
 async def test_a_new_authority_counts_for_clients_too(tmp_path: Path) -> None:

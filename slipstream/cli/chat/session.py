@@ -22,7 +22,6 @@ from slipstream.client import Client
 from slipstream.errors import InvalidArgument, PermissionDenied, SlipstreamError, Unauthenticated
 from slipstream.replies import Reply, ToolCall
 from slipstream.requests import ChatArguments, Tool
-from slipstream.rpc.credential_fault import with_tls_hint
 
 # What a tool answers where the user says nothing.
 FAILED = '{"error": "failed"}'
@@ -130,7 +129,7 @@ class _Conversation:
         except SlipstreamError as error:
             if _is_final(error):
                 raise
-            print(f"error: {harmless(with_tls_hint(error.message))}", file=sys.stderr)
+            print(f"error: {harmless(error.message)}", file=sys.stderr)
             return False
         except (EOFError, KeyboardInterrupt):
             print("\n(cut short)")

@@ -212,7 +212,7 @@ async def test_an_end_amid_a_submission_says_how_to_go_on(
             await client.jobs.submit(bodies, options=options)
         assert refused.value.field == "jobs[3].body.temperature"
         assert refused.value.__notes__ == [
-            "2 of 4 jobs are stored: the same submission with JobOptions.idempotency_key 'k' stores the others"
+            "2 of 4 jobs are stored: the same call with JobOptions.idempotency_key 'k' stores the others"
         ]
         stored = [job.id async for job in client.jobs.list_jobs(group_id="g")]
         again = await client.jobs.submit([BODY] * 4, options=options)
