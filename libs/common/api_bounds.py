@@ -151,6 +151,14 @@ BACKGROUND_PREVIOUS = RESPONSES.add(
 STARTING_AFTER = RESPONSES.add(
     Range("starting_after", 0, 1 << 31, "The number of an event.", whole=True, apis="HTTP")
 )
+STARTING_AFTER_LAST = RESPONSES.add(
+    Rule(
+        "starting_after",
+        "is beyond the last event of this response, which has number {last}",
+        "The last one itself gives an empty stream. A response that runs is waited for.",
+        "HTTP",
+    )
+)
 STARTING_AFTER_STREAM = RESPONSES.add(
     Rule("starting_after", "needs stream=true", "A response in one piece has no events.", "HTTP")
 )

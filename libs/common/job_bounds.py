@@ -16,7 +16,9 @@ STREAM = JOBS.add(
     Rule("jobs[i].body.stream", "is not for a job or a batch: the answer is stored whole", "None reads it.")
 )
 BACKGROUND = JOBS.add(
-    Rule("jobs[i].body.background", "is not for a job or a batch, which run in the background", "As OpenAI's.")
+    Rule(
+        "jobs[i].body.background", "is not for a job or a batch, which run in the background", "As OpenAI's."
+    )
 )
 REFERENCE = JOBS.add(Size("jobs[i].reference", 0, 512, "characters", "The submitter's own.", "gRPC"))
 GROUP = JOBS.add(Size("jobs[i].group_id", 0, 128, "characters", "An index has it.", "gRPC"))

@@ -71,8 +71,8 @@ class HttpGuard:
         if self.hosts is not None and not (_is_safe_name(host) or host in self.hosts):
             raise HttpRefusal(
                 403,
-                "the Host header names a host that is not served here: set the router's --allowed-hosts to the "
-                "name that clients dial, as where its certificate has that name; addresses always pass",
+                "the Host header names a host that is not served here: set the router's --allowed-hosts to "
+                "the name that clients dial, as where its certificate has that name; addresses always pass",
                 code="host_not_allowed",
             )
         origin = headers.get("Origin")

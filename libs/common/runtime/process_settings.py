@@ -43,9 +43,7 @@ class ServiceSettings:
         default="127.0.0.1:0",
         check=check_address,
     )
-    etcd: str = setting(
-        "HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="", check=check_peers
-    )
+    etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="", check=check_peers)
     etcd_ca: Path | None = setting(
         "PEM of the CA of etcd's certificate: TLS to etcd", default=None, check=check_readable
     )

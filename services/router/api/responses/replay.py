@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from libs.common import api_bounds
 from services.router.api.json_body import Json
 from services.router.api.responses.writer import event_bytes
 
@@ -22,7 +23,8 @@ _UNFINISHED = ("queued", "in_progress")
 def events_of(response: Json, *, after: int) -> Iterator[NumberedEvent]:
     """The events with numbers above `after` that the response has had until now, one at a time. Pure.
 
-    Several repeat the whole response, so all together take several times its memory.
+    Several repeat the whole response, so all together take several times its memory. Raises InvalidArgument
+    where the response has ended with a number below `after`.
     """
     events: list[Event] = [
         (f"response.{name}", {"response": _begun(response, status)}) for name, status in _BEGINNING
@@ -33,6 +35,8 @@ def events_of(response: Json, *, after: int) -> Iterator[NumberedEvent]:
         for index, item in enumerate(response["output"]):
             events += _item_events(index, item)
         events.append((f"response.{_LAST[response['status']]}", {"response": response}))
+        if after >= len(events):
+            raise api_bounds.STARTING_AFTER_LAST.refused(last=len(events) - 1)
     for number, (name, fields) in enumerate(events):
         if number > after:
             yield number, event_bytes(name, {"sequence_number": number, **fields})

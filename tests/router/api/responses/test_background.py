@@ -114,9 +114,13 @@ async def test_a_stream_is_read_again_from_any_event(
     assert text == seen[-1]["response"]["output"][0]["content"][0]["text"] != ""
     assert await events(http, f"{path}?stream=true") == seen
     assert await events(http, f"{path}?stream=true&starting_after=2") == seen[3:]
+    last = seen[-1]["sequence_number"]
+    async with http.get(f"{path}?stream=true&starting_after={last}") as answer:
+        assert (answer.status, await answer.text()) == (200, "")
     for query, field in (
         ("stream=maybe", "stream"),
         ("stream=true&starting_after=-1", "starting_after"),
+        (f"stream=true&starting_after={last + 1}", "starting_after"),
         ("starting_after=2", "starting_after"),
         ("stream=false&starting_after=2", "starting_after"),
     ):
