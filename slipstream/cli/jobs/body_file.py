@@ -18,7 +18,7 @@ _FLAGS = {"path": "--path", "group_id": "--group", "idempotency_key": "--group",
 
 @dataclass(frozen=True, slots=True)
 class BodyFile:
-    """The bodies of a file, their references and lines. A reference is `custom_id`, or the number of the line."""
+    """The bodies of a file, their references and lines. A reference is a custom_id, or a line's number."""
 
     file: Path
     bodies: list[dict[str, Any]]
