@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.api.responses.replay import events_of
+from slipstream.errors import InvalidArgument
 from tests.router.support.answer_events import sse_objects
 
 MESSAGE = {"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}
@@ -42,7 +43,13 @@ def read(status: str, items: list[dict[str, Any]], after: int = -1) -> list[dict
 def test_a_stream_goes_on_after_any_event(items: list[dict[str, Any]], status: str, after: int) -> None:
     whole = read(status, items)
     assert [each["sequence_number"] for each in whole] == list(range(len(whole)))
-    assert read(status, items, after) == whole[after + 1 :]
+    if after < len(whole):
+        assert read(status, items, after) == whole[after + 1 :]
+    else:
+        with pytest.raises(InvalidArgument, match=f"has number {len(whole) - 1}") as refused:
+            read(status, items, after)
+        assert refused.value.field == "starting_after"
+    assert read("queued", [], after) == read("queued", [])[after + 1 :]  # more may come
     for earlier in ("queued", "in_progress"):
         begun = read(earlier, [])
         assert [each["type"] for each in begun] == [each["type"] for each in whole[: len(begun)]]
