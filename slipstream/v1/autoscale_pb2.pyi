@@ -143,7 +143,7 @@ class RemovalLoss(_message.Message):
     unique_blocks: _builtins.int
     """cached nowhere else"""
     deletion_cost: _builtins.int
-    """for controller.kubernetes.io/pod-deletion-cost: the rank within the tier"""
+    """For controller.kubernetes.io/pod-deletion-cost: 0 for no loss, 8 more for each doubling of a large one."""
     def __init__(
         self,
         *,

@@ -6,12 +6,16 @@ about a thirtieth of the time (bench/placement/model.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from libs.common.cluster.worker_record import Role
 
 _READ_COST = 1 / 32
+# Costs of pods grow with the logarithm of the loss, so that a loss that changes a little changes no cost.
+_COST_STEPS = 8  # for twice the loss
+_COST_SCALE = 256  # a loss far below it has cost 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +46,12 @@ def removal_order(workers: Iterable[WorkerHoldings]) -> list[WorkerHoldings]:
         workers,
         key=lambda each: (each.role, each.lost_tokens, each.sessions, each.requests, each.instance),
     )
+
+
+def deletion_cost(holdings: WorkerHoldings) -> int:
+    """The cost of removing the worker's pod: 0 for no loss, and 8 more for each doubling of a large one.
+
+    A request and a session count like a token, so that routers, which hold no KV, differ too.
+    """
+    loss = holdings.lost_tokens + holdings.sessions + holdings.requests
+    return round(_COST_STEPS * math.log2(1 + loss / _COST_SCALE))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import grpc
 
-from libs.common.cluster.worker_record import Role
 from services.router.autoscale.decision import prefill_per_decode, recommend_all
-from services.router.autoscale.removal import WorkerHoldings, removal_order
+from services.router.autoscale.removal import WorkerHoldings, deletion_cost, removal_order
 from services.router.autoscale.signals import FleetSignals
 from services.router.autoscale.types import AutoscalePolicy, Recommendation
 from slipstream.enum_names import role_value
@@ -31,11 +29,7 @@ class AutoscaleService(autoscale_pb2_grpc.AutoscaleServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> autoscale_pb2.GetRecommendationsResponse:
         found = recommend_all(self._signals.loads(), self._policy)
-        ranks: Counter[Role] = Counter()
-        losses = []
-        for holdings in removal_order(await self._signals.holdings()):
-            ranks[holdings.role] += 1
-            losses.append(_loss(holdings, rank=ranks[holdings.role]))
+        losses = [_loss(holdings) for holdings in removal_order(await self._signals.holdings())]
         return autoscale_pb2.GetRecommendationsResponse(
             tiers=[_tier(each) for each in found],
             prefill_per_decode=prefill_per_decode(found),
@@ -58,7 +52,7 @@ def _tier(found: Recommendation) -> autoscale_pb2.TierRecommendation:
     )
 
 
-def _loss(holdings: WorkerHoldings, *, rank: int) -> autoscale_pb2.RemovalLoss:
+def _loss(holdings: WorkerHoldings) -> autoscale_pb2.RemovalLoss:
     return autoscale_pb2.RemovalLoss(
         role=role_value(holdings.role),
         instance=holdings.instance,
@@ -67,5 +61,5 @@ def _loss(holdings: WorkerHoldings, *, rank: int) -> autoscale_pb2.RemovalLoss:
         sessions=holdings.sessions,
         requests=holdings.requests,
         unique_blocks=holdings.unique_blocks,
-        deletion_cost=rank,
+        deletion_cost=deletion_cost(holdings),
     )

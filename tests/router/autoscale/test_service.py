@@ -43,9 +43,9 @@ async def test_the_answer_explains_each_tier_and_ranks_the_workers(card: ModelCa
     assert tiers["router"].replicas == 1
     prefills = [row for row in answer.losses if role_name(row.role) == "prefill"]
     assert [(row.instance, row.unique_blocks, row.sessions, row.deletion_cost) for row in prefills] == [
-        ("prefill-2", 0, 0, 1),
-        ("prefill-1", 0, 1, 2),
-        ("prefill-0", 6, 0, 3),
+        ("prefill-2", 0, 0, 0),
+        ("prefill-1", 0, 1, 3),
+        ("prefill-0", 6, 0, 11),
     ]
     assert prefills[0].endpoint == tier.workers[2].host.endpoint
     for worker in tier.workers:
