@@ -1,0 +1,107 @@
+"""`python -m slipstream.pod_costs`: write pods' deletion costs until SIGTERM, in a pod of the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.pod_costs.health_port import health_port
+from slipstream.pod_costs.kube_api import SERVICE_ACCOUNT, KubeAddress
+from slipstream.pod_costs.writer import PodCostWriter
+from slipstream.rpc.caller_class import CallerClass
+from slipstream.rpc.cluster_secret import ClusterSecret
+from slipstream.rpc.dial import Dial
+from slipstream.rpc.peer_token import TokenMinter
+from slipstream.rpc.tls import TlsFiles
+
+INSTANCE = "pod-costs"  # in the routers' logs
+STUCK_S = 300.0  # a round takes a few time-outs of 5 and 10 s
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _endpoint(text: str) -> str:
+    _address(text)
+    return text
+
+
+def _interval_s(text: str) -> float:
+    if not text.isdecimal() or not 1 <= int(text) <= 3600:
+        raise argparse.ArgumentTypeError(f"must be 1 to 3600 seconds, not {text!r}")
+    return float(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(prog="python -m slipstream.pod_costs", allow_abbrev=False)
+    made.add_argument("--router", type=_endpoint, required=True, help="HOST:PORT of routers' gRPC admin port")
+    made.add_argument("--admin-http", type=_address, required=True, help="HOST:PORT for the probes")
+    made.add_argument("--every-s", type=_interval_s, default=15.0, help="seconds between two rounds")
+    made.add_argument("--cluster-secret-file", type=Path, help="the cluster's secret")
+    made.add_argument("--tls-ca", type=Path, help="PEM of the CA; with the two below: mTLS")
+    made.add_argument("--tls-certificate", type=Path, help="PEM of an operator's certificate")
+    made.add_argument("--tls-key", type=Path, help="PEM of its key")
+    made.add_argument("--tls-server-name", default="", help="name in the routers' certificates")
+    made.add_argument(
+        "--service-account", type=Path, default=SERVICE_ACCOUNT, help="folder of token, ca.crt and namespace"
+    )
+    return made
+
+
+def operator_dial(given: argparse.Namespace) -> Dial:
+    """Channels with an operator's token, certificate, or both. Raises InvalidArgument."""
+    files = (given.tls_ca, given.tls_certificate, given.tls_key)
+    if any(files) and not all(files):
+        raise InvalidArgument("--tls-ca, --tls-certificate, --tls-key", "go together")
+    tokens = None
+    if given.cluster_secret_file is not None:
+        try:
+            secret = ClusterSecret.from_file(given.cluster_secret_file)
+        except ValueError as error:
+            raise InvalidArgument("--cluster-secret-file", str(error)) from None
+        tokens = TokenMinter(secret, INSTANCE, CallerClass.OPERATOR)
+    return Dial(TlsFiles(*files, given.tls_server_name) if all(files) else None, tokens)
+
+
+async def serve(given: argparse.Namespace) -> None:
+    """Write until SIGTERM or SIGINT. Raises InvalidArgument for wrong flags, OSError for a port in use."""
+    writer = PodCostWriter(
+        given.router, operator_dial(given), KubeAddress.of_pod(files=given.service_account)
+    )
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+
+    def is_alive() -> bool:
+        return time.monotonic() - writer.ended_s < STUCK_S + given.every_s
+
+    with health_port(given.admin_http, is_alive=is_alive, is_ready=lambda: writer.works):
+        await writer.run(stopped, every_s=given.every_s)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 2 for wrong arguments."""
+    given = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        asyncio.run(serve(given))
+    except (SlipstreamError, OSError) as error:
+        print(f"pod_costs: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
