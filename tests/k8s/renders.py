@@ -20,7 +20,7 @@ K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = tuple(sorted(f"overlays/{path.parent.name}" for path in K8S.glob("overlays/*/kustomization.yaml")))
 COMPONENTS = tuple(sorted(path.parent.name for path in K8S.glob("components/*/kustomization.yaml")))
 # What a component is used together with.
-NEEDED = {"keda": ("tls",), "inference-pool": ("gateway",)}
+NEEDED = {"keda": ("tls",), "inference-pool": ("gateway",), "pod-costs": ("network-policies",)}
 RENDERS = ("base", *OVERLAYS, *(f"components/{name}" for name in COMPONENTS))
 TIERS = ("router", "prefill", "decode", "kvstore", "drafter")
 
@@ -74,15 +74,16 @@ def needs_kubectl() -> str:
 
 @functools.cache
 def render(name: str) -> tuple[Object, ...]:
-    """The objects of the base, of an overlay, or of a component on top of the base."""
+    """The objects of the base, of an overlay, or of components (`components/a+b`) on top of the base."""
     kubectl = needs_kubectl()
     with tempfile.TemporaryDirectory() as made:
         folder = K8S / name
         if name.startswith("components/"):
             folder = Path(made).resolve()
-            component = name.partition("/")[2]
+            components = name.partition("/")[2].split("+")
             relative = os.path.relpath(K8S, folder)
-            used = [f"{relative}/components/{each}" for each in (component, *NEEDED.get(component, ()))]
+            components += [needed for each in components for needed in NEEDED.get(each, ())]
+            used = [f"{relative}/components/{each}" for each in components]
             text = yaml.safe_dump(
                 {"namespace": "slipstream", "resources": [f"{relative}/base"], "components": used}
             )

@@ -36,7 +36,8 @@ def test_every_service_has_every_probe_on_its_own_port(name: str) -> None:
 def test_every_container_is_confined(name: str) -> None:
     for pod in pods(render(name)):
         spec = pod.spec
-        assert spec["serviceAccountName"] == "slipstream"
+        own_account = "slipstream-pod-costs" if pod.tier == "pod-costs" else "slipstream"
+        assert spec["serviceAccountName"] == own_account
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False, f"{pod.owner}: Services would become settings"
         context = spec["securityContext"]
@@ -73,7 +74,7 @@ def drain_s(pod: PodTemplate) -> float:
 def test_the_grace_covers_the_sleep_and_the_drain(name: str) -> None:
     for pod in services_of(render(name)):
         sleep_s = pod.main.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-        assert pod.tier in ("etcd", "postgresql") or sleep_s >= 5, (
+        assert pod.tier in ("etcd", "postgresql", "pod-costs") or sleep_s >= 5, (
             f"{pod.owner} leaves no time for its Service to forget it"
         )
         assert pod.tier != "router" or sleep_s >= 10, "clients of a router come through a Service"

@@ -21,6 +21,7 @@ from tests.k8s.renders import (
 )
 
 POLICIES = "components/network-policies"
+POD_COSTS = "components/pod-costs"
 _LISTENS = ("listen", "http", "admin", "admin-http", "kv-listen")
 _ETCD_LISTENS = ("listen-client-urls", "listen-peer-urls", "listen-metrics-urls")
 
@@ -90,7 +91,7 @@ def opened(policies: list[Object]) -> Iterator[tuple[int, int]]:
                 yield port["port"], port.get("endPort", port["port"])
 
 
-WITH_POLICIES = [name for name in RENDERS if name.startswith("overlays/")] + [POLICIES]
+WITH_POLICIES = [name for name in RENDERS if name.startswith("overlays/")] + [POLICIES, POD_COSTS]
 
 
 @pytest.mark.parametrize("name", WITH_POLICIES)
@@ -99,7 +100,7 @@ def test_policies_select_every_pod_and_open_the_ports_that_it_has(name: str) -> 
     for pod in pods(objects):
         for direction in ("Ingress", "Egress"):
             assert policies_of(objects, pod, direction), f"{pod.owner} is open: {direction}"
-        if pod.kind == "Job":
+        if pod.kind == "Job" or pod.tier == "pod-costs":  # probes of its node's kubelet pass always
             assert not list(opened(policies_of(objects, pod, "Ingress")))
             continue
         ranges = set(opened(policies_of(objects, pod, "Ingress")))
@@ -132,6 +133,8 @@ def test_each_tier_reaches_those_that_it_calls_and_no_client_reaches_a_worker(na
         ("kvstore", "decode", 7100), ("kvstore", "kvstore", 7100), ("etcd", "etcd", 2380),
         *((tier, "etcd", 2379) for tier in ("router", "prefill", "decode", "kvstore", "drafter")),
     }  # fmt: skip
+    if name == POD_COSTS:
+        calls.add(("pod-costs", "router", 7001))
     outsiders = {**{tier: pod.labels for tier, pod in tiers.items()}, "client": {"app": "web"}}
     admitted = {
         (caller, tier, port["port"])

@@ -60,6 +60,9 @@ def of_others(objects: tuple[Object, ...]) -> Iterator[str]:
                 yield f"Issuer/{spec['issuerRef']['name']}"
             case "Issuer" if "ca" in spec:
                 yield f"Secret/{spec['ca']['secretName']}"
+            case "RoleBinding":
+                yield f"{item['roleRef']['kind']}/{item['roleRef']['name']}"
+                yield from (f"{each['kind']}/{each['name']}" for each in item["subjects"])
             case "TriggerAuthentication":
                 yield from (f"Secret/{each['name']}" for each in spec["secretTargetRef"])
             case "ScaledObject":
