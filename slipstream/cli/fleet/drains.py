@@ -27,13 +27,7 @@ async def drain(client: FleetClient, name: str, *, timeout_s: float) -> None:
     """Let the process take no new work; returns when it holds nothing. Raises DeadlineExceeded."""
     process = await client.find(name)
     began_s = time.monotonic()
-    response = await _call_drain(client, process, worker_pb2.DrainRequest(), timeout_s=timeout_s)
-    held = {field.name: value for field, value in response.ledger.ListFields()}
-    if held:
-        listed = ", ".join(f"{count} {what}" for what, count in held.items())
-        raise DeadlineExceeded(
-            f"{process.instance} takes no new work, and holds {listed} after {timeout_s:g} s"
-        )
+    await drain_process(client, process, timeout_s=timeout_s)
     print(
         f"drained {process.instance} in {time.monotonic() - began_s:.1f} s; "
         "it runs on and takes no work until `slipstream undrain` or `restart`",
@@ -44,13 +38,29 @@ async def drain(client: FleetClient, name: str, *, timeout_s: float) -> None:
 async def undrain(client: FleetClient, name: str, *, timeout_s: float) -> None:
     """Let a drained process take work again. Raises what the process answers."""
     process = await client.find(name)
+    await undrain_process(client, process, timeout_s=timeout_s)
+    print(f"{process.instance} takes work", flush=True)
+
+
+async def drain_process(client: FleetClient, process: fleet_pb2.FleetProcess, *, timeout_s: float) -> None:
+    """As `drain`, and prints nothing."""
+    response = await _call_drain(client, process, worker_pb2.DrainRequest(), timeout_s=timeout_s)
+    held = {field.name: value for field, value in response.ledger.ListFields()}
+    if held:
+        listed = ", ".join(f"{count} {what}" for what, count in held.items())
+        raise DeadlineExceeded(
+            f"{process.instance} takes no new work, and holds {listed} after {timeout_s:g} s"
+        )
+
+
+async def undrain_process(client: FleetClient, process: fleet_pb2.FleetProcess, *, timeout_s: float) -> None:
+    """As `undrain`, and prints nothing."""
     async with client.process_dial()(key_of(process)) as channel:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             await stub.Undrain(worker_pb2.UndrainRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise port_error(error) from None
-    print(f"{process.instance} takes work", flush=True)
 
 
 async def restart(client: FleetClient, name: str | None, *, rolling: bool, timeout_s: float) -> None:

@@ -34,7 +34,8 @@ def top(
 ) -> None:
     """Show tiers, processes and their load live, as a router sees them.
 
-    Keys: q ends, p pauses, s sorts by the next column, the arrows, PgUp and PgDn scroll.
+    Keys: q ends, p pauses, s sorts by the next column. The arrows, PgUp, PgDn, Home and End choose a process:
+    d drains it and u lets it take work again, after a question.
     """
     from rich.console import Console
 

@@ -12,13 +12,22 @@ from dataclasses import replace
 from rich.console import Console, Group
 from rich.live import Live
 
+from slipstream.cli.fleet.drains import drain_process, undrain_process
 from slipstream.cli.fleet.fleet_client import FleetClient
-from slipstream.cli.top.rows import SORTS, FleetRows, view_of
-from slipstream.cli.top.screen import ScreenState, last_offset, screen_lines
+from slipstream.cli.top.keys import changed_state, is_yes
+from slipstream.cli.top.rows import FleetRows, sorted_rows, view_of
+from slipstream.cli.top.screen import (
+    DrainQuestion,
+    ScreenState,
+    last_offset,
+    screen_lines,
+    shown_processes,
+)
 from slipstream.cli.top.terminal import reading_keys
 from slipstream.errors import DeadlineExceeded, SlipstreamError, Unavailable
 
 _ASK_S = 2.0
+_DRAIN_S, _UNDRAIN_S = 150.0, 90.0  # as of `slipstream drain` and `undrain`
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -44,6 +53,7 @@ class LiveFleet:
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
         self._refusal: SlipstreamError | None = None
+        self._actions: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Draw until q or a signal. Raises what a router answers that refuses the operator."""
@@ -61,8 +71,11 @@ class LiveFleet:
                     live.update(self._drawn(), refresh=True)
                     await self._wait_changed()
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            # A process that was asked to drain goes on with it.
+            tasks = [asking, *self._actions]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             for number in (*_STOP_SIGNALS, signal.SIGWINCH):
                 loop.remove_signal_handler(number)
         if self._refusal is not None:
@@ -103,23 +116,40 @@ class LiveFleet:
         return Group(*screen_lines(self._view, self._state, width=width, height=height))
 
     def _on_key(self, key: str) -> None:
-        if key in ("q", "Q", "\x03"):
+        if key in ("q", "Q", "\x03") and (self._state.question is None or key == "\x03"):
             self._ended.set()
-        self._state = changed_state(self._state, key, page=max(1, self._console.size.height - 12))
+        if is_yes(self._state, key):
+            self._act()
+        rows = sorted_rows(self._view.processes, self._state.sort) if self._view is not None else []
+        page = shown_processes(self._view, height=self._console.size.height)
+        self._state = changed_state(self._state, key, rows, page=page)
         self._changed.set()
 
+    def _act(self) -> None:
+        """Do what the user said yes to, while the view goes on."""
+        assert self._state.question is not None
+        action = asyncio.create_task(self._answer(self._state.question))
+        self._actions.add(action)
+        action.add_done_callback(self._actions.discard)
 
-def changed_state(state: ScreenState, key: str, *, page: int) -> ScreenState:
-    """The state after a key; the drawing bounds the offset. Pure."""
-    steps = {"up": -1, "down": 1, "page-up": -page, "page-down": page, "home": -state.offset, "end": 1 << 30}
-    if key in steps:
-        return replace(state, offset=max(0, state.offset + steps[key]))
-    if key == "p":
-        return replace(state, is_paused=not state.is_paused)
-    if key == "s":
-        following = SORTS[(SORTS.index(state.sort) + 1) % len(SORTS)]
-        return replace(state, sort=following, offset=0)
-    return state
+    async def _answer(self, question: DrainQuestion) -> None:
+        name = question.row.instance
+        self._say(f"{'drains' if question.drains else 'undrains'} {name}")
+        try:
+            process = await self._client.find(question.row.key)
+            if question.drains:
+                await drain_process(self._client, process, timeout_s=_DRAIN_S)
+            else:
+                await undrain_process(self._client, process, timeout_s=_UNDRAIN_S)
+            said = f"{name} is drained; u lets it take work" if question.drains else f"{name} takes work"
+        except SlipstreamError as error:
+            said = error.message
+        await self._ask_once()  # also while paused: the next key goes by the new state
+        self._say(said)
+
+    def _say(self, note: str) -> None:
+        self._state = replace(self._state, note=note)
+        self._changed.set()
 
 
 def print_once(view: FleetRows, state: ScreenState, *, console: Console) -> None:

@@ -31,6 +31,11 @@ class ProcessRow:
     jobs_waiting: float | None = None  # stored jobs in the queue of all routers
     jobs_running: float | None = None
 
+    @property
+    def key(self) -> str:
+        """tier/instance, which one process has."""
+        return f"{self.tier}/{self.instance}"
+
 
 @dataclass(frozen=True, slots=True)
 class TierRow:

@@ -15,7 +15,22 @@ _COLUMNS = (("run", 5), ("wait", 5), ("KV", 4), ("in/s", 7), ("out/s", 7), ("ste
 _STATE_WIDTH = 8
 _FIGURES_WIDTH = _STATE_WIDTH + sum(width + 1 for _, width in _COLUMNS)
 _STYLES = {"silent": "bold red", "draining": "yellow"}
-KEYS = "q quit  p pause  s sort  arrows, PgUp and PgDn scroll"
+KEYS = "q quit  p pause  s sort  arrows choose  d drain  u undrain"
+
+
+@dataclass(frozen=True, slots=True)
+class DrainQuestion:
+    """What the user is asked before a process is drained or takes work again."""
+
+    row: ProcessRow
+    drains: bool  # False: undrains
+
+    @property
+    def words(self) -> str:
+        """The question, on one line."""
+        verb = "Drain" if self.drains else "Undrain"
+        runs = f", which runs {self.row.running:.0f}" if self.drains and self.row.running is not None else ""
+        return f"{verb} {self.row.instance}{runs}? y yes, any other key no"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +43,9 @@ class ScreenState:
     is_paused: bool = False
     trouble: str = ""
     offset: int = 0  # the first process that is shown
+    chosen: str = ""  # the key of a process
+    question: DrainQuestion | None = None
+    note: str = ""  # what came of the last answer, until a key is pressed
 
 
 def screen_lines(view: FleetRows | None, state: ScreenState, *, width: int, height: int | None) -> list[Text]:
@@ -40,9 +58,10 @@ def screen_lines(view: FleetRows | None, state: ScreenState, *, width: int, heig
         lines += [_tier_line(tier, name_width) for tier in view.tiers]
         lines += [Text(), _titles("process", "state", name_width)]
         shown = rows if height is None else rows[state.offset : state.offset + _room(lines, height)]
-        lines += [_process_line(row, name_width) for row in shown]
+        lines += [_process_line(row, name_width, chosen=row.key == state.chosen) for row in shown]
         if height is not None:
-            lines = _with_footer(lines, state.offset, len(shown), len(rows), height)
+            where = f"  {state.offset + 1}-{state.offset + len(shown)} of {len(rows)}"
+            lines = _with_footer(lines, state, where if len(shown) < len(rows) else "", height)
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -50,19 +69,27 @@ def screen_lines(view: FleetRows | None, state: ScreenState, *, width: int, heig
 
 def last_offset(view: FleetRows | None, *, height: int) -> int:
     """The greatest useful `offset`."""
-    if view is None:
-        return 0
-    return max(0, len(view.processes) - max(1, height - len(view.tiers) - 7))
+    return 0 if view is None else max(0, len(view.processes) - shown_processes(view, height=height))
+
+
+def shown_processes(view: FleetRows | None, *, height: int) -> int:
+    """How many processes a screen shows."""
+    return 1 if view is None else max(1, height - len(view.tiers) - 7)
 
 
 def _room(lines: Sequence[Text], height: int) -> int:
     return max(1, height - len(lines) - 1)
 
 
-def _with_footer(lines: list[Text], offset: int, shown: int, rows: int, height: int) -> list[Text]:
-    where = f"  {offset + 1}-{offset + shown} of {rows}" if shown < rows else ""
+def _with_footer(lines: list[Text], state: ScreenState, where: str, height: int) -> list[Text]:
+    """The keys, or what the user is asked or has to know."""
+    footer = Text(f"{KEYS}{where}", style="dim")
+    if state.question is not None:
+        footer = Text(state.question.words, style="bold yellow")
+    elif state.note:
+        footer = Text(state.note, style="bold")
     padding = [Text()] * max(0, height - len(lines) - 1)
-    return [*lines, *padding, Text(f"{KEYS}{where}", style="dim")][-max(height, 1) :]
+    return [*lines, *padding, footer][-max(height, 1) :]
 
 
 def _heading(view: FleetRows | None, state: ScreenState) -> list[Text]:
@@ -105,10 +132,12 @@ def _tier_line(tier: TierRow, name_width: int) -> Text:
     return _line(tier.tier, f"{tier.ready}/{tier.processes}", tier.total, name_width)
 
 
-def _process_line(row: ProcessRow, name_width: int) -> Text:
+def _process_line(row: ProcessRow, name_width: int, *, chosen: bool) -> Text:
     line = _line(row.instance, row.state, row, name_width)
     if style := _STYLES.get(row.state):
         line.stylize(style)
+    if chosen:
+        line.stylize("reverse")
     return line
 
 

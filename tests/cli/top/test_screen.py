@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cli.top.live import changed_state
 from slipstream.cli.top.rows import SORTS, FleetRows, sorted_rows, view_dict, view_of
-from slipstream.cli.top.screen import KEYS, ScreenState, last_offset, screen_lines
-from slipstream.cli.top.terminal import split_keys
+from slipstream.cli.top.screen import KEYS, DrainQuestion, ScreenState, last_offset, screen_lines
 from slipstream.v1 import fleet_pb2
 from tests.cli.fleet.fleet_port import DRAINING, process
 
@@ -107,20 +105,6 @@ def test_a_process_that_drains_is_not_ready() -> None:
     assert view_dict(view, "tier")["processes"][0]["state"] == "draining"  # type: ignore[index]
 
 
-def test_keys_change_the_state() -> None:
-    assert split_keys("s\x1b[B\x1bOA\x1b[6~q") == ["s", "down", "up", "page-down", "q"]
-    state = changed_state(ScreenState("", ""), "p", page=10)
-    assert state.is_paused and not changed_state(state, "p", page=10).is_paused
-    assert changed_state(state, "page-down", page=10).offset == 10
-    assert changed_state(state, "up", page=10).offset == 0
-    seen = [state.sort]
-    for _ in SORTS:
-        state = changed_state(state, "s", page=10)
-        seen.append(state.sort)
-    assert seen == [*SORTS, SORTS[0]]
-    assert changed_state(state, "x", page=10) == state
-
-
 @pytest.mark.parametrize("name", ["x" * 128, "a"])
 def test_long_names_are_cut_and_figures_stay_in_their_columns(name: str) -> None:
     named = process("decode", requests_running=7)
@@ -128,3 +112,19 @@ def test_long_names_are_cut_and_figures_stay_in_their_columns(name: str) -> None
     view = view_of(fleet_pb2.GetFleetResponse(processes=[named]))
     row = texts(view, STATE, 80, 24)[7]
     assert row.split()[1:3] == ["ready", "7"] and len(row) <= 80
+
+
+def test_the_chosen_process_is_marked_and_a_question_or_a_note_takes_the_place_of_the_keys() -> None:
+    view = fleet(3)
+    chosen = ScreenState("r:1", "", chosen="decode/decode-1")
+    lines = screen_lines(view, chosen, width=80, height=24)
+    marked = [line.plain for line in lines if any(span.style == "reverse" for span in line.spans)]
+    assert [line.split()[0] for line in marked] == ["decode-1"]
+    row = next(row for row in view.processes if row.instance == "decode-2")
+    asked = ScreenState("r:1", "", question=DrainQuestion(row, drains=True), note="old")
+    assert texts(view, asked, 80, 24)[-1] == "Drain decode-2, which runs 2? y yes, any other key no"
+    undone = ScreenState("r:1", "", question=DrainQuestion(row, drains=False))
+    assert texts(view, undone, 80, 24)[-1] == "Undrain decode-2? y yes, any other key no"
+    assert (
+        texts(view, ScreenState("r:1", "", note="decode-2 is drained"), 80, 24)[-1] == "decode-2 is drained"
+    )

@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.v1 import worker_pb2
 from tests.cli.fleet.fleet_port import FleetPort, process
 
 WAIT_S = 60.0
@@ -121,6 +122,38 @@ def test_keys_resizes_and_a_restarted_router_on_a_terminal(opened: list[Terminal
     assert code == 0
     assert drawn.endswith("\x1b[?25h") or LEAVE in drawn
     assert termios.tcgetattr(terminal.slave) == terminal.before
+
+
+def test_d_drains_the_chosen_worker_after_a_yes_and_u_takes_it_back(opened: list[Terminal]) -> None:
+    with port_of(3).serving() as port:
+        terminal = Terminal(port.endpoint)
+        opened.append(terminal)
+        terminal.until("decode-2 ")
+        terminal.press("jjj")  # router-0, decode-0, decode-1
+        terminal.press("d")
+        terminal.until("Drain decode-1, which runs 2? y yes")
+        terminal.press("n")
+        terminal.until("d drain")
+        terminal.press("d")
+        terminal.until("Drain decode-1")
+        assert port.calls == []
+        terminal.press("y")
+        terminal.until("decode-1 is drained", "draining")
+        terminal.press("u")
+        terminal.until("Undrain decode-1?")
+        terminal.press("y")
+        terminal.until("decode-1 takes work")
+        port.held = worker_pb2.Ledger(sequences=2)
+        terminal.press("dy")
+        terminal.until("holds 2 sequences")
+        terminal.press("q")
+        code, _ = terminal.end()
+    assert code == 0
+    assert [call[:2] for call in port.calls] == [
+        ("decode-1", "Drain"),
+        ("decode-1", "Undrain"),
+        ("decode-1", "Drain"),
+    ]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
