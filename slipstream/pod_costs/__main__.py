@@ -77,6 +77,7 @@ def operator_dial(given: argparse.Namespace) -> Dial:
 
 async def serve(given: argparse.Namespace) -> None:
     """Write until SIGTERM or SIGINT. Raises InvalidArgument for wrong flags, OSError for a port in use."""
+    every_s: float = given.every_s
     writer = PodCostWriter(
         given.router, operator_dial(given), KubeAddress.of_pod(files=given.service_account)
     )
@@ -85,10 +86,10 @@ async def serve(given: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
 
     def is_alive() -> bool:
-        return time.monotonic() - writer.ended_s < STUCK_S + given.every_s
+        return time.monotonic() - writer.ended_s < STUCK_S + every_s
 
     with health_port(given.admin_http, is_alive=is_alive, is_ready=lambda: writer.works):
-        await writer.run(stopped, every_s=given.every_s)
+        await writer.run(stopped, every_s=every_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
