@@ -1,7 +1,8 @@
 """Which pods get a new deletion cost now. Pure; times are given.
 
 Each write is an update of a pod, which every watcher of pods sees. So a cost that moves a little is left as
-it stands, and a pod is written at most once a minute.
+it stands, and a pod is written at most once a minute. A router that has just started knows little of the
+workers' KV, and each round may ask another one: a cost counts once two rounds in a row want another.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class CostWrite:
 def cost_writes(
     pods: Iterable[CostedPod],
     wanted: Mapping[tuple[str, str], int],
+    before: Mapping[tuple[str, str], int],
     written_s: Mapping[str, float],
     *,
     started_s: float,
@@ -43,17 +45,22 @@ def cost_writes(
 ) -> list[CostWrite]:
     """The writes that are due, those that change most first.
 
-    `wanted`: the cost by tier and instance; a pod without one keeps what it has. `written_s`: when each pod
-    was last written, by uid; others may have been written right before this writer started, at `started_s`.
+    `wanted`: the cost by tier and instance; a pod without one keeps what it has. `before`: those of the last
+    round. `written_s`: when each pod was last written, by uid; others may have been written right before this
+    writer started, at `started_s`.
     """
     due = [
         CostWrite(pod, wanted[pod.tier, pod.name])
         for pod in pods
-        if (pod.tier, pod.name) in wanted
-        and now_s >= written_s.get(pod.uid, started_s) + MIN_INTERVAL_S
-        and _change(pod, wanted[pod.tier, pod.name]) > DEAD_BAND
+        if now_s >= written_s.get(pod.uid, started_s) + MIN_INTERVAL_S
+        and all(_wants_another(pod, costs) for costs in (wanted, before))
     ]
     return sorted(due, key=lambda write: (-_change(write.pod, write.cost), write.pod.name))[:MAX_WRITES]
+
+
+def _wants_another(pod: CostedPod, costs: Mapping[tuple[str, str], int]) -> bool:
+    key = pod.tier, pod.name
+    return key in costs and _change(pod, costs[key]) > DEAD_BAND
 
 
 def _change(pod: CostedPod, cost: int) -> int:

@@ -50,6 +50,7 @@ class PodCostWriter:
         self._router, self._dial, self._kube, self._clock_s = router, dial, kube, clock_s
         self._started_s = self.ended_s = clock_s()
         self._written_s: dict[str, float] = {}  # by uid, of the pods that are there
+        self._before: dict[tuple[str, str], int] = {}  # what the last round wanted
         self._trouble = ""
         self.works = False
 
@@ -76,7 +77,10 @@ class PodCostWriter:
             uids = {pod.uid for pod in pods}
             self._written_s = {uid: at for uid, at in self._written_s.items() if uid in uids}
             now_s = self._clock_s()
-            due = cost_writes(pods, wanted, self._written_s, started_s=self._started_s, now_s=now_s)
+            due = cost_writes(
+                pods, wanted, self._before, self._written_s, started_s=self._started_s, now_s=now_s
+            )
+            self._before = wanted
             return [write for write in due if not stopped.is_set() and await self._write(kube, write)]
 
     async def _write(self, kube: KubeSession, write: CostWrite) -> bool:

@@ -43,13 +43,13 @@ def test_one_round_brings_every_pod_near_its_cost_and_the_next_one_writes_nothin
     fleet: tuple[list[CostedPod], dict[tuple[str, str], int]],
 ) -> None:
     pods, wanted = fleet
-    writes = cost_writes(pods, wanted, {}, started_s=0.0, now_s=MIN_INTERVAL_S)
+    writes = cost_writes(pods, wanted, wanted, {}, started_s=0.0, now_s=MIN_INTERVAL_S)
     assert {write.pod.uid for write in writes} <= {pod.uid for pod in pods}
     after = applied(pods, writes)
     for pod, before in zip(after, pods, strict=True):
         cost = wanted.get((pod.tier, pod.name))
         assert pod.cost == before.cost if cost is None else abs((pod.cost or 0) - cost) <= DEAD_BAND
-    assert cost_writes(after, wanted, {}, started_s=0.0, now_s=1e6) == []
+    assert cost_writes(after, wanted, wanted, {}, started_s=0.0, now_s=1e6) == []
 
 
 @given(fleets(), st.data())
@@ -65,7 +65,7 @@ def test_a_pod_is_written_at_most_once_a_minute_by_writers_that_restart(
         if data.draw(st.booleans()):
             started_s, memory = now_s, {}
         wanted = {key: data.draw(costs) for key in wanted}
-        writes = cost_writes(pods, wanted, memory, started_s=started_s, now_s=now_s)
+        writes = cost_writes(pods, wanted, wanted, memory, started_s=started_s, now_s=now_s)
         pods = applied(pods, writes)
         for write in writes:
             memory[write.pod.uid] = now_s
@@ -79,7 +79,7 @@ def test_a_pod_is_written_at_most_once_a_minute_by_writers_that_restart(
 def test_settled_costs_keep_the_order_of_wanted_ones_beyond_the_dead_band(one: int, other: int) -> None:
     pods = [CostedPod("decode", "a", "a", 100), CostedPod("decode", "b", "b", 100)]
     wanted = {("decode", "a"): one, ("decode", "b"): other}
-    a, b = applied(pods, cost_writes(pods, wanted, {}, started_s=0.0, now_s=60.0))
+    a, b = applied(pods, cost_writes(pods, wanted, wanted, {}, started_s=0.0, now_s=60.0))
     if one > other + 2 * DEAD_BAND:
         assert a.cost is not None and b.cost is not None and a.cost > b.cost
 
@@ -87,16 +87,30 @@ def test_settled_costs_keep_the_order_of_wanted_ones_beyond_the_dead_band(one: i
 def test_a_change_within_the_dead_band_is_no_write() -> None:
     pods = [CostedPod("decode", "a", "a", 20)]
     for cost, n_writes in ((20 + DEAD_BAND, 0), (20 - DEAD_BAND, 0), (20 + DEAD_BAND + 1, 1)):
-        assert len(cost_writes(pods, {("decode", "a"): cost}, {}, started_s=0.0, now_s=60.0)) == n_writes
+        wanted = {("decode", "a"): cost}
+        assert len(cost_writes(pods, wanted, wanted, {}, started_s=0.0, now_s=60.0)) == n_writes
 
 
 def test_the_name_of_another_tier_is_another_worker() -> None:
     pods = [CostedPod("decode", "a", "a", 0)]
-    assert cost_writes(pods, {("prefill", "a"): 50}, {}, started_s=0.0, now_s=60.0) == []
+    wanted = {("prefill", "a"): 50}
+    assert cost_writes(pods, wanted, wanted, {}, started_s=0.0, now_s=60.0) == []
+
+
+@given(fleets(), st.data())
+def test_what_one_round_alone_wants_is_not_written(
+    fleet: tuple[list[CostedPod], dict[tuple[str, str], int]], data: st.DataObject
+) -> None:
+    pods, wanted = fleet
+    before = {key: data.draw(costs) for key in wanted if data.draw(st.booleans())}
+    for write in cost_writes(pods, wanted, before, {}, started_s=0.0, now_s=60.0):
+        key, has = (write.pod.tier, write.pod.name), write.pod.cost or 0
+        assert write.cost == wanted[key]
+        assert abs(before[key] - has) > DEAD_BAND and abs(wanted[key] - has) > DEAD_BAND
 
 
 def test_a_round_writes_the_largest_changes_first_and_not_all_at_once() -> None:
     pods = [CostedPod("decode", f"p{n}", f"u{n}") for n in range(MAX_WRITES + 10)]
     wanted = {("decode", f"p{n}"): 10 + n for n in range(MAX_WRITES + 10)}
-    writes = cost_writes(pods, wanted, {}, started_s=0.0, now_s=60.0)
+    writes = cost_writes(pods, wanted, wanted, {}, started_s=0.0, now_s=60.0)
     assert [write.cost for write in writes] == sorted(wanted.values(), reverse=True)[:MAX_WRITES]

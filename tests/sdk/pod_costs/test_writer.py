@@ -68,15 +68,23 @@ async def test_costs_are_written_once_and_again_when_they_change_much(tmp_path: 
     async with rig(tmp_path, a=10, b=50, c=0) as r:
         assert await r.after(15.0) == []  # an earlier writer may have written right before
         assert await r.after(MIN_INTERVAL_S) == [("b", 50), ("a", 10)]
-        assert await r.after(MIN_INTERVAL_S) == []
         r.router.costs["decode", "b"] = 52
-        assert await r.after(MIN_INTERVAL_S) == []
+        assert await r.after(MIN_INTERVAL_S) == await r.after(1.0) == []
         r.router.costs["decode", "b"] = 80
+        assert await r.after(1.0) == []  # wanted by one round
         assert await r.after(1.0) == [("b", 80)]
         r.router.costs["decode", "b"] = 10
-        assert await r.after(MIN_INTERVAL_S - 1.0) == []
+        assert await r.after(1.0) == await r.after(MIN_INTERVAL_S - 2.0) == []
         assert await r.after(1.0) == [("b", 10)]
         assert r.kube.writes == [("b", "50"), ("a", "10"), ("b", "80"), ("b", "10")]
+
+
+async def test_a_router_that_knows_nothing_for_a_round_changes_nothing(tmp_path: Path) -> None:
+    async with rig(tmp_path, a=30) as r:
+        r.kube.pods["a"] = pod("decode", "a", "30")
+        for cost in (30, 0, 30, 0, 30):
+            r.router.costs["decode", "a"] = cost
+            assert await r.after(MIN_INTERVAL_S) == []
 
 
 async def test_a_worker_that_drains_and_pods_of_others_keep_what_they_have(tmp_path: Path) -> None:
@@ -85,6 +93,7 @@ async def test_a_worker_that_drains_and_pods_of_others_keep_what_they_have(tmp_p
             r.kube.pods[name] = pod("decode", name, "77")
         r.kube.pods["theirs"]["labels"]["app.kubernetes.io/name"] = "other"
         r.router.costs["decode", "theirs"] = 5
+        await r.after(0.0)
         assert await r.after(MIN_INTERVAL_S) == [("a", 30)]
 
 
@@ -92,6 +101,7 @@ async def test_a_worker_that_drains_and_pods_of_others_keep_what_they_have(tmp_p
 async def test_a_pod_that_is_gone_or_changed_holds_up_no_other(tmp_path: Path, status: int) -> None:
     async with rig(tmp_path, a=10, b=50) as r:
         r.kube.forced["b"] = status
+        await r.after(0.0)
         assert await r.after(MIN_INTERVAL_S) == [("a", 10)]
         r.kube.forced.clear()
         assert await r.after(1.0) == []  # the failed call counts as a write
@@ -100,10 +110,11 @@ async def test_a_pod_that_is_gone_or_changed_holds_up_no_other(tmp_path: Path, s
 
 async def test_a_role_that_may_not_patch_ends_the_round(tmp_path: Path) -> None:
     async with rig(tmp_path, a=10, b=50) as r:
+        await r.after(0.0)
         r.kube.forced["PATCH"] = 403
         with pytest.raises(PermissionDenied, match="Role"):
             await r.after(MIN_INTERVAL_S)
-        assert [method for method, _ in r.kube.calls] == ["GET", "PATCH"]
+        assert [method for method, _ in r.kube.calls] == ["GET", "GET", "PATCH"]
 
 
 async def test_without_a_router_nothing_is_asked_or_written(tmp_path: Path) -> None:
