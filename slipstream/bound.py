@@ -44,7 +44,7 @@ class Range:
 
     def parse(self, text: str) -> int:
         """The whole number that a header states in decimal digits. Raises InvalidArgument."""
-        if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        if not (text.isascii() and text.isdecimal()) or len(text) > _MAX_DIGITS:
             raise InvalidArgument(self.field, f"{self.words}, not {shown(text)}")
         number = int(text)
         self.check(number)

@@ -307,6 +307,7 @@ MORE: list[tuple[str, Case]] = [
         for text, words in (
             ("soon", "whole number from 1 to 3600000, not 'soon'"),
             ("1" * 20, f"not '{'1' * 20}'"),
+            ("\u0661", "whole number from 1 to 3600000"),  # a digit, but not one of ASCII
         )
     ),
 ]

@@ -143,12 +143,11 @@ def _texts(content: Any, path: str, ignore: Ignore, *, role: str) -> str:
 def _kind(block: Json, path: str, ignore: Ignore, *, role: str) -> str:
     """The block's type. Its fields without a meaning are named."""
     kind = block.get("type")
+    if not isinstance(kind, str):
+        raise bounds.TYPE.refused(f"{path}.type", expected="a string")
     if kind not in _OF_ROLE[role]:
-        if not isinstance(kind, str):
-            raise bounds.TYPE.refused(f"{path}.type", expected="a string")
         allowed = ", ".join(sorted(_OF_ROLE[role]))
         raise api_bounds.BLOCK.refused(f"{path}.type", kind=shown_name(kind), allowed=allowed)
-    assert isinstance(kind, str)
     for name in block.keys() - _FIELDS.get(kind, block.keys()) - _SILENT:
         if block[name] is not None:
             ignore(path_of(path, name))

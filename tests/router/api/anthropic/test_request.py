@@ -198,3 +198,10 @@ def test_an_answer_that_is_sent_back_is_what_the_model_wrote(deltas: list[Delta]
         assert made == [json.dumps({"x": index}) for index in range(len(calls))]
         assert not request.ignored.count
     assert len(reasoning) + len(text) >= 0
+
+
+@pytest.mark.parametrize("kind", [{}, {"role": "user"}, [], 1, None])
+def test_a_block_whose_type_is_no_string_is_refused(kind: Any) -> None:
+    message = {"role": "user", "content": [{"type": kind, "text": "a"}]}
+    with pytest.raises(InvalidArgument, match=r"messages\[0\]\.content\[0\]\.type"):
+        parse(messages=[message])
