@@ -153,15 +153,19 @@ async def serve(options: RouterSettings) -> None:
             stack.callback(asyncio.create_task(followed_keys.run(), name="api-keys").cancel)
         discovery: Discovery = InMemoryDiscovery()
         placements: Placements = InMemoryPlacements()
-        deaths: ExitReports = NoExitReports()
+        exit_reports: ExitReports = NoExitReports()
         if options.etcd:
             client = EtcdAccess.of(options).open()
             stack.push_async_callback(client.close)
             etcd_placements = EtcdPlacements(client, session_ttl_s=options.session_ttl_s)
             await etcd_placements.start()
             stack.push_async_callback(etcd_placements.close)
-            discovery, placements, deaths = EtcdDiscovery(client), etcd_placements, EtcdExitReports(client)
-        router = RouterServer(card, discovery, placements, router_options, deaths=deaths)
+            discovery, placements, exit_reports = (
+                EtcdDiscovery(client),
+                etcd_placements,
+                EtcdExitReports(client),
+            )
+        router = RouterServer(card, discovery, placements, router_options, exit_reports=exit_reports)
         await router.start()
         await stack.enter_async_context(export_metrics(router.metrics, instance=options.instance))
         heap.freeze_heap()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from libs.common.cluster.discovery import Discovery, Fleet
+from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
@@ -31,6 +31,7 @@ from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.admission.grpc_connections import GrpcConnections
 from services.router.admission.keyless_connections import end_keyless
 from services.router.admission.tenant_shares import ReceiveSlots
+from services.router.api.access_log import AccessLog
 from services.router.api.admin_server import make_admin_server
 from services.router.api.families import add_families
 from services.router.api.http_server import HttpServer
@@ -40,29 +41,18 @@ from services.router.api.rpc.server import SERVICE_NAME, GrpcServer
 from services.router.autoscale.assembly import add_autoscale
 from services.router.autoscale.signals import FleetSignals
 from services.router.console.assembly import make_console
+from services.router.console.console import Console
 from services.router.console.fleet_view import RouterIdentity
 from services.router.event_loop_lag import EventLoopLag
-from services.router.execution.context import RouterContext
-from services.router.execution.dispatcher import Dispatcher
-from services.router.execution.failover import FailoverState
-from services.router.execution.request_manager import RequestManager
-from services.router.execution.sessions import Sessions
 from services.router.membership import RouterMembership
-from services.router.metering.assembly import make_metering
 from services.router.operators.assembly import add_fleet_service
 from services.router.operators.process_calls import ProcessCalls
 from services.router.operators.request_rates import RequestRates
 from services.router.options import RouterOptions
+from services.router.pipeline import RequestPipeline
 from services.router.ports import open_ports
-from services.router.recording.recorder import RequestRecorder
-from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard
-from services.router.workers.awake_clock import AwakeClock
-from services.router.workers.context_limit import ContextLimit
-from services.router.workers.fleet import RouterFleet
-from services.router.workers.router_peers import RouterPeers
-from slipstream.errors import DeadlineExceeded, Overloaded
-from slipstream.rpc.dial import Dial
+from slipstream.errors import Overloaded
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -71,8 +61,8 @@ _KEYS_CHECK_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
 # Waits before a router serves: for discovery to name workers, and for these to answer. A process that shares
 # its ports gets requests as soon as it accepts. Clients and health checks retry a single process.
-_LOOK_S, _CONNECT_S = 1.0, 10.0
-_LOOK_ALONE_S, _CONNECT_ALONE_S = 0.3, 2.0
+_WAITS = {"look_s": 1.0, "connect_s": 10.0}
+_WAITS_ALONE = {"look_s": 0.3, "connect_s": 2.0}
 
 
 class RouterServer:
@@ -85,17 +75,16 @@ class RouterServer:
         placements: Placements,
         options: RouterOptions,
         *,
-        deaths: ExitReports | None = None,
+        exit_reports: ExitReports | None = None,
     ) -> None:
         self._discovery = discovery
+        self._placements = placements
         self._options = options
-        self._identity = WorkerIdentity(Role.ROUTER, options.instance)
-        self.counters = Counters()
-        self._rates = RequestRates(self.counters, time.monotonic)
         self._received = ReceiveSlots()
         self._connections = GrpcConnections(clock=time.monotonic)
         self.ports = open_ports(options, read=self._read_request, on_refused=self._note_refused)
         self.host, self.admin = self.ports.public, self.ports.admin
+        self._identity = WorkerIdentity(Role.ROUTER, options.instance)
         self._record = Worker(
             Role.ROUTER,
             options.instance,
@@ -104,128 +93,28 @@ class RouterServer:
             admin=endpoint_beside(self.admin.endpoint, self.host.endpoint),
             admin_http=endpoint_beside(self.admin_http_endpoint, self.host.endpoint),
         )
-        clock = asyncio.get_running_loop().time
-        self.loop_delay = EventLoopLag(clock)
-        self._members = Fleet(discovery)
-        self._awake = AwakeClock(clock)
-        dial_peer = Dial(options.tls, options.peer_tokens())
-        self.peers = RouterPeers(self._members, own=options.instance, dial=dial_peer, clock=clock)
-        self.fleet = RouterFleet(
-            self._members,
-            dial=dial_peer,
-            clock=self._awake.now_s,
-            fits=card.fits,
-            region_ms=options.region_ms,
-            silence_s=options.silence_s,
-        )
-        card = replace(card, workers_context_tokens=ContextLimit(self.fleet))
-        sessions = Sessions(placements)
-        self._placements = placements
-        self._memory = TokenCache()
-        self.recorder = RequestRecorder(clock=clock, wall_clock_s=time.time)
-        self.runs = RequestManager(
-            RouterContext(
-                fleet=self.fleet,
-                dispatcher=Dispatcher(self.fleet, clock=clock),
-                sessions=sessions,
-                card=card,
-                counters=self.counters,
-                clock=clock,
-                wall_clock_s=time.time,
-                failover=FailoverState(clock=clock, exit_reports=deaths),
-                recorder=self.recorder,
-                recovery_wait_s=options.recovery_wait_s,
-                token_cache=self._memory,
-                salts=options.salts,
-                metering=make_metering(options, card.names, self.counters, self._members),
-            ),
-            max_requests=options.max_requests,
-            allow_pinning=options.allow_pinning,
-        )
+        self._pipeline = RequestPipeline(card, discovery, placements, options, exit_reports=exit_reports)
+        self.counters, self.fleet = self._pipeline.counters, self._pipeline.fleet
+        self.runs, self.recorder = self._pipeline.runs, self._pipeline.recorder
+        self.loop_delay = EventLoopLag(asyncio.get_running_loop().time)
+        self._rates = RequestRates(self.counters, time.monotonic)
         self._membership = RouterMembership(
             discovery, self._record, self.runs, self.fleet, hosts=(self.host, self.admin)
         )
         self.metrics = ProcessMetrics(Role.ROUTER, self.counters, self._measure)
-        self.metrics.model = card.name
+        self.metrics.model = self._pipeline.card.name
         begin_series(self.counters)
         access_log = replace(options.access_log, counters=self.counters)
-        self._worker_service = WorkerService(
-            self._identity,
-            load=self._load,
-            ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
-            counters=self.metrics.snapshot,
-            on_drain=self._membership.drain,
-            on_undrain=self._membership.undrain,
-            on_exit=self.host.request_stop,
-        )
-        self._grpc = GrpcServer(
-            self.runs,
-            fleet=self.fleet,
-            sessions=sessions,
-            card=card,
-            tenants=options.tenants,
-            access_log=access_log,
-            write_stall_s=options.write_stall_s,
-        )
-        self._grpc.add_to(self.host.server)
+        self._grpc = self._make_grpc(access_log)
         self.jobs = RouterJobs(options, self.runs, self.fleet)
         self.jobs.serve(self.host.server, self._grpc)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._worker_service, self.admin.server)
-        calls = ProcessCalls(dial_peer, options.secret)
-        self.signals = FleetSignals(
-            self.fleet,
-            self.peers,
-            own=options.instance,
-            own_admin=self.admin.endpoint,
-            load=self._load,
-            sessions=sessions.all,
-        )
-        self._operator_services = [
-            WORKER_SERVICE_NAME,
-            *add_autoscale(self.admin, self.signals, options.autoscale),
-            add_fleet_service(
-                self.admin,
-                self._members,
-                self.fleet,
-                self.peers,
-                calls,
-                own=options.instance,
-                model=card.name,
-                load=self._load,
-            ),
-        ]
-        self._http = HttpServer(
-            self.runs,
-            fleet=self.fleet,
-            card=card,
-            tenants=options.tenants,
-            guard=HttpGuard.of(
-                options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
-            ),
-            access_log=access_log,
-            received=self._received,
-            body_read_s=options.body_read_s,
-            write_stall_s=options.write_stall_s,
-        )
-        self._tasks = add_families(self._http, self.runs, card, options, self.jobs)
+        self._http = self._make_http(access_log)
+        self._tasks = add_families(self._http, self.runs, self._pipeline.card, options, self.jobs)
+        calls = ProcessCalls(self._pipeline.dial, options.secret)
+        self._worker_service = self._make_worker_service()
+        self._operator_services = self._add_operator_services(calls)
+        self.console = self._make_console(calls)
         http_tls = options.tls if options.http_tls else None
-        self.console = make_console(
-            RouterIdentity(
-                options.instance,
-                endpoint=self.host.endpoint,
-                http_endpoint=self.http_endpoint,
-                admin_http=self._record.admin_http,
-                model=card.name,
-                started_s=clock(),
-            ),
-            self.runs,
-            self._members,
-            self.peers,
-            dial=dial_peer,
-            calls=calls,
-            chat=self._http.admin_chat("/console/api/chat"),
-            jobs=self.jobs.overview,
-        )
         self._admin_http = make_admin_server(
             self.ports.admin_http,
             self.runs,
@@ -242,6 +131,98 @@ class RouterServer:
             self.ports.http, tls=http_tls, keepalive_s=options.idle_connection_s
         )
 
+    def _make_grpc(self, access_log: AccessLog) -> GrpcServer:
+        """RouterService at the public port."""
+        server = GrpcServer(
+            self.runs,
+            fleet=self.fleet,
+            sessions=self._pipeline.sessions,
+            card=self._pipeline.card,
+            tenants=self._options.tenants,
+            access_log=access_log,
+            write_stall_s=self._options.write_stall_s,
+        )
+        server.add_to(self.host.server)
+        return server
+
+    def _make_http(self, access_log: AccessLog) -> HttpServer:
+        options = self._options
+        return HttpServer(
+            self.runs,
+            fleet=self.fleet,
+            card=self._pipeline.card,
+            tenants=options.tenants,
+            guard=HttpGuard.of(
+                options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
+            ),
+            access_log=access_log,
+            received=self._received,
+            body_read_s=options.body_read_s,
+            write_stall_s=options.write_stall_s,
+        )
+
+    def _make_worker_service(self) -> WorkerService:
+        """What every process of the cluster serves: status, draining, counters."""
+        service = WorkerService(
+            self._identity,
+            load=self._load,
+            ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
+            counters=self.metrics.snapshot,
+            on_drain=self._membership.drain,
+            on_undrain=self._membership.undrain,
+            on_exit=self.host.request_stop,
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self.admin.server)
+        return service
+
+    def _add_operator_services(self, calls: ProcessCalls) -> list[str]:
+        """Serve operators at the admin port. Returns the full names of all services there."""
+        pipeline, options = self._pipeline, self._options
+        signals = FleetSignals(
+            pipeline.fleet,
+            pipeline.peers,
+            own=options.instance,
+            own_admin=self.admin.endpoint,
+            load=self._load,
+            sessions=pipeline.sessions.all,
+        )
+        fleet_service = add_fleet_service(
+            self.admin,
+            pipeline.members,
+            pipeline.fleet,
+            pipeline.peers,
+            calls,
+            own=options.instance,
+            model=pipeline.card.name,
+            load=self._load,
+        )
+        return [
+            WORKER_SERVICE_NAME,
+            *add_autoscale(self.admin, signals, options.autoscale),
+            fleet_service,
+        ]
+
+    def _make_console(self, calls: ProcessCalls) -> Console:
+        pipeline = self._pipeline
+        identity = RouterIdentity(
+            self._options.instance,
+            endpoint=self.host.endpoint,
+            http_endpoint=self.http_endpoint,
+            admin_http=self._record.admin_http,
+            model=pipeline.card.name,
+            started_s=asyncio.get_running_loop().time(),
+        )
+        return make_console(
+            identity,
+            self.runs,
+            pipeline.members,
+            pipeline.peers,
+            dial=pipeline.dial,
+            calls=calls,
+            chat=self._http.admin_chat("/console/api/chat"),
+            jobs=self.jobs.overview,
+        )
+
     @property
     def http_endpoint(self) -> str:
         """host:port of the HTTP server, with the port that was bound."""
@@ -254,15 +235,12 @@ class RouterServer:
 
     async def start(self) -> None:
         """Serve; ready as soon as requests can run."""
-        self._tasks.append(asyncio.create_task(self._awake.run(), name="awake-clock"))
-        await self._members.__aenter__()
-        await self.fleet.start()
-        self.peers.start()
+        await self._pipeline.start()
         self.loop_delay.start()
-        if self._options.share_ports:
-            await self._see_workers(look_s=_LOOK_S, connect_s=_CONNECT_S)
-        else:
-            await self._see_workers(look_s=_LOOK_ALONE_S, connect_s=_CONNECT_ALONE_S)
+        waits = _WAITS if self._options.share_ports else _WAITS_ALONE
+        # The kernel queues connections meanwhile. So a router that restarts refuses none for want of workers.
+        if not await self._pipeline.has_workers(**waits):
+            log.info("serves without having seen a prefill and a decode worker")
         await self.host.start([SERVICE_NAME, JOB_SERVICE_NAME])
         await self.admin.start(self._operator_services)
         await self._http_listener.start()
@@ -291,25 +269,7 @@ class RouterServer:
         await self._admin_http.stop()
         self.loop_delay.close()
         await asyncio.gather(self.host.stop(grace_s=1.0), self.admin.stop(grace_s=1.0))
-        await self.peers.close()
-        await self.fleet.close()
-        await self._members.__aexit__(None, None, None)
-
-    async def _see_workers(self, *, look_s: float, connect_s: float) -> None:
-        """Wait for the workers that discovery knows, while the kernel queues connections unaccepted.
-
-        A router that restarts in a running cluster therefore refuses no request for want of workers.
-        """
-        needed = (Role.PREFILL, Role.DECODE)
-        try:
-            await self._members.wait_until(
-                lambda known: all(known.with_role(role) for role in needed), timeout_s=look_s
-            )
-            async with asyncio.timeout(connect_s):
-                while not self.fleet.ready:
-                    await self.fleet.wait_changed(self.fleet.version)
-        except (TimeoutError, DeadlineExceeded):
-            log.info("serves without having seen a prefill and a decode worker")
+        await self._pipeline.close()
 
     async def _read_request(self, context: Context) -> Any:
         """The message of an accepted call, within its tenant's shares of connections and messages."""
@@ -352,7 +312,7 @@ class RouterServer:
             **self.runs.gate.gauges(),
             **self.jobs.gauges(),
             **self.fleet.index.gauges(),
-            **self._memory.gauges(),
+            **self._pipeline.token_cache.gauges(),
             **self._placements.figures(),
             **membership_figures(is_draining=self.runs.draining, has_lapsed=self._discovery.has_lapsed),
             **self.host.figures(),
