@@ -61,8 +61,8 @@ _KEYS_CHECK_S = 1.0
 WORKER_SERVICE_NAME = "slipstream.v1.WorkerService"
 # Waits before a router serves: for discovery to name workers, and for these to answer. A process that shares
 # its ports gets requests as soon as it accepts. Clients and health checks retry a single process.
-_WAITS = {"look_s": 1.0, "connect_s": 10.0}
-_WAITS_ALONE = {"look_s": 0.3, "connect_s": 2.0}
+_LOOK_S, _CONNECT_S = 1.0, 10.0
+_LOOK_ALONE_S, _CONNECT_ALONE_S = 0.3, 2.0
 
 
 class RouterServer:
@@ -93,24 +93,24 @@ class RouterServer:
             admin=endpoint_beside(self.admin.endpoint, self.host.endpoint),
             admin_http=endpoint_beside(self.admin_http_endpoint, self.host.endpoint),
         )
-        self._pipeline = RequestPipeline(card, discovery, placements, options, exit_reports=exit_reports)
-        self.counters, self.fleet = self._pipeline.counters, self._pipeline.fleet
-        self.runs, self.recorder = self._pipeline.runs, self._pipeline.recorder
+        self.pipeline = RequestPipeline(card, discovery, placements, options, exit_reports=exit_reports)
+        self.counters, self.fleet = self.pipeline.counters, self.pipeline.fleet
+        self.runs, self.recorder = self.pipeline.runs, self.pipeline.recorder
         self.loop_delay = EventLoopLag(asyncio.get_running_loop().time)
         self._rates = RequestRates(self.counters, time.monotonic)
         self._membership = RouterMembership(
             discovery, self._record, self.runs, self.fleet, hosts=(self.host, self.admin)
         )
         self.metrics = ProcessMetrics(Role.ROUTER, self.counters, self._measure)
-        self.metrics.model = self._pipeline.card.name
+        self.metrics.model = self.pipeline.card.name
         begin_series(self.counters)
         access_log = replace(options.access_log, counters=self.counters)
         self._grpc = self._make_grpc(access_log)
         self.jobs = RouterJobs(options, self.runs, self.fleet)
         self.jobs.serve(self.host.server, self._grpc)
         self._http = self._make_http(access_log)
-        self._tasks = add_families(self._http, self.runs, self._pipeline.card, options, self.jobs)
-        calls = ProcessCalls(self._pipeline.dial, options.secret)
+        self._tasks = add_families(self._http, self.runs, self.pipeline.card, options, self.jobs)
+        calls = ProcessCalls(self.pipeline.dial, options.secret)
         self._worker_service = self._make_worker_service()
         self._operator_services = self._add_operator_services(calls)
         self.console = self._make_console(calls)
@@ -136,8 +136,8 @@ class RouterServer:
         server = GrpcServer(
             self.runs,
             fleet=self.fleet,
-            sessions=self._pipeline.sessions,
-            card=self._pipeline.card,
+            sessions=self.pipeline.sessions,
+            card=self.pipeline.card,
             tenants=self._options.tenants,
             access_log=access_log,
             write_stall_s=self._options.write_stall_s,
@@ -150,7 +150,7 @@ class RouterServer:
         return HttpServer(
             self.runs,
             fleet=self.fleet,
-            card=self._pipeline.card,
+            card=self.pipeline.card,
             tenants=options.tenants,
             guard=HttpGuard.of(
                 options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
@@ -177,8 +177,8 @@ class RouterServer:
 
     def _add_operator_services(self, calls: ProcessCalls) -> list[str]:
         """Serve operators at the admin port. Returns the full names of all services there."""
-        pipeline, options = self._pipeline, self._options
-        signals = FleetSignals(
+        pipeline, options = self.pipeline, self._options
+        self.signals = FleetSignals(
             pipeline.fleet,
             pipeline.peers,
             own=options.instance,
@@ -198,12 +198,12 @@ class RouterServer:
         )
         return [
             WORKER_SERVICE_NAME,
-            *add_autoscale(self.admin, signals, options.autoscale),
+            *add_autoscale(self.admin, self.signals, options.autoscale),
             fleet_service,
         ]
 
     def _make_console(self, calls: ProcessCalls) -> Console:
-        pipeline = self._pipeline
+        pipeline = self.pipeline
         identity = RouterIdentity(
             self._options.instance,
             endpoint=self.host.endpoint,
@@ -235,11 +235,13 @@ class RouterServer:
 
     async def start(self) -> None:
         """Serve; ready as soon as requests can run."""
-        await self._pipeline.start()
+        await self.pipeline.start()
         self.loop_delay.start()
-        waits = _WAITS if self._options.share_ports else _WAITS_ALONE
+        look_s, connect_s = _LOOK_ALONE_S, _CONNECT_ALONE_S
+        if self._options.share_ports:
+            look_s, connect_s = _LOOK_S, _CONNECT_S
         # The kernel queues connections meanwhile. So a router that restarts refuses none for want of workers.
-        if not await self._pipeline.has_workers(**waits):
+        if not await self.pipeline.has_workers(look_s=look_s, connect_s=connect_s):
             log.info("serves without having seen a prefill and a decode worker")
         await self.host.start([SERVICE_NAME, JOB_SERVICE_NAME])
         await self.admin.start(self._operator_services)
@@ -269,7 +271,7 @@ class RouterServer:
         await self._admin_http.stop()
         self.loop_delay.close()
         await asyncio.gather(self.host.stop(grace_s=1.0), self.admin.stop(grace_s=1.0))
-        await self._pipeline.close()
+        await self.pipeline.close()
 
     async def _read_request(self, context: Context) -> Any:
         """The message of an accepted call, within its tenant's shares of connections and messages."""
@@ -312,7 +314,7 @@ class RouterServer:
             **self.runs.gate.gauges(),
             **self.jobs.gauges(),
             **self.fleet.index.gauges(),
-            **self._pipeline.token_cache.gauges(),
+            **self.pipeline.token_cache.gauges(),
             **self._placements.figures(),
             **membership_figures(is_draining=self.runs.draining, has_lapsed=self._discovery.has_lapsed),
             **self.host.figures(),

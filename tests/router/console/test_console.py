@@ -150,7 +150,7 @@ async def test_the_fleet_names_the_other_routers_and_the_processes_that_share_th
         cluster.discovery.announce(
             Worker(Role.ROUTER, instance, endpoint, "i", admin="127.0.0.1:2", admin_http="127.0.0.1:3")
         )
-    await eventually(lambda: len(router._members.current.with_role(Role.ROUTER)) == 3)
+    await eventually(lambda: len(router.pipeline.members.current.with_role(Role.ROUTER)) == 3)
     page = await read(console, "fleet")
     assert (page["router"]["processes"], page["router"]["siblings"]) == (2, ["router-0.1"])
     rows = {row["instance"]: (row["own"], row["sibling"], row["admin_http"]) for row in page["routers"]}
