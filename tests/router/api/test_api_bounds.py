@@ -20,9 +20,9 @@ USER = {"role": "user", "content": "hi"}
 ROWS: Mapping[str, Bound] = {
     name: row for name, row in vars(api_bounds).items() if any(row in s.rows for s in api_bounds.API_SECTIONS)
 }
-# Rows that need a database, or its lack: test_answer_apis.py, test_store.py and test_background.py.
-ELSEWHERE = {"NO_STORE", "STORED", "REFERENCES", "CONVERSATION", "STARTING_AFTER", "STARTING_AFTER_STREAM"}
-ELSEWHERE |= {name for name in ROWS if name.startswith("BACKGROUND")}
+# Rows that need a database, or its lack: test_answer_apis.py, test_store.py, test_background.py, test_replay.py.
+ELSEWHERE = {"NO_STORE", "STORED", "REFERENCES", "REFERRED", "CONVERSATION"}
+ELSEWHERE |= {name for name in ROWS if name.startswith(("BACKGROUND", "STARTING_AFTER"))}
 
 
 def response(**body: Any) -> Callable[[], object]:

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from libs.database.database import Database, open_database
-from services.router import server
+from services.router import pipeline
 from services.router.api.api_keys import ApiKeys
 from services.router.metering import usage_ledger
 from services.router.metering.assembly import make_metering
@@ -56,7 +56,7 @@ def keys(tenant: RateLimits = NO_LIMITS, **limits: RateLimits) -> ApiKeys:
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits a minute count by minutes of the calendar: a test that is in two of them sees two windows."""
     now_unix_s = time.time() // 60 * 60 + 30
-    monkeypatch.setattr(server, "make_metering", partial(make_metering, wall_clock_s=lambda: now_unix_s))
+    monkeypatch.setattr(pipeline, "make_metering", partial(make_metering, wall_clock_s=lambda: now_unix_s))
 
 
 @pytest.fixture
