@@ -20,7 +20,8 @@ USER = {"role": "user", "content": "hi"}
 ROWS: Mapping[str, Bound] = {
     name: row for name, row in vars(api_bounds).items() if any(row in s.rows for s in api_bounds.API_SECTIONS)
 }
-# Rows that need a database, or its lack: test_answer_apis.py, test_store.py, test_background.py, test_replay.py.
+# Rows that need a database, or its lack: test_answer_apis.py, test_store.py, test_background.py and
+# test_replay.py.
 ELSEWHERE = {"NO_STORE", "STORED", "REFERENCES", "REFERRED", "CONVERSATION"}
 ELSEWHERE |= {name for name in ROWS if name.startswith(("BACKGROUND", "STARTING_AFTER"))}
 
