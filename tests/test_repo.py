@@ -101,7 +101,6 @@ def _wrong_pairs(text: str) -> set[str]:
     methods = _methods_of_product()
     named = set(re.findall(r"\b([A-Z][a-zA-Z]+)\.(?!md\b)([a-z_]\w+)", text))
     assert len(named) > 50
-    assert len(named) > 50
     return {f"{c}.{f}" for c, f in named if f not in methods.get(c, set())}
 
 
