@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from libs.common import service_bounds
 from services.router.admission.types import BUSY_MESSAGE
@@ -46,6 +46,15 @@ class TextShares:
         self.held_chars -= chars
         if not self._held[tenant]:
             del self._held[tenant]
+
+    @contextlib.contextmanager
+    def holding(self, tenant: str, chars: int, *, is_job: bool = False) -> Iterator[None]:
+        """Hold them inside. Raises Overloaded as `take` does."""
+        self.take(tenant, chars, is_job=is_job)
+        try:
+            yield
+        finally:
+            self.give_back(tenant, chars)
 
 
 class TenantTurns:

@@ -42,6 +42,11 @@ class FailoverState:
         is_crash = await self.exit_reports.has_crashed(worker)
         self.quarantine.silence_ended(worker, crashed=is_crash is not False)
 
+    def close(self) -> None:
+        """Wait for no more exit reports of silent workers: no request runs any more."""
+        for check in self._checks:
+            check.cancel()
+
     async def check_exit_reports(self, suspect: Suspect, crashed: str) -> None:
         """Read how `crashed`, which ran the suspect, and the workers of its earlier strikes ended.
 

@@ -218,6 +218,7 @@ class RequestManager:
         if self._unread_timer is not None:
             self._unread_timer.cancel()
         self.context.threads.close()
+        self.context.failover.close()
         self._grammar_thread.close()
         self._constraints.close()
 
@@ -283,15 +284,13 @@ class RequestManager:
         if self._constraints.is_known(request):
             return self._constraints.make(request)
         chars = request.text_chars  # held meanwhile, as while it runs
-        self.texts.take(caller.tenant, chars, is_job=caller.is_job)
-        try:
-            make = partial(self._constraints.make, request)
-            async with asyncio.timeout_at(caller.deadline_s):
-                return await self._grammar_thread.run(caller.tenant, make, admitted=False)
-        except TimeoutError:
-            raise errors.DeadlineExceeded("the request's deadline passed") from None
-        finally:
-            self.texts.give_back(caller.tenant, chars)
+        with self.texts.holding(caller.tenant, chars, is_job=caller.is_job):
+            try:
+                make = partial(self._constraints.make, request)
+                async with asyncio.timeout_at(caller.deadline_s):
+                    return await self._grammar_thread.run(caller.tenant, make, admitted=False)
+            except TimeoutError:
+                raise errors.DeadlineExceeded("the request's deadline passed") from None
 
     def _refuse_early(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
         """Refuse without validating the request when admission has no room. Never refuses a takeover."""

@@ -27,6 +27,16 @@ def test_a_tenant_at_its_share_leaves_room_to_another() -> None:
     shares.take("b", 20)
 
 
+def test_a_share_is_held_inside_and_given_back_after_a_failure() -> None:
+    shares = TextShares(most_chars=100, most_tenant_chars=60)
+    with contextlib.suppress(KeyError), shares.holding("a", 40):
+        with pytest.raises(Overloaded), shares.holding("a", 21):
+            raise AssertionError("a refused share runs nothing")
+        raise KeyError
+    assert shares.held_chars == 0
+    shares.take("a", 60)
+
+
 def test_jobs_leave_half_of_each_share_to_live_requests() -> None:
     shares = TextShares(most_chars=100, most_tenant_chars=60)
     shares.take("a", 30, is_job=True)

@@ -7,9 +7,9 @@ being sent is bounded. Answers of one piece do not count: the kernel has most of
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager
 
 import msgspec
 from aiohttp import web
@@ -55,14 +55,9 @@ class AnswerDelivery:
             response.content_length = len(data)
             return await send_pieces(request, response, _once(data), stall_s=stall_s)
 
-    @contextlib.contextmanager
-    def sending(self, tenant: str, n_bytes: int) -> Iterator[None]:
+    def sending(self, tenant: str, n_bytes: int) -> AbstractContextManager[None]:
         """Send so many bytes inside. Raises Overloaded beyond the tenant's share."""
-        self._sent.take(tenant, n_bytes)
-        try:
-            yield
-        finally:
-            self._sent.give_back(tenant, n_bytes)
+        return self._sent.holding(tenant, n_bytes)
 
 
 async def _once(data: bytes) -> AsyncIterator[bytes]:

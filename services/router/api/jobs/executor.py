@@ -57,12 +57,9 @@ class AnswerExecutor:
         try:
             answer_format = await self._formats[path].for_body(caller, body)
             n_further_bytes = answer_format.n_further_bytes
-            self._checked.take(tenant, n_further_bytes)
-            try:
-                read = partial(_check_body, answer_format, body, self._runs.context.card)
+            read = partial(_check_body, answer_format, body, self._runs.context.card)
+            with self._checked.holding(tenant, n_further_bytes):
                 await self._runs.read(caller, read, n_bytes=n_bytes + n_further_bytes)
-            finally:
-                self._checked.give_back(tenant, n_further_bytes)
             return answer_format.n_read_bytes
         except errors.InvalidArgument as error:
             raise errors.InvalidArgument(f"{field}.body.{error.field}", error.reason) from None

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from libs.common.cluster.exit_reports import ExitReports
 from services.router.request.model_card import ModelCard
 from slipstream import errors
 from slipstream.async_client import AsyncClient
@@ -14,6 +15,18 @@ from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 
 SILENCE_S = 1.0
+
+
+class _Unanswered(ExitReports):
+    """Reports that never come. `asked` is set by the first question."""
+
+    def __init__(self, asked: asyncio.Event) -> None:
+        self._asked = asked
+
+    async def has_crashed(self, worker_key: str) -> bool | None:
+        self._asked.set()
+        await asyncio.Event().wait()
+        return None
 
 
 @pytest.mark.parametrize("way", ["connections lost", "a new incarnation", "stood still"])
@@ -54,3 +67,13 @@ async def test_the_ends_of_silent_workers_quarantine_their_request(
         with pytest.raises(errors.Quarantined):  # the same request under another id
             await client.chat(HELLO, seed=2)
         assert not any(worker.starts for worker in cluster.decodes if worker not in silent)
+
+
+async def test_a_router_that_closes_waits_for_no_exit_report(model: FakeModel, card: ModelCard) -> None:
+    async with FakeCluster(model) as cluster, open_router(cluster, card, silence_s=SILENCE_S) as router:
+        failover, asked = router.runs.context.failover, asyncio.Event()
+        failover.exit_reports = _Unanswered(asked)
+        failover._settled("decode/decode-0/run", True)
+        await asked.wait()
+        await router.runs.close()
+        await eventually(lambda: not failover._checks)
