@@ -19,6 +19,8 @@ from slipstream.cli.jobs.app import jobs_app
 from slipstream.cli.keys import keys_app
 from slipstream.cli.kv import kv_app
 from slipstream.cli.options import (
+    DRAIN_S,
+    UNDRAIN_S,
     AsJson,
     DrainTimeoutS,
     Instance,
@@ -89,7 +91,7 @@ def status(
 
 
 @takes_access
-def drain(instance: Instance, timeout_s: DrainTimeoutS = 150.0, *, access: OperatorAccess) -> None:
+def drain(instance: Instance, timeout_s: DrainTimeoutS = DRAIN_S, *, access: OperatorAccess) -> None:
     """Let a process of a cluster take no new work. It runs on."""
     from slipstream.cli.fleet.drains import drain
 
@@ -97,7 +99,7 @@ def drain(instance: Instance, timeout_s: DrainTimeoutS = 150.0, *, access: Opera
 
 
 @takes_access
-def undrain(instance: Instance, timeout_s: UndrainTimeoutS = 90.0, *, access: OperatorAccess) -> None:
+def undrain(instance: Instance, timeout_s: UndrainTimeoutS = UNDRAIN_S, *, access: OperatorAccess) -> None:
     """Let a drained process of a cluster take work again."""
     from slipstream.cli.fleet.drains import undrain
 

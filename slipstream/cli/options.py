@@ -40,6 +40,8 @@ ClusterSecretFile = Annotated[
 
 
 Instance = Annotated[str, typer.Argument(help="Name of a process, such as decode-0 or decode/decode-0.")]
+# Defaults of the two below.
+DRAIN_S, UNDRAIN_S = 150.0, 90.0
 DrainTimeoutS = Annotated[
     float, typer.Option("--timeout-s", min=0, help="Give up when it has not ended by then.")
 ]
@@ -59,10 +61,13 @@ Rolling = Annotated[
 
 def check_endpoints(endpoints: Iterable[str], *, flag: str = "--endpoint") -> None:
     """Raises InvalidArgument for a value of the flag that is not host:port."""
+    from slipstream.rpc.hosts import address_of
+
     for endpoint in endpoints:
-        host, _, port = endpoint.strip().rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise InvalidArgument(flag, f"must be host:port, not {endpoint!r}")
+        try:
+            address_of(endpoint.strip())
+        except ValueError:
+            raise InvalidArgument(flag, f"must be host:port, not {endpoint!r}") from None
 
 
 def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -> str | None:

@@ -18,6 +18,7 @@ from slipstream.pod_costs.writer import PodCostWriter
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
+from slipstream.rpc.hosts import address_of
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
 
@@ -26,10 +27,10 @@ STUCK_S = 300.0  # a round takes a few time-outs of 5 and 10 s
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text!r}")
-    return host.strip("[]"), int(port)
+    try:
+        return address_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _endpoint(text: str) -> str:

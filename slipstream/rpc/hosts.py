@@ -12,6 +12,14 @@ def host_of(endpoint: str) -> str:
     return endpoint.rpartition(":")[0].strip("[]")
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of HOST:PORT. Raises ValueError for any other text."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"must be HOST:PORT, not {text!r}")
+    return host.strip("[]"), int(port)
+
+
 def plain_host(host: str) -> str:
     """The host without brackets, an address in its shortest form."""
     host = host.strip("[]")

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slipstream.rpc.hosts import address_of
+
 ENVIRONMENT_PREFIX = "SLIPSTREAM_"
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
@@ -64,15 +66,13 @@ def check_readable(path: Path) -> None:
 
 def check_address(text: str) -> None:
     """A `check` of settings that hold one HOST:PORT to listen on. Raises ValueError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"must be HOST:PORT, not {text!r}")
+    address_of(text)
 
 
 def check_peers(text: str) -> None:
     """A `check` of settings that hold HOST:PORT[,HOST:PORT..] to dial. Raises ValueError."""
     for endpoint in parse_endpoints(text):
-        if not int(endpoint.rpartition(":")[2]):
+        if not address_of(endpoint)[1]:
             raise ValueError(f"must be HOST:PORT, not {endpoint!r}: nothing listens on port 0")
 
 

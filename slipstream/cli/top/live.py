@@ -14,6 +14,7 @@ from rich.live import Live
 
 from slipstream.cli.fleet.drains import drain_process, undrain_process
 from slipstream.cli.fleet.fleet_client import FleetClient
+from slipstream.cli.options import DRAIN_S, UNDRAIN_S
 from slipstream.cli.top.keys import changed_state, is_yes
 from slipstream.cli.top.rows import FleetRows, sorted_rows, view_of
 from slipstream.cli.top.screen import (
@@ -27,7 +28,6 @@ from slipstream.cli.top.terminal import reading_keys
 from slipstream.errors import DeadlineExceeded, SlipstreamError, Unavailable
 
 _ASK_S = 2.0
-_DRAIN_S, _UNDRAIN_S = 150.0, 90.0  # as of `slipstream drain` and `undrain`
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -138,9 +138,9 @@ class LiveFleet:
         try:
             process = await self._client.find(question.row.key)
             if question.drains:
-                await drain_process(self._client, process, timeout_s=_DRAIN_S)
+                await drain_process(self._client, process, timeout_s=DRAIN_S)
             else:
-                await undrain_process(self._client, process, timeout_s=_UNDRAIN_S)
+                await undrain_process(self._client, process, timeout_s=UNDRAIN_S)
             said = f"{name} is drained; u lets it take work" if question.drains else f"{name} takes work"
         except SlipstreamError as error:
             said = error.message
