@@ -17,11 +17,11 @@ _CAUSES = {
 # gRPC's words for a valid certificate of another host.
 _OTHER_NAME = "Hostname Verification Check failed"
 _NAME_HINT = "its certificate has another name: --tls-server-name, or server_name of TlsFiles, states it"
-# How a connection ends whose handshake fails at the other end.
 _CLOSED_HINT = (
     "the port may speak TLS: give --tls-ca, --tls-certificate and --tls-key, or TlsFiles in the SDK; or it "
     "refuses the certificate that is given"
 )
+# How a connection ends whose handshake fails at the other end.
 _CLOSED = ("Socket closed", "Connection reset by peer")
 
 

@@ -125,10 +125,9 @@ def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefec
     if len(body) > bounds.MAX_BODY_BYTES:
         return LineDefect("invalid_request", f"body {bounds.BODY.words}", number, "body")
     delivery = _DELIVERY_DECODER.decode(body)
-    for row in (job_bounds.STREAM, job_bounds.BACKGROUND):
-        name = row.field.removeprefix("jobs[i].")
-        if getattr(delivery, name.removeprefix("body.")) not in (None, False):
-            return LineDefect("invalid_request", f"{name} {row.words}", number, name)
+    for name, row in (("stream", job_bounds.STREAM), ("background", job_bounds.BACKGROUND)):
+        if getattr(delivery, name) not in (None, False):
+            return LineDefect("invalid_request", f"body.{name} {row.words}", number, f"body.{name}")
     return BatchLine(number, line.custom_id, body)
 
 
