@@ -125,40 +125,35 @@ grace_s = 3
     assert "drafter-0" not in settings and config.draft_model is None
 
 
+_TLS_FILES = {"ca": PEMS / "ca.pem", "certificate": PEMS / "peer.pem", "key": PEMS / "peer.key"}
+
+
+def tls_options(*, by_flags: bool) -> tuple[list[str], list[str]]:
+    """Lines of a file and flags, of which one or the other give the certificates."""
+    if by_flags:
+        return [], [word for name, file in _TLS_FILES.items() for word in (f"--tls-{name}", str(file))]
+    return [f'tls_{name} = "{file}"' for name, file in _TLS_FILES.items()], []
+
+
 @pytest.mark.parametrize("by_flags", [False, True])
 def test_the_name_in_the_certificates_comes_from_the_file(
     tmp_path: Path, started: list[ClusterConfig], by_flags: bool
 ) -> None:
     """`up` dials its services by that name, also where flags give the certificates."""
-    names = {"ca": "ca.pem", "certificate": "peer.pem", "key": "peer.key"}
-    lines = ["[common]", 'tls_server_name = "peers.internal"']
-    flags: list[str] = []
-    for name, file in names.items():
-        if by_flags:
-            flags += [f"--tls-{name}", str(PEMS / file)]
-        else:
-            lines.append(f'tls_{name} = "{PEMS / file}"')
-    (tmp_path / "c.toml").write_text("\n".join(lines))
+    lines, flags = tls_options(by_flags=by_flags)
+    (tmp_path / "c.toml").write_text("\n".join(["[common]", 'tls_server_name = "peers.internal"', *lines]))
     config = up(started, tmp_path / "c.toml", *flags)
-    ca, certificate, key = (PEMS / file for file in names.values())
-    assert config.tls == TlsFiles(ca, certificate, key, "peers.internal")
+    assert config.tls == TlsFiles(**_TLS_FILES, server_name="peers.internal")
     assert {each.tls_server_name for each in settings_of(config).values()} == {"peers.internal"}
 
 
-@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize("by_flags", [False, True])
 def test_a_flag_gives_the_name_in_the_certificates(
-    tmp_path: Path, started: list[ClusterConfig], by_file: bool
+    tmp_path: Path, started: list[ClusterConfig], by_flags: bool
 ) -> None:
-    files = {"ca": "ca.pem", "certificate": "peer.pem", "key": "peer.key"}
-    lines = ["[common]", 'tls_server_name = "other.internal"']
-    flags = ["--tls-server-name", "peers.internal"]
-    for name, file in files.items():
-        if by_file:
-            lines.append(f'tls_{name} = "{PEMS / file}"')
-        else:
-            flags += [f"--tls-{name}", str(PEMS / file)]
-    (tmp_path / "c.toml").write_text("\n".join(lines))
-    config = up(started, tmp_path / "c.toml", *flags)
+    lines, flags = tls_options(by_flags=by_flags)
+    (tmp_path / "c.toml").write_text("\n".join(["[common]", 'tls_server_name = "other.internal"', *lines]))
+    config = up(started, tmp_path / "c.toml", "--tls-server-name", "peers.internal", *flags)
     assert config.tls is not None and config.tls.server_name == "peers.internal"
     assert {each.tls_server_name for each in settings_of(config).values()} == {"peers.internal"}
 

@@ -4,43 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from libs.database.database import open_database
-from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.cli.app import build_app
 from slipstream.errors import InvalidArgument
-from tests.router.conftest import (
-    HELLO,
-    MAX_CONTEXT_TOKENS,
-    WAIT_S,
-    card,  # noqa: F401
-    cluster,  # noqa: F401
-    model,  # noqa: F401
-    model_dir,  # noqa: F401
-    open_router,
-)
-from tests.router.support.fake_cluster import FakeCluster
+from tests.router.conftest import HELLO, MAX_CONTEXT_TOKENS, WAIT_S
 
 BODY = {"messages": HELLO, "max_tokens": 4}
-
-
-@pytest.fixture
-async def router(
-    cluster: FakeCluster,  # noqa: F811
-    card: ModelCard,  # noqa: F811
-    tmp_path: Path,
-) -> AsyncIterator[RouterServer]:
-    database = open_database(f"sqlite:{tmp_path}/jobs.db")
-    async with open_router(cluster, card, database=database) as server:
-        yield server
-    await database.close()
 
 
 @pytest.fixture

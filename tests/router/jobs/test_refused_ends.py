@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from libs.common.service_bounds import MAX_REFUSED_ENDS
-from libs.database.database import open_database
 from libs.database.errors import DatabaseUnavailable
 from services.router.jobs.types import JobState
 from slipstream.errors import Internal
-from tests.router.jobs.stores import JobTables
-from tests.router.jobs.test_puller import PullerRig
-
-
-@pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[PullerRig]:
-    database = open_database(f"sqlite:{tmp_path}/jobs.db")
-    made = PullerRig(JobTables(database))
-    yield made
-    for puller in made.pullers:
-        await puller.close()
-    await database.close()
+from tests.router.jobs.puller_rig import PullerRig
 
 
 def refuse_results(rig: PullerRig, error: Exception) -> list[str]:

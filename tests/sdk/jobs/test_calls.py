@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from libs.database.database import open_database
-from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.cli.app import build_app
@@ -20,22 +17,9 @@ from slipstream.cli.jobs.body_file import read_bodies
 from slipstream.client import Client
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.jobs.messages import JobOptions, index_in, renumbered, submissions
-from tests.router.conftest import HELLO, WAIT_S, card, cluster, model, model_dir, open_router  # noqa: F401
-from tests.router.support.fake_cluster import FakeCluster
+from tests.router.conftest import HELLO, WAIT_S
 
 BODY = {"messages": HELLO, "max_tokens": 4}
-
-
-@pytest.fixture
-async def router(
-    cluster: FakeCluster,  # noqa: F811
-    card: ModelCard,  # noqa: F811
-    tmp_path: Path,
-) -> AsyncIterator[RouterServer]:
-    database = open_database(f"sqlite:{tmp_path}/jobs.db")
-    async with open_router(cluster, card, database=database) as server:
-        yield server
-    await database.close()
 
 
 def _slipstream(*arguments: str) -> tuple[int, str]:
