@@ -8,11 +8,9 @@ log level, addresses and ports.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import random
-import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,13 +23,13 @@ from bench.fakes.pace import ANSWER
 from bench.router.rig import children, cpu_seconds, make_model
 from libs.text.chat_template import encode_chat
 from libs.text.tokenizer import Tokenizer
+from supervisor.forking.launcher import guarded
 from supervisor.ports import free_ports
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _NEEDED = ["smg", "smg_grpc_proto", "h2"]
 _START_S = 60.0
 _LOG_LINES = 20
-_PR_SET_PDEATHSIG = 1
 # The text of libs/text/chat_template.py for plain messages, so that both routers make the same prompt.
 _CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -141,12 +139,11 @@ async def _running(command: Sequence[str], log: Path) -> AsyncIterator[Process]:
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *guarded(command),
             stdin=PIPE,
             stdout=PIPE if "bench.fakes.smg_worker" in command else out,
             stderr=out,
             env=environment,
-            preexec_fn=_die_with_parent,
         )
     try:
         yield process
@@ -155,10 +152,6 @@ async def _running(command: Sequence[str], log: Path) -> AsyncIterator[Process]:
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 async def _port(worker: Process, log: Path) -> int:

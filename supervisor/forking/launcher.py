@@ -28,6 +28,11 @@ _FIRST_ANSWER_S = 60.0
 _ANSWER_S = 10.0
 
 
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command behind what has the kernel end it with this process. It keeps the process id."""
+    return [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *command]
+
+
 class RunningProcess(Protocol):
     """A process that was started, as `asyncio.subprocess.Process` has it."""
 
@@ -72,7 +77,7 @@ class ExecLauncher:
     ) -> asyncio.subprocess.Process:
         """Start the command. What it writes goes to the descriptor `output`."""
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *command),
+            *guarded(command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
