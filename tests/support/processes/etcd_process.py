@@ -21,6 +21,7 @@ from types import TracebackType
 from slipstream.rpc.tls import TlsFiles
 from supervisor.etcd import COMPACTION_RETENTION, etcd_binary, etcd_command
 from tests.support.network.ports import own_ports
+from tests.support.processes.process_checks import suspend
 
 
 def free_port() -> int:
@@ -96,12 +97,7 @@ class EtcdProcess:
     def suspend(self) -> None:
         """SIGSTOP: connections stay open without answers. Returns when every thread has stopped."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 60
-        while not self._stopped(self._process.pid):
-            if time.monotonic() > deadline:
-                raise RuntimeError("etcd did not stop")
-            time.sleep(0.01)
+        suspend(self._process)
 
     def resume(self) -> None:
         """SIGCONT."""
@@ -121,11 +117,6 @@ class EtcdProcess:
             command, capture_output=True, text=True, timeout=timeout_s, check=True, env=environment
         )
         return done.stdout
-
-    @staticmethod
-    def _stopped(pid: int) -> bool:
-        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def _healthy(self) -> bool:
         url, context = f"http://{self.endpoint}/health", None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from supervisor.pool import master_binary, master_command
 from tests.support.network.ports import own_ports
+from tests.support.processes.process_checks import suspend
 
 
 class PoolMaster:
@@ -51,9 +52,15 @@ class PoolMaster:
                 assert time.monotonic() < deadline, self._log.read_text()
                 time.sleep(0.02)
 
-    def signal(self, number: signal.Signals) -> None:
+    def suspend(self) -> None:
+        """SIGSTOP: connections stay open without answers. Returns when every thread has stopped."""
         assert self.process is not None
-        self.process.send_signal(number)
+        suspend(self.process)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if self.process is not None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -13,6 +16,21 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def suspend(process: subprocess.Popen[bytes]) -> None:
+    """SIGSTOP. Returns when every thread has stopped: until then one may still answer."""
+    process.send_signal(signal.SIGSTOP)
+    deadline_s = time.monotonic() + 60
+    while not _stopped(process.pid):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"process {process.pid} did not stop")
+        time.sleep(0.01)
+
+
+def _stopped(pid: int) -> bool:
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def mentioning(text: str) -> set[int]:
