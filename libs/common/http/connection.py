@@ -10,7 +10,8 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -45,12 +46,21 @@ SERVER_NAME = "slipstream"
 _LOG_INTERVAL_S = 1.0
 _SHUTDOWN_S = 1.0
 _BACKLOG = 128
+
+
+class UnknownExpectation(HttpProcessingError):
+    """An `Expect` header that asks for something else than 100 Continue."""
+
+    code = 417
+
+
 _REFUSALS: tuple[tuple[type[Exception], int, str], ...] = (
     (ContentEncodingError, 415, "the Content-Encoding is not supported"),
     (LineTooLong, 431, "a line of the HTTP header is too long"),
     (InvalidHeader, 400, "a header of the HTTP message is malformed"),
     (InvalidURLError, 400, "the target of the HTTP request is malformed"),
     (BadStatusLine, 400, "the request line of the HTTP message is malformed"),
+    (UnknownExpectation, 417, "the Expect header must be 100-continue"),
 )
 
 
@@ -215,6 +225,9 @@ class HttpListener:
     async def start(self) -> None:
         """Accept connections. Raises OSError for a certificate that cannot be read."""
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        server.request_handler = partial(_expect_continue, server.request_handler)
         if self._tls is not None:
             self._version, self._context = self._tls.version(), server_context(self._tls)
             read_in_small_pieces()
@@ -305,8 +318,19 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
+async def _expect_continue(
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], request: web.BaseRequest
+) -> web.StreamResponse:
+    """Handle a request, but for one with another expectation. aiohttp would write the header's value into
+    its answer, and fails with 500 where that is no text. Raises UnknownExpectation."""
+    if request.headers.get("Expect", "100-continue").lower() not in ("", "100-continue"):
+        raise UnknownExpectation
+    return await handle(request)
+
+
 def _refusal(defect: HttpProcessingError) -> HttpRefusal:
     for kind, status, words in _REFUSALS:
         if isinstance(defect, kind):
-            return HttpRefusal(status, words, code="malformed_http")
+            code = "expectation_failed" if kind is UnknownExpectation else "malformed_http"
+            return HttpRefusal(status, words, code=code)
     return HttpRefusal(400, "the HTTP message is malformed", code="malformed_http")

@@ -82,8 +82,6 @@ class HttpGuard:
                 "pages of this origin may not call; a router's --cors-origins lists those that may",
                 code="origin_not_allowed",
             )
-        if headers.get("Expect", "100-continue").lower() != "100-continue":
-            raise HttpRefusal(417, "the Expect header must be 100-continue", code="expectation_failed")
 
     def _is_own(self, origin: str, headers: Mapping[str, str]) -> bool:
         """Whether the page came from this listener: its origin is the Host, which was judged before."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 
 from aiohttp import web
-from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler
 
 from libs.common import service_bounds
@@ -94,18 +93,18 @@ class HttpServer:
         application.add_routes(
             [
                 *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
-                _post("/tokenize", self._tokens.tokenize),
-                _post("/detokenize", self._tokens.detokenize),
-                _get("/v1/usage", self._usage.show),
-                _get("/v1/models", self.models),
-                _get("/v1/models/{name:.*}", self._model),
-                _get("/healthz/ready", self._ready),
-                _get("/healthz/live", self._live),
-                _get("/health", self._ready),
-                _get("/ping", self._ready),
-                _get("/version", self._version),
-                _get("/openapi.json", self._openapi),
-                _get("/docs", self._docs),
+                web.post("/tokenize", self._tokens.tokenize),
+                web.post("/detokenize", self._tokens.detokenize),
+                web.get("/v1/usage", self._usage.show),
+                web.get("/v1/models", self.models),
+                web.get("/v1/models/{name:.*}", self._model),
+                web.get("/healthz/ready", self._ready),
+                web.get("/healthz/live", self._live),
+                web.get("/health", self._ready),
+                web.get("/ping", self._ready),
+                web.get("/version", self._version),
+                web.get("/openapi.json", self._openapi),
+                web.get("/docs", self._docs),
             ]
         )
         for family in self._families:
@@ -127,7 +126,7 @@ class HttpServer:
     # ---- generation
 
     def _generation(self, path: str, answer_format: AnswerFormat) -> web.RouteDef:
-        return _post(path, partial(self.generation.generate, path=path, answer_format=answer_format))
+        return web.post(path, partial(self.generation.generate, path=path, answer_format=answer_format))
 
     # ---- the rest
 
@@ -180,19 +179,3 @@ class HttpServer:
 
     async def _docs(self, request: web.Request) -> web.Response:
         return web.Response(body=docs_html(), content_type="text/html", charset="utf-8", headers=PAGE_HEADERS)
-
-
-def _get(path: str, handler: Handler) -> web.RouteDef:
-    return web.get(path, handler, expect_handler=_on_expect)
-
-
-def _post(path: str, handler: Handler) -> web.RouteDef:
-    return web.post(path, handler, expect_handler=_on_expect)
-
-
-async def _on_expect(request: web.Request) -> web.StreamResponse | None:
-    """Sends 100 Continue, before the middlewares. These refuse any other expectation."""
-    if request.version >= HttpVersion11 and request.headers["Expect"].lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # what precedes the response belongs to none
-    return None
