@@ -158,8 +158,10 @@ class GenerationTask:
         self.trail.note("encoded", tokens=self._prompt.encoded_tokens)
         state = self._make_state(await await_fingerprint(context))
         state.is_closed = self._is_closed
-        if context.failover.quarantine.has_refusals:
-            context.failover.quarantine.check(state.content())
+        if context.failover.quarantine.has_suspects:
+            state.suspect.content = state.content()
+            context.failover.quarantine.check(state.suspect.content)
+            context.failover.quarantine.recall(state.suspect)
         self._state = self.sink.producer = state
         try:
             end = await run_attempts(state)

@@ -7,7 +7,7 @@ The second attempt, the hedge, begins on another prefill worker when the first o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -49,6 +49,7 @@ class HedgedAttempt:
         self._winner: Attempt | None = None
         self._began_s = state.context.clock()
         self._timer: asyncio.TimerHandle | None = None
+        self._releases: list[asyncio.Event] = []  # set when the workers of an attempt hold nothing of it
         self._outcome: asyncio.Future[AttemptEnd | WorkerFailed | AttemptSuspended] = (
             asyncio.get_running_loop().create_future()
         )
@@ -75,6 +76,11 @@ class HedgedAttempt:
             raise
         finally:
             self._close()
+
+    async def wait_released(self) -> None:
+        """Return when the workers of all attempts hold nothing, or cannot be reached. After `run`."""
+        for released in self._releases:
+            await released.wait()
 
     # ---- calls of the attempts
 
@@ -268,7 +274,8 @@ class HedgedAttempt:
         attempt.span.end()
         work = attempt.release()
         if work is not None:
-            self._state.spawn(work)
+            self._releases.append(released := asyncio.Event())
+            self._state.spawn(_note_release(work, released))
 
     def _close(self) -> None:
         """Release all attempts, and drop the references to them to avoid reference cycles."""
@@ -279,3 +286,10 @@ class HedgedAttempt:
             self._release(attempt)
         self._live.clear()
         self._first = self._winner = None
+
+
+async def _note_release(work: Coroutine[None, None, None], released: asyncio.Event) -> None:
+    try:
+        await work
+    finally:
+        released.set()

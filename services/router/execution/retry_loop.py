@@ -84,23 +84,67 @@ async def _try_once(
     state: RequestState, assignment: Assignment
 ) -> AttemptEnd | WorkerFailed | AttemptSuspended:
     """Run one attempt, registered in the quarantine. Raises Quarantined when the request crashes workers."""
-    quarantine = state.context.failover.quarantine
-    quarantine.begin(state.suspect, assignment.workers.keys)
-    crashed: str | None = None
+    failover, suspect = state.context.failover, state.suspect
+    failover.quarantine.begin(suspect, assignment.workers.keys)
+    hedged = HedgedAttempt(state, assignment)
     try:
-        outcome = await HedgedAttempt(state, assignment).run()
-        if isinstance(outcome, WorkerFailed) and outcome.is_crash:
-            state.suspect.content = state.content()
-            await state.context.failover.check_exit_reports(state.suspect, outcome.worker)
-            crashed = outcome.worker  # a cancel before this line ends the request without a strike
-        elif isinstance(outcome, WorkerFailed) and outcome.silent is not None:
-            state.suspect.content = state.content()
-            state.context.failover.watch_silent(state.suspect, outcome.silent)
-        elif isinstance(outcome, AttemptEnd):
-            quarantine.acquit(state.suspect)
+        outcome = await hedged.run()
+    except asyncio.CancelledError:
+        state.spawn(_end_cancelled(state, hedged, assignment))
+        raise
+    except BaseException:
+        failover.quarantine.end(suspect)
+        raise
+    if isinstance(outcome, WorkerFailed) and outcome.is_crash:
+        await _end_crashed(state, outcome.worker)
         return outcome
-    finally:
-        quarantine.end(state.suspect, crashed=crashed)
+    if isinstance(outcome, WorkerFailed) and outcome.silent is not None:
+        suspect.content = state.content()
+        failover.watch_silent(suspect, outcome.silent)
+    elif isinstance(outcome, AttemptEnd):
+        failover.quarantine.acquit(suspect)
+    failover.quarantine.end(suspect)
+    return outcome
+
+
+async def _end_crashed(state: RequestState, worker: str) -> None:
+    """End an attempt that crashed the worker. A cancel meanwhile changes nothing: the strike counts."""
+    state.suspect.content = state.content()
+    judging = asyncio.create_task(_judge(state, worker))
+    try:
+        verdict = await asyncio.shield(judging)
+    except asyncio.CancelledError:
+        state.spawn(_wait(judging))
+        raise
+    if verdict is not None:
+        raise verdict
+
+
+async def _judge(state: RequestState, worker: str) -> errors.Quarantined | None:
+    failover = state.context.failover
+    await failover.check_exit_reports(state.suspect, worker)
+    try:
+        failover.quarantine.end(state.suspect, crashed=worker)
+    except errors.Quarantined as verdict:
+        return verdict
+    return None
+
+
+async def _wait(judging: asyncio.Task[errors.Quarantined | None]) -> None:
+    await judging
+
+
+async def _end_cancelled(state: RequestState, hedged: HedgedAttempt, assignment: Assignment) -> None:
+    """End an attempt that was cancelled. Its workers may crash by it until they have released it, so their
+    next reports decide: they go on, or they have ended, which is a strike."""
+    failover, workers = state.context.failover, assignment.workers
+    await hedged.wait_released()
+    if state.suspect.workers:
+        state.suspect.content = state.content()
+        for link in (workers.prefill, workers.decode):
+            if link is not None:
+                failover.watch_silent(state.suspect, link)
+    failover.quarantine.end(state.suspect)
 
 
 def _instance(link: str) -> str:

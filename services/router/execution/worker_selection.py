@@ -42,6 +42,8 @@ async def select_workers(state: RequestState) -> Assignment:
         except errors.Unavailable as unavailable:
             if error is not None and (is_overloaded or isinstance(error, errors.ContextExceeded)):
                 raise error from None
+            if (too_small := _pinned_without_room(state)) is not None:
+                raise too_small from None
             no_room = _no_room(state)
             if no_room is not None and all(link.ready for link in fleet.links_of(Role.DECODE)):
                 raise no_room from None
@@ -130,6 +132,18 @@ def _no_room(state: RequestState) -> errors.InvalidArgument | None:
     wanted = spec.sampling.max_tokens
     return bounds.CONTEXT.refused(
         spec.wish.max_tokens_field, max_tokens=wanted, total=prompt_tokens + wanted, **details
+    )
+
+
+def _pinned_without_room(state: RequestState) -> errors.InvalidArgument | None:
+    """The error of a request whose pinned prefill worker takes no prompt of this length."""
+    link = state.context.fleet.find(Role.PREFILL, pinned_prefill(state))
+    if link is None or link.worker.takes(state.rooms[-1].prefill_tokens):
+        return None
+    return bounds.PROMPT_TOKENS.refused(
+        state.spec.wish.prompt_field,
+        prompt_tokens=len(state.spec.prompt),
+        max_context_tokens=link.worker.max_context_tokens,
     )
 
 

@@ -13,6 +13,9 @@ exactly the same work, so the one that crashes workers does so again almost at o
                   supervisor reports that the worker was killed from outside (cluster/exit_reports.py).
     silence       of a worker is no strike: it may stand still. It becomes one when the process turns out to
                   have ended, for example after a long core dump, unless the request has proven itself since.
+    leaving       clears nothing. A request that is cancelled on a worker counts there until the worker has
+                  released it, and the worker's end then is a strike. Strikes stay with the content of a
+                  request for QUARANTINE_S, so its repetition begins with them.
 
 A request that crashes its workers alone is found by its second crash. Among others that begin on the same
 worker it is found by its third or fourth; the others never fail for it. Without exit reports the quarantine
@@ -83,6 +86,8 @@ class Quarantine:
         self._clock = clock
         self._unproven: dict[str, _UnprovenAttempts] = {}  # by worker
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()  # by content
+        # By content: the workers of strikes that no attempt has cleared, and until when they count.
+        self._struck: OrderedDict[bytes, tuple[tuple[str, ...], float]] = OrderedDict()
         self._killed: OrderedDict[str, None] = OrderedDict()  # workers that were killed from outside
         self._silent: OrderedDict[str, _Silence] = OrderedDict()  # by worker
 
@@ -92,9 +97,9 @@ class Quarantine:
         return sum(len(worker.attempts) for worker in self._unproven.values())
 
     @property
-    def has_refusals(self) -> bool:
-        """Whether `check` may refuse any request."""
-        return bool(self._refused_until_s)
+    def has_suspects(self) -> bool:
+        """Whether `check` may refuse any request, or `recall` give it strikes."""
+        return bool(self._refused_until_s or self._struck)
 
     def check(self, content: bytes) -> None:
         """Raises Quarantined for a request that crashed workers before."""
@@ -129,7 +134,6 @@ class Quarantine:
         suspect.tokens += tokens
         if suspect.workers and suspect.tokens >= PROOF_TOKENS:
             self._remove(suspect, suspect.workers)
-            suspect.strikes, suspect.struck_by = 0, ()
             self.acquit(suspect)
 
     def add_workers(self, suspect: Suspect, workers: Iterable[str]) -> None:
@@ -188,7 +192,9 @@ class Quarantine:
         return is_new
 
     def acquit(self, suspect: Suspect) -> None:
-        """Drop the doubts about a request that ran to its end, or has proven itself."""
+        """Drop strikes and doubts of a request that ran to its end, or has proven itself."""
+        suspect.strikes, suspect.struck_by = 0, ()
+        self._struck.pop(suspect.content, None)
         for worker in suspect.doubts:
             if worker in self._silent:
                 self._silent[worker].tokens.pop(suspect, None)
@@ -204,6 +210,9 @@ class Quarantine:
             suspect.doubts = tuple(name for name in suspect.doubts if name != worker)
             if silence is None or not crashed or worker in suspect.struck_by or worker in self._killed:
                 continue
+            self.recall(suspect)
+            if worker in suspect.struck_by:  # by an equal request
+                continue
             was_struck = suspect.strikes > 0
             suspect.strikes += 1
             suspect.struck_by += (worker,)
@@ -211,6 +220,8 @@ class Quarantine:
             if was_alone and suspect.strikes >= silence.strikes_needed(tokens):
                 suspect.is_guilty = True
                 self._refuse(suspect.content)
+            else:
+                self._keep(suspect)
 
     def end(self, suspect: Suspect, *, crashed: str | None = None) -> None:
         """Record the attempt's end. Raises Quarantined when a crash of the worker `crashed` decides it."""
@@ -220,6 +231,7 @@ class Quarantine:
         if crashed is None or not self._is_strike(suspect, crashed):
             if suspect.workers:
                 self._remove(suspect, suspect.workers)
+            self._keep(suspect)
             return
         self.record_crash(crashed)
         unproven = self._unproven[crashed]
@@ -232,6 +244,7 @@ class Quarantine:
         if suspect.strikes >= needed and (was_alone or was_alone_with_strikes):
             self._refuse(suspect.content)
             raise Quarantined(_CRASHED.format(suspect.strikes))
+        self._keep(suspect)
 
     def _is_strike(self, suspect: Suspect, crashed: str) -> bool:
         """Whether the crash is a strike. An attempt and its hedge get one strike for one crash."""
@@ -246,7 +259,26 @@ class Quarantine:
                     del self._unproven[worker]
         suspect.workers = tuple([worker for worker in suspect.workers if worker not in workers])
 
+    def _keep(self, suspect: Suspect) -> None:
+        """Keep the strikes for a repetition of the request."""
+        if suspect.struck_by and suspect.content:
+            self._struck[suspect.content] = (suspect.struck_by, self._clock() + QUARANTINE_S)
+            self._struck.move_to_end(suspect.content)
+            while len(self._struck) > MAX_QUARANTINED:
+                self._struck.popitem(last=False)
+
+    def recall(self, suspect: Suspect) -> None:
+        """Add the strikes that equal requests left, but for workers that were killed from outside."""
+        workers, until_s = self._struck.get(suspect.content, ((), 0.0))
+        if self._clock() >= until_s:
+            self._struck.pop(suspect.content, None)
+            return
+        known = dict.fromkeys((*workers, *suspect.struck_by))
+        suspect.struck_by = tuple(worker for worker in known if worker not in self._killed)
+        suspect.strikes = len(suspect.struck_by)
+
     def _refuse(self, content: bytes) -> None:
+        self._struck.pop(content, None)
         self._refused_until_s[content] = self._clock() + QUARANTINE_S
         self._refused_until_s.move_to_end(content)
         while len(self._refused_until_s) > MAX_QUARANTINED:

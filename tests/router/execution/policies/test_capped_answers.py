@@ -165,3 +165,23 @@ async def restart(cluster: FakeCluster, worker: FakeDecode, tokens: int) -> None
     again = cluster.add_decode(worker.instance)
     again.take_context(tokens)
     await again.start()
+
+
+async def test_a_pinned_prefill_worker_that_is_too_small_is_a_typed_error_at_once(
+    endless: FakeModel, card: ModelCard
+) -> None:
+    cluster = FakeCluster(endless, prefills=2, decodes=1)
+    small = cluster.prefills[0]
+    small.take_context(4)
+    async with (
+        cluster,
+        open_router(cluster, card, allow_pinning=True, recovery_wait_s=0.5) as router,
+        AsyncClient(router.host.endpoint, resume_within_s=0.0) as client,
+    ):
+        assert (await client.complete(PROMPT, max_tokens=1)).finish_reason == "length"
+        pinned = {"x-slipstream-prefill": small.instance}
+        with pytest.raises(errors.ContextExceeded) as refused:
+            await client.complete(PROMPT, max_tokens=1, headers=pinned)
+        assert refused.value.field == "prompt"
+        assert not small.requests
+        await eventually(lambda: not cluster.held and not router.runs.held)

@@ -248,3 +248,51 @@ def test_a_suspect_that_ends_before_the_exit_report_still_shares_the_crash() -> 
     quarantine.end(innocent, crashed="a")
     assert innocent.strikes == 2
     assert quarantine.unproven == 0
+
+
+def test_a_repeated_request_begins_with_the_strikes_of_its_content() -> None:
+    """The first one was cancelled after its strike."""
+    now_s = [0.0]
+    quarantine, first = Quarantine(lambda: now_s[0]), Suspect(b"poison")
+    quarantine.begin(first, ["a"])
+    quarantine.end(first, crashed="a")
+    assert quarantine.has_suspects
+    again, late = Suspect(b"poison"), Suspect(b"poison")
+    quarantine.recall(again)
+    assert again.strikes == 1
+    quarantine.begin(again, ["b"])
+    with pytest.raises(Quarantined):
+        quarantine.end(again, crashed="b")
+    now_s[0] = QUARANTINE_S
+    quarantine.recall(late)
+    assert late.strikes == 0
+
+
+@pytest.mark.parametrize("way", ["proven", "ended", "killed"])
+def test_strikes_of_a_content_are_cleared(way: str) -> None:
+    quarantine, request, again = Quarantine(lambda: 0.0), Suspect(b"request"), Suspect(b"request")
+    quarantine.begin(request, ["a"])
+    quarantine.end(request, crashed="a")
+    if way == "killed":
+        quarantine.record_kill("a")
+    else:
+        quarantine.begin(request, ["b"])
+        if way == "proven":
+            quarantine.observe(request, PROOF_TOKENS)
+        else:
+            quarantine.acquit(request)
+        quarantine.end(request)
+    quarantine.recall(again)
+    assert again.strikes == 0
+
+
+def test_kept_strikes_are_bounded() -> None:
+    quarantine = Quarantine(lambda: 0.0)
+    for number in range(MAX_QUARANTINED + 1):
+        suspect = Suspect(b"%d" % number)
+        quarantine.begin(suspect, ["a"])
+        quarantine.end(suspect, crashed="a")
+    first, second = Suspect(b"0"), Suspect(b"1")
+    quarantine.recall(first)
+    quarantine.recall(second)
+    assert (first.strikes, second.strikes) == (0, 1)

@@ -77,3 +77,43 @@ async def test_a_router_that_closes_waits_for_no_exit_report(model: FakeModel, c
         await asked.wait()
         await router.runs.close()
         await eventually(lambda: not failover._checks)
+
+
+@pytest.mark.parametrize("way", ["crashes", "answers"])
+async def test_a_worker_that_crashes_under_a_cancelled_request_is_a_strike(
+    model: FakeModel, card: ModelCard, way: str
+) -> None:
+    """The client leaves, and the worker crashes before it has released the request."""
+    async with FakeCluster(model) as cluster, open_router(cluster, card) as router:
+        quarantine = router.runs.context.failover.quarantine
+        for worker in cluster.prefills:
+            worker.gate.clear()
+        for _ in range(len(cluster.prefills)):
+            for worker in cluster.prefills:
+                worker.abort_gate.clear()
+            async with AsyncClient(router.host.endpoint, resume_within_s=0.0) as leaving:
+                asked = asyncio.create_task(leaving.chat(HELLO, seed=1))
+                await eventually(lambda: any(worker.held for worker in cluster.prefills))
+                holder = next(worker for worker in cluster.prefills if worker.held)
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+            await eventually(lambda holder=holder: holder.aborted)  # type: ignore[misc]
+            assert quarantine.unproven
+            if way == "crashes":
+                await holder.kill()
+                holder.held.clear()
+                await eventually(lambda: quarantine.has_suspects)
+            else:
+                holder.abort_gate.set()
+            await eventually(lambda: not (quarantine._silent or quarantine.unproven))
+            holder.aborted.clear()
+        for worker in cluster.prefills:
+            worker.gate.set()
+            worker.abort_gate.set()
+        async with AsyncClient(router.host.endpoint, resume_within_s=0.0) as client:
+            if way == "answers":
+                assert not quarantine.has_suspects
+                assert (await client.chat(HELLO, seed=1)).finish_reason == "stop"
+                return
+            with pytest.raises(errors.Quarantined):
+                await client.chat(HELLO, seed=1)
