@@ -114,10 +114,11 @@ class TorchKernels:
         for sequence in range(len(plan.context_len)):
             rows = plan.rows_of(sequence)
             context = _context(plan, layer, sequence)
-            scores = _scores(q[rows], context, _hidden(plan, rows, context), kv_b, config)
+            hidden = _hidden(plan, rows, context)
+            scores = _scores(q[rows], context, hidden, kv_b, config)
             log_sums[rows] = scores.logsumexp(-1).T
-            # The softmax of a row that sees nothing is NaN.
-            probabilities = scores.softmax(-1).masked_fill(scores == float("-inf"), 0.0)
+            # The softmax of a row that sees nothing is NaN. That of scores that overflow is NaN, too, and stays.
+            probabilities = scores.softmax(-1).masked_fill(hidden, 0.0)
             out[rows] = _mix(probabilities, context, kv_b, config)
         return torch.cat((out.flatten(), log_sums.flatten()))
 
@@ -199,7 +200,16 @@ def _expanded(
     k_nope = torch.einsum("cl,hdl->hcd", latent, kv_b.uk)
     values = torch.einsum("cl,hvl->hcv", latent, kv_b.uv)
     keys = torch.cat((k_nope, k_rope.expand(config.n_heads, -1, -1)), dim=-1)
+    if _may_overflow(q, keys):  # torch's attention gives 0 for a row whose scores are all -inf
+        scores = torch.einsum("thd,hcd->htc", q, keys) * config.softmax_scale
+        return torch.einsum("htc,hcv->thv", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
     mixed = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], keys[None], values[None], attn_mask=~hidden, scale=config.softmax_scale
     )
     return mixed[0].transpose(0, 1)
+
+
+def _may_overflow(q: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether a score may be infinite, by the largest values: one pass over the keys."""
+    largest = [max(-float(low), float(high)) for low, high in (q.aminmax(), keys.aminmax())]
+    return largest[0] * largest[1] * keys.shape[-1] > torch.finfo(torch.float32).max
