@@ -287,6 +287,7 @@ _TOGETHER: tuple[_Row, ...] = (
     ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),
     ("Requests in quarantine", f"{MAX_QUARANTINED}", "the oldest is forgotten"),
+    ("Requests whose strikes are kept, for as long", f"{MAX_QUARANTINED}", "the oldest is forgotten"),
     ("Wait for the exit report of a worker", f"{DEATH_REPORT_WAIT_S:g} s", "the worker counts as crashed"),
     (
         "Prompt cache of a worker: all tenants / one tenant",
