@@ -117,7 +117,7 @@ class TorchKernels:
             hidden = _hidden(plan, rows, context)
             scores = _scores(q[rows], context, hidden, kv_b, config)
             log_sums[rows] = scores.logsumexp(-1).T
-            # The softmax of a row that sees nothing is NaN. That of scores that overflow is NaN, too, and stays.
+            # The softmax of a row that sees nothing is NaN. That of scores that overflow is, too, and stays.
             probabilities = scores.softmax(-1).masked_fill(hidden, 0.0)
             out[rows] = _mix(probabilities, context, kv_b, config)
         return torch.cat((out.flatten(), log_sums.flatten()))
