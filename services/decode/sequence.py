@@ -12,9 +12,11 @@ from opentelemetry.trace import Span
 
 from libs.common.telemetry import tracing
 from libs.engine.step.types import Engine, PageReservation, StepOutput
+from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until
 from libs.worker.requests.messages import (
+    FEATURE_BYTES,
     add_cached_tokens,
     finish_reason,
     parse_features,
@@ -28,7 +30,7 @@ from services.decode.handoff import HandoffPull
 from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation
 from slipstream.enum_names import finish_name
-from slipstream.errors import Aborted, Internal, SlipstreamError
+from slipstream.errors import Aborted, DataCorrupt, Internal, SlipstreamError, TransferError
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -200,7 +202,7 @@ class DecodeSequence(SequenceTask):
         if complete.finish_reason:
             self._send_end(complete.finish_reason)
             return False
-        self._open_drafts(complete)
+        await self._open_drafts(ticket.transport_session, complete)
         core.attach(spec.seq_id, self, computed_tokens=spec.context_tokens, prefilling=False)
         first_token = complete.first_token_id
 
@@ -215,15 +217,16 @@ class DecodeSequence(SequenceTask):
         self._send_running()
         return True
 
-    def _open_drafts(self, complete: prefill_pb2.HandoffComplete) -> None:
+    async def _open_drafts(self, session_id: str, complete: prefill_pb2.HandoffComplete) -> None:
         """The drafter learns the prompt's last positions at once, so that the first step has drafts."""
         if self._speculation is None:
             return
         spec, state = self.plan.spec, complete.draft_state
-        if not state.features:
+        packed = await self._read_features(session_id, state) if state.rows else None
+        if packed is None:
             self._speculation.open(spec.seq_id)
             return
-        features = parse_features(state.features, state.width, "draft_state")
+        features = parse_features(packed, state.width, "draft_state")
         context = np.concatenate([spec.prompt, np.array([*spec.emitted, complete.first_token_id], "<u4")])
         first = state.start_position
         tokens = context[first + 1 : first + 1 + len(features)]
@@ -232,6 +235,22 @@ class DecodeSequence(SequenceTask):
         else:
             log.warning("%s: draft state does not fit its prompt", self.plan.key)
             self._speculation.open(spec.seq_id)
+
+    async def _read_features(self, session_id: str, state: prefill_pb2.DraftState) -> bytes | None:
+        """The prompt's features; None if they cannot be had, which costs drafts only."""
+        n_bytes = state.rows * state.width * FEATURE_BYTES
+        exported = ExportedFeatures(state.address, state.checksum)
+        try:
+            packed = await self._core.features.read(session_id, exported, n_bytes)
+        except DataCorrupt as error:
+            self._core.counters.add("slipstream_kv_checksum_failures_total")
+            log.warning("%s begins without draft features: %s", self.plan.key, error.message)
+            return None
+        except TransferError as error:
+            log.warning("%s begins without draft features: %s", self.plan.key, error.message)
+            return None
+        self._core.counters.add("slipstream_feature_bytes_pulled_total", n_bytes if packed else 0)
+        return packed
 
     async def _start_from_prompt(self, reservation: PageReservation) -> None:
         """Restore the cached prefix and compute the rest here."""

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from libs.common.telemetry import tracing
-from libs.engine.step.types import FullBlock, PageReservation, StepOutput
+from libs.engine.step.types import FloatArray, FullBlock, PageReservation, StepOutput
+from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until
 from libs.worker.requests.messages import (
     add_cached_tokens,
-    draft_state,
     finish_reason,
+    pack_features,
     position_logprobs,
     prompt_logprobs,
 )
@@ -54,6 +55,7 @@ class PrefillJob(SequenceTask):
         self._pages: Sequence[int] = ()
         self._export: HandoffExport | None = None
         self._export_task: asyncio.Task[None] | None = None
+        self._features: ExportedFeatures | None = None
         self._cached: list[common_pb2.CachedTokens] = []
         self._arrived = time.perf_counter()
         self._complete = False
@@ -107,6 +109,8 @@ class PrefillJob(SequenceTask):
                 self._export_task.cancel()
                 await asyncio.wait({self._export_task})
                 self._export.close()
+            if self._features is not None:
+                self._core.features.release(self._features)
             await self._core.release(self.plan.spec.seq_id, self._pages)
 
     def _fail(self, error: SlipstreamError) -> None:
@@ -286,9 +290,19 @@ class PrefillJob(SequenceTask):
         )
         if last.features is not None and last.finish is None and self._draft_rows:
             first = max(len(last.features) - self._draft_rows, 0)
-            newest = draft_state(last.feature_start + first, last.features[first:])
-            complete.draft_state.CopyFrom(newest)
+            self._export_features(complete, last.feature_start + first, last.features[first:])
         self._handoffs.complete(self.handoff_id, complete)
+
+    def _export_features(
+        self, complete: prefill_pb2.HandoffComplete, start_position: int, features: FloatArray
+    ) -> None:
+        """Let the reader have features [rows, width] of consecutive positions, if there is room."""
+        self._features = exported = self._core.features.export(pack_features(features))
+        if exported is not None:
+            complete.draft_state.start_position = start_position
+            complete.draft_state.rows, complete.draft_state.width = features.shape
+            complete.draft_state.address = exported.address
+            complete.draft_state.checksum = exported.checksum
 
     def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:
         add_cached_tokens(self._cached, tiers, self._core.info.block_tokens)

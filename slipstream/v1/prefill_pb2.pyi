@@ -471,7 +471,7 @@ class HandoffComplete(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     @_builtins.property
     def draft_state(self) -> Global___DraftState:
-        """absent without a draft head, and where no watcher asked for rows"""
+        """absent without a draft head, or where no watcher asked for rows, or without room"""
 
     def __init__(
         self,
@@ -490,29 +490,38 @@ Global___HandoffComplete: _TypeAlias = HandoffComplete  # noqa: Y015
 
 @_typing.final
 class DraftState(_message.Message):
-    """DraftState holds the fused target features of the prompt's last positions, which a drafter needs."""
+    """DraftState says where the fused target features of the prompt's last positions are, which a draft head needs:
+    rows x width values in little-endian bfloat16, for a read by the transport of the ticket.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     START_POSITION_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """of the first row"""
     width: _builtins.int
     """values in a row"""
-    features: _builtins.bytes
-    """rows x width, little-endian bfloat16"""
+    rows: _builtins.int
+    address: _builtins.int
+    """in the exporting worker's registered memory, until the handoff is released"""
+    checksum: _builtins.bytes
+    """xxh3-128 of the rows under the cluster's key, big-endian, 16 bytes"""
     def __init__(
         self,
         *,
         start_position: _builtins.int = ...,
         width: _builtins.int = ...,
-        features: _builtins.bytes = ...,
+        rows: _builtins.int = ...,
+        address: _builtins.int = ...,
+        checksum: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "start_position", b"start_position", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checksum", b"checksum", "rows", b"rows", "start_position", b"start_position", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

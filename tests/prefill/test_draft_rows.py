@@ -1,28 +1,73 @@
-"""The draft state of a handoff: as many rows as its reader needs, in half the bytes."""
+"""The draft features of a handoff: as many rows as its reader needs, in bfloat16, by the KV transport."""
 
 from __future__ import annotations
 
 import pytest
 
+from libs.worker.engine.feature_memory import ExportedFeatures
+from libs.worker.requests.messages import FEATURE_BYTES, parse_features
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.worker.nodes import WAIT_S, PrefillCall, prefill_request, prompt_tokens, running_nodes
+from tests.worker.nodes import WAIT_S, Node, PrefillCall, prefill_request, prompt_tokens, running_nodes
+
+# Of the protobuf form, whatever the prompt: four numbers, an address and a checksum.
+MOST_STATE_BYTES = 48
+
+
+async def handoff(
+    node: Node, *, draft_rows: int, n_tokens: int = 50
+) -> tuple[str, str, prefill_pb2.DraftState]:
+    """Handoff id, transport session and draft state of a prompt that is computed to its end."""
+    call = PrefillCall(node, prefill_request(node, prompt_tokens(n_tokens)))
+    ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
+    request = prefill_pb2.WatchHandoffRequest(
+        handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=draft_rows
+    )
+    watch = prefill_pb2_grpc.PrefillServiceStub(node.channel).WatchHandoff(request, timeout=WAIT_S)
+    events = [event async for event in watch]
+    complete = events[-1].complete
+    assert complete.HasField("draft_state") == bool(draft_rows)
+    return ticket.handoff_id, ticket.transport_session, complete.draft_state
+
+
+async def release(node: Node, handoff_id: str) -> None:
+    stub = prefill_pb2_grpc.PrefillServiceStub(node.channel)
+    await stub.ReleaseHandoff(prefill_pb2.ReleaseHandoffRequest(handoff_id=handoff_id))
+    await node.wait_idle()
 
 
 @pytest.mark.parametrize("draft_rows", [0, 3, 512])
 async def test_a_reader_gets_the_newest_rows_that_it_needs(draft_rows: int) -> None:
     async with running_nodes() as nodes:
+        node, reader = await nodes.prefill(), await nodes.decode()
+        handoff_id, session, state = await handoff(node, draft_rows=draft_rows)
+        n_rows = min(draft_rows, 50)
+        assert state.rows == n_rows
+        assert state.ByteSize() <= MOST_STATE_BYTES
+        if n_rows:
+            assert state.start_position == 50 - n_rows
+            n_bytes = n_rows * state.width * FEATURE_BYTES
+            exported = ExportedFeatures(state.address, state.checksum)
+            packed = await reader.core.features.read(session, exported, n_bytes)
+            assert packed is not None
+            assert parse_features(packed, state.width, "features").shape == (n_rows, state.width)
+            assert node.core.features.held_bytes == node.core.features.slot_bytes
+        await release(node, handoff_id)
+
+
+async def test_a_worker_without_room_for_features_hands_off_without_them() -> None:
+    async with running_nodes() as nodes:
         node = await nodes.prefill()
+        taken = [node.core.features.export(b"features") for _ in range(64)]
+        assert all(taken) and node.core.features.export(b"features") is None
         call = PrefillCall(node, prefill_request(node, prompt_tokens(50)))
         ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
-        stub = prefill_pb2_grpc.PrefillServiceStub(node.channel)
         request = prefill_pb2.WatchHandoffRequest(
-            handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=draft_rows
+            handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=3
         )
-        events = [event async for event in stub.WatchHandoff(request, timeout=WAIT_S)]
-        complete, state = events[-1].complete, events[-1].complete.draft_state
-        assert complete.HasField("draft_state") == bool(draft_rows)
-        n_rows = min(draft_rows, 50)
-        assert len(state.features) == 2 * n_rows * state.width
-        assert not n_rows or state.start_position == 50 - n_rows
-        await stub.ReleaseHandoff(prefill_pb2.ReleaseHandoffRequest(handoff_id=ticket.handoff_id))
-        await node.wait_idle()
+        watch = prefill_pb2_grpc.PrefillServiceStub(node.channel).WatchHandoff(request, timeout=WAIT_S)
+        complete = [event async for event in watch][-1].complete
+        assert not complete.HasField("draft_state") and not complete.finish_reason
+        for exported in taken:
+            assert exported is not None
+            node.core.features.release(exported)
+        await release(node, ticket.handoff_id)

@@ -122,6 +122,7 @@ class Node:
         # The service may release a sequence shortly before the engine reports the release.
         own = self.core.thread
         await eventually(lambda: not self.core.exporter.staged_bytes, "no staged copies")
+        await eventually(lambda: not self.core.features.held_bytes, "no features of prompts")
         await eventually(lambda: own.ledger.sequences == own.ledger.pages_held == 0, "an engine without work")
         await self.core.thread.call(lambda engine: engine.check())  # type: ignore[attr-defined]
 

@@ -55,6 +55,7 @@ _KV_CACHE = (
 _KV_HOLDERS = (
     gauge("kv_occupancy_ratio", "Share of a KV tier that is in use, 0 to 1.", "tier"),
     counter("kv_bytes_pulled_total", "KV bytes read from peers."),
+    counter("feature_bytes_pulled_total", "Draft features of prompts read from prefill workers."),
     counter("kv_checksum_failures_total", "KV blocks with a wrong checksum."),
     gauge("kv_quarantined_bytes", "Memory that late bytes of failed reads may reach."),
     gauge("kv_blocks_leaked", "Blocks held whose owner is gone; always 0."),

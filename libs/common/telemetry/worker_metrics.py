@@ -24,7 +24,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     counter("kv_restore_bound_seconds_total", "Upper bound of that time, by the restore budget."),
     gauge("weights_loaded_bytes", "Weights that were read since the start, as stored."),
     gauge("weights_total_bytes", "Weights that the model has to read; 0 before their headers are read."),
-    gauge("kv_staged_bytes", "Copies of KV blocks that peers may read."),
+    gauge("kv_staged_bytes", "Copies of KV blocks and draft features that peers may read."),
     gauge("kv_quarantined_pages", "Pages kept from reuse until no late byte can land."),
 )
 PREFILL_METRICS: tuple[Metric, ...] = (

@@ -28,8 +28,16 @@ from libs.common.kv_events.server import KvEventServicer
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.recent_rate import RecentRate
 from libs.common.transport.base import KvTransport
-from libs.engine.step.types import Engine, EngineInfo, PageChange, PageReservation, StepOutput
+from libs.engine.step.types import (
+    FEATURE_WINDOW_TOKENS,
+    Engine,
+    EngineInfo,
+    PageChange,
+    PageReservation,
+    StepOutput,
+)
 from libs.worker.engine.engine_thread import DraftSource, EngineThread, Step
+from libs.worker.engine.feature_memory import FeatureMemory
 from libs.worker.engine.page_exporter import STAGED, PageExporter
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.engine.page_queue import PageQueue
@@ -37,6 +45,7 @@ from libs.worker.engine.step_stats import StepStats
 from libs.worker.offload.block_writer import BlockWriter
 from libs.worker.peer_cache.peer_cache_server import PeerCacheServer
 from libs.worker.pins.peers import Peers
+from libs.worker.requests.messages import FEATURE_BYTES
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.sequence_grammars import SequenceGrammars
 from libs.worker.restore.block_fetcher import BlockFetcher
@@ -117,6 +126,11 @@ class WorkerCore:
             self.transport,
             registration=self._kv_registration,
             staging_bytes=self._kv_staging_bytes,
+        )
+        self.features = FeatureMemory(
+            self.transport,
+            slot_bytes=FEATURE_WINDOW_TOKENS * FEATURE_BYTES * self.info.feature_width,
+            checksum=self._checksum,
         )
         self.grammars = SequenceGrammars(self._model_dir, vocab_size=self.info.vocab_size)
         await self.grammars.warm_up()
@@ -222,7 +236,7 @@ class WorkerCore:
             "slipstream_kv_quarantined_bytes": self.transport.quarantined_bytes,
             "slipstream_kv_quarantined_pages": self.fetcher.quarantined_pages,
             "slipstream_steps_aborted_total": held.steps_aborted,
-            "slipstream_kv_staged_bytes": self.exporter.staged_bytes,
+            "slipstream_kv_staged_bytes": self.exporter.staged_bytes + self.features.held_bytes,
             "slipstream_prompts_by_reference_total": self.prompts.hits,
             "slipstream_prompt_prefixes_unknown_total": self.prompts.misses,
             "slipstream_prompt_memory_bytes": self.prompts.n_bytes,

@@ -10,7 +10,7 @@ import numpy as np
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.types import FinishReason, FloatArray, TokenLogprobs
 from slipstream.errors import InvalidArgument
-from slipstream.v1 import common_pb2, prefill_pb2
+from slipstream.v1 import common_pb2
 
 MAX_PIECE_LOGPROBS = 4096
 FEATURE_BYTES = 2  # of a value on the wire: bfloat16, as models compute and heads are trained
@@ -63,13 +63,6 @@ def add_cached_tokens(
                 break
         else:
             cached.append(common_pb2.CachedTokens(tier=tier, tokens=n_blocks * block_tokens))
-
-
-def draft_state(start_position: int, features: FloatArray) -> prefill_pb2.DraftState:
-    """A DraftState of features [rows, width] of consecutive positions."""
-    return prefill_pb2.DraftState(
-        start_position=start_position, width=features.shape[1], features=pack_features(features)
-    )
 
 
 def pack_features(features: FloatArray) -> bytes:

@@ -1,0 +1,104 @@
+"""Draft features of prompts between prefill and decode workers, in memory that the KV transport reaches.
+
+The exporting worker writes a prompt's rows into a slot; the reader reads them into a slot of the same kind,
+copies them into private memory and verifies the copy, because any process that reaches a Mooncake engine's
+port may write to registered memory. Features change the speed only, so no one waits for a slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from dataclasses import dataclass
+
+from libs.common.checksum import UNKEYED, KvChecksum
+from libs.common.transport.base import KvTransport, ReadOp
+from libs.common.transport.registered_memory import PageAlignedMemory
+from slipstream.errors import DataCorrupt
+
+# Prompts whose features are on their way at once. The kernel commits a slot when bytes first reach it.
+N_SLOTS = 64
+READ_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedFeatures:
+    """Where a peer reads features, and the keyed checksum of what the exporter wrote there."""
+
+    address: int
+    checksum: bytes
+
+
+class FeatureMemory:
+    """Slots of one worker, for its exports and its reads. Event loop only."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        *,
+        slot_bytes: int,
+        checksum: KvChecksum = UNKEYED,
+        n_slots: int = N_SLOTS,
+    ) -> None:
+        """`slot_bytes`: the most of one prompt; 0 for a worker without features, which has no slots."""
+        self.slot_bytes = slot_bytes
+        self._transport = transport
+        self._checksum = checksum
+        self._free: list[int] = []  # addresses; a heap, so that few slots are ever committed
+        self._late: list[int] = []  # late bytes of a failed read may still reach them
+        self._n_slots = n_slots if slot_bytes else 0
+        if self._n_slots:
+            self._memory = PageAlignedMemory(n_slots * slot_bytes)
+            self._free = [self._memory.address + slot * slot_bytes for slot in range(n_slots)]
+            transport.register(self._memory.buffer)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the slots that are not free."""
+        self._reclaim()
+        return (self._n_slots - len(self._free)) * self.slot_bytes
+
+    def export(self, packed: bytes) -> ExportedFeatures | None:
+        """Write features into a slot, which the caller releases. None if they do not fit or no slot is free."""
+        address = self._take(len(packed))
+        if address is None:
+            return None
+        ctypes.memmove(address, packed, len(packed))
+        return ExportedFeatures(address, self._checksum.of(packed))
+
+    def release(self, exported: ExportedFeatures) -> None:
+        """Free the slot, once. A read of it that still runs then finds a wrong checksum."""
+        heapq.heappush(self._free, exported.address)
+
+    async def read(self, session_id: str, exported: ExportedFeatures, n_bytes: int) -> bytes | None:
+        """Features that a peer exported. None if they do not fit or no slot is free.
+
+        Raises TransferError, and DataCorrupt when the checksum differs.
+        """
+        address = self._take(n_bytes)
+        if address is None:
+            return None
+        try:
+            reads = [ReadOp(address, exported.address, n_bytes)]
+            await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S)
+            packed = ctypes.string_at(address, n_bytes)
+        finally:
+            self._late.append(address)
+            self._reclaim()
+        if self._checksum.of(packed) != exported.checksum:
+            raise DataCorrupt(f"draft features from {session_id} have a wrong checksum")
+        return packed
+
+    def _take(self, n_bytes: int) -> int | None:
+        self._reclaim()
+        return heapq.heappop(self._free) if self._free and 0 < n_bytes <= self.slot_bytes else None
+
+    def _reclaim(self) -> None:
+        """Free the slots of ended reads, but for those that late bytes may still reach."""
+        if not self._late:
+            return
+        late = [a for a in self._late if self._transport.quarantined(a, self.slot_bytes)]
+        for address in self._late:
+            if address not in late:
+                heapq.heappush(self._free, address)
+        self._late = late
