@@ -11,6 +11,8 @@ MAX_THREADS = 1024
 # Sequences and rows of one step: their buffers are made at the start.
 MAX_BATCH = 65_536
 MAX_STEP_TOKENS = 1 << 20
+# Prompts whose draft features are on their way at once. A slot has 512 rows.
+MAX_PROMPT_FEATURES = 64
 
 ROWS = (
     ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
@@ -22,5 +24,10 @@ ROWS = (
         "Sequences / rows of one step (`--max-batch`, `--step-tokens`)",
         f"{MAX_BATCH} / {MAX_STEP_TOKENS}",
         "refused by name",
+    ),
+    (
+        "Prompts whose draft features are on their way, at each end",
+        f"{MAX_PROMPT_FEATURES}",
+        "the request begins without drafts",
     ),
 )

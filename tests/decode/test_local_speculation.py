@@ -7,14 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from libs.common.checksum import memory_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import SamplingParams, StepOutput
+from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
+from libs.worker.requests.messages import FEATURE_BYTES
 from services.decode.draft_gate import DraftGate
 from services.decode.local_speculation import LocalSpeculation
+from slipstream.v1 import common_pb2
 from tests.decode.test_speculation import generate, guess
 from tests.worker.nodes import (
+    Node,
     PrefillCall,
     RouterStream,
     greedy,
@@ -88,9 +93,46 @@ async def test_the_first_step_after_a_handoff_has_drafts() -> None:
         stats = (await stream.last()).stats
         assert [first.token_id, *stream.tokens()] == expected_tokens(prefill.engine, tokens, GREEDY, n=41)
         assert stats.decode_steps == 10
+        width = decode.core.info.feature_width
+        assert pulled_features(decode) == 30 * width * FEATURE_BYTES
         await stream.close()
         await prefill.wait_idle()
         await decode.wait_idle()
+
+
+async def test_damaged_features_of_a_prompt_cost_drafts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process at Mooncake's port changes a byte of what the prefill worker exported."""
+    tokens = prompt_tokens(30)
+    export = FeatureMemory.export
+
+    def damaged(self: FeatureMemory, packed: bytes) -> ExportedFeatures | None:
+        exported = export(self, packed)
+        assert exported is not None
+        memory_at(exported.address + 3, 1)[0] ^= 1
+        return exported
+
+    monkeypatch.setattr(FeatureMemory, "export", damaged)
+    async with running_nodes() as nodes:
+        decode = await nodes.decode(speculation=local(StrictHead()), next_token=script)
+        prefill = await nodes.prefill(next_token=script)
+        call = PrefillCall(prefill, prefill_request(prefill, tokens, sampling=greedy(41)))
+        ticket = (await call.opened()).ticket
+        first = await call.first_token()
+        stream = RouterStream(decode)
+        await stream.call.write(start_request(decode, tokens, ticket=ticket, sampling=greedy(41)))
+        last = await stream.last()
+        assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert [first.token_id, *stream.tokens()] == expected_tokens(prefill.engine, tokens, GREEDY, n=41)
+        assert last.stats.decode_steps > 10
+        assert decode.core.counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
+        assert not pulled_features(decode)
+        await stream.close()
+        await prefill.wait_idle()
+        await decode.wait_idle()
+
+
+def pulled_features(node: Node) -> float:
+    return node.core.counters.snapshot().get("slipstream_feature_bytes_pulled_total", 0)
 
 
 async def test_a_head_that_fails_is_given_up() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from libs.common.worker_bounds import MAX_PROMPT_FEATURES
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.requests.messages import FEATURE_BYTES, parse_features
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
@@ -57,7 +58,7 @@ async def test_a_reader_gets_the_newest_rows_that_it_needs(draft_rows: int) -> N
 async def test_a_worker_without_room_for_features_hands_off_without_them() -> None:
     async with running_nodes() as nodes:
         node = await nodes.prefill()
-        taken = [node.core.features.export(b"features") for _ in range(64)]
+        taken = [node.core.features.export(b"features") for _ in range(MAX_PROMPT_FEATURES)]
         assert all(taken) and node.core.features.export(b"features") is None
         call = PrefillCall(node, prefill_request(node, prompt_tokens(50)))
         ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
+from libs.common.worker_bounds import MAX_PROMPT_FEATURES
 from slipstream.errors import DataCorrupt
 
-# Prompts whose features are on their way at once. The kernel commits a slot when bytes first reach it.
-N_SLOTS = 64
 READ_TIMEOUT_S = 2.0
 
 
@@ -30,7 +29,10 @@ class ExportedFeatures:
 
 
 class FeatureMemory:
-    """Slots of one worker, for its exports and its reads. Event loop only."""
+    """Slots of one worker, for its exports and its reads. Event loop only.
+
+    The kernel commits a slot when bytes first reach it.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class FeatureMemory:
         *,
         slot_bytes: int,
         checksum: KvChecksum = UNKEYED,
-        n_slots: int = N_SLOTS,
+        n_slots: int = MAX_PROMPT_FEATURES,
     ) -> None:
         """`slot_bytes`: the most of one prompt; 0 for a worker without features, which has no slots."""
         self.slot_bytes = slot_bytes
@@ -59,7 +61,8 @@ class FeatureMemory:
         return (self._n_slots - len(self._free)) * self.slot_bytes
 
     def export(self, packed: bytes) -> ExportedFeatures | None:
-        """Write features into a slot, which the caller releases. None if they do not fit or no slot is free."""
+        """Write features into a slot, which the caller releases. None where they do not fit, or no slot is
+        free."""
         address = self._take(len(packed))
         if address is None:
             return None
