@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.errors import InvalidArgument, SlipstreamError, Unavailable
 from slipstream.rpc.credential_fault import with_tls_hint
+from slipstream.rpc.hosts import address_of
 
 ChannelT = TypeVar("ChannelT")
 
@@ -16,11 +17,14 @@ class Endpoints(Generic[ChannelT]):
     """Channels to the routers, opened when first used. Thread-safe."""
 
     def __init__(self, endpoints: str | Sequence[str], dial: Callable[[str], ChannelT]) -> None:
-        """`endpoints`: "host:port[,host:port..]" or a list of them."""
+        """`endpoints`: "host:port[,host:port..]" or a list of them; names of gRPC such as dns:///router:7000
+        or unix:/socket pass as they are. Raises InvalidArgument for none, and for one without a port."""
         listed = endpoints.split(",") if isinstance(endpoints, str) else endpoints
         self._names = [name.strip() for name in listed if name.strip()]
         if not self._names:
-            raise ValueError("at least one endpoint is needed")
+            raise InvalidArgument("endpoint", "at least one endpoint is needed")
+        for name in self._names:
+            _check(name)
         self._dial = dial
         self._channels: dict[str, ChannelT] = {}
         self._at = 0
@@ -79,3 +83,12 @@ class Endpoints(Generic[ChannelT]):
         if name not in self._channels:
             self._channels[name] = self._dial(name)
         return name, self._channels[name]
+
+
+def _check(name: str) -> None:
+    if "/" in name or name.startswith("unix:"):  # a name of gRPC with its scheme
+        return
+    try:
+        address_of(name)
+    except ValueError as error:
+        raise InvalidArgument("endpoint", str(error)) from None

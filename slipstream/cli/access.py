@@ -9,6 +9,7 @@ has the flags of the cluster in the place of `access`.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from slipstream.cli.fleet.fleet_client import FleetClient
     from slipstream.rpc.dial import Dial
 
+_ROUTER_VARIABLE = "SLIPSTREAM_ROUTER"
 Router = Annotated[
     str | None,
     typer.Option(
-        envvar="SLIPSTREAM_ROUTER",
+        envvar=_ROUTER_VARIABLE,
         help="HOST:PORT[,HOST:PORT..] of routers' gRPC admin ports (--admin); default: those of the cluster "
         "in --run-dir.",
     ),
@@ -99,7 +101,8 @@ def takes_access(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _access_of(flags: Mapping[str, Any]) -> OperatorAccess:
     routers = tuple(filter(None, (flags["router"] or "").split(",")))
-    check_endpoints(routers, flag="--router")
+    is_variable = flags["router"] == os.environ.get(_ROUTER_VARIABLE)
+    check_endpoints(routers, flag=_ROUTER_VARIABLE if is_variable else "--router")
     return OperatorAccess(flags["run_dir"], routers, flags)
 
 

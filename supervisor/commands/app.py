@@ -13,6 +13,8 @@ import typer
 
 from slipstream.cli.access import OperatorAccess, takes_access
 from slipstream.cli.options import (
+    DRAIN_S,
+    UNDRAIN_S,
     AsJson,
     DrainTimeoutS,
     Instance,
@@ -214,7 +216,7 @@ def kill(
 
 
 @takes_access
-def drain(instance: Instance, timeout_s: DrainTimeoutS = 150.0, *, access: OperatorAccess) -> None:
+def drain(instance: Instance, timeout_s: DrainTimeoutS = DRAIN_S, *, access: OperatorAccess) -> None:
     """Move the work of one process elsewhere and end the process.
 
     It stays away until `slipstream undrain` or `slipstream restart`. With --router, of any cluster: the
@@ -231,7 +233,7 @@ def drain(instance: Instance, timeout_s: DrainTimeoutS = 150.0, *, access: Opera
 
 
 @takes_access
-def undrain(instance: Instance, timeout_s: UndrainTimeoutS = 90.0, *, access: OperatorAccess) -> None:
+def undrain(instance: Instance, timeout_s: UndrainTimeoutS = UNDRAIN_S, *, access: OperatorAccess) -> None:
     """Let a drained process take work again.
 
     It starts one that has ended, and calls Undrain of one that still runs.

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import errors
+from slipstream.client import Client
 from slipstream.endpoints import Endpoints
 from slipstream.resume import Resumption
 from slipstream.rpc.rpc_errors import to_status
@@ -276,3 +277,12 @@ def test_endpoints_take_turns() -> None:
     endpoints.answered()
     assert not endpoints.hopeless(3)
     assert endpoints.close() == ["a:1", "b:2"] and endpoints.hopeless(1)
+
+
+def test_an_endpoint_without_a_port_is_refused_at_once() -> None:
+    for wrong, why in (("nohost", "must be HOST:PORT, not 'nohost'"), (" , ", "at least one endpoint")):
+        with pytest.raises(errors.InvalidArgument, match=why) as refused:
+            Client(wrong)
+        assert refused.value.field == "endpoint"
+    for named in ("dns:///router:7000", "unix:/run/router.sock", "[::1]:7000"):
+        Client(named).close()

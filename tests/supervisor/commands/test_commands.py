@@ -171,6 +171,16 @@ def test_a_value_that_cannot_be_used_names_its_flag(arguments: str, message: str
     assert isinstance(failed, InvalidArgument) and failed.message == message
 
 
+def test_a_router_from_the_environment_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_ROUTER", "nohost")
+    failed = CliRunner().invoke(app, ["status"]).exception
+    assert isinstance(failed, InvalidArgument)
+    assert failed.message == "SLIPSTREAM_ROUTER: must be host:port, not 'nohost'"
+    named = CliRunner().invoke(app, ["status", "--router", "other"]).exception
+    assert isinstance(named, InvalidArgument)
+    assert named.message == "--router: must be host:port, not 'other'"
+
+
 def test_an_unknown_option_is_named() -> None:
     for arguments in (["--config", "none"], ["up", "--confg", "none"], ["status", "--confg", "none"]):
         refused = CliRunner().invoke(app, arguments)
