@@ -39,6 +39,8 @@ _CALL_S = 60.0
 _PAUSE_S = 0.5
 # How long a call or a follower looks for a router that answers.
 _LOST_S = 30.0
+# Failures that look like TLS at one end only, as each try would; a router that stops causes one.
+_HINTED_TRIES = 3
 _PAGE = 1000
 
 
@@ -47,17 +49,21 @@ class _Losses:
 
     def __init__(self) -> None:
         self._since_s: float | None = None
+        self._n_hinted = 0  # failures whose cause may be TLS, before any router was reached
 
     def answered(self) -> None:
         self._since_s = None
 
-    def check(self, error: SlipstreamError, *, is_closed: bool) -> None:
-        """Raises the error where another try is no use."""
+    def check(self, endpoints: Endpoints[Any], error: grpc.RpcError) -> None:
+        """Raises the typed error where another try is no use."""
+        failure = from_rpc_error(error)
+        explained = endpoints.explained(failure)
+        self._n_hinted += explained is not failure and explained.message != failure.message
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
-        is_passing = isinstance(error, Unavailable | Draining)
-        if not is_passing or is_closed or now_s - self._since_s > _LOST_S:
-            raise error from None
+        is_passing = isinstance(failure, Unavailable | Draining) and self._n_hinted < _HINTED_TRIES
+        if not is_passing or endpoints.closed or now_s - self._since_s > _LOST_S:
+            raise explained from None
 
 
 class BlockingJobs:
@@ -146,9 +152,7 @@ class BlockingJobs:
                 if seen is None or is_last(seen):
                     return
             except grpc.RpcError as error:
-                losses.check(
-                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
-                )
+                losses.check(self._endpoints, error)
             self._endpoints.lost(name)
             time.sleep(_PAUSE_S)
 
@@ -162,9 +166,7 @@ class BlockingJobs:
                 self._endpoints.reached()
                 return answer
             except grpc.RpcError as error:
-                losses.check(
-                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
-                )
+                losses.check(self._endpoints, error)
             self._endpoints.lost(name)
             time.sleep(_PAUSE_S)
 
@@ -256,9 +258,7 @@ class AsyncJobs:
                 if seen is None or is_last(seen):
                     return
             except grpc.aio.AioRpcError as error:
-                losses.check(
-                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
-                )
+                losses.check(self._endpoints, error)
             self._endpoints.lost(name)
             await asyncio.sleep(_PAUSE_S)
 
@@ -272,9 +272,7 @@ class AsyncJobs:
                 self._endpoints.reached()
                 return answer
             except grpc.aio.AioRpcError as error:
-                losses.check(
-                    self._endpoints.explained(from_rpc_error(error)), is_closed=self._endpoints.closed
-                )
+                losses.check(self._endpoints, error)
             self._endpoints.lost(name)
             await asyncio.sleep(_PAUSE_S)
 

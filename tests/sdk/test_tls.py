@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -102,7 +103,9 @@ async def test_the_blocking_client_expects_the_name_that_it_is_given(
 async def test_a_client_without_tls_at_a_port_with_tls_names_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.jobs.calls._LOST_S", 0.0)
+    # Calls of jobs look for another router, but not so long where each try would fail.
+    monkeypatch.setattr("slipstream.jobs.calls._LOST_S", math.inf)
+    monkeypatch.setattr("slipstream.jobs.calls._PAUSE_S", 0.0)
     host = ServiceHost("127.0.0.1:0", tls=Authority(tmp_path).issue("served"))
     await host.start([])
     messages: list[Any] = [{"role": "user", "content": "hi"}]
