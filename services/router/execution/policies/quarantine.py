@@ -98,7 +98,12 @@ class Quarantine:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether `check` may refuse any request, or `recall` give it strikes."""
+        """Whether `check` may refuse any request, or `recall` give it strikes: else none need be hashed."""
+        now_s = self._clock()
+        while self._refused_until_s and next(iter(self._refused_until_s.values())) <= now_s:  # oldest first
+            self._refused_until_s.popitem(last=False)
+        while self._struck and next(iter(self._struck.values()))[1] <= now_s:
+            self._struck.popitem(last=False)
         return bool(self._refused_until_s or self._struck)
 
     def check(self, content: bytes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,6 +286,22 @@ def test_strikes_of_a_content_are_cleared(way: str) -> None:
         quarantine.end(request)
     quarantine.recall(again)
     assert again.strikes == 0
+
+
+def test_what_counts_no_longer_leaves_no_suspects() -> None:
+    """The router hashes the content of each request while there are any."""
+    now_s = [0.0]
+    quarantine, struck, refused = Quarantine(lambda: now_s[0]), Suspect(b"struck"), Suspect(b"refused")
+    for worker in ("a", "b"):
+        quarantine.begin(refused, [worker])
+        with pytest.raises(Quarantined) if worker == "b" else contextlib.nullcontext():
+            quarantine.end(refused, crashed=worker)
+    now_s[0] = QUARANTINE_S / 2
+    quarantine.begin(struck, ["c"])
+    quarantine.end(struck, crashed="c")
+    for passed_s, has_suspects in ((QUARANTINE_S, True), (1.5 * QUARANTINE_S, False)):
+        now_s[0] = passed_s
+        assert quarantine.has_suspects == has_suspects
 
 
 def test_kept_strikes_are_bounded() -> None:
