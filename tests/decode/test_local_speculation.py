@@ -16,18 +16,12 @@ from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
 from libs.worker.requests.messages import FEATURE_BYTES
 from services.decode.draft_gate import DraftGate
 from services.decode.local_speculation import LocalSpeculation
-from slipstream.v1 import common_pb2
-from tests.decode.test_speculation import generate, guess
+from tests.decode.test_speculation import continued, generate, guess
 from tests.worker.nodes import (
     Node,
-    PrefillCall,
-    RouterStream,
-    greedy,
-    prefill_request,
     prompt_tokens,
     running_nodes,
     script,
-    start_request,
 )
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -85,19 +79,10 @@ async def test_the_first_step_after_a_handoff_has_drafts() -> None:
     async with running_nodes() as nodes:
         decode = await nodes.decode(speculation=local(StrictHead()), next_token=script)
         prefill = await nodes.prefill(next_token=script)
-        call = PrefillCall(prefill, prefill_request(prefill, tokens, sampling=greedy(41)))
-        ticket = (await call.opened()).ticket
-        first = await call.first_token()
-        stream = RouterStream(decode)
-        await stream.call.write(start_request(decode, tokens, ticket=ticket, sampling=greedy(41)))
-        stats = (await stream.last()).stats
-        assert [first.token_id, *stream.tokens()] == expected_tokens(prefill.engine, tokens, GREEDY, n=41)
+        stats = await continued(prefill, decode, tokens)
         assert stats.decode_steps == 10
         width = decode.core.info.feature_width
         assert pulled_features(decode) == 30 * width * FEATURE_BYTES
-        await stream.close()
-        await prefill.wait_idle()
-        await decode.wait_idle()
 
 
 async def test_damaged_features_of_a_prompt_cost_drafts_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,20 +100,10 @@ async def test_damaged_features_of_a_prompt_cost_drafts_only(monkeypatch: pytest
     async with running_nodes() as nodes:
         decode = await nodes.decode(speculation=local(StrictHead()), next_token=script)
         prefill = await nodes.prefill(next_token=script)
-        call = PrefillCall(prefill, prefill_request(prefill, tokens, sampling=greedy(41)))
-        ticket = (await call.opened()).ticket
-        first = await call.first_token()
-        stream = RouterStream(decode)
-        await stream.call.write(start_request(decode, tokens, ticket=ticket, sampling=greedy(41)))
-        last = await stream.last()
-        assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
-        assert [first.token_id, *stream.tokens()] == expected_tokens(prefill.engine, tokens, GREEDY, n=41)
-        assert last.stats.decode_steps > 10
+        stats = await continued(prefill, decode, tokens)
+        assert stats.decode_steps > 10
         assert decode.core.counters.snapshot()["slipstream_kv_checksum_failures_total"] == 1
         assert not pulled_features(decode)
-        await stream.close()
-        await prefill.wait_idle()
-        await decode.wait_idle()
 
 
 def pulled_features(node: Node) -> float:

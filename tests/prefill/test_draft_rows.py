@@ -15,19 +15,17 @@ MOST_STATE_BYTES = 48
 
 
 async def handoff(
-    node: Node, *, draft_rows: int, n_tokens: int = 50
-) -> tuple[str, str, prefill_pb2.DraftState]:
-    """Handoff id, transport session and draft state of a prompt that is computed to its end."""
-    call = PrefillCall(node, prefill_request(node, prompt_tokens(n_tokens)))
+    node: Node, *, draft_rows: int
+) -> tuple[prefill_pb2.HandoffTicket, prefill_pb2.HandoffComplete]:
+    """The ticket and the end of the handoff of 50 tokens, to a reader of so many rows."""
+    call = PrefillCall(node, prefill_request(node, prompt_tokens(50)))
     ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
     request = prefill_pb2.WatchHandoffRequest(
         handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=draft_rows
     )
     watch = prefill_pb2_grpc.PrefillServiceStub(node.channel).WatchHandoff(request, timeout=WAIT_S)
     events = [event async for event in watch]
-    complete = events[-1].complete
-    assert complete.HasField("draft_state") == bool(draft_rows)
-    return ticket.handoff_id, ticket.transport_session, complete.draft_state
+    return ticket, events[-1].complete
 
 
 async def release(node: Node, handoff_id: str) -> None:
@@ -40,7 +38,9 @@ async def release(node: Node, handoff_id: str) -> None:
 async def test_a_reader_gets_the_newest_rows_that_it_needs(draft_rows: int) -> None:
     async with running_nodes() as nodes:
         node, reader = await nodes.prefill(), await nodes.decode()
-        handoff_id, session, state = await handoff(node, draft_rows=draft_rows)
+        ticket, complete = await handoff(node, draft_rows=draft_rows)
+        state = complete.draft_state
+        assert complete.HasField("draft_state") == bool(draft_rows)
         n_rows = min(draft_rows, 50)
         assert state.rows == n_rows
         assert state.ByteSize() <= MOST_STATE_BYTES
@@ -48,11 +48,11 @@ async def test_a_reader_gets_the_newest_rows_that_it_needs(draft_rows: int) -> N
             assert state.start_position == 50 - n_rows
             n_bytes = n_rows * state.width * FEATURE_BYTES
             exported = ExportedFeatures(state.address, state.checksum)
-            packed = await reader.core.features.read(session, exported, n_bytes)
+            packed = await reader.core.features.read(ticket.transport_session, exported, n_bytes)
             assert packed is not None
             assert parse_features(packed, state.width, "features").shape == (n_rows, state.width)
             assert node.core.features.held_bytes == node.core.features.slot_bytes
-        await release(node, handoff_id)
+        await release(node, ticket.handoff_id)
 
 
 async def test_a_worker_without_room_for_features_hands_off_without_them() -> None:
@@ -60,13 +60,7 @@ async def test_a_worker_without_room_for_features_hands_off_without_them() -> No
         node = await nodes.prefill()
         taken = [node.core.features.export(b"features") for _ in range(MAX_PROMPT_FEATURES)]
         assert all(taken) and node.core.features.export(b"features") is None
-        call = PrefillCall(node, prefill_request(node, prompt_tokens(50)))
-        ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
-        request = prefill_pb2.WatchHandoffRequest(
-            handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=3
-        )
-        watch = prefill_pb2_grpc.PrefillServiceStub(node.channel).WatchHandoff(request, timeout=WAIT_S)
-        complete = [event async for event in watch][-1].complete
+        ticket, complete = await handoff(node, draft_rows=3)
         assert not complete.HasField("draft_state") and not complete.finish_reason
         for exported in taken:
             assert exported is not None
