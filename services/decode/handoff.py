@@ -44,7 +44,7 @@ class HandoffPull:
         """`pages`: one for each block of the ticket; those before `first_block` hold their KV already.
 
         `deadline_s`: the request's, on the event loop's clock; the watch ends with it at the latest.
-        `draft_rows`: of the prompt's features, that its end may bring.
+        `draft_rows`: of the prompt's features, that its end may name.
         """
         self._ticket = ticket
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -109,7 +109,7 @@ class HandoffPull:
                 request, timeout=left_s(self._deadline_s), metadata=tracing.trace_metadata()
             )
             # Not `async for`: its suspended generator and the call refer to each other, and would keep the
-            # last event, with megabytes of draft state, until a garbage collection.
+            # last event until a garbage collection.
             while isinstance(event := await events.read(), prefill_pb2.WatchHandoffResponse):
                 if event.HasField("failed"):
                     error = from_failure(event.failed)

@@ -5,7 +5,7 @@
 
 Pages of a handoff are held exactly while it is live (the first three states). An ended one is
 remembered for a while so that a late watcher learns why it ended. It keeps neither checksums nor a result
-that no watcher may see any more: the draft state in a result may be megabytes.
+that no watcher may see any more.
 """
 
 from __future__ import annotations
