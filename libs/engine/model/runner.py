@@ -36,12 +36,13 @@ from libs.engine.sampling.prompt_scoring import score_prompts
 from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.stop_flag import StepAborted, StopFlag
-from slipstream.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 
 KernelsName = Literal["native", "torch", "triton"]
+_MATRIX_UNIT_TOKENS = 16  # the attention of a device takes tiles of a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,11 @@ def open_weights(
 def choose_kernels(options: RunnerOptions) -> Kernels:
     """Raises InvalidArgument or FailedPrecondition when this machine lacks the device that was asked for."""
     device = open_device(options.device)
+    if device.type == "cuda" and options.block_tokens % _MATRIX_UNIT_TOKENS:
+        raise InvalidArgument(
+            "block_tokens",
+            f"{options.block_tokens} is no multiple of {_MATRIX_UNIT_TOKENS}: {device} needs one",
+        )
     threads = choose_threads(options)
     torch.set_num_threads(threads)
     if device.type == "cuda" or options.kernels == "triton":

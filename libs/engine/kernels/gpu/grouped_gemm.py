@@ -1,8 +1,8 @@
 """Products of rows with the weights of their experts, by persistent programs over a list of work.
 
-Weights are the left operand, so that few rows fill a matrix unit: Y^T = W X^T. INT4 becomes bf16 without
-arithmetic: the bits 0x4300 | u are the number 128 + u. The sums of the activations of a group, made once,
-take 136 off again: sum (u - 8) x = sum (128 + u) x - 136 sum x, in fp32. Then the group's scale is applied.
+Weights are the left operand, so that few rows fill a matrix unit: Y^T = W X^T. The bits 0x4300 | u are the
+bf16 number 128 + u, and 136 less is the weight u - 8: both are exact. The product of a group is then scaled
+in fp32. A scale on the weights instead would round each of them to bf16.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from libs.engine.kernels.gpu.expert_weights import ExpertWeights
 from libs.engine.kernels.gpu.work_list import WorkList
 
 _INTERPRETED_PROGRAMS = 4
-_PROGRAMS_PER_PROCESSOR = 2
+_PROGRAMS_PER_PROCESSOR = 8
 
 
 @triton.jit
 def _int4_tile(
-    x, sums, source, live, data, scale, expert, row, rows, cols, n_words, BLOCK_T: tl.constexpr,
+    x, source, live, data, scale, expert, row, rows, cols, n_words, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, GROUP: tl.constexpr, NIBBLES: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
@@ -30,20 +30,19 @@ def _int4_tile(
     n_groups = n_words * 8 // GROUP
     scales = scale + expert * n_groups * rows + row
     for block in range(0, n_words // GROUP):
-        words = tl.load(weights + block * GROUP, mask=inside[:, None], other=0)
+        words = tl.load(weights + block * GROUP, mask=inside[:, None], other=0, eviction_policy="evict_first")
         for nibble in tl.static_range(NIBBLES):
             group = block * 8 + nibble
             bits = ((words >> (4 * nibble)) & 0xF) | 0x4300
-            weight = bits.to(tl.int16).to(tl.bfloat16, bitcast=True).to(x.dtype.element_ty)
+            weight = bits.to(tl.int16).to(tl.bfloat16, bitcast=True).to(x.dtype.element_ty) - 136.0
             column = group * GROUP + word
             values = tl.load(
                 x + source[None, :] * cols + column[:, None],
                 mask=live[None, :] & (column < cols)[:, None],
                 other=0.0,
             )
-            sum_of_group = tl.load(sums + source * n_groups + group, mask=live, other=0.0)
             factor = tl.load(scales + group * rows, mask=inside, other=0.0).to(tl.float32)
-            product = tl.dot(weight, values, input_precision="ieee") - 136.0 * sum_of_group[None, :]
+            product = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
             acc += product * factor[:, None]
     return acc
 
@@ -73,7 +72,6 @@ def _dense_tile(
 @triton.jit
 def _grouped_program(
     x,
-    sums,
     data,
     scale,
     pair_weight,
@@ -110,29 +108,16 @@ def _grouped_program(
         # The rows of a gate's last tile would run into those of `up`: they are computed and not stored.
         if GROUP > 0:
             acc = _int4_tile(
-                x,
-                sums,
-                source,
-                live,
-                data,
-                scale,
-                expert,
-                row,
-                rows,
-                cols,
-                n_words,
-                BLOCK_T,
-                BLOCK_R,
-                GROUP,
+                x, source, live, data, scale, expert, row, rows, cols, n_words, BLOCK_T, BLOCK_R, GROUP,
                 NIBBLES,
-            )
+            )  # fmt: skip
         else:
             acc = _dense_tile(x, source, live, data, expert, row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K)
         if IS_GATED:
             up_row = row + out_rows
             if GROUP > 0:
                 up = _int4_tile(
-                    x, sums, source, live, data, scale, expert, up_row, rows, cols, n_words, BLOCK_T, BLOCK_R,
+                    x, source, live, data, scale, expert, up_row, rows, cols, n_words, BLOCK_T, BLOCK_R,
                     GROUP, NIBBLES,
                 )  # fmt: skip
             else:
@@ -189,15 +174,13 @@ def grouped_gemm(
     out_rows = weights.rows // 2 if is_gated else weights.rows
     out = torch.empty(work.order.shape[0], out_rows, dtype=out_dtype, device=x.device)
     x = x.contiguous()
-    sums = group_sums(x, weights.group, weights.scale.shape[1]) if weights.group else x
     block_r = 64
     grid = min(work.expert.shape[0] * triton.cdiv(out_rows, block_r), _n_programs(x.device))
     _grouped_program[(grid,)](
         x,
-        sums,
         weights.data,
         weights.scale,
-        sums if pair_weight is None else pair_weight,
+        weights.scale if pair_weight is None else pair_weight,
         out,
         work.order,
         work.expert,
@@ -237,12 +220,6 @@ def combine(
         N=parts.shape[0] // n_rows,
         BLOCK=block,
     )
-
-
-def group_sums(x: torch.Tensor, group: int, n_groups: int) -> torch.Tensor:
-    """x [T, cols] -> the sums of each group of columns [T, n_groups] fp32; groups without columns are 0."""
-    padded = torch.nn.functional.pad(x, (0, n_groups * group - x.shape[1]))
-    return padded.view(x.shape[0], n_groups, group).sum(-1, dtype=torch.float32)
 
 
 def _n_programs(device: torch.device) -> int:

@@ -6,6 +6,8 @@ latents. A latent is read once: the whole row is the key, its first `kv_lora_ran
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from libs.engine.kernels.gpu.device_plan import DevicePlan
 
 _LEAST_SPLIT_TOKENS = 256
 _BLOCK_TOKENS = 64
+_LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -32,7 +35,7 @@ def _split_program(
     page_stride,
     table_stride,
     split_stride,
-    scale,
+    base_2_scale,
     split_tokens,
     block_tokens,
     N_HEADS: tl.constexpr,
@@ -74,30 +77,31 @@ def _split_program(
         largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_LORA), tl.float32)
+        latent_at = tl.arange(0, BLOCK_N)[:, None] * (LORA + ROPE) + latent_column[None, :]
+        rope_key_at = tl.arange(0, BLOCK_N)[:, None] * (LORA + ROPE) + LORA + rope_column[None, :]
         for start in range(begin, end, BLOCK_N):
             token = start + tl.arange(0, BLOCK_N)
             held = token < end
-            page = tl.load(page_table + sequence * table_stride + token // block_tokens, mask=held, other=0)
-            latent = layer_pages + page.to(tl.int64) * page_stride + (token % block_tokens) * (LORA + ROPE)
-            key_l = tl.load(
-                latent[:, None] + latent_column[None, :], mask=held[:, None] & is_latent[None, :], other=0.0
-            ).to(q_l.dtype)
-            key_r = tl.load(
-                latent[:, None] + LORA + rope_column[None, :],
-                mask=held[:, None] & is_rope[None, :],
-                other=0.0,
-            ).to(q_r.dtype)
+            # The tokens of a tile are in one page, so that only one address depends on the table.
+            page = tl.load(page_table + sequence * table_stride + start // block_tokens)
+            tile = layer_pages + page.to(tl.int64) * page_stride + (start % block_tokens) * (LORA + ROPE)
+            # What a page holds behind the context may be NaN, which a weight of 0 would not remove.
+            key_l = tl.load(tile + latent_at, mask=held[:, None] & is_latent[None, :], other=0.0).to(
+                q_l.dtype
+            )
+            key_r = tl.load(tile + rope_key_at, mask=held[:, None] & is_rope[None, :], other=0.0).to(
+                q_r.dtype
+            )
             score = tl.dot(q_l, tl.trans(key_l), input_precision="ieee")
-            score += tl.dot(q_r, tl.trans(key_r), input_precision="ieee")
-            score = tl.where(token[None, :] < visible[:, None], score * scale, float("-inf"))
+            score = tl.dot(q_r, tl.trans(key_r), score, input_precision="ieee")
+            score = tl.where(token[None, :] < visible[:, None], score * base_2_scale, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(score, 1))
             # A row may see no token of the first blocks: then its maximum stays -inf.
             offset = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            kept = tl.exp(largest - offset)
-            weight = tl.exp(score - offset[:, None])
+            kept = tl.exp2(largest - offset)
+            weight = tl.exp2(score - offset[:, None])
             total = total * kept + tl.sum(weight, 1)
-            acc = acc * kept[:, None]
-            acc += tl.dot(weight.to(key_l.dtype), key_l, input_precision="ieee")
+            acc = tl.dot(weight.to(key_l.dtype), key_l, acc * kept[:, None], input_precision="ieee")
             largest = new_largest
         divisor = tl.where(total == 0.0, 1.0, total)
         target = tl.program_id(2).to(tl.int64) * split_stride + at
@@ -106,7 +110,7 @@ def _split_program(
             (acc / divisor[:, None]).to(mixed.dtype.element_ty),
             mask=live[:, None] & is_latent[None, :],
         )
-        tl.store(lse + target, tl.where(total == 0.0, float("-inf"), largest + tl.log(divisor)), mask=live)
+        tl.store(lse + target, tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor)), mask=live)
 
 
 @triton.jit
@@ -136,8 +140,8 @@ def _merge_program(
         value = tl.load(lse + source)
         part = tl.load(parts + source * LORA + column, mask=inside, other=0.0)
         new_largest = tl.maximum(largest, value)
-        kept = tl.exp(largest - new_largest)
-        weight = tl.exp(value - new_largest)
+        kept = tl.exp2(largest - new_largest)
+        weight = tl.exp2(value - new_largest)
         acc = acc * kept + part * weight
         total = total * kept + weight
         largest = new_largest
@@ -145,14 +149,20 @@ def _merge_program(
 
 
 def choose_split_tokens(longest: int, n_tiles: int, n_processors: int) -> int:
-    """Tokens of KV in a split, so that about two programs run on each processor of the device.
+    """Tokens of KV in a split, so that about one program runs on each processor of the device.
 
     `n_tiles` programs would run without splits. A split holds at least 256 tokens: each split writes and
-    reads an fp32 result as large as 228 latents of 64 heads.
+    reads an fp32 result as large as 228 latents of 64 heads. A program takes the whole shared memory of a
+    processor, so that more programs would wait for each other.
     """
-    n_splits = max(2 * n_processors // max(n_tiles, 1), 1)
+    n_splits = max(n_processors // max(n_tiles, 1), 1)
     tokens = -(-longest // n_splits)
     return max(-(-tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS, _LEAST_SPLIT_TOKENS)
+
+
+def _tile_tokens(block_tokens: int) -> int:
+    """The largest power of two of at most 64 tokens that divides a page."""
+    return min(block_tokens & -block_tokens, _BLOCK_TOKENS)
 
 
 def mla_decode(
@@ -173,6 +183,7 @@ def mla_decode(
     of other sequences stay undefined.
     """
     n_rows, n_heads, lora = q_latent.shape
+    block_tokens = layer_pages.shape[1]
     n_splits = triton.cdiv(longest, split_tokens)
     vectors = most_rows * n_heads
     block_m = min(max(triton.next_power_of_2(vectors), 16), 64)
@@ -195,14 +206,14 @@ def mla_decode(
         layer_pages.stride(0),
         plan.page_table.stride(0),
         n_rows * n_heads,
-        scale,
+        scale * _LOG2_E,
         split_tokens,
-        layer_pages.shape[1],
+        block_tokens,
         N_HEADS=n_heads,
         LORA=lora,
         ROPE=q_rope.shape[2],
         BLOCK_M=block_m,
-        BLOCK_N=_BLOCK_TOKENS,
+        BLOCK_N=_tile_tokens(block_tokens),
         BLOCK_LORA=block_lora,
         BLOCK_ROPE=max(triton.next_power_of_2(q_rope.shape[2]), 16),
         num_warps=8 if block_m == 64 else 4,

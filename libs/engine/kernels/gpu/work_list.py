@@ -8,6 +8,8 @@ import torch
 
 # Up to so many pairs of a token and an expert nothing is sorted: every pair is an item.
 FEW_PAIRS = 128
+# Pairs of a tile, for up to so many pairs an expert on average; above them it is 64.
+_TILES = ((8, 2), (16, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ def build_work_list(expert_of_pair: torch.Tensor, n_experts: int) -> WorkList:
         places = torch.arange(n_pairs, dtype=torch.int32, device=device)
         count = (expert_of_pair >= 0).int()
         n_items = torch.full((1,), n_pairs, dtype=torch.int32, device=device)
-        return WorkList(places, expert_of_pair.clamp(min=0), places, count, n_items, 16)
-    block = 16 if n_pairs <= 32 * n_experts else 64
+        return WorkList(places, expert_of_pair.clamp(min=0), places, count, n_items, 8)
+    block = next((b for b, most in _TILES if n_pairs <= most * n_experts), 64)
     # Pairs without an expert come first, in a bin that makes no item.
     order = expert_of_pair.argsort(stable=True)
     counts = torch.zeros(n_experts + 1, dtype=torch.int64, device=device)
@@ -62,7 +64,7 @@ def build_work_list(expert_of_pair: torch.Tensor, n_experts: int) -> WorkList:
 
 def single_list(n_rows: int, device: torch.device) -> WorkList:
     """All rows belong to expert 0: a plain product."""
-    block = 16 if n_rows <= 16 else 64
+    block = next((b for b in (8, 16) if n_rows <= b), 64)
     first = torch.arange(0, n_rows, block, dtype=torch.int32, device=device)
     return WorkList(
         torch.arange(n_rows, dtype=torch.int32, device=device),

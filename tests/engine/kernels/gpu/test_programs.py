@@ -228,5 +228,5 @@ def test_the_work_list_has_every_held_pair_once(n_pairs: int) -> None:
 def test_splits_are_whole_blocks_and_fill_the_device() -> None:
     assert choose_split_tokens(100, 1, 132) == 256
     assert choose_split_tokens(32768, 1, 132) == 256
-    assert choose_split_tokens(32768, 64, 132) == 8192
+    assert choose_split_tokens(32768, 64, 132) == 16384
     assert choose_split_tokens(32768, 1000, 132) == 32768
