@@ -28,6 +28,9 @@ _NONE_EFFORT = msgspec.Raw(b'"none"')
 # Fields of this API alone, which the parser of chat completions would name as ignored.
 _OWN = frozenset({"prompt", "raw", "lora", "model", "queueRequest", "requests", "external_reference"})
 
+# Inputs of other models of this API. An answer that passed over one would look like an answer to it.
+_MEDIA = ("image", "image_b64", "audio", "video")
+
 
 class LoraUnsupported(InvalidArgument):
     """The body names a LoRA adapter; no model here takes one."""
@@ -104,6 +107,9 @@ def _run(fields: Fields, model: str) -> RunBody:
         raise LoraUnsupported("lora", "is not supported by this model")
     if _flag(fields, "raw"):
         raise bounds.UNSUPPORTED.refused("raw")
+    for name in _MEDIA:
+        if not _is_null(fields, name):
+            raise bounds.UNSUPPORTED.refused(name)
     chat: dict[str, Any] = {name: value for name, value in fields.items() if name not in _OWN}
     chat["model"] = model
     is_native = "messages" not in fields or _is_null(fields, "messages")

@@ -48,6 +48,14 @@ def test_messages_stay_as_they_are_and_the_path_names_the_model() -> None:
     assert not run(messages=HI).is_native
 
 
+@pytest.mark.parametrize("name", ["image", "image_b64", "audio", "video"])
+def test_media_are_refused_by_their_field(name: str) -> None:
+    error = refusal(prompt="What is this?", **{name: [1, 2]})
+    assert (error.field, error.reason) == (name, refusal(prompt="hi", raw=True).reason)
+    assert refusal(requests=[{"prompt": "hi", name: "AA=="}]).field == f"requests[0].{name}"
+    assert chat(prompt="hi", **{name: None})["messages"]
+
+
 def test_a_prompt_is_one_message_of_the_user() -> None:
     body = run(prompt="Where is it?", top_k=3)
     assert json.loads(body.chat) == {
