@@ -108,6 +108,8 @@ def submissions(
 
     The options have a key: each job has one, so that a call whose answer was lost is repeated without harm.
     """
+    if isinstance(bodies, Mapping | str | bytes):
+        raise InvalidArgument("bodies", "must be a list of bodies, also for one job: [body]")
     if references and len(references) != len(bodies):
         raise InvalidArgument("references", f"must have one for each of {len(bodies)} bodies")
     key = options.idempotency_key

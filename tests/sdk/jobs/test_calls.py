@@ -176,6 +176,13 @@ def test_an_error_names_the_body_of_the_whole_submission() -> None:
     assert index_in("group_id") is None
 
 
+@pytest.mark.parametrize("body", [{"prompt": "hi"}, '{"prompt": "hi"}', b"{}"])
+def test_one_body_in_place_of_a_list_is_named(body: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        list(submissions(body, (), JobOptions(idempotency_key="k")))
+    assert caught.value.field == "bodies"
+
+
 def test_a_large_submission_is_several_calls_with_one_key() -> None:
     bodies: list[Any] = [{"prompt": "x" * 10_000}] * 1200
     requests = list(submissions(bodies, (), JobOptions(idempotency_key="k")))
