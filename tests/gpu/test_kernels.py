@@ -36,7 +36,9 @@ def batch(rows: list[int], contexts: list[int], *, seed: int) -> Batch:
 
 def relative_errors(actual: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Of each row of logits [R, V]: [R] fp64."""
-    return (actual.cpu().double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)
+    difference = actual.cpu().double() - wanted.double()
+    errors: torch.Tensor = difference.norm(dim=1) / wanted.double().norm(dim=1)
+    return errors
 
 
 @pytest.mark.parametrize("quantization", ["int4", "none"])
