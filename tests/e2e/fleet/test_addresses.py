@@ -29,7 +29,6 @@ _PAGES = ("--kv-memory-bytes", str(1 << 20))
 _ADMIN = ("--admin", "0.0.0.0:0", "--admin-http", "0.0.0.0:0", "--http", "0.0.0.0:0")
 # The prefill worker advertises a name; the others an address that is not the one they would guess.
 _NAME, _NAME_AT, _ADDRESS = "prefill.test", "127.0.0.3", "127.0.0.2"
-_PROMPT = [{"role": "user", "content": "one two three four five six seven eight nine " * 40}]
 ARGUMENTS: dict[Role, Sequence[str]] = {
     Role.ROUTER: ("--model", str(DEFAULT_MODEL), *_ADMIN),
     Role.PREFILL: (*_ENGINE, *_PAGES),
@@ -122,12 +121,17 @@ async def test_a_cluster_comes_up_although_no_name_resolves_at_its_start(tmp_pat
 
 
 async def _converse(fleet: FleetSnapshot) -> None:
-    """Requests run over all links, and their KV moves by the transports' advertised addresses."""
-    pulled = 0
+    """Requests run over all links, and their KV moves by the transports' advertised addresses.
+
+    Each try has a prompt of its own: a decode worker that has computed one before keeps it and pulls nothing.
+    """
+    pulled = tries = 0
     async with asyncio.timeout(WAIT_S), AsyncClient(_endpoint(fleet, Role.ROUTER)) as client:
         while not pulled:  # until the router has a link to the prefill worker, decode does it all
+            tries += 1
+            prompt = [{"role": "user", "content": f"{tries} two three four five six seven eight nine " * 40}]
             try:
-                reply = await client.chat(_PROMPT, max_tokens=8, timeout_s=WAIT_S)
+                reply = await client.chat(prompt, max_tokens=8, timeout_s=WAIT_S)
             except Unavailable:  # nor does the router have a link to the decode worker at first
                 await asyncio.sleep(0.2)
                 continue
