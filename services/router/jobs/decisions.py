@@ -181,7 +181,7 @@ def prefix_key(path: str, body: bytes) -> str:
     """Equal for bodies whose prompts begin alike, so that they are claimed together and share their KV."""
     try:
         parsed = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         parsed = None
     head: object = None
     if isinstance(parsed, dict):

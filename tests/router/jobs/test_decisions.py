@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from itertools import groupby
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.router.jobs.decisions import (
@@ -143,6 +143,8 @@ def test_bodies_with_one_beginning_have_one_key() -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b'{"prompt": "\xff"}')
+@example(b'{"pro\xffmpt": "a"}')
 def test_any_body_has_a_key(body: bytes) -> None:
     assert prefix_key("/a", body) == prefix_key("/a", body)
 

@@ -133,7 +133,9 @@ def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefec
 
 def _decoded(data: bytes) -> _Line:
     try:
-        return _DECODER.decode(data)
+        line = _DECODER.decode(data)
+        data.decode()  # the decoder passes over the texts of a body
+        return line
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     # The standard library says where the defect is; what it alone reads, such as NaN, is none of JSON.

@@ -117,7 +117,7 @@ class _InputConversation:
 
     def _add_message(self, item: Json, path: str) -> None:
         role = item.get("role")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise api_bounds.ITEM_ROLE.refused(f"{path}.role")
         kinds = _OUTPUT_PARTS if role == "assistant" else _INPUT_PARTS
         text = _texts(item.get("content"), f"{path}.content", kinds, self._ignore)

@@ -22,6 +22,9 @@ from slipstream.errors import InvalidArgument
 Fields: TypeAlias = Mapping[str, msgspec.Raw]
 
 _DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS_DECODER = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+# What msgspec raises for a raw field, whose text nothing has read before: no JSON of the type, or no UTF-8.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 _NULL = b"null"
 _TRUE = b"true"
 _NONE_EFFORT = msgspec.Raw(b'"none"')
@@ -85,10 +88,7 @@ def parse_run(data: bytes, model: str) -> ParsedRun:
 
 
 def _batch(given: msgspec.Raw, model: str) -> BatchBody:
-    try:
-        items = msgspec.json.decode(given, type=list[dict[str, msgspec.Raw]])
-    except msgspec.DecodeError:
-        raise bounds.TYPE.refused("requests", expected="a list of objects") from None
+    items = _items(given)
     batch_bounds.RUNS.check(len(items))
     runs = []
     for index, item in enumerate(items):
@@ -100,6 +100,18 @@ def _batch(given: msgspec.Raw, model: str) -> BatchBody:
             raise batch_bounds.RUN_STREAM.refused(f"requests[{index}].stream")
         runs.append(run)
     return BatchBody(runs)
+
+
+def _items(given: msgspec.Raw) -> Sequence[Fields]:
+    try:
+        return _ITEMS_DECODER.decode(given)
+    except (*_UNREADABLE, RecursionError):
+        pass
+    # Names the bytes that are no UTF-8: the body's decoder passes over what a field holds.
+    items: object = parse_object(b'{"requests":%s}' % bytes(given))["requests"]
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise bounds.TYPE.refused("requests", expected="a list of objects")
+    return [_copied(item) for item in items]
 
 
 def _run(fields: Fields, model: str) -> RunBody:
@@ -149,7 +161,7 @@ def _nested_tools(given: msgspec.Raw) -> Sequence[Any] | None:
     """The tools with `function`, where one has its name at the top; None if there is none to change."""
     try:
         tools = msgspec.json.decode(given)
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         return None  # the parser of chat completions names the defect
     if not isinstance(tools, list) or len(tools) > bounds.MAX_TOOLS or not any(map(_is_flat, tools)):
         return None
@@ -163,7 +175,7 @@ def _is_flat(tool: object) -> bool:
 def _asks_for_json(fields: Fields) -> bool:
     try:
         form = msgspec.json.decode(fields.get("response_format", _NULL))
-    except msgspec.DecodeError:
+    except _UNREADABLE:
         return False  # the parser of chat completions names the defect
     return isinstance(form, dict) and form.get("type") in ("json_object", "json_schema")
 
@@ -171,10 +183,13 @@ def _asks_for_json(fields: Fields) -> bool:
 def _fields(data: bytes) -> Fields:
     try:
         return _DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (*_UNREADABLE, RecursionError):
         pass
     # What msgspec refuses and the standard library reads, such as NaN, is refused by its field later.
-    parsed = parse_object(data)
+    return _copied(parse_object(data))
+
+
+def _copied(parsed: Mapping[str, Any]) -> Fields:
     return {name: msgspec.Raw(json.dumps(value).encode()) for name, value in parsed.items()}
 
 
@@ -192,5 +207,5 @@ def _flag(fields: Fields, name: str) -> bool:
 def _text(fields: Fields, name: str) -> str:
     try:
         return msgspec.json.decode(fields[name], type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         raise bounds.TYPE.refused(name, expected="a string") from None

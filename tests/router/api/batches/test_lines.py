@@ -105,5 +105,19 @@ def test_structure_is_bounded_before_a_line_is_parsed() -> None:
     assert defect(b'{"custom_id": "a", "body": ' + body + b"}").code == "invalid_json_line"
 
 
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (b'{"prompt": "\xff"}', "body.prompt"),
+        (b'{"pro\xffmpt": "a"}', "body"),
+        (b'{"stream": "\xff"}', "body.stream"),
+    ],
+)
+def test_a_line_of_no_utf8_is_a_defect(body: bytes, place: str) -> None:
+    found = defect(line("a").replace(json.dumps(json.loads(line("a"))["body"]).encode(), body))
+    assert found.code == "invalid_json_line"
+    assert found.message == f"{place}: {bounds.UTF8.words}"
+
+
 def test_a_piece_names_no_more_defects_than_a_batch_does() -> None:
     assert len(LineReader(CHAT).feed(b"{\n" * 8000)) == batch_bounds.MAX_BATCH_ERRORS

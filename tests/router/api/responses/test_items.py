@@ -79,6 +79,8 @@ def test_reasoning_that_led_to_nothing_is_left_out() -> None:
         ({"input": ["x"]}, "input[0]"),
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": {}, "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": [], "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{**CALL, "name": None}]}, "input[0].name"),

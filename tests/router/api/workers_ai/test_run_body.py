@@ -163,3 +163,38 @@ def test_structure_is_bounded_before_it_is_parsed() -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_run(body, MODEL)
     assert caught.value.reason == bounds.BODY_STRUCTURE.words
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"requests": [{"prompt": "a"}, {"prompt": "a", "ma\x91x": 1}]}', "requests[1]"),
+        (b'{"requests": [{"prompt": "a", "external_reference": "\x91"}]}', "requests[0].external_reference"),
+        (b'{"requests": [{"\\ud800": 1}]}', "requests[0]"),
+        (b'{"requests": [5]}', "requests"),
+        (b'{"requests": {"prompt": "\x91"}}', "requests.prompt"),
+        (b'{"requests": {"prompt": "a"}}', "requests"),
+    ],
+)
+def test_a_batch_of_no_utf8_or_of_no_objects_is_refused_by_field(body: bytes, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_run(body, MODEL)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["tools", "response_format", "me\x91ssages"])
+def test_raw_fields_of_no_utf8_are_refused_by_the_parser_of_chats(name: str) -> None:
+    field = name.encode("latin-1")
+    for nested in (b'[{"na\x91me": "f"}]', b'[{"name": "\x91"}]', b'{"ty\x91pe": "x"}', b'{"type": "\x91"}'):
+        body = b'{"messages": [{"role": "user", "content": "a"}], "' + field + b'": ' + nested + b"}"
+        with pytest.raises(InvalidArgument) as caught:
+            parse_chat_of(body)
+        assert caught.value.field.startswith(name if name.isascii() else "body")
+
+
+def test_numbers_that_json_has_not_do_not_hide_a_batch() -> None:
+    body = parse_run(b'{"requests": [{"prompt": "a"}, {"prompt": "a", "max_tokens": NaN}]}', MODEL).body
+    assert isinstance(body, BatchBody)
+    with pytest.raises(InvalidArgument) as caught:
+        parse_chat(body.runs[1].chat)
+    assert caught.value.field == "max_tokens"
