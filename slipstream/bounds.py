@@ -21,6 +21,8 @@ MAX_GRAMMAR_BYTES = 512 << 10
 MAX_OUTPUT_DEPTH = 128
 # What a parser does per byte outside of texts takes a hundred times as long as per byte of a text.
 MAX_STRUCTURE_BYTES = 256 << 10
+# Python's parsers, encoders and repr end at about 990 levels, each at another one.
+MAX_JSON_DEPTH = 512
 MAX_KEY_FILE_BYTES = 4 << 20
 # A limit of an API key in requests or tokens, and one in the currency of the prices.
 MAX_LIMIT = 10**12
@@ -33,6 +35,13 @@ BODY_STRUCTURE = _request.add(
         "body",
         f"must have at most {MAX_STRUCTURE_BYTES} bytes outside of texts and white space",
         "Each value becomes an object. Also for the arguments of all tool calls (their field).",
+    )
+)
+BODY_DEPTH = _request.add(
+    Rule(
+        "body",
+        f"must have at most {MAX_JSON_DEPTH} lists and objects inside each other",
+        "What reads it further on goes one call deeper for each. Also for JSON in texts over gRPC.",
     )
 )
 BODY_FORMAT = _request.add(

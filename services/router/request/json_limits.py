@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.text.json_structure import structure_bytes
+from libs.text.json_structure import is_nested_deeper, structure_bytes
 from slipstream import bounds
 
 
 def check_structure(texts: Sequence[tuple[str, bytes]]) -> None:
-    """Bound the structure of JSON texts together. Raises InvalidArgument naming the field of one."""
+    """Bound the structure of JSON texts together, and the depth of each.
+
+    Raises InvalidArgument naming the field of one.
+    """
     most = bounds.MAX_STRUCTURE_BYTES
-    if sum([len(text) for _, text in texts]) <= most:
-        return  # no need to tell strings apart
-    n_bytes = 0
+    if sum([len(text) for _, text in texts]) > most:  # else there is no need to tell strings apart
+        n_bytes = 0
+        for field, text in texts:
+            n_bytes += structure_bytes(text, at_most=most - n_bytes)
+            if n_bytes > most:
+                raise bounds.BODY_STRUCTURE.refused(field)
     for field, text in texts:
-        n_bytes += structure_bytes(text, at_most=most - n_bytes)
-        if n_bytes > most:
-            raise bounds.BODY_STRUCTURE.refused(field)
+        if is_nested_deeper(text, bounds.MAX_JSON_DEPTH):
+            raise bounds.BODY_DEPTH.refused(field)

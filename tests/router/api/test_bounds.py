@@ -46,6 +46,9 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+_N_DEEP = bounds.MAX_JSON_DEPTH + 1
+_DEEP_TEXT = '{"a":' * _N_DEEP + "1" + "}" * _N_DEEP
+_DEEP = {"name": "look", "parameters": json.loads(_DEEP_TEXT)}
 # A third of the values that all tools together may have.
 _ENUM = {"type": "object", "enum": [0] * 11_000}
 
@@ -106,6 +109,9 @@ CASES: dict[str, Case] = {
     "BODY": Case("body", http=_LONG.encode(), grpc={"prompt": _LONG}),
     "BODY_STRUCTURE": messages(
         "body", *[USER] * 100_000, grpc=[{"role": "user", "content": [{}] * 40} for _ in range(4000)]
+    ),
+    "BODY_DEPTH": tools(
+        "body", [{"type": "function", "function": _DEEP}], [{**_DEEP, "parameters": _DEEP_TEXT}]
     ),
     "BODY_FORMAT": Case("body", http=b'"text"', grpc=b"\x12\xff"),
     "BODY_JSON": Case(
@@ -277,7 +283,7 @@ MORE: list[tuple[str, Case]] = [
     ("LOGIT_BIAS_VALUE", both("logit_bias.7", logit_bias={"7": float("nan")})),
     ("THINKING", Case("thinking.keep", http={"thinking": {"type": "enabled", "keep": "some"}})),
     ("UTF8", Case("stop[0]", http=b'{"messages": [], "stop": ["\\ud800"]}')),
-    ("BODY_JSON", Case("body", http=b"[" * 100_000)),
+    ("BODY_DEPTH", Case("body", http=b"[" * 100_000)),
     ("BODY_FORMAT", Case("body", http=b"[]")),
     ("TYPE", Case("guided_choice", http={"guided_choice": [1]}, words="must be a list of strings")),
     (
