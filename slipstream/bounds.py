@@ -21,6 +21,8 @@ MAX_GRAMMAR_BYTES = 512 << 10
 MAX_OUTPUT_DEPTH = 128
 # What a parser does per byte outside of texts takes a hundred times as long as per byte of a text.
 MAX_STRUCTURE_BYTES = 256 << 10
+# Four contexts of Kimi-K2.5. The parser keeps the interpreter's lock for 16 ms with so many packed numbers.
+MAX_MESSAGE_NUMBERS = 1 << 20
 # Python's parsers, encoders and repr end at about 990 levels, each at another one.
 MAX_JSON_DEPTH = 512
 MAX_KEY_FILE_BYTES = 4 << 20
@@ -42,6 +44,14 @@ BODY_DEPTH = _request.add(
         "body",
         f"must have at most {MAX_JSON_DEPTH} lists and objects inside each other",
         "What reads it further on goes one call deeper for each. Also for JSON in texts over gRPC.",
+    )
+)
+NUMBERS = _request.add(
+    Rule(
+        "prompt",
+        f"must have at most {MAX_MESSAGE_NUMBERS} token ids",
+        "Also stop_token_ids, and token_ids of Detokenize: all of a message together, before any is read.",
+        "gRPC",
     )
 )
 BODY_FORMAT = _request.add(

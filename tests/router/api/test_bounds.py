@@ -113,6 +113,7 @@ CASES: dict[str, Case] = {
     "BODY_DEPTH": tools(
         "body", [{"type": "function", "function": _DEEP}], [{**_DEEP, "parameters": _DEEP_TEXT}]
     ),
+    "NUMBERS": Case("prompt", grpc={"tokenIds": {"ids": [1] * (bounds.MAX_MESSAGE_NUMBERS + 1)}}),
     "BODY_FORMAT": Case("body", http=b'"text"', grpc=b"\x12\xff"),
     "BODY_JSON": Case(
         "body", http=b'{"messages": [\n  1,]}', words="is not JSON: expecting value at line 2 column 5"

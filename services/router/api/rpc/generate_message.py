@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libs.structured.answer_grammar import OutputFormat
-from services.router.api.rpc.message_reader import read_message
+from services.router.api.rpc.message_reader import listed, read_message
 from services.router.request.choices import split_choices
 from services.router.request.json_limits import check_structure
 from services.router.request.token_texts import check_count
@@ -69,8 +69,8 @@ def _prompt(message: router_pb2.GenerateRequest, kind: str) -> PromptInput:
         return PromptInput(message.prompt)
     if not message.token_ids.ids:
         raise bounds.PROMPT_EMPTY.refused()
-    check_count(message.token_ids.ids, "prompt")  # before each becomes an object
-    return PromptInput(token_ids=tuple(message.token_ids.ids))
+    check_count(message.token_ids.ids, "prompt")
+    return PromptInput(token_ids=tuple(listed(message.token_ids.ids)))
 
 
 def _priority(priority: router_pb2.Priority.ValueType) -> str:
@@ -87,6 +87,7 @@ def _sampling(message: router_pb2.Sampling) -> Sampling:
     for field, value in message.ListFields():
         (plain if field.name in SAMPLING_RANGES else others)[field.name] = value
     if "stop_token_ids" in others:
+        bounds.STOP_TOKENS.check(len(message.stop_token_ids))  # before each becomes an object
         others["stop_token_ids"] = tuple(message.stop_token_ids)
     if "logit_bias" in others:
         others["logit_bias"] = dict(message.logit_bias)

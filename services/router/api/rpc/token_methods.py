@@ -7,7 +7,7 @@ from functools import partial
 from libs.common.rpc.serve import metadata_of
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate_message import parse_generation
-from services.router.api.rpc.message_reader import read_message
+from services.router.api.rpc.message_reader import listed, read_message
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
@@ -37,11 +37,14 @@ class TokenMethods:
     async def detokenize(self, data: bytes, context: Context) -> router_pb2.DetokenizeResponse:
         """Detokenize."""
         caller = self._callers.caller(metadata_of(context), context, endpoint="Detokenize")
-        read = partial(read_message, data, router_pb2.DetokenizeRequest)
         with limited_call(self._runs.context.metering, caller):
-            message = await self._runs.read(caller, read, n_bytes=len(data))
-            text = await self._texts.text(message.token_ids, tenant=caller.tenant, field="token_ids")
+            token_ids = await self._runs.read(caller, partial(_token_ids, data), n_bytes=len(data))
+            text = await self._texts.text(token_ids, tenant=caller.tenant, field="token_ids")
         return router_pb2.DetokenizeResponse(text=text)
+
+
+def _token_ids(data: bytes) -> list[int]:
+    return listed(read_message(data, router_pb2.DetokenizeRequest).token_ids)
 
 
 def _generation(data: bytes) -> GenerationRequest:
