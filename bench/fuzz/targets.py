@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -17,11 +18,14 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from slipstream.cluster_record import ClusterRecord
+from slipstream.keda import externalscaler_pb2
 from slipstream.rpc.dial import Dial
 from slipstream.v1 import (
+    autoscale_pb2,
     common_pb2,
     decode_pb2,
     drafter_pb2,
+    fleet_pb2,
     jobs_pb2,
     kv_events_pb2,
     kvstore_pb2,
@@ -31,12 +35,14 @@ from slipstream.v1 import (
     worker_pb2_grpc,
 )
 from tests.support.fuzz.http_fuzzer import HttpFuzzer
+from tests.support.fuzz.http_routes import HttpPort, admin_port, public_port
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer
 from tests.support.fuzz.seeds import (
     HEADERS,
     drafter_seeds,
     job_seeds,
     kvstore_seeds,
+    operator_seeds,
     router_seeds,
     worker_seeds,
 )
@@ -61,6 +67,11 @@ def _named(file: Any, name: str) -> ServiceDescriptor:
 
 _ROUTER = _Service(_named(router_pb2, "RouterService"), 4)
 _JOBS = _Service(_named(jobs_pb2, "JobService"), 2)
+_OPERATORS = (
+    _Service(_named(fleet_pb2, "FleetService")),
+    _Service(_named(autoscale_pb2, "AutoscaleService")),
+    _Service(_named(externalscaler_pb2, "ExternalScaler")),
+)
 _PREFILL = _Service(_named(prefill_pb2, "PrefillService"), 4)
 _DECODE = _Service(_named(decode_pb2, "DecodeService"), 4)
 _KVSTORE = _Service(_named(kvstore_pb2, "KvstoreService"), 4)
@@ -127,13 +138,13 @@ class Target:
 
 
 async def targets(record: ClusterRecord, dial: Dial, rng: random.Random) -> list[Target]:
-    """Router over HTTP and gRPC, prefill, decode, kvstore, drafter. `dial` is an operator's."""
-    http = HttpFuzzer(int(record.router_http.rpartition(":")[2]), rng, side_by_side=_HTTP_SIDE_BY_SIDE)
+    """Router (both ports of HTTP, gRPC), prefill, decode, kvstore, drafter. `dial` is an operator's."""
     prefill = await _fingerprint(record, dial, "prefill-0")
     decode = await _fingerprint(record, dial, "decode-0")
     builder = _Builder(record, dial, rng)
     return [
-        Target("router HTTP", "router-0", [(http, 1)]),
+        builder.router_http("router HTTP", record.router_http, public_port(Path(record.model).name)),
+        builder.router_http("router admin HTTP", record.find("router-0").admin_http or "", admin_port()),
         builder.router(),
         builder.worker("prefill-0", [_PREFILL, _PEER_CACHE, _KV_EVENTS], _worker_seeds(prefill)),
         builder.worker("decode-0", [_DECODE, _KV_EVENTS], _worker_seeds(decode)),
@@ -148,6 +159,12 @@ class _Builder:
     def __init__(self, record: ClusterRecord, dial: Dial, rng: random.Random) -> None:
         self._record, self._dial, self._rng = record, dial, rng
 
+    def router_http(self, name: str, endpoint: str, serves: HttpPort) -> Target:
+        """One of its HTTP ports."""
+        port = int(endpoint.rpartition(":")[2])
+        fuzzer = HttpFuzzer(port, serves, self._rng, side_by_side=_HTTP_SIDE_BY_SIDE)
+        return Target(name, "router-0", [(fuzzer, 1)])
+
     def router(self) -> Target:
         """Its public port, and its admin port with the services that every process has."""
         process = self._record.find("router-0")
@@ -155,6 +172,7 @@ class _Builder:
         fuzzers = [
             (self._fuzzer(public, _ROUTER, router_seeds()), _ROUTER.weight),
             (self._fuzzer(public, _JOBS, job_seeds()), _JOBS.weight),
+            *((self._fuzzer(admin, each, operator_seeds()), each.weight) for each in _OPERATORS),
             *((self._fuzzer(admin, each, ()), each.weight) for each in _EVERYWHERE),
         ]
         return Target("router gRPC", process.instance, fuzzers, [public, admin])

@@ -1,44 +1,93 @@
-"""Fuzzed messages and metadata to RouterService: refused as bad input, and nothing of them stays."""
+"""Fuzzed messages and metadata to a router's services: refused as bad input, and nothing of them stays."""
 
 from __future__ import annotations
 
 import logging
 import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
 
+from libs.database.database import open_database
+from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
+from slipstream.keda import externalscaler_pb2
 from slipstream.rpc.dial import dial
-from slipstream.v1 import router_pb2
-from tests.router.conftest import eventually
+from slipstream.v1 import autoscale_pb2, fleet_pb2, jobs_pb2, router_pb2
+from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
-from tests.support.fuzz.seeds import HEADERS, router_seeds
-
-SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
+from tests.support.fuzz.seeds import HEADERS, job_seeds, operator_seeds, router_seeds
 
 
+class Fuzzed(NamedTuple):
+    """A service, valid messages of it, and a method with a status that a part of its inputs has."""
+
+    file: Any
+    name: str
+    seeds: Sequence[Message]
+    reached: str
+    is_public: bool = False
+    headers: Mapping[str, Sequence[str | bytes]] = {}
+
+    @property
+    def descriptor(self) -> ServiceDescriptor:
+        found: ServiceDescriptor = self.file.DESCRIPTOR.services_by_name[self.name]
+        return found
+
+
+SERVICES = [
+    Fuzzed(router_pb2, "RouterService", router_seeds(), "Generate OK", True, HEADERS),
+    Fuzzed(jobs_pb2, "JobService", job_seeds(), "SubmitJobs OK", True),
+    Fuzzed(fleet_pb2, "FleetService", operator_seeds(), "CallProcess NOT_FOUND"),
+    Fuzzed(autoscale_pb2, "AutoscaleService", operator_seeds(), "GetRecommendations OK"),
+    Fuzzed(externalscaler_pb2, "ExternalScaler", operator_seeds(), "GetMetrics OK"),
+]
+
+
+@pytest.fixture
+async def router(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncIterator[RouterServer]:
+    database = open_database(f"sqlite:{tmp_path}/jobs.db")
+    async with open_router(cluster, card, database=database) as server:
+        yield server
+    await database.close()
+
+
+@pytest.mark.parametrize("fuzzed", SERVICES, ids=lambda fuzzed: fuzzed.name)
 async def test_fuzzed_messages_are_refused_as_bad_input(
-    router: RouterServer, cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+    fuzzed: Fuzzed, router: RouterServer, cluster: FakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await check(router, cluster, caplog, inputs=2000)
+    await check(fuzzed, router, cluster, caplog, inputs=2000)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("fuzzed", SERVICES, ids=lambda fuzzed: fuzzed.name)
 async def test_a_million_fuzzed_messages_are_refused(
-    router: RouterServer, cluster: FakeCluster, caplog: pytest.LogCaptureFixture
+    fuzzed: Fuzzed, router: RouterServer, cluster: FakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await check(router, cluster, caplog, inputs=1_000_000)
+    await check(fuzzed, router, cluster, caplog, inputs=1_000_000)
 
 
 async def check(
-    router: RouterServer, cluster: FakeCluster, caplog: pytest.LogCaptureFixture, *, inputs: int
+    fuzzed: Fuzzed,
+    router: RouterServer,
+    cluster: FakeCluster,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    inputs: int,
 ) -> None:
     async def nothing_held() -> None:
         await eventually(lambda: not router.runs.held and not cluster.held)
 
-    async with dial(router.host.endpoint) as channel:
-        fuzzer = RpcFuzzer(channel, SERVICE, random.Random(15), router_seeds(), headers=HEADERS)
+    host = router.host if fuzzed.is_public else router.admin
+    async with dial(host.endpoint) as channel:
+        fuzzer = RpcFuzzer(
+            channel, fuzzed.descriptor, random.Random(15), fuzzed.seeds, headers=fuzzed.headers
+        )
         await fuzz(fuzzer, inputs, settle=nothing_held)
-    assert fuzzer.statuses["Generate OK"]  # some requests were valid, and ran
+    assert fuzzer.statuses[fuzzed.reached], fuzzer.statuses
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

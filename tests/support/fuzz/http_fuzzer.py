@@ -14,22 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-_PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/x", "/healthz", "/healthz/live"),
-    *(
-        "/metrics",
-        "/",
-        "*",
-        "//",
-        "/v1/models/%ff%00",
-        "/v1/../v1/models",
-        "/v1/chat/completions?rejectIfBusy=x",
-    ),
-    *("/v1/responses", "/v1/responses/resp_%00", "/v1/messages", "/v1/messages/count_tokens", "/docs"),
-    *("/v1/files", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/x/cancel", "/v1/usage?from=x"),
-    *("/client/v4/accounts/a/ai/run/x", "/client/v4/accounts/%ff/ai/v1/models", "/v1/files?after=%00"),
-    *("http://x/v1/models", "/" + "a" * 9000, "/v1/\u00e9", "/%", "/?" + "&" * 2000, ""),
-)
+from tests.support.fuzz.http_routes import HttpPort, HttpRoute
+
 _METHODS = (
     "POST",
     "POST",
@@ -81,6 +67,13 @@ _HEADERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("X-Long", ("z" * 20_000,)),
     ("", ("empty",)),
 )
+# In a text of JSON these stand for what json.dumps cannot write.
+_DEEP, _NO_UTF8 = "@deep@", "@bytes@"
+_DEPTHS = (100, 511, 900, 980, 988, 990, 992, 994, 5000)
+_ID = re.compile(
+    rb'"(?:id|request_id)": ?"(?:chatcmpl-|cmpl-)?((resp|msg|file|batch|job|)[-_]?[A-Za-z0-9-]{8,})"'
+)
+_IDS_KEPT = 30
 _VALUES: tuple[Any, ...] = (
     *(
         None,
@@ -99,29 +92,8 @@ _VALUES: tuple[Any, ...] = (
         "é" * 300,
         "q" * 20_000,
     ),
+    *(_DEEP, _NO_UTF8, {_NO_UTF8: 1}),
     *([], [[]], {}, {"": None}, [None] * 50, {"type": "text", "text": "x"}, {"role": "user"}, [1, "a", {}]),
-)
-_BODIES: tuple[dict[str, Any], ...] = (
-    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0.5, "seed": 1},
-    {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
-        "max_tokens": 2,
-        "stream": True,
-    },
-    {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 2,
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-        "tool_choice": "auto",
-        "response_format": {"type": "text"},
-    },
-    {
-        "prompt": "once",
-        "max_tokens": 2,
-        "stop": ["x"],
-        "logprobs": 1,
-        "stream_options": {"include_usage": True},
-    },
 )
 # Of a message that is not whole nothing comes; the next one begins meanwhile.
 _ANSWER_S, _MORE_S = 0.5, 0.05
@@ -134,10 +106,13 @@ class HttpFuzzer:
     """Sends to one HTTP server and collects the statuses of its answers."""
 
     port: int
+    serves: HttpPort
     rng: random.Random
     side_by_side: int = 16
     statuses: Counter[int] = field(default_factory=Counter)  # 0: no answer
     defects: list[str] = field(default_factory=list)
+    by_route: Counter[tuple[str, int]] = field(default_factory=Counter)  # by the route's path and the status
+    _ids: dict[str, list[str]] = field(default_factory=dict)  # of earlier answers, by prefix
 
     async def run(self, inputs: int) -> None:
         """Send so many messages, each on a separate connection."""
@@ -145,7 +120,7 @@ class HttpFuzzer:
 
         async def send() -> None:
             for _ in left:
-                await self._send(self.message())
+                await self._send(*self.message())
 
         async with asyncio.TaskGroup() as senders:
             for _ in range(self.side_by_side):
@@ -155,38 +130,62 @@ class HttpFuzzer:
         """Assert that bad input was refused as such, and that good input was answered."""
         assert not self.defects, f"{len(self.defects)} defects:\n" + "\n".join(self.defects[:20])
         assert self.statuses[400] and self.statuses[404], self.statuses
-        assert self.statuses[200] * 100 > self.statuses.total(), self.statuses  # bodies reach the parser
+        missed = [r.path for r in self.serves.routes if not self.by_route[r.path, r.status]]
+        assert not missed, (missed, self.by_route)  # bodies reach the parser, and what comes after it
 
-    def message(self) -> bytes:
-        """One message: mostly whole and of known parts, each of which is wrong now and then."""
+    def message(self) -> tuple[bytes, str]:
+        """One message and its route: mostly whole, of known parts, each of which is wrong now and then."""
         rng = self.rng
+        route = rng.choice(self.serves.routes)
+        if rng.random() < 0.15:
+            return self._valid(route), route.path
         wild = rng.random() < 0.5
-        method = rng.choice(_METHODS) if wild else "POST"
-        path = rng.choice(_PATHS) if wild else rng.choice(_PATHS[:2])
+        method, path = route.method or ("POST" if route.bodies else "GET"), route.path
+        if wild and rng.random() < 0.7:
+            method = rng.choice(_METHODS)
+        if wild and rng.random() < 0.5:
+            path = rng.choice(self.serves.odd_paths)
         version = rng.choice(_VERSIONS) if wild else "HTTP/1.1"
-        lines = [f"{method} {path} {version}".encode()]
+        lines = [self._with_ids(f"{method} {path} {version}".encode(), rng.random() < 0.1)]
         names = rng.sample(_HEADERS, rng.choice((0, 1, 2, 4))) if wild else []
         if rng.random() < 0.95:
             lines.append(b"Host: " + rng.choice((*(b"localhost",) * 8, b"127.0.0.1", b"", b"a b")))
         # Without it a message ends before its body is read.
         if rng.random() < 0.9 and not any(name == "Content-Type" for name, _ in names):
-            lines.append(b"Content-Type: application/json")
+            lines.append(f"Content-Type: {route.content_type}".encode())
+        if rng.random() < 0.95:
+            lines += [line.encode() for line in self.serves.headers]
         lines += [f"{name}: {rng.choice(values)}".encode("utf-8", "surrogatepass") for name, values in names]
-        framing, body = self._framed(self.body())
+        framing, body = self._framed(self.body(route))
         lines += framing
         end = rng.choice((b"\r\n",) * 10 + (b"\n", b"\r"))
         data = end.join([*lines, b"", b""]) + body
         if rng.random() < 0.1:
             data = self._damaged(data)
-        return data
+        return data, route.path
 
-    def body(self) -> bytes:
+    def _valid(self, route: HttpRoute) -> bytes:
+        """A message without a defect, of which later ones have ids."""
+        seed = self.rng.choice(route.bodies) if route.bodies else b""
+        body = self._with_ids(seed if isinstance(seed, bytes) else json.dumps(seed).encode(), False)
+        method = route.method or ("POST" if route.bodies else "GET")
+        lines = [
+            *(f"{method} {route.path} HTTP/1.1", "Host: localhost", f"Content-Type: {route.content_type}"),
+            *(*self.serves.headers, f"Content-Length: {len(body)}", "", ""),
+        ]
+        return self._with_ids("\r\n".join(lines).encode(), False) + body
+
+    def body(self, route: HttpRoute) -> bytes:
         """A body: JSON with some members replaced, or its text damaged."""
         rng = self.rng
-        body = json.loads(json.dumps(rng.choice(_BODIES)))
+        seed = rng.choice(route.bodies) if route.bodies else b""
+        if isinstance(seed, bytes):
+            return self._damaged(seed) if seed and rng.random() < 0.3 else seed
+        body = json.loads(json.dumps(seed))
         for _ in range(rng.choice((0, 1, 1, 2))):
             self._replace(body)
-        data = json.dumps(body).encode()
+        data = self._unwritable(json.dumps(body).encode())
+        data = self._with_ids(data, rng.random() < 0.1)
         kind = rng.random()
         if kind < 0.1:
             data = self._damaged(data)
@@ -197,6 +196,23 @@ class HttpFuzzer:
         elif kind < 0.17:
             data = data[:-1] + b', "messages": [], "max_tokens": NaN, "seed": -Infinity}'
         return data
+
+    def _unwritable(self, data: bytes) -> bytes:
+        """The text of JSON with values that are nested deep, and bytes that are no UTF-8."""
+        depth = self.rng.choice(_DEPTHS)
+        opened, closed = self.rng.choice(((b"[", b"]"), (b'{"a":', b"}")))
+        deep = opened * depth + b"1" + closed * depth
+        data = data.replace(b'"%s"' % _DEEP.encode(), deep)
+        return data.replace(_NO_UTF8.encode(), self.rng.choice((b"\x91", b"a\xed\xa0\x80", b"\xff\xfe")))
+
+    def _with_ids(self, data: bytes, is_none: bool) -> bytes:
+        """Put ids of earlier answers where `@prefix@` stands; `is_none`: of no answer."""
+
+        def id_of(found: re.Match[bytes]) -> bytes:
+            known = self._ids.get(found[1].decode())
+            return (known and not is_none and self.rng.choice(known).encode()) or found[1] + b"_none0000"
+
+        return re.sub(rb"@(resp|msg|file|batch|job|request)@", id_of, data)
 
     def _replace(self, value: Any) -> None:
         """Put an odd value at a random place of the tree."""
@@ -209,6 +225,8 @@ class HttpFuzzer:
             if isinstance(value[key], (dict, list)) and rng.random() < 0.6:
                 value = value[key]
                 continue
+            if isinstance(value, dict) and rng.random() < 0.1:
+                key = rng.choice(("x", _NO_UTF8, "", "type", "model", "stream"))
             value[key] = copy.deepcopy(rng.choice(_VALUES))
             return
 
@@ -258,7 +276,7 @@ class HttpFuzzer:
                 damaged[at] ^= 1 << rng.randrange(8)
         return bytes(damaged)
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes, path: str) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         answer = b""
         with contextlib.suppress(ConnectionError, TimeoutError):
@@ -271,5 +289,15 @@ class HttpFuzzer:
         found = _STATUS.match(answer)
         status = int(found[1]) if found else 0
         self.statuses[status] += 1
+        self.by_route[path, status] += 1
+        if status == 200:
+            self._keep_ids(answer)
         if status >= 500 or (answer and not found):
             self.defects.append(f"{answer[:200]!r} to {data[:400]!r}")
+
+    def _keep_ids(self, answer: bytes) -> None:
+        for found in _ID.finditer(answer[:4096]):
+            kept = self._ids.setdefault(found[2].decode() or "request", [])
+            if len(kept) == _IDS_KEPT:
+                kept.pop(self.rng.randrange(_IDS_KEPT))
+            kept.append(found[1].decode())

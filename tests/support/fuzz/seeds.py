@@ -9,7 +9,19 @@ from google.protobuf.message import Message
 
 from libs.common.block_hash import chain_hashes
 from slipstream.block_hashes import pack_hashes
-from slipstream.v1 import common_pb2, decode_pb2, drafter_pb2, jobs_pb2, kvstore_pb2, prefill_pb2, router_pb2
+from slipstream.keda import externalscaler_pb2 as keda
+from slipstream.v1 import (
+    autoscale_pb2,
+    common_pb2,
+    decode_pb2,
+    drafter_pb2,
+    fleet_pb2,
+    jobs_pb2,
+    kvstore_pb2,
+    prefill_pb2,
+    router_pb2,
+    worker_pb2,
+)
 
 # Of RouterService.
 HEADERS: dict[str, tuple[str | bytes, ...]] = {
@@ -146,6 +158,27 @@ def job_seeds() -> list[Message]:
         jobs_pb2.CancelJobsRequest(group_id="g"),
         jobs_pb2.FollowJobsRequest(group_id="none"),
         jobs_pb2.GetJobRequest(id="job-1"),
+    ]
+
+
+def operator_seeds() -> list[Message]:
+    """Of FleetService, AutoscaleService and ExternalScaler. No process has the name that calls go to."""
+    tiers = [
+        keda.ScaledObjectRef(name="a", namespace="b", scalerMetadata={"tier": t}) for t in ("decode", "x")
+    ]
+    status = worker_pb2.GetStatusRequest().SerializeToString()
+    call = fleet_pb2.CallProcessRequest(
+        role=common_pb2.WORKER_ROLE_DECODE,
+        instance="none",
+        method="/slipstream.v1.WorkerService/GetStatus",
+        message=status,
+    )
+    return [
+        fleet_pb2.GetFleetRequest(),
+        call,
+        autoscale_pb2.GetRecommendationsRequest(),
+        *tiers,
+        keda.GetMetricsRequest(scaledObjectRef=tiers[0], metricName="slipstream-decode-replicas"),
     ]
 
 
