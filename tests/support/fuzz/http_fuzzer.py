@@ -11,6 +11,7 @@ import random
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,7 +157,7 @@ class HttpFuzzer:
         if rng.random() < 0.95:
             lines += [line.encode() for line in self.serves.headers]
         lines += [f"{name}: {rng.choice(values)}".encode("utf-8", "surrogatepass") for name, values in names]
-        framing, body = self._framed(self.body(route))
+        framing, body = self._framed(self.body(route), is_honest=not wild and rng.random() < 0.7)
         lines += framing
         end = rng.choice((b"\r\n",) * 10 + (b"\n", b"\r"))
         data = end.join([*lines, b"", b""]) + body
@@ -214,25 +215,20 @@ class HttpFuzzer:
 
         return re.sub(rb"@(resp|msg|file|batch|job|request)@", id_of, data)
 
-    def _replace(self, value: Any) -> None:
+    def _replace(self, body: Any) -> None:
         """Put an odd value at a random place of the tree."""
         rng = self.rng
-        while True:
-            keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
-            if not keys:
-                return
-            key = rng.choice(keys)
-            if isinstance(value[key], (dict, list)) and rng.random() < 0.6:
-                value = value[key]
-                continue
-            if isinstance(value, dict) and rng.random() < 0.1:
-                key = rng.choice(("x", _NO_UTF8, "", "type", "model", "stream"))
-            value[key] = copy.deepcopy(rng.choice(_VALUES))
-            return
+        places = list(_places(body))
+        inside, key = rng.choice(places) if places else (body, "x")
+        if isinstance(inside, dict) and rng.random() < 0.1:
+            key = rng.choice(("x", _NO_UTF8, "", "type", "model", "stream"))
+        inside[key] = copy.deepcopy(rng.choice(_VALUES))
 
-    def _framed(self, body: bytes) -> tuple[list[bytes], bytes]:
-        """The headers of the body's length and coding, and the bytes; they agree mostly."""
+    def _framed(self, body: bytes, *, is_honest: bool) -> tuple[list[bytes], bytes]:
+        """The headers of the body's length and coding, and the bytes; they agree mostly, or always."""
         rng = self.rng
+        if is_honest:
+            return [b"Content-Length: %d" % len(body)], body
         headers: list[bytes] = []
         coding = rng.random()
         if coding < 0.08:
@@ -301,3 +297,10 @@ class HttpFuzzer:
             if len(kept) == _IDS_KEPT:
                 kept.pop(self.rng.randrange(_IDS_KEPT))
             kept.append(found[1].decode())
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each object and list of a tree with each of its keys."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])

@@ -41,7 +41,7 @@ _PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _BOUNDARY = "b0undary"
 _EXPIRY = {"anchor": "created_at", "seconds": 3600}
 
-_CHATS: tuple[Body, ...] = (
+CHATS: tuple[Body, ...] = (
     {"messages": [_HI], "max_tokens": 2, "temperature": 0.5, "seed": 1},
     {"messages": [_PARTS], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
     {
@@ -67,11 +67,11 @@ _CHATS: tuple[Body, ...] = (
         "n": 2,
     },
 )
-_COMPLETIONS: tuple[Body, ...] = (
+COMPLETIONS: tuple[Body, ...] = (
     {"prompt": "once", "max_tokens": 2, "stop": ["x"], "logprobs": 1},
     {"prompt": [[1, 2], [3]], "max_tokens": 2, "guided_json": None, "echo": False},
 )
-_RESPONSES: tuple[Body, ...] = (
+RESPONSES: tuple[Body, ...] = (
     {"input": "hi", "max_output_tokens": 2, "store": True, "metadata": {"a": "b"}},
     {
         "input": [
@@ -96,7 +96,7 @@ _RESPONSES: tuple[Body, ...] = (
     {"input": [{"type": "item_reference", "id": "@msg@"}, _HI], "max_output_tokens": 2},
     {"input": "hi", "background": True, "store": True, "max_output_tokens": 2},
 )
-_MESSAGES: tuple[Body, ...] = (
+MESSAGES: tuple[Body, ...] = (
     {"messages": [_HI], "max_tokens": 2, "stream": True},
     {
         "messages": [
@@ -124,14 +124,14 @@ _MESSAGES: tuple[Body, ...] = (
         "stop_sequences": ["a"],
     },
 )
-_RUNS: tuple[Body, ...] = (
+RUNS: tuple[Body, ...] = (
     {"prompt": "a", "max_tokens": 2, "stream": False},
     {"messages": [_HI], "tools": [{"name": "f", "description": "d", "parameters": _SCHEMA}], "max_tokens": 2},
     {"requests": [{"prompt": "a", "external_reference": "r", "max_tokens": 2}, {"messages": [_HI]}]},
     {"messages": [_HI], "max_tokens": 2, "response_format": {"type": "json_schema", "json_schema": _SCHEMA}},
     {"request_id": "@request@"},
 )
-_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": _CHATS[0]}
+_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHATS[0]}
 
 
 def _form(**fields: str) -> bytes:
@@ -149,7 +149,7 @@ _FILES: tuple[Body, ...] = (
     _form(purpose="batch", file=(json.dumps(_LINE) + "\n").replace('"hi"', '"\\ud800"')),
     _form(purpose="user_data", file="\x00" * 300, **{"expires_after[anchor]": "created_at"}),
 )
-_BATCHES: tuple[Body, ...] = (
+BATCHES: tuple[Body, ...] = (
     {"input_file_id": "@file@", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
     {
         "input_file_id": "@file@",
@@ -183,17 +183,17 @@ def public_port(model: str) -> HttpPort:
     tokens = {"model": "", "tokens": [1, 2]}
     return HttpPort(
         [
-            *[HttpRoute(path, _CHATS) for path in ("/v1/chat/completions", f"{account}/v1/chat/completions")],
-            HttpRoute("/v1/completions", _COMPLETIONS),
-            *[HttpRoute(path, _RESPONSES) for path in ("/v1/responses", f"{account}/v1/responses")],
-            HttpRoute("/v1/responses/input_tokens", _RESPONSES),
+            *[HttpRoute(path, CHATS) for path in ("/v1/chat/completions", f"{account}/v1/chat/completions")],
+            HttpRoute("/v1/completions", COMPLETIONS),
+            *[HttpRoute(path, RESPONSES) for path in ("/v1/responses", f"{account}/v1/responses")],
+            HttpRoute("/v1/responses/input_tokens", RESPONSES),
             HttpRoute("/v1/responses/@resp@"),
             HttpRoute("/v1/responses/@resp@?stream=true&starting_after=1", status=400),
             HttpRoute("/v1/responses/@resp@/input_items?limit=2&order=asc"),
             HttpRoute("/v1/responses/@resp@/cancel", [b"", {}], status=400),
             HttpRoute("/v1/responses/@resp@", method="DELETE"),
-            *[HttpRoute(path, _MESSAGES) for path in ("/v1/messages", "/v1/messages/count_tokens")],
-            *[HttpRoute(path, _RUNS) for path in (run, f"{run}?queueRequest=true")],
+            *[HttpRoute(path, MESSAGES) for path in ("/v1/messages", "/v1/messages/count_tokens")],
+            *[HttpRoute(path, RUNS) for path in (run, f"{run}?queueRequest=true")],
             HttpRoute(f"{account}/v1/embeddings", [{"model": "m", "input": "a"}], status=400),
             HttpRoute("/tokenize", [{"prompt": "a"}, {"messages": [_HI], "tools": [_TOOL]}]),
             HttpRoute("/detokenize", [tokens]),
@@ -201,7 +201,7 @@ def public_port(model: str) -> HttpPort:
             HttpRoute("/v1/files?limit=2&order=asc&purpose=batch&after=@file@"),
             HttpRoute("/v1/files/@file@/content"),
             HttpRoute("/v1/files/@file@", method="DELETE"),
-            HttpRoute("/v1/batches", _BATCHES),
+            HttpRoute("/v1/batches", BATCHES),
             HttpRoute("/v1/batches?limit=2&after=@batch@"),
             HttpRoute("/v1/batches/@batch@/cancel", [b"", {}], status=409),
             HttpRoute("/v1/usage?from=2027-01-01&to=2027-01-31&group_by=day,model&tenant=a"),
@@ -217,7 +217,7 @@ def admin_port() -> HttpPort:
     api = "/console/api"
     return HttpPort(
         [
-            HttpRoute(f"{api}/chat", _CHATS),
+            HttpRoute(f"{api}/chat", CHATS),
             HttpRoute(f"{api}/workers/decode/none/drain", [b"", {}], status=404),
             HttpRoute(f"{api}/workers/decode/none/undrain", [b"", {}], status=404),
             HttpRoute(f"{api}/jobs/@job@/cancel", [b"", {}], status=404),
