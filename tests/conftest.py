@@ -1,6 +1,8 @@
 """Settings of all tests."""
 
+import contextlib
 import gc
+import importlib
 import os
 from pathlib import Path
 
@@ -18,12 +20,31 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] /
 _ROOT = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Collect without garbage collections, and with a share of the files compiled by each process of xdist.
+
+    On a clean clone the compilation of asserts takes longer than all else in the collection.
+    """
+    gc.disable()
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != session.config.getini("testpaths"):
+        return
+    share, n_shares = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for path in sorted(_ROOT.rglob("test_*.py"))[share::n_shares]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports it
+            importlib.import_module(".".join(path.relative_to(_ROOT.parent).with_suffix("").parts))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (_ROOT / "e2e" not in item.path.parents, item.path.parent != _ROOT))
+    e2e = str(_ROOT / "e2e") + os.sep
+    root = str(_ROOT)
+    items.sort(key=lambda item: (not str(item.path).startswith(e2e), os.path.dirname(item.path) != root))
 
 
 def pytest_collection_finish() -> None:
     """Exempt modules and items, which live until the end, from every later garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()

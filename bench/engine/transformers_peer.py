@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model_spec.config import ModelConfig, load_config
+
+if TYPE_CHECKING:  # its import takes seconds, so the functions do it
+    from transformers import DeepseekV3Config
 
 
 def load_transformers(model_dir: Path, dtype: torch.dtype, *, attention: str = "eager") -> Any:
@@ -20,6 +22,8 @@ def load_transformers(model_dir: Path, dtype: torch.dtype, *, attention: str = "
 
     transformers does not register `kimi_k2`, and reads packed experts only with a further package.
     """
+    from transformers import DeepseekV3ForCausalLM
+
     config = load_config(model_dir)
     with torch.device("meta"):
         settings = _transformers_config(model_dir, config)
@@ -39,6 +43,8 @@ def load_transformers(model_dir: Path, dtype: torch.dtype, *, attention: str = "
 
 
 def _transformers_config(model_dir: Path, config: ModelConfig) -> DeepseekV3Config:
+    from transformers import DeepseekV3Config
+
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     text = dict(raw.get("text_config") or raw)
     # The keys as they are stated, so that the oracle reads them by itself.

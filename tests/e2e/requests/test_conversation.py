@@ -7,7 +7,6 @@ import json
 import urllib.request
 from typing import Any
 
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,6 +29,8 @@ def _ask(cluster: LocalCluster, messages: list[dict[str, Any]], session: str, **
 
 def _openai_client(cluster: LocalCluster) -> Any:
     """An openai.OpenAI; typed as Any, because its types want classes where these tests have JSON."""
+    import openai  # takes a second
+
     return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare, kstest
 
 from libs.engine.sampling.counter_rng import uniform
 from libs.engine.sampling.sampler import sample
@@ -195,6 +194,8 @@ def test_unusable_logits_give_a_bad_token_in_their_rows_only(broken: float) -> N
 
 
 def test_sampling_follows_the_distribution() -> None:
+    from scipy.stats import chisquare  # its import takes a second
+
     logits = torch.from_numpy(np.random.default_rng(3).normal(size=8).astype(np.float32))
     n = 5000
     rows = [make_rows(SamplingParams(seed=seed, temperature=0.7)) for seed in range(n)]
@@ -204,6 +205,8 @@ def test_sampling_follows_the_distribution() -> None:
 
 
 def test_uniforms_are_uniform_over_seeds_and_over_indices() -> None:
+    from scipy.stats import kstest
+
     by_seed = [uniform(seed, 0) for seed in range(4000)]
     by_index = [uniform(5, index) for index in range(4000)]
     for draws in (by_seed, by_index):

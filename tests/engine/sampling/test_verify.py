@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from libs.engine.sampling.sampler import sample
 from libs.engine.sampling.verify import count_accepted
@@ -93,6 +92,8 @@ def test_text_is_identical_with_any_drafts(kind: str, params: dict[str, float]) 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])
 def test_sampling_with_drafts_has_the_target_distribution(kind: str) -> None:
     """Pairs of tokens over many seeds against the exact joint distribution; seeds are fixed."""
+    from scipy.stats import chisquare  # its import takes a second
+
     vocab_size, n_draws = 5, 2000
     counts = np.zeros((vocab_size, vocab_size))
     for seed in range(n_draws):
