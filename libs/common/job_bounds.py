@@ -23,12 +23,11 @@ BACKGROUND = JOBS.add(
 REFERENCE = JOBS.add(Size("jobs[i].reference", 0, 512, "characters", "The submitter's own.", "gRPC"))
 GROUP = JOBS.add(Size("jobs[i].group_id", 0, 128, "characters", "An index has it.", "gRPC"))
 KEY = JOBS.add(Size("jobs[i].idempotency_key", 0, 128, "characters", "An index has it.", "gRPC"))
-EXPIRES_S = JOBS.add(
-    Range("jobs[i].expires_s", 1, 7 * 86_400, "Jobs that never end would fill the database.", apis="gRPC")
-)
-RETENTION_S = JOBS.add(
-    Range("jobs[i].retention_s", 1, 30 * 86_400, "Results that stay would fill the database.", apis="gRPC")
-)
+_DAY_MS = 86_400_000
+_NEVER_ENDS = "Jobs that never end would fill the database."
+EXPIRES_MS = JOBS.add(Range("jobs[i].expires_ms", 1000, 7 * _DAY_MS, _NEVER_ENDS, whole=True, apis="gRPC"))
+_STAYS = "Results that stay would fill the database."
+RETENTION_MS = JOBS.add(Range("jobs[i].retention_ms", 1000, 30 * _DAY_MS, _STAYS, whole=True, apis="gRPC"))
 WEBHOOK = JOBS.add(
     Rule("jobs[i].webhook", "{reason}", "A router sends only where its operator allows it.", apis="gRPC")
 )

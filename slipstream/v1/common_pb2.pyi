@@ -3,8 +3,8 @@
 isort:skip_file
 Messages that several services share.
 
-Units: a duration is a number of milliseconds and its name ends in `_ms`; a point in time is a number of
-seconds since the Unix epoch and its name ends in `_unix_s`. Sizes end in `_bytes`, `_tokens` or `_blocks`.
+Units: a duration is a number of milliseconds and its name ends in `_ms`; a point in time is a double, the
+seconds since the Unix epoch, and its name ends in `_unix_s`. Sizes end in `_bytes`, `_tokens` or `_blocks`.
 Token ids are packed as little-endian u32, floats as little-endian float32. Hashes are 16 bytes each and packed one after another.
 """
 

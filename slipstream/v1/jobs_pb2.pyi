@@ -55,8 +55,8 @@ class NewJob(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
-    EXPIRES_S_FIELD_NUMBER: _builtins.int
-    RETENTION_S_FIELD_NUMBER: _builtins.int
+    EXPIRES_MS_FIELD_NUMBER: _builtins.int
+    RETENTION_MS_FIELD_NUMBER: _builtins.int
     WEBHOOK_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """"/v1/chat/completions" """
@@ -68,9 +68,9 @@ class NewJob(_message.Message):
     """the submitter's; jobs of a group are listed, followed and cancelled together"""
     idempotency_key: _builtins.str
     """empty: each submission is a new job"""
-    expires_s: _builtins.float
+    expires_ms: _builtins.int
     """0 = a day; then the job is EXPIRED unless it has ended"""
-    retention_s: _builtins.float
+    retention_ms: _builtins.int
     """0 = a week; from its end until it is dropped"""
     @_builtins.property
     def webhook(self) -> Global___Webhook:
@@ -84,13 +84,13 @@ class NewJob(_message.Message):
         reference: _builtins.str = ...,
         group_id: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
-        expires_s: _builtins.float = ...,
-        retention_s: _builtins.float = ...,
+        expires_ms: _builtins.int = ...,
+        retention_ms: _builtins.int = ...,
         webhook: Global___Webhook | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["webhook", b"webhook"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "expires_s", b"expires_s", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "path", b"path", "reference", b"reference", "retention_s", b"retention_s", "webhook", b"webhook"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "expires_ms", b"expires_ms", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "path", b"path", "reference", b"reference", "retention_ms", b"retention_ms", "webhook", b"webhook"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -681,7 +681,7 @@ class Started(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
-    created_unix_s: _builtins.int
+    created_unix_s: _builtins.float
     prompt_tokens: _builtins.int
     index: _builtins.int
     """of the answer, below `n`; so in Delta and Finished"""
@@ -690,7 +690,7 @@ class Started(_message.Message):
         *,
         request_id: _builtins.str = ...,
         model: _builtins.str = ...,
-        created_unix_s: _builtins.int = ...,
+        created_unix_s: _builtins.float = ...,
         prompt_tokens: _builtins.int = ...,
         index: _builtins.int = ...,
     ) -> None: ...
@@ -1148,7 +1148,7 @@ class Model(_message.Message):
     PRICE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     max_context_tokens: _builtins.int
-    created_unix_s: _builtins.int
+    created_unix_s: _builtins.float
     @_builtins.property
     def price(self) -> Global___ModelPrice:
         """unset without prices"""
@@ -1158,7 +1158,7 @@ class Model(_message.Message):
         *,
         id: _builtins.str = ...,
         max_context_tokens: _builtins.int = ...,
-        created_unix_s: _builtins.int = ...,
+        created_unix_s: _builtins.float = ...,
         price: Global___ModelPrice | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["price", b"price"]  # noqa: Y015

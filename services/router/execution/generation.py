@@ -284,7 +284,7 @@ class GenerationTask:
         started = event.started
         started.request_id = self.request_id
         started.model = self.request.model or self.context.card.name
-        started.created_unix_s = self.caller.submitted_unix_s or int(self.context.wall_clock_s())
+        started.created_unix_s = self.caller.submitted_unix_s or self.context.wall_clock_s()
         started.prompt_tokens = len(self._prompt.token_ids)
         return event
 

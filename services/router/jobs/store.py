@@ -239,8 +239,8 @@ def check_requests(requests: Sequence[JobRequest]) -> None:
         job_bounds.REFERENCE.check(len(request.reference), f"{field}.reference")
         job_bounds.GROUP.check(len(request.group_id), f"{field}.group_id")
         job_bounds.KEY.check(len(request.idempotency_key), f"{field}.idempotency_key")
-        job_bounds.EXPIRES_S.check(request.expires_s, f"{field}.expires_s")
-        job_bounds.RETENTION_S.check(request.retention_s, f"{field}.retention_s")
+        job_bounds.EXPIRES_MS.check(request.expires_ms, f"{field}.expires_ms")
+        job_bounds.RETENTION_MS.check(request.retention_ms, f"{field}.retention_ms")
 
 
 def _new_rows(
@@ -257,7 +257,7 @@ def _new_row(job_id: str, tenant: str, request: JobRequest, now_s: float) -> tup
         *(job_id, tenant, request.group_id, request.reference, request.idempotency_key or None),
         *(request.digest, prefix_key(request.path, request.body), request.path),
         *(JobState.QUEUED.value, "", 0, 0, 0, "", 0, _stored_bytes(request)),
-        *(now_s, 0.0, 0.0, now_s, now_s + request.expires_s, request.retention_s),
+        *(now_s, 0.0, 0.0, now_s, now_s + request.expires_ms / 1e3, request.retention_ms / 1e3),
         *((hook.url, hook.secret) if hook is not None else (None, None)),
     )
 

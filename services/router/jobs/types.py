@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from libs.database.transaction import SqlTransaction
 
-DEFAULT_EXPIRES_S = 86_400.0
-DEFAULT_RETENTION_S = 7 * 86_400.0
+DEFAULT_EXPIRES_MS = 86_400_000
+DEFAULT_RETENTION_MS = 7 * 86_400_000
 # Jobs that were submitted so long ago wait for live requests no more.
 LONGEST_WAIT_S = 600.0
 
@@ -52,8 +52,8 @@ class JobRequest:
     reference: str = ""
     group_id: str = ""
     idempotency_key: str = ""
-    expires_s: float = DEFAULT_EXPIRES_S  # until it must have ended
-    retention_s: float = DEFAULT_RETENTION_S  # from its end until it is dropped
+    expires_ms: int = DEFAULT_EXPIRES_MS  # until it must have ended
+    retention_ms: int = DEFAULT_RETENTION_MS  # from its end until it is dropped
     webhook: Webhook | None = None
 
     @property

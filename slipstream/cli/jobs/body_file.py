@@ -13,7 +13,7 @@ from slipstream.errors import InvalidArgument
 from slipstream.jobs.messages import index_in
 
 # Fields of a job that the command's flags state, the same for all lines.
-_FLAGS = {"path": "--path", "group_id": "--group", "idempotency_key": "--group", "expires_s": "--expires-s"}
+_FLAGS = {"path": "--path", "group_id": "--group", "idempotency_key": "--group", "expires_ms": "--expires-s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class BodyFile:
             return error
         index, field, is_in_body = place
         if not is_in_body and field in _FLAGS:
-            return InvalidArgument(_FLAGS[field], error.reason)
+            unit = ", in milliseconds" if field.endswith("_ms") else ""  # the flag is in seconds
+            return InvalidArgument(_FLAGS[field], error.reason + unit)
         return InvalidArgument("FILE", f"{self.file}: line {self.lines[index]}: {field}: {error.reason}")
 
 

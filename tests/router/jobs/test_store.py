@@ -130,7 +130,7 @@ async def test_a_follower_sees_each_state_to_the_end(tables: JobTables) -> None:
 
 
 async def test_a_late_job_expires_and_an_old_one_is_dropped(tables: JobTables) -> None:
-    [late] = await tables.submit("a", expires_s=10, retention_s=100)
+    [late] = await tables.submit("a", expires_ms=10_000, retention_ms=100_000)
     tables.now_s += 11
     assert await tables.leases.sweep() == (1, 0)
     assert (await tables.store.get("alice", late)).state is JobState.EXPIRED
@@ -148,8 +148,8 @@ async def test_a_late_job_expires_and_an_old_one_is_dropped(tables: JobTables) -
         (JobRequest(PATH, b"{}", reference="x" * 513), "jobs[0].reference"),
         (JobRequest(PATH, b"{}", idempotency_key="x" * 129), "jobs[0].idempotency_key"),
         (JobRequest(PATH, b"{}", group_id="x" * 129), "jobs[0].group_id"),
-        (JobRequest(PATH, b"{}", expires_s=float("nan")), "jobs[0].expires_s"),
-        (JobRequest(PATH, b"{}", retention_s=0), "jobs[0].retention_s"),
+        (JobRequest(PATH, b"{}", expires_ms=999), "jobs[0].expires_ms"),
+        (JobRequest(PATH, b"{}", retention_ms=0), "jobs[0].retention_ms"),
         (JobRequest(PATH, bytes(9 << 20)), "jobs[0].body"),
     ],
 )

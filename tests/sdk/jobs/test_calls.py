@@ -217,3 +217,18 @@ async def test_a_lost_router_is_replaced_by_the_next(router: RouterServer) -> No
     async with asyncio.timeout(WAIT_S), AsyncClient(f"127.0.0.1:1,{router.host.endpoint}") as client:
         [job] = await client.jobs.submit([BODY])
         assert (await client.jobs.wait(job.id)).job.state == "succeeded"
+
+
+def test_seconds_become_whole_milliseconds_and_a_part_of_one_is_not_the_default() -> None:
+    options = JobOptions(idempotency_key="k", expires_s=1.5, retention_s=0.0001)
+    [request] = submissions([BODY], (), options)
+    assert (request.jobs[0].expires_ms, request.jobs[0].retention_ms) == (1500, 1)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["expires_s", "retention_s"])
+def test_a_duration_that_no_message_holds_is_refused_by_its_field(field: str, seconds: float) -> None:
+    options = JobOptions(**{"idempotency_key": "k", field: seconds})  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument) as caught:
+        list(submissions([BODY], (), options))
+    assert caught.value.field == field

@@ -148,7 +148,9 @@ def job_seeds() -> list[Message]:
     """Of JobService. The jobs wait where no worker runs them."""
     hook = jobs_pb2.Webhook(url="https://hooks.example.com/x", secret="whsec_" + "YWJj" * 8)
     body = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
-    job = jobs_pb2.NewJob(path="/v1/chat/completions", body=body, group_id="g", reference="r", expires_s=60)
+    job = jobs_pb2.NewJob(
+        path="/v1/chat/completions", body=body, group_id="g", reference="r", expires_ms=60_000
+    )
     response = jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "hi"}', idempotency_key="k")
     hooked = jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": "hi"}', webhook=hook)
     return [

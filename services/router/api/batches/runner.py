@@ -206,7 +206,7 @@ class BatchRunner:
                 reference=line.custom_id,
                 group_id=batch.id,
                 idempotency_key=f"{batch.id}/{line.number}",
-                expires_s=expires_s,
+                expires_ms=round(expires_s * 1e3),
             )
             for line in lines
         ]

@@ -15,8 +15,8 @@ from services.router.api.rpc.message_reader import read_message
 from services.router.jobs.executor import JobExecutor
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import (
-    DEFAULT_EXPIRES_S,
-    DEFAULT_RETENTION_S,
+    DEFAULT_EXPIRES_MS,
+    DEFAULT_RETENTION_MS,
     Job,
     JobCounts,
     JobRequest,
@@ -156,8 +156,8 @@ def _request_of(new: jobs_pb2.NewJob) -> JobRequest:
         reference=new.reference,
         group_id=new.group_id,
         idempotency_key=new.idempotency_key,
-        expires_s=new.expires_s or DEFAULT_EXPIRES_S,
-        retention_s=new.retention_s or DEFAULT_RETENTION_S,
+        expires_ms=new.expires_ms or DEFAULT_EXPIRES_MS,
+        retention_ms=new.retention_ms or DEFAULT_RETENTION_MS,
         webhook=hook,
     )
 

@@ -19,7 +19,7 @@ class ChoiceWriters(ChoicesWriter):
         self._body = body
         self._is_chat = is_chat
         self._context = context
-        self._created_unix_s = 0
+        self._created_unix_s = 0.0
         self._writers: dict[int, ResponseWriter] = {}
         self._leaders = leaders_of(body.requests)
         self._n_logprobs = 0  # of prompts, in the whole answer

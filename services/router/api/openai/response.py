@@ -214,7 +214,7 @@ class ResponseWriter(AnswerWriter):
         return {
             "id": f"{prefix}-{started.request_id}",
             "object": name,
-            "created": started.created_unix_s,
+            "created": int(started.created_unix_s),
             "model": started.model,
             "system_fingerprint": None,
         }

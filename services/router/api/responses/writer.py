@@ -101,7 +101,7 @@ class ResponsesWriter(AnswerWriter):
     def _response(self, status: str, output: list[Json], usage: Json | None) -> Json:
         return response_object(
             self._shape.response_id,
-            created_unix_s=self._started.created_unix_s,
+            created_unix_s=int(self._started.created_unix_s),
             status=status,
             model=self._started.model,
             output=output,

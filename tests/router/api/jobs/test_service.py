@@ -145,7 +145,7 @@ async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any)
             jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": ["a", ""], "n": 2}'),
             "jobs[1].body.prompt",
         ),
-        (jobs_pb2.NewJob(path=CHAT, body=new_job().body, expires_s=1e9), "jobs[1].expires_s"),
+        (jobs_pb2.NewJob(path=CHAT, body=new_job().body, expires_ms=10**12), "jobs[1].expires_ms"),
         (
             jobs_pb2.NewJob(
                 path=CHAT, body=new_job().body, webhook=jobs_pb2.Webhook(url="http://127.0.0.1/", secret="x")
