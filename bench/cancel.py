@@ -81,7 +81,7 @@ class Times:
         return {name: percentiles(times) for name, times in rows.items()}
 
 
-class Fleet:
+class ClusterProcesses:
     """The processes of the cluster, and calls to them."""
 
     def __init__(self, cluster: ClusterSupervisor) -> None:
@@ -144,7 +144,7 @@ class Running:
 class Cancels:
     """Brings a request to a stage and ends it there."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: ClusterProcesses) -> None:
         self._fleet = fleet
         self._numbers = itertools.count()
 
@@ -314,7 +314,7 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
     heap.freeze_heap()
     gc.disable()  # `measure` collects between two rounds, so that no pause falls into a measurement
     async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
-        fleet = Fleet(cluster)
+        fleet = ClusterProcesses(cluster)
         try:
             cancels = Cancels(fleet)
             for stage in options.only:

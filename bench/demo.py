@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, Turn, run_tool
+from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, CustomerTurn, run_tool
 from bench.ledgers import block_counts, wait_until_idle
 from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError
@@ -52,7 +52,7 @@ def say(text: str = "", *, end: str = "\n") -> None:
 
 
 @dataclass(slots=True)
-class Conversation:
+class DemoConversation:
     """The running conversation, its replies and the problems found."""
 
     client: AsyncClient
@@ -85,7 +85,7 @@ class Conversation:
         self.messages.append(stream.reply.as_message())
         return stream.reply
 
-    async def turn(self, turn: Turn, headers: dict[str, str]) -> list[Reply]:
+    async def turn(self, turn: CustomerTurn, headers: dict[str, str]) -> list[Reply]:
         """Run a customer's message, the tool calls it leads to, and the answer; returns the replies."""
         say(f"  {BOLD}customer{RESET}  {turn.user}")
         self.messages.append({"role": "user", "content": turn.user})
@@ -102,7 +102,7 @@ class Conversation:
         self._check(turn, called, replies[-1].text)
         return replies
 
-    def _check(self, turn: Turn, called: Sequence[tuple[str, Any]], answer: str) -> None:
+    def _check(self, turn: CustomerTurn, called: Sequence[tuple[str, Any]], answer: str) -> None:
         wanted = [(turn.tool, dict(turn.arguments))] if turn.tool else []
         if list(called) != wanted:
             self.problems.append(f"{turn.user!r}: called {called}, not {wanted}")
@@ -141,7 +141,7 @@ def show(replies: Sequence[Reply]) -> None:
     say()
 
 
-async def converse(cluster: ClusterSupervisor, conversation: Conversation) -> None:
+async def converse(cluster: ClusterSupervisor, conversation: DemoConversation) -> None:
     """Run the scripted turns; some of them move to another worker, or lose one."""
     worker = FIRST_WORKER
     for number, turn in enumerate(TURNS, 1):
@@ -167,7 +167,7 @@ def accepted_drafts(replies: Sequence[Reply], worker: str = "") -> int:
     return sum(stats.accepted_drafts for stats in found if worker in ("", stats.decode_worker))
 
 
-def check_moved(conversation: Conversation, reply: Reply) -> None:
+def check_moved(conversation: DemoConversation, reply: Reply) -> None:
     """Check that the turn ran on another prefill worker and found its prefix in the kvstore."""
     assert reply.stats is not None
     assert reply.usage is not None
@@ -179,7 +179,7 @@ def check_moved(conversation: Conversation, reply: Reply) -> None:
 
 
 def report(
-    cluster: ClusterSupervisor, conversation: Conversation, blocks: dict[str, int], leaked: int
+    cluster: ClusterSupervisor, conversation: DemoConversation, blocks: dict[str, int], leaked: int
 ) -> dict[str, Any]:
     """The object of the last line."""
     replies = conversation.replies
@@ -232,7 +232,7 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         endpoints, dial = record.service_endpoints(), operator_dial(run_dir)
         say(f"ready in {cluster.ready_s:.1f} s\n")
         async with AsyncClient(record.router_grpc) as client:
-            conversation = Conversation(client)
+            conversation = DemoConversation(client)
             await converse(cluster, conversation)
         leaked = await wait_until_idle(endpoints, conversation.problems, dial)
         result = report(cluster, conversation, await block_counts(endpoints, dial), leaked)

@@ -24,7 +24,7 @@ TOOLS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class CustomerTurn:
     """One customer message. `tool`: the function that the agent must call; `states`: values in its answer."""
 
     user: str
@@ -35,33 +35,35 @@ class Turn:
 
 
 TURNS = (
-    Turn(
+    CustomerTurn(
         "Where is my order 482135?",
         "get_order_status",
         {"order_id": "482135"},
         ("482135", "2026-12-04"),
     ),
-    Turn(
+    CustomerTurn(
         "Please refund 25.75 euros for order 482135.",
         "refund_order",
         {"order_id": "482135", "amount": 25.75},
         ("25.75", "R-70931"),
     ),
-    Turn(
+    CustomerTurn(
         "Can you look up invoice INV-30562?",
         "get_invoice",
         {"invoice_id": "INV-30562"},
         ("INV-30562", "129.95", "paid"),
         note="on the other prefill worker",
     ),
-    Turn(
+    CustomerTurn(
         "I forgot my password. My e-mail is anna.keller@mail.example.",
         "reset_password",
         {"email": "anna.keller@mail.example"},
         ("anna.keller@mail.example", "30"),
         note="decode-0 killed; decode-1 asks the drafter service for drafts",
     ),
-    Turn("How long is the warranty?", None, {}, ("12 months",), note="with the drafter service killed"),
+    CustomerTurn(
+        "How long is the warranty?", None, {}, ("12 months",), note="with the drafter service killed"
+    ),
 )
 
 

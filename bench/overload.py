@@ -32,7 +32,7 @@ import aiohttp
 import grpc
 
 from bench.ledgers import wait_until_idle
-from bench.overload_load import Outcomes, OverloadClient, Shape, check_grpc_refusal, refusal_quantiles
+from bench.overload_load import Outcomes, OverloadClient, RequestShape, check_grpc_refusal, refusal_quantiles
 from bench.request_log import percentiles
 from bench.router.rig import cpu_seconds, make_model
 from libs.common.cluster.worker_record import Role
@@ -81,7 +81,7 @@ class Overload:
         self, cluster: ClusterSupervisor, client: OverloadClient, options: argparse.Namespace
     ) -> None:
         self._cluster, self._client, self._options = cluster, client, options
-        self._shape = Shape(options.deadline_s, options.output_tokens)
+        self._shape = RequestShape(options.deadline_s, options.output_tokens)
         record = cluster.record()
         self.grpc, self.http = record.router_grpc, record.router_http
         self._admin_http = record.find("router-0").admin_http

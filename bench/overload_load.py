@@ -50,7 +50,7 @@ class Outcomes:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """The shape of each request. Every `http_every`-th request goes over HTTP; 0 = none."""
 
     deadline_s: float
@@ -76,7 +76,7 @@ class OverloadClient:
         await self._http.close()
         await self._channel.close()
 
-    async def window(self, shape: Shape, *, rate_per_s: float, requests: int, seed: int) -> Outcomes:
+    async def window(self, shape: RequestShape, *, rate_per_s: float, requests: int, seed: int) -> Outcomes:
         """Run `requests` arrivals at this rate; returns when the last request has ended."""
         outcomes, rng = Outcomes(offered=requests), random.Random(seed)
         due_s, tasks = time.monotonic(), []
@@ -87,7 +87,7 @@ class OverloadClient:
         await asyncio.gather(*tasks)
         return outcomes
 
-    async def closed(self, shape: Shape, *, streams: int, requests: int, seed: int) -> Outcomes:
+    async def closed(self, shape: RequestShape, *, streams: int, requests: int, seed: int) -> Outcomes:
         """Run `requests` in all, `streams` at a time: the cluster's full rate without overload."""
         outcomes, numbers = Outcomes(offered=requests), iter(range(requests))
 
@@ -98,7 +98,7 @@ class OverloadClient:
         await asyncio.gather(*(stream() for _ in range(streams)))
         return outcomes
 
-    async def _one(self, shape: Shape, seed: int, number: int, outcomes: Outcomes) -> None:
+    async def _one(self, shape: RequestShape, seed: int, number: int, outcomes: Outcomes) -> None:
         words = " ".join(f"item {seed}-{number}-{i}" for i in range(shape.prompt_words))
         priority = shape.priorities[number % len(shape.priorities)]
         over_http = shape.http_every and number % shape.http_every == 0
@@ -125,7 +125,7 @@ class OverloadClient:
             else:
                 outcomes.late += 1
 
-    async def _over_grpc(self, words: str, shape: Shape, priority: str) -> tuple[int, int]:
+    async def _over_grpc(self, words: str, shape: RequestShape, priority: str) -> tuple[int, int]:
         """(tokens, attempts)"""
         request = chat_request([{"role": "user", "content": words}], {"priority": priority or "default"})
         request.sampling.max_tokens, request.sampling.ignore_eos = shape.output_tokens, True
@@ -149,7 +149,7 @@ class OverloadClient:
         async with self._http.post("/v1/chat/completions", json=body, headers=headers) as answer:
             check_http_refusal(answer.status, answer.headers, await answer.json())
 
-    async def _over_http(self, words: str, shape: Shape, priority: str) -> tuple[int, int]:
+    async def _over_http(self, words: str, shape: RequestShape, priority: str) -> tuple[int, int]:
         """(tokens, 0): the HTTP response has no number of attempts."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": words}], "ignore_eos": True}
         body["max_tokens"] = shape.output_tokens

@@ -6,14 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.networks.eagle_network import EagleHead
+from models.networks.eagle_network import TrainableEagleHead
 from models.networks.network import Network
 from models.training.batches import Example
 
 
 @torch.no_grad()
 def accepted_lengths(
-    head: EagleHead, target: Network, example: Example, features: Tensor, logits: Tensor, *, drafts: int
+    head: TrainableEagleHead,
+    target: Network,
+    example: Example,
+    features: Tensor,
+    logits: Tensor,
+    *,
+    drafts: int,
 ) -> list[int]:
     """The tokens, with the bonus token, of each verification step in the assistant's spans.
 

@@ -28,7 +28,7 @@ from models.helpdesk.dialogues import LONG, Dialogue, generate_dialogues
 from models.networks.export import load_network
 from models.settings import BASE_DIR, EAGLE_DIR, HELD_OUT_SEED
 from models.training.base_train import validate
-from models.turns import Turn, Verdict, dialogue_turns, judge, parse_reply, share
+from models.turns import AssistantTurn, TurnVerdict, dialogue_turns, judge, parse_reply, share
 
 DRAFTS = 3
 LONG_TO_TOKENS = 8192
@@ -63,26 +63,28 @@ class Report:
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
-def held_out_turns(tokenizer: Tokenizer, dialogues: int) -> list[Turn]:
+def held_out_turns(tokenizer: Tokenizer, dialogues: int) -> list[AssistantTurn]:
     """All assistant turns of the first held-out dialogues."""
     found = generate_dialogues(HELD_OUT_SEED, dialogues)
     return [turn for dialogue in found for turn in dialogue_turns(tokenizer, dialogue)]
 
 
-def long_turns(tokenizer: Tokenizer, dialogues: int, *, from_tokens: int, to_tokens: int) -> list[Turn]:
+def long_turns(
+    tokenizer: Tokenizer, dialogues: int, *, from_tokens: int, to_tokens: int
+) -> list[AssistantTurn]:
     """Turns of long held-out dialogues with prompts of [from_tokens, to_tokens] tokens."""
-    turns: list[Turn] = []
+    turns: list[AssistantTurn] = []
     for dialogue in generate_dialogues(HELD_OUT_SEED, dialogues, shape=LONG):
         late = _last_turns(tokenizer, dialogue)
         turns += [t for t in late if from_tokens <= len(t.prompt_ids) <= to_tokens]
     return turns
 
 
-def _last_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[Turn]:
+def _last_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[AssistantTurn]:
     return dialogue_turns(tokenizer, dialogue)[-24:]
 
 
-def examine(engine: Engine, tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Verdict]:
+def examine(engine: Engine, tokenizer: Tokenizer, turns: Sequence[AssistantTurn]) -> list[TurnVerdict]:
     """Make greedy replies to `turns` and judge them."""
     stop = tokenizer.special_id(IM_END)
     results = generate(engine, [turn.prompt_ids for turn in turns], stop_token_id=stop)
@@ -137,7 +139,7 @@ def evaluate(
     )
 
 
-def _acceptance(engine: Engine, turns: Sequence[Turn], drafter: DrafterEngine, stop: int) -> float:
+def _acceptance(engine: Engine, turns: Sequence[AssistantTurn], drafter: DrafterEngine, stop: int) -> float:
     """Tokens per step with drafts, with the bonus token; 0 without a step."""
     replies = generate(
         engine,
@@ -151,7 +153,7 @@ def _acceptance(engine: Engine, turns: Sequence[Turn], drafter: DrafterEngine, s
     return sum(sum(reply.step_lengths) for reply in replies) / steps if steps else 0.0
 
 
-def _count(verdicts: Sequence[Verdict], kind: str) -> int:
+def _count(verdicts: Sequence[TurnVerdict], kind: str) -> int:
     return sum(v.kind == kind for v in verdicts)
 
 

@@ -17,7 +17,7 @@ Call = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AssistantTurn:
     """One assistant message to be written: the ids before it, and the correct message."""
 
     prompt_ids: list[int]
@@ -31,7 +31,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ParsedReply:
     """A model's reply: visible text and calls. Arguments that are not JSON are None."""
 
     text: str
@@ -39,7 +39,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TurnVerdict:
     """The result for one turn. `right`: the expected calls, all values stated, or the expected text."""
 
     kind: str
@@ -48,17 +48,17 @@ class Verdict:
     identical: bool
 
 
-def dialogue_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[Turn]:
+def dialogue_turns(tokenizer: Tokenizer, dialogue: Dialogue) -> list[AssistantTurn]:
     """Each assistant message of a dialogue as a separate turn, with the correct history before it."""
     turns = []
     for check in dialogue.checks:
         history = dialogue.messages[: check.index]
         encoded = encode_chat(tokenizer, history, dialogue.tools, add_generation_prompt=True)
-        turns.append(Turn(encoded.token_ids, check, dialogue.messages[check.index]))
+        turns.append(AssistantTurn(encoded.token_ids, check, dialogue.messages[check.index]))
     return turns
 
 
-def parse_reply(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Reply:
+def parse_reply(tokenizer: Tokenizer, token_ids: Sequence[int]) -> ParsedReply:
     """Parse generated ids as the router does."""
     parser = ResponseParser(tokenizer, thinking=False)
     text: list[str] = []
@@ -73,7 +73,7 @@ def parse_reply(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Reply:
         elif isinstance(delta, ToolCallArguments):
             arguments[delta.index] += delta.text
     calls = [(name, _decoded(a)) for name, a in zip(names, arguments, strict=True)]
-    return Reply("".join(text), calls)
+    return ParsedReply("".join(text), calls)
 
 
 def _decoded(arguments: str) -> Any:
@@ -83,7 +83,7 @@ def _decoded(arguments: str) -> Any:
         return None
 
 
-def judge(turn: Turn, reply: Reply) -> Verdict:
+def judge(turn: AssistantTurn, reply: ParsedReply) -> TurnVerdict:
     """Compare `reply` with the check of `turn`."""
     expected_text = str(turn.expected["content"])
     identical = reply.text == expected_text and reply.calls == turn.expected_calls
@@ -95,10 +95,10 @@ def judge(turn: Turn, reply: Reply) -> Verdict:
         right = not reply.calls and all(value in reply.text for value in turn.check.values)
     else:
         right = identical
-    return Verdict(turn.check.kind, parses, right, identical)
+    return TurnVerdict(turn.check.kind, parses, right, identical)
 
 
-def share(verdicts: Iterable[Verdict], kind: str, field: str) -> float:
+def share(verdicts: Iterable[TurnVerdict], kind: str, field: str) -> float:
     """The share of the verdicts of `kind` with a true `field`; 0 when there are none."""
     marks = [bool(getattr(v, field)) for v in verdicts if v.kind == kind]
     return sum(marks) / len(marks) if marks else 0.0

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.autoscale.day import DAY_MS, day_of
-from bench.autoscale.fleet import START_MS, TIERS, Rule, SimulatedFleet
+from bench.autoscale.fleet import START_MS, TIERS, ScalingRule, SimulatedFleet
 from bench.autoscale.rules import DynamoPlanner, FixedFleet, OurAutoscaling
 from bench.placement.compare import TPOT_LIMIT_MS, TTFT_LIMIT_MS
 from bench.placement.model import Hardware, percentile
@@ -33,7 +33,9 @@ REQUESTS = 40_000
 _AGENTS = AgentShape(duration_ms=3_600_000.0, turns=(3, 10), turn_blocks=(0, 24), output_tokens=(400, 2000))
 
 
-def simulate(trace: Sequence[TraceRequest], rule: Rule, n_requests: int, sizes: dict[Role, int]) -> Any:
+def simulate(
+    trace: Sequence[TraceRequest], rule: ScalingRule, n_requests: int, sizes: dict[Role, int]
+) -> Any:
     """The day under one rule: (figures, the fleet)."""
     fleet = SimulatedFleet(Hardware(), rule, sizes=sizes)
     fleet.run(day_of(trace, n_requests), until_ms=DAY_MS)

@@ -66,7 +66,7 @@ class SimulatedWorker:
     done_before_ms: float = 0.0  # of a prefill worker, at the last look
 
 
-class Rule(Protocol):
+class ScalingRule(Protocol):
     """Decides the size of each tier."""
 
     name: str
@@ -79,7 +79,7 @@ class Rule(Protocol):
 class SimulatedFleet:
     """The fleet, one rule, one day."""
 
-    def __init__(self, hardware: Hardware, rule: Rule, *, sizes: dict[Role, int]) -> None:
+    def __init__(self, hardware: Hardware, rule: ScalingRule, *, sizes: dict[Role, int]) -> None:
         self.hardware = hardware
         self.now_ms = 0.0
         self.arrived_tokens = self.arrived_uncached = self.arrived_output = self.arrived = 0

@@ -72,7 +72,7 @@ def turn_of(rng: random.Random, kind: str, number: int, *, words: int) -> list[M
     ]
 
 
-class Side:
+class FilledCache:
     """A memory with the conversations that a row needs."""
 
     def __init__(self, *, words: int) -> None:
@@ -121,7 +121,7 @@ class Side:
 
 
 def _serve(words: int) -> None:
-    side = Side(words=words)
+    side = FilledCache(words=words)
     for line in sys.stdin:
         kind, messages, n = line.split()
         print(side.turns(kind, int(messages), int(n)), flush=True)

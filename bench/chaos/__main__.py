@@ -28,10 +28,10 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.chaos.clients import Load, ask_http, ask_sdk
+from bench.chaos.clients import ClientLoad, ask_http, ask_sdk
 from bench.chaos.faults import FaultInjector
 from bench.chaos.leftovers import Sample, growth, sample, shared_memory_files
-from bench.chaos.prompts import Prompt, prompts
+from bench.chaos.prompts import ChaosPrompt, prompts
 from bench.chaos.report import judge, report
 from bench.chaos.schedule import schedule
 from bench.faults.faulty_disk import FaultyDisk
@@ -97,7 +97,7 @@ async def _measure(
 ) -> dict[str, object]:
     asked = prompts(N_PROMPTS)
     routers = {p.instance: p for p in cluster.record().processes if p.role == Role.ROUTER}
-    load = Load(
+    load = ClientLoad(
         asked,
         grpc=[process.endpoint for process in routers.values()],
         http={name: process.http or "" for name, process in routers.items()},
@@ -151,7 +151,7 @@ async def _measure(
     }
 
 
-async def _undisturbed(cluster: ClusterSupervisor, asked: Sequence[Prompt]) -> list[str]:
+async def _undisturbed(cluster: ClusterSupervisor, asked: Sequence[ChaosPrompt]) -> list[str]:
     """The text of each prompt. Raises RuntimeError when SDK and HTTP differ."""
     record = cluster.record()
     texts = []

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from bench.chaos.outcome import HTTP, SDK, Outcome
-from bench.chaos.prompts import Prompt
+from bench.chaos.prompts import ChaosPrompt
 from slipstream import errors
 from slipstream.async_client import AsyncClient
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 120.0
 _REFUSED_PAUSE_S = 0.25
 
 
-async def ask_sdk(client: AsyncClient, prompts: Sequence[Prompt], number: int, session: str) -> Outcome:
+async def ask_sdk(client: AsyncClient, prompts: Sequence[ChaosPrompt], number: int, session: str) -> Outcome:
     """One request over the SDK, to its end."""
     prompt, outcome = prompts[number], Outcome(SDK, number, time.monotonic())
     stream = client.stream_chat(
@@ -40,7 +40,7 @@ async def ask_sdk(client: AsyncClient, prompts: Sequence[Prompt], number: int, s
 
 
 async def ask_http(
-    client: aiohttp.ClientSession, prompts: Sequence[Prompt], number: int, *, router: str, model: str
+    client: aiohttp.ClientSession, prompts: Sequence[ChaosPrompt], number: int, *, router: str, model: str
 ) -> Outcome:
     """One streamed request over HTTP to one router, to its end."""
     prompt, outcome = prompts[number], Outcome(HTTP, number, time.monotonic(), router)
@@ -79,12 +79,12 @@ async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> No
         outcome.error = "cut: the stream ended without [DONE]"
 
 
-class Load:
+class ClientLoad:
     """Runs the clients until it is closed, and keeps what came of each request."""
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[ChaosPrompt],
         *,
         grpc: Sequence[str],
         http: dict[str, str],

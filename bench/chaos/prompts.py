@@ -18,14 +18,14 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ChaosPrompt:
     """One request; equal over the SDK and over HTTP."""
 
     messages: tuple[dict[str, str], ...]
     sampling: dict[str, Any]
 
 
-def prompts(count: int) -> list[Prompt]:
+def prompts(count: int) -> list[ChaosPrompt]:
     """`count` different prompts of about 600 tokens, every other one sampled at temperature 0.7."""
     found = []
     for number in range(count):
@@ -42,5 +42,5 @@ def prompts(count: int) -> list[Prompt]:
         sampling: dict[str, Any] = (
             {"temperature": 0.7, "seed": number} if number % 2 else {"temperature": 0.0}
         )
-        found.append(Prompt(messages, {**sampling, "max_tokens": MAX_TOKENS, "ignore_eos": True}))
+        found.append(ChaosPrompt(messages, {**sampling, "max_tokens": MAX_TOKENS, "ignore_eos": True}))
     return found

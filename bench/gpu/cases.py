@@ -10,7 +10,7 @@ import torch
 from bench.gpu.work import (
     KIMI_K25,
     DeviceShape,
-    Work,
+    KernelWork,
     experts_work,
     mla_decode_work,
     mla_prefill_work,
@@ -36,7 +36,7 @@ class Case:
 
     name: str
     setting: str
-    make: Callable[[torch.device], tuple[Run, Work]]
+    make: Callable[[torch.device], tuple[Run, KernelWork]]
 
 
 def all_cases(shape: DeviceShape = KIMI_K25) -> Iterator[Case]:
@@ -79,8 +79,8 @@ def _plan(device: torch.device, batch: int, context: int, rows: int) -> DevicePl
     )
 
 
-def _decode(shape: DeviceShape, batch: int, context: int, rows: int) -> Callable[..., tuple[Run, Work]]:
-    def make(device: torch.device) -> tuple[Run, Work]:
+def _decode(shape: DeviceShape, batch: int, context: int, rows: int) -> Callable[..., tuple[Run, KernelWork]]:
+    def make(device: torch.device) -> tuple[Run, KernelWork]:
         plan = _plan(device, batch, context, rows)
         pages = _normal(device, plan.page_table.numel(), _BLOCK_TOKENS, shape.lora + shape.rope)
         q_latent = _normal(device, batch * rows, shape.n_heads, shape.lora)
@@ -105,8 +105,8 @@ def _decode(shape: DeviceShape, batch: int, context: int, rows: int) -> Callable
     return make
 
 
-def _prefill(shape: DeviceShape, rows: int, context: int) -> Callable[..., tuple[Run, Work]]:
-    def make(device: torch.device) -> tuple[Run, Work]:
+def _prefill(shape: DeviceShape, rows: int, context: int) -> Callable[..., tuple[Run, KernelWork]]:
+    def make(device: torch.device) -> tuple[Run, KernelWork]:
         q = _normal(device, rows, shape.n_heads, shape.nope + shape.rope)
         latents = _normal(device, context, shape.lora + shape.rope)
         kv_b = _normal(device, shape.n_heads * (shape.nope + shape.value), shape.lora) / shape.lora**0.5
@@ -128,8 +128,8 @@ def _random_int4(device: torch.device, n: int, rows: int, cols: int, group: int)
     return ExpertWeights(words, scale, rows, cols, group)
 
 
-def _experts(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, Work]]:
-    def make(device: torch.device) -> tuple[Run, Work]:
+def _experts(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, KernelWork]]:
+    def make(device: torch.device) -> tuple[Run, KernelWork]:
         n_experts = shape.n_experts if device.type == "cuda" else shape.n_chosen
         gate_up = _random_int4(device, n_experts, 2 * shape.intermediate, shape.hidden, shape.group)
         down = _random_int4(device, n_experts, shape.hidden, shape.intermediate, shape.group)
@@ -151,8 +151,8 @@ def _experts(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, Work]]
     return make
 
 
-def _norm(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
-    def make(device: torch.device) -> tuple[Run, Work]:
+def _norm(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, KernelWork]]:
+    def make(device: torch.device) -> tuple[Run, KernelWork]:
         x = _normal(device, rows, shape.hidden, dtype=torch.float32)
         delta, weight = _normal(device, rows, shape.hidden), torch.ones(shape.hidden, device=device)
         work = row_work(12 * shape.hidden, rows, 6 * shape.hidden)
@@ -165,8 +165,8 @@ def _norm(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
     return make
 
 
-def _swiglu(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
-    def make(device: torch.device) -> tuple[Run, Work]:
+def _swiglu(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, KernelWork]]:
+    def make(device: torch.device) -> tuple[Run, KernelWork]:
         joined = _normal(device, rows, 2 * shape.intermediate)
         work = row_work(6 * shape.intermediate, rows, 5 * shape.intermediate)
 
@@ -178,8 +178,8 @@ def _swiglu(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
     return make
 
 
-def _router(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, Work]]:
-    def make(device: torch.device) -> tuple[Run, Work]:
+def _router(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, KernelWork]]:
+    def make(device: torch.device) -> tuple[Run, KernelWork]:
         logits = _normal(device, tokens, shape.n_experts, dtype=torch.float32)
         bias = torch.zeros(shape.n_experts, device=device)
 
@@ -194,8 +194,8 @@ def _router(shape: DeviceShape, tokens: int) -> Callable[..., tuple[Run, Work]]:
     return make
 
 
-def _rope(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, Work]]:
-    def make(device: torch.device) -> tuple[Run, Work]:
+def _rope(shape: DeviceShape, rows: int) -> Callable[..., tuple[Run, KernelWork]]:
+    def make(device: torch.device) -> tuple[Run, KernelWork]:
         plan = _plan(device, 1, rows, rows)
         width = shape.lora + shape.rope
         pages = _normal(device, plan.page_table.numel(), _BLOCK_TOKENS, width)

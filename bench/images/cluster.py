@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from bench.images.container import Container, Limits
+from bench.images.container import Container, ContainerLimits
 from bench.images.image import TIERS, Image
 from slipstream.client import Client
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -95,7 +95,7 @@ class ContainerCluster:
         if tier == "kvstore":
             _give(data_dir)
             writable = ((data_dir, "/data"),)
-        limits = Limits(_MEMORY_MIB[tier] * _MIB, writable, ((self.secret_file, SECRET),))
+        limits = ContainerLimits(_MEMORY_MIB[tier] * _MIB, writable, ((self.secret_file, SECRET),))
         command = [*image.config["Entrypoint"], *self._arguments(tier)]
         name = f"slipstream-{tier}-{self._ports[tier]}"
         container = Container(name, image, self._work_dir, limits, command=command)

@@ -18,7 +18,7 @@ _READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tr
 
 
 @dataclass(frozen=True)
-class Limits:
+class ContainerLimits:
     """What a container may use, beside its image."""
 
     memory_bytes: int
@@ -29,7 +29,7 @@ class Limits:
     groups: tuple[int, ...] = ()  # beside the image's
 
 
-def runtime_config(image: Image, command: Sequence[str], limits: Limits) -> dict[str, Any]:
+def runtime_config(image: Image, command: Sequence[str], limits: ContainerLimits) -> dict[str, Any]:
     """The OCI runtime's configuration. The network is the machine's, so ports on loopback are reachable."""
     user, _, group = image.config["User"].partition(":")
     mounts = [
@@ -78,7 +78,7 @@ class Container:
     """`with Container(...) as container`: runs inside, and is gone after it, however that ends."""
 
     def __init__(
-        self, name: str, image: Image, work_dir: Path, limits: Limits, *, command: Sequence[str]
+        self, name: str, image: Image, work_dir: Path, limits: ContainerLimits, *, command: Sequence[str]
     ) -> None:
         """Its bundle and its log are in `work_dir`."""
         self.name = name

@@ -33,7 +33,7 @@ def measure(directory: Path, *, turns: int, remote: bool, pool: bool) -> dict[st
         "start": kvstore_index.measure_scan(directory / "scan"),
     }
     if remote:
-        found["remote"] = asyncio.run(kvstore_remote.measure(kvstore_remote.Shape()))
+        found["remote"] = asyncio.run(kvstore_remote.measure(kvstore_remote.ReadShape()))
     if pool:
         found["pool"] = asyncio.run(kvstore_pool.measure(directory))
     return found

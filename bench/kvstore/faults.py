@@ -50,7 +50,7 @@ _KEEPS_PROMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FaultWorkload:
     """What is asked: so many prompts of so many tokens for each fault."""
 
     prompt_tokens: int
@@ -59,7 +59,7 @@ class Shape:
     seed: int = 0
 
 
-class Side:
+class FaultedCluster:
     """One of the two clusters."""
 
     def __init__(self, cluster: ClusterSupervisor, client: AsyncClient) -> None:
@@ -99,7 +99,9 @@ class Side:
 class FaultBench:
     """Both clusters and the disk under one of them."""
 
-    def __init__(self, stored: Side, bare: Side, disk: FaultyDisk, shape: Shape) -> None:
+    def __init__(
+        self, stored: FaultedCluster, bare: FaultedCluster, disk: FaultyDisk, shape: FaultWorkload
+    ) -> None:
         self._stored, self._bare, self._disk, self._shape = stored, bare, disk, shape
         self._random = random.Random(shape.seed)
         self._words = round(0.7 * shape.prompt_tokens)
@@ -207,7 +209,7 @@ def _row(name: str, stored: list[tuple[float, float]], bare: list[float]) -> dic
     }
 
 
-def _config(run_dir: Path, shape: Shape, environment: dict[str, str] | None) -> ClusterConfig:
+def _config(run_dir: Path, shape: FaultWorkload, environment: dict[str, str] | None) -> ClusterConfig:
     """A prefill worker that keeps little; `environment`: of its kvstore, None for none."""
     block_bytes = 64 * 5 * (96 + 16) * 4  # of the shipped model, for sizes of memory only
     prompt_bytes = -(-shape.prompt_tokens // 64) * block_bytes * 5 // 4
@@ -229,7 +231,7 @@ def _config(run_dir: Path, shape: Shape, environment: dict[str, str] | None) -> 
     )
 
 
-async def measure(shape: Shape) -> list[dict[str, Any]]:
+async def measure(shape: FaultWorkload) -> list[dict[str, Any]]:
     """Start both clusters, measure, stop them."""
     with tempfile.TemporaryDirectory() as directory:
         stored_dir, bare_dir, shim = (Path(directory) / name for name in ("stored", "bare", "shim"))
@@ -237,12 +239,12 @@ async def measure(shape: Shape) -> list[dict[str, Any]]:
             path.mkdir()
         async with AsyncExitStack() as stack:
             disk = stack.enter_context(FaultyDisk(shim, stored_dir / "data" / STORE))
-            sides: list[Side] = []
+            sides: list[FaultedCluster] = []
             for run_dir, environment in ((stored_dir, disk.environment), (bare_dir, None)):
                 config = _config(run_dir, shape, environment)
                 cluster = await stack.enter_async_context(ClusterSupervisor(config, say=lambda line: None))
                 client = AsyncClient(cluster.record().router_grpc, timeout_s=300)
-                sides.append(Side(cluster, await stack.enter_async_context(client)))
+                sides.append(FaultedCluster(cluster, await stack.enter_async_context(client)))
             return await FaultBench(sides[0], sides[1], disk, shape).run()
 
 
@@ -259,7 +261,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     only = tuple(asked.only.split(",")) if asked.only else ()
-    rows = asyncio.run(measure(Shape(asked.prompt_tokens, asked.rounds, only)))
+    rows = asyncio.run(measure(FaultWorkload(asked.prompt_tokens, asked.rounds, only)))
     if asked.json:
         print(json.dumps(rows))
         return

@@ -23,7 +23,7 @@ from libs.common.transport.registered_memory import PageAlignedMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerMemory:
     """Where the memory is: by Mooncake's session id and address, and by a TCP port."""
 
     session: str
@@ -32,13 +32,13 @@ class Peer:
 
 
 @contextmanager
-def spawn_peer(memory_bytes: int, batch_bytes: int) -> Iterator[Peer]:
+def spawn_peer(memory_bytes: int, batch_bytes: int) -> Iterator[PeerMemory]:
     """A peer process, ended on leaving."""
     command = [sys.executable, "-m", "bench.kvstore.peer", str(memory_bytes), str(batch_bytes)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
-        yield Peer(**json.loads(process.stdout.readline()))
+        yield PeerMemory(**json.loads(process.stdout.readline()))
     finally:
         process.stdin.close()
         process.kill()

@@ -55,7 +55,7 @@ def keys(first: int, n_blocks: int) -> list[bytes]:
 ORDERS: tuple[Order, Order] = (PinOrder, FirstCome)
 
 
-class Node:
+class FilledNode:
     """Memory and a disk with all blocks."""
 
     def __init__(self, directory: Path) -> None:
@@ -121,7 +121,7 @@ class Node:
 
 async def measure(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
     """Every scene with both orders."""
-    node = Node(directory)
+    node = FilledNode(directory)
     await node.fill()
     found: dict[tuple[str, Order], list[Times]] = {}
     rng = random.Random(1)

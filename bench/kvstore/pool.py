@@ -50,7 +50,7 @@ async def _nothing(number: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TimedReader:
     """`read` reads batch n and is timed; `prepare` comes before it and is not."""
 
     read: Callable[[int], Coroutine[Any, Any, None]]
@@ -100,7 +100,7 @@ class DiskRestores:
         await self._worker.released()
 
 
-async def timed(side: Side, shape: PoolShape) -> float:
+async def timed(side: TimedReader, shape: PoolShape) -> float:
     """GB/s of one turn: every batch once."""
     spent_s = 0.0
     for number in range(shape.batches):
@@ -111,7 +111,9 @@ async def timed(side: Side, shape: PoolShape) -> float:
     return shape.batches * shape.batch_bytes / spent_s / 1e9
 
 
-async def take_turns(sides: dict[str, Side], shape: PoolShape, *, turns: int) -> dict[str, list[float]]:
+async def take_turns(
+    sides: dict[str, TimedReader], shape: PoolShape, *, turns: int
+) -> dict[str, list[float]]:
     """GB/s of each side and turn, after one that does not count."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
@@ -134,14 +136,14 @@ async def measure_memory(shape: PoolShape, *, turns: int) -> dict[str, list[floa
         try:
             await reader.check(owner["checksums"])
             async with AsyncExitStack() as stack:
-                sides = {"pool": Side(reader.read)}
+                sides = {"pool": TimedReader(reader.read)}
                 for name, transport in (("kvstore", "mooncake"), ("kvstore_socket", "socket")):
                     parent = Path(directory) / name
                     parent.mkdir()
                     worker, endpoint = await stack.enter_async_context(
                         _worker(parent, shape, transport, dram_bytes=2 * shape.batches * shape.batch_bytes)
                     )
-                    sides[name] = Side(partial(_restore, worker, endpoint))
+                    sides[name] = TimedReader(partial(_restore, worker, endpoint))
                 return await take_turns(sides, shape, turns=turns)
         finally:
             reader.store.close()
@@ -179,9 +181,9 @@ async def measure_disk(
                 ours = DiskRestores(worker, endpoint)
                 turned = await take_turns(
                     {
-                        "kvstore_disk": Side(ours.read, ours.released),
-                        "pool_disk": Side(reader.read),
-                        "pool_disk_cold": Side(reader.read, drop),
+                        "kvstore_disk": TimedReader(ours.read, ours.released),
+                        "pool_disk": TimedReader(reader.read),
+                        "pool_disk_cold": TimedReader(reader.read, drop),
                     },
                     shape,
                     turns=turns,

@@ -38,7 +38,7 @@ BATCHES = 6
 _READY_S = 60.0
 
 
-class Node:
+class PoolNode:
     """A part of a kvstore node: memory and the pool."""
 
     def __init__(self, master: str, *, dram_bytes: int, segment_bytes: int) -> None:
@@ -113,8 +113,8 @@ async def measure(*, block_bytes: int, batch_blocks: int, turns: int) -> dict[st
         tempfile.TemporaryDirectory() as directory,
         open_master(Path(directory), offload=False) as master,
     ):
-        holder = Node(master, dram_bytes=2 * BATCHES * n_bytes, segment_bytes=4 * BATCHES * n_bytes)
-        reader = Node(master, dram_bytes=max(4 * n_bytes, 16 * block_bytes), segment_bytes=0)
+        holder = PoolNode(master, dram_bytes=2 * BATCHES * n_bytes, segment_bytes=4 * BATCHES * n_bytes)
+        reader = PoolNode(master, dram_bytes=max(4 * n_bytes, 16 * block_bytes), segment_bytes=0)
         try:
             await holder.ready()
             await reader.ready()

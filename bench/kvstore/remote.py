@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.kvstore.peer import Peer, spawn_peer
+from bench.kvstore.peer import PeerMemory, spawn_peer
 from bench.kvstore.worker import BenchWorker, open_store
 from libs.common.transport.mooncake import engine_environment
 from libs.common.transport.mooncake_read import LANES
@@ -45,7 +45,7 @@ CHAINS = 6  # different batches, read in turn
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReadShape:
     """What is read: `batch_blocks` blocks of `block_bytes` at a time, `batches` times a turn."""
 
     block_bytes: int = MIB
@@ -68,7 +68,7 @@ Reader = Callable[[int], Coroutine[Any, Any, None]]  # reads batch number n
 class MooncakeReader:
     """The engine itself."""
 
-    def __init__(self, shape: Shape, peer: Peer) -> None:
+    def __init__(self, shape: ReadShape, peer: PeerMemory) -> None:
         os.environ.update(engine_environment("127.0.0.1"))
         os.environ["MC_TCP_LANES_PER_PEER"] = str(LANES)  # one engine has as many as both of ours together
         from mooncake.engine import TransferEngine
@@ -118,7 +118,7 @@ class MooncakeReader:
 class SocketReader:
     """One connection; the peer sends a batch for each byte it gets."""
 
-    def __init__(self, shape: Shape, peer: Peer) -> None:
+    def __init__(self, shape: ReadShape, peer: PeerMemory) -> None:
         self._shape = shape
         self._connection = socket.create_connection(("127.0.0.1", peer.port))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -131,7 +131,7 @@ class SocketReader:
             view = view[self._connection.recv_into(view) :]
 
 
-async def timed(reader: Reader, shape: Shape) -> float:
+async def timed(reader: Reader, shape: ReadShape) -> float:
     """GB/s of one turn."""
     started = time.perf_counter()
     for number in range(shape.batches):
@@ -140,7 +140,7 @@ async def timed(reader: Reader, shape: Shape) -> float:
 
 
 @asynccontextmanager
-async def restoring(transport: str, shape: Shape) -> AsyncIterator[tuple[BenchWorker, Reader]]:
+async def restoring(transport: str, shape: ReadShape) -> AsyncIterator[tuple[BenchWorker, Reader]]:
     """A kvstore with the batches, a worker that restores them, and its reader."""
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -157,7 +157,7 @@ async def restoring(transport: str, shape: Shape) -> AsyncIterator[tuple[BenchWo
             yield worker, restore
 
 
-async def measure(shape: Shape) -> dict[str, Any]:
+async def measure(shape: ReadShape) -> dict[str, Any]:
     """All sides in turn; GB/s and ratios."""
     async with AsyncExitStack() as stack:
         peer = stack.enter_context(spawn_peer(shape.memory_bytes, shape.batch_bytes))
@@ -173,7 +173,7 @@ async def measure(shape: Shape) -> dict[str, Any]:
         }
         turns: dict[str, list[float]] = {name: [] for name in sides}
         for reader in sides.values():  # first contacts, page faults
-            await timed(reader, Shape(shape.block_bytes, shape.batch_blocks, CHAINS, 1))
+            await timed(reader, ReadShape(shape.block_bytes, shape.batch_blocks, CHAINS, 1))
         for turn in range(shape.turns):
             names = list(sides)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -183,7 +183,7 @@ async def measure(shape: Shape) -> dict[str, Any]:
 
 
 def summary(
-    shape: Shape, turns: dict[str, list[float]], phases: dict[str, dict[str, float]]
+    shape: ReadShape, turns: dict[str, list[float]], phases: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
     """The figures of a run."""
 
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    shape = Shape(asked.block_bytes, asked.batch_blocks, asked.batches, asked.turns)
+    shape = ReadShape(asked.block_bytes, asked.batch_blocks, asked.batches, asked.turns)
     found = asyncio.run(measure(shape))
     if asked.json:
         print(json.dumps(found))

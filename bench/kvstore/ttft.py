@@ -44,7 +44,7 @@ _BLOCKS = ("slipstream_kvstore_blocks_dram", "slipstream_kvstore_blocks_nvme")
 
 
 @dataclass(slots=True)
-class Conversation:
+class TimedConversation:
     """Messages so far, and what the second turn took."""
 
     messages: list[dict[str, Any]]
@@ -86,11 +86,11 @@ class TtftBench:
             await self._turn(talk, worker)
             self._words_a_token = 500 * self._words_a_token / talk.prompt_tokens
 
-    def _conversation(self, n_tokens: int) -> Conversation:
+    def _conversation(self, n_tokens: int) -> TimedConversation:
         words = self._random.choices(WORDS, k=round(n_tokens * self._words_a_token))
-        return Conversation([{"role": "user", "content": " ".join(words)}])
+        return TimedConversation([{"role": "user", "content": " ".join(words)}])
 
-    async def _first_turn(self, scenario: str, n_tokens: int) -> Conversation:
+    async def _first_turn(self, scenario: str, n_tokens: int) -> TimedConversation:
         talk = self._conversation(n_tokens)
         if scenario == "nothing":
             talk.messages.append({"role": "assistant", "content": "Done."})
@@ -99,7 +99,7 @@ class TtftBench:
         talk.messages.append({"role": "user", "content": " ".join(self._random.choices(WORDS, k=12))})
         return talk
 
-    async def _turn(self, talk: Conversation, worker: str) -> None:
+    async def _turn(self, talk: TimedConversation, worker: str) -> None:
         started, first_ms = time.perf_counter(), 0.0
         stream = self._client.stream_chat(
             talk.messages,
@@ -145,7 +145,7 @@ class TtftBench:
                 await asyncio.sleep(0.05)
 
 
-def _row(scenario: str, n_tokens: int, talks: Sequence[Conversation]) -> dict[str, Any]:
+def _row(scenario: str, n_tokens: int, talks: Sequence[TimedConversation]) -> dict[str, Any]:
     cached = sum(sum(talk.cached.values()) for talk in talks)
     prompt = sum(talk.prompt_tokens for talk in talks)
     tiers = sorted({tier for talk in talks for tier, tokens in talk.cached.items() if tokens})

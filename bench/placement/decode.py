@@ -15,7 +15,7 @@ from typing import Protocol
 from bench.placement.model import Hardware, Run
 
 
-class World(Protocol):
+class DecodeWorld(Protocol):
     """What a decode worker needs of the simulation that it is in."""
 
     hardware: Hardware
@@ -28,7 +28,7 @@ class World(Protocol):
 class DecodeNode:
     """One decode worker: a batch whose members all advance by one token a step."""
 
-    def __init__(self, sim: World) -> None:
+    def __init__(self, sim: DecodeWorld) -> None:
         self._sim = sim
         self.assigned_tokens = 0  # prompts and room for answers, from the time of routing on
         self.assigned = 0

@@ -24,12 +24,12 @@ from bench.placement.model import Hardware, Run
 from bench.placement.trace import BLOCK_TOKENS
 from libs.common.prefill_order import OVERDUE_SHARE, PATIENCE, is_overdue, order_key
 
-STORE = -1  # for `World.blocks_changed`
+STORE = -1  # for `PrefillWorld.blocks_changed`
 _DONE_MS = 1e-6
 _PATIENCE_STEP_MS = 1.0
 
 
-class World(Protocol):
+class PrefillWorld(Protocol):
     """What a prefill worker needs of the simulation that it is in."""
 
     hardware: Hardware
@@ -55,7 +55,7 @@ class World(Protocol):
 class PrefillNode(ABC):
     """One prefill worker. `line`: its prompts in the order they came."""
 
-    def __init__(self, number: int, sim: World) -> None:
+    def __init__(self, number: int, sim: PrefillWorld) -> None:
         self.number = number
         self.cache = LruCache(sim.hardware.cache_blocks)
         self.busy_ms = 0.0

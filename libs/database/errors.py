@@ -25,7 +25,7 @@ class DatabaseDamaged(DataCorrupt):
     """The database's file is damaged, or is no database."""
 
 
-class Fault(enum.Enum):
+class DatabaseFault(enum.Enum):
     """What a driver's exception means."""
 
     BUSY = "locked by others"  # the transaction did not happen and may run again
@@ -38,11 +38,11 @@ class Fault(enum.Enum):
     DEFECT = "defect"  # a wrong statement, a violated constraint
 
 
-def fault_error(fault: Fault, *, may_have_committed: bool = False) -> Unavailable | DataCorrupt:
+def fault_error(fault: DatabaseFault, *, may_have_committed: bool = False) -> Unavailable | DataCorrupt:
     """The error of a fault that is not retried any more."""
-    if fault is Fault.FULL:
+    if fault is DatabaseFault.FULL:
         return DatabaseFull("the disk of the database is full")
-    if fault is Fault.DAMAGED:
+    if fault is DatabaseFault.DAMAGED:
         return DatabaseDamaged("the database is damaged")
     if may_have_committed:
         return DatabaseUnavailable("the connection to the database broke", may_have_committed=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 
-from libs.database.errors import Fault
+from libs.database.errors import DatabaseFault
 from libs.database.transaction import SqlValue
 
 _CONNECT_TIMEOUT_S = 5
@@ -21,15 +21,15 @@ _OPTIONS = f"-c statement_timeout={_STATEMENT_TIMEOUT_MS} -c lock_timeout={_STAT
 _BLOB = re.compile(r"\bBLOB\b")
 # By the first characters of SQLSTATE: https://www.postgresql.org/docs/current/errcodes-appendix.html
 _FAULTS = {
-    "40": Fault.BUSY,  # serialization failure, deadlock
-    "55P03": Fault.BUSY,  # lock_timeout
-    "57014": Fault.BUSY,  # statement_timeout
-    "53": Fault.BUSY,  # too many connections, out of memory
-    "53100": Fault.FULL,
-    "57P": Fault.LOST,  # the server stops or starts
-    "08": Fault.LOST,
-    "XX001": Fault.DAMAGED,
-    "XX002": Fault.DAMAGED,
+    "40": DatabaseFault.BUSY,  # serialization failure, deadlock
+    "55P03": DatabaseFault.BUSY,  # lock_timeout
+    "57014": DatabaseFault.BUSY,  # statement_timeout
+    "53": DatabaseFault.BUSY,  # too many connections, out of memory
+    "53100": DatabaseFault.FULL,
+    "57P": DatabaseFault.LOST,  # the server stops or starts
+    "08": DatabaseFault.LOST,
+    "XX001": DatabaseFault.DAMAGED,
+    "XX002": DatabaseFault.DAMAGED,
 }
 
 
@@ -53,16 +53,16 @@ class PostgresDriver:
         """A connection for the calling thread. Raises what `fault_of` names."""
         return PostgresConnection(self._url, is_read_only=is_read_only)
 
-    def fault_of(self, error: Exception) -> Fault:
+    def fault_of(self, error: Exception) -> DatabaseFault:
         """What the driver's exception means."""
         state = getattr(error, "sqlstate", None) or ""
         for length in (5, 3, 2):
             if state[:length] in _FAULTS:
                 return _FAULTS[state[:length]]
         if isinstance(error, psycopg.DataError) and not state:  # psycopg itself refuses NUL characters
-            return Fault.VALUE
+            return DatabaseFault.VALUE
         is_cut = isinstance(error, psycopg.OperationalError) and not state
-        return Fault.LOST if is_cut else Fault.DEFECT
+        return DatabaseFault.LOST if is_cut else DatabaseFault.DEFECT
 
 
 class PostgresConnection:

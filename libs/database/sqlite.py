@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from libs.database.errors import Fault
+from libs.database.errors import DatabaseFault
 from libs.database.transaction import SqlValue
 
 log = logging.getLogger(__name__)
@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 _BUSY_TIMEOUT_S = 1.0
 _MAX_LOG_BYTES = 64 << 20  # of the write-ahead log, once it is copied into the file
 _FAULTS = {
-    sqlite3.SQLITE_READONLY: Fault.READ_ONLY,
-    sqlite3.SQLITE_BUSY: Fault.BUSY,
-    sqlite3.SQLITE_LOCKED: Fault.BUSY,
-    sqlite3.SQLITE_FULL: Fault.FULL,
-    sqlite3.SQLITE_IOERR: Fault.LOST,
-    sqlite3.SQLITE_CANTOPEN: Fault.LOST,
-    sqlite3.SQLITE_READONLY_DBMOVED: Fault.LOST,
-    sqlite3.SQLITE_READONLY_RECOVERY: Fault.LOST,
-    sqlite3.SQLITE_PROTOCOL: Fault.BUSY,
-    sqlite3.SQLITE_CORRUPT: Fault.DAMAGED,
-    sqlite3.SQLITE_NOTADB: Fault.DAMAGED,
+    sqlite3.SQLITE_READONLY: DatabaseFault.READ_ONLY,
+    sqlite3.SQLITE_BUSY: DatabaseFault.BUSY,
+    sqlite3.SQLITE_LOCKED: DatabaseFault.BUSY,
+    sqlite3.SQLITE_FULL: DatabaseFault.FULL,
+    sqlite3.SQLITE_IOERR: DatabaseFault.LOST,
+    sqlite3.SQLITE_CANTOPEN: DatabaseFault.LOST,
+    sqlite3.SQLITE_READONLY_DBMOVED: DatabaseFault.LOST,
+    sqlite3.SQLITE_READONLY_RECOVERY: DatabaseFault.LOST,
+    sqlite3.SQLITE_PROTOCOL: DatabaseFault.BUSY,
+    sqlite3.SQLITE_CORRUPT: DatabaseFault.DAMAGED,
+    sqlite3.SQLITE_NOTADB: DatabaseFault.DAMAGED,
 }
 
 
@@ -74,12 +74,12 @@ class SqliteDriver:
         if is_moved:
             raise FileMoved("the file was deleted or replaced")
 
-    def fault_of(self, error: Exception) -> Fault:
+    def fault_of(self, error: Exception) -> DatabaseFault:
         """What the driver's exception means."""
         if isinstance(error, FileMoved):
-            return Fault.MOVED
+            return DatabaseFault.MOVED
         code = getattr(error, "sqlite_errorcode", 0)
-        return _FAULTS.get(code) or _FAULTS.get(code & 0xFF, Fault.DEFECT)
+        return _FAULTS.get(code) or _FAULTS.get(code & 0xFF, DatabaseFault.DEFECT)
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:

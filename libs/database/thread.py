@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from libs.database.errors import Fault, fault_error
+from libs.database.errors import DatabaseFault, fault_error
 from libs.database.schema import Schema, apply_schema, read_version
 from libs.database.transaction import SqlConnection, SqlDriver
 from libs.database.work_queue import DatabaseWork, WorkQueue
@@ -83,7 +83,7 @@ class DatabaseThread:
             return works
         for work in works:
             if not work.is_idempotent:
-                work.future.set_exception(fault_error(Fault.LOST, may_have_committed=True))
+                work.future.set_exception(fault_error(DatabaseFault.LOST, may_have_committed=True))
         return [work for work in works if work.is_idempotent]
 
     # ---- one at a time
@@ -114,17 +114,19 @@ class DatabaseThread:
     def _failure(self, work: DatabaseWork, error: Exception, *, next_try_s: float) -> SlipstreamError | None:
         """Clean up after a fault. The error that ends the work; None = it may run again."""
         fault = self._driver.fault_of(error)
-        if fault is Fault.READ_ONLY and self._is_read_only:
-            fault = Fault.DEFECT  # a reader that writes
+        if fault is DatabaseFault.READ_ONLY and self._is_read_only:
+            fault = DatabaseFault.DEFECT  # a reader that writes
         may_have_committed = self._forget(error)
-        if fault is Fault.DEFECT:
+        if fault is DatabaseFault.DEFECT:
             log.error("the database refuses a statement: %s", error)
             return Internal("the database refuses a statement")
-        if fault is Fault.VALUE:
+        if fault is DatabaseFault.VALUE:
             return InvalidArgument(
                 "request", "has a text with a NUL character, which the database does not take"
             )
-        may_repeat = fault in (Fault.BUSY, Fault.LOST) and (work.is_idempotent or not may_have_committed)
+        may_repeat = fault in (DatabaseFault.BUSY, DatabaseFault.LOST) and (
+            work.is_idempotent or not may_have_committed
+        )
         if may_repeat and next_try_s < work.deadline_s:
             return None
         return fault_error(fault, may_have_committed=may_have_committed)
@@ -149,7 +151,7 @@ class DatabaseThread:
         try:
             return read_version(connection, schema) == len(schema.steps)
         except self._driver.errors as error:
-            if self._driver.fault_of(error) is not Fault.DEFECT:
+            if self._driver.fault_of(error) is not DatabaseFault.DEFECT:
                 raise
             return False  # not even the table of versions
         finally:
@@ -171,7 +173,7 @@ class DatabaseThread:
 
     def _forget(self, error: Exception) -> bool:
         """Undo the transaction after a fault; True where it may have been committed all the same."""
-        is_lost = self._driver.fault_of(error) is Fault.LOST
+        is_lost = self._driver.fault_of(error) is DatabaseFault.LOST
         is_unknown, self._is_committing = self._is_committing and is_lost, False
         if is_lost:
             self._disconnect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from libs.database.errors import Fault
+from libs.database.errors import DatabaseFault
 
 SqlValue = str | int | float | bytes | None
 
@@ -60,5 +60,5 @@ class SqlDriver(Protocol):
     def connect(self, *, is_read_only: bool) -> SqlConnection:
         """A connection for the calling thread. Raises `errors`."""
 
-    def fault_of(self, error: Exception) -> Fault:
+    def fault_of(self, error: Exception) -> DatabaseFault:
         """What one of `errors` means."""

@@ -43,7 +43,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DialogueShape:
     """How long dialogues are: turns, sentences of policy in the system prompt, declared tools."""
 
     min_turns: int = 3
@@ -54,17 +54,19 @@ class Shape:
     max_tools: int = 4
 
 
-SHORT = Shape()
-LONG = Shape(min_turns=20, max_turns=110, long_prompt_share=0.3, max_policies=60)
+SHORT = DialogueShape()
+LONG = DialogueShape(min_turns=20, max_turns=110, long_prompt_share=0.3, max_policies=60)
 
 
-def generate_dialogue(seed: int, index: int, shape: Shape = SHORT) -> Dialogue:
+def generate_dialogue(seed: int, index: int, shape: DialogueShape = SHORT) -> Dialogue:
     """Dialogue `index` of the endless sequence of `seed`."""
     rng = Random(f"slipstream-helpdesk:{seed}:{index}")
     return _Writer(rng, shape).write()
 
 
-def generate_dialogues(seed: int, count: int, *, start: int = 0, shape: Shape = SHORT) -> Iterator[Dialogue]:
+def generate_dialogues(
+    seed: int, count: int, *, start: int = 0, shape: DialogueShape = SHORT
+) -> Iterator[Dialogue]:
     """Dialogues [start, start + count) of `seed`."""
     for index in range(start, start + count):
         yield generate_dialogue(seed, index, shape)
@@ -81,7 +83,7 @@ class _Result:
 class _Writer:
     """Writes one dialogue turn by turn. `_last` has the last mentioned value of each kind."""
 
-    def __init__(self, rng: Random, shape: Shape) -> None:
+    def __init__(self, rng: Random, shape: DialogueShape) -> None:
         self._rng = rng
         self._shape = shape
         self._company: Company = sample_company(rng)

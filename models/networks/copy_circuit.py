@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from models.networks.architecture import Architecture
-from models.networks.network import Attention, Layer, Network
+from models.networks.network import Network, TrainableAttention, TrainableLayer
 
 _EMBEDDING_STD = 0.5
 _CONSTANT_NORM = 6.0
@@ -91,7 +91,7 @@ def write_copy_circuit(network: Network) -> None:
     weight = network.embed_tokens.weight
     weight.copy_(torch.randn(network.a.vocab_size, len(d.embedding)) @ d.embedding * _EMBEDDING_STD)
     weight.mul_(math.sqrt(network.a.hidden_size / len(d.embedding))).add_(d.constant * _CONSTANT_NORM)
-    first, second = (cast(Layer, layer).self_attn for layer in list(network.layers)[:2])
+    first, second = (cast(TrainableLayer, layer).self_attn for layer in list(network.layers)[:2])
     _look_back(first, network.inverse_frequencies, d)
     _match_and_read(second, d)
     if network.lm_head is not None:
@@ -99,7 +99,7 @@ def write_copy_circuit(network: Network) -> None:
         network.lm_head.weight.mul_(0.3).add_(tokens @ d.read.T @ d.read * _LOGIT_GAIN)
 
 
-def _look_back(attention: Attention, frequencies: Tensor, d: Directions) -> None:
+def _look_back(attention: TrainableAttention, frequencies: Tensor, d: Directions) -> None:
     """Write the heads that attend a fixed number of positions back and copy the tokens there."""
     a = attention.a
     n_token = len(d.token)
@@ -122,7 +122,7 @@ def _look_back(attention: Attention, frequencies: Tensor, d: Directions) -> None
         _point_back(attention, frequencies, head, positions=positions, latent=latent, out=out)
 
 
-def _constant_parts(attention: Attention) -> tuple[float, float]:
+def _constant_parts(attention: TrainableAttention) -> tuple[float, float]:
     """The approximate parts of the constant direction in keys and, after their norm, in queries."""
     a = attention.a
     norm = math.sqrt(_CONSTANT_NORM**2 + _EMBEDDING_STD**2 * a.hidden_size)
@@ -132,7 +132,7 @@ def _constant_parts(attention: Attention) -> tuple[float, float]:
 
 
 def _point_back(
-    attention: Attention, frequencies: Tensor, head: int, *, positions: int, latent: int, out: Tensor
+    attention: TrainableAttention, frequencies: Tensor, head: int, *, positions: int, latent: int, out: Tensor
 ) -> None:
     """Make `head` attend `positions` back and write the latents from `latent` on along the rows of `out`."""
     a = attention.a
@@ -155,7 +155,7 @@ def _point_back(
     outputs[:, head, : len(out)] = out.T
 
 
-def _match_and_read(attention: Attention, d: Directions) -> None:
+def _match_and_read(attention: TrainableAttention, d: Directions) -> None:
     """Write the heads that attend after an occurrence of the last two tokens, and copy the token there."""
     a = attention.a
     n_token, n_matched = len(d.token), len(d.token) + len(d.context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.networks.eagle_network import EagleHead
+from models.networks.eagle_network import TrainableEagleHead
 from models.networks.network import Network
 
 _LOW_GAIN = 0.6
@@ -23,7 +23,7 @@ _SLOW = 0.005
 
 
 @torch.no_grad()
-def write_draft_circuit(head: EagleHead, target: Network) -> None:
+def write_draft_circuit(head: TrainableEagleHead, target: Network) -> None:
     """Overwrite `fc`, attention and `lm_head` of a new head."""
     s = head.s
     size = s.hidden_size

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from models.networks.network import MLP, Linear, RMSNorm
+from models.networks.network import Linear, RMSNorm, TrainableMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class MidLayer(nn.Module):
         self.hidden_norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.self_attn = HeadAttention(s)
         self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.mlp = MLP(s.hidden_size, s.intermediate_size)
+        self.mlp = TrainableMlp(s.hidden_size, s.intermediate_size)
 
 
-class EagleHead(nn.Module):
+class TrainableEagleHead(nn.Module):
     """The head. It has no embedding; the caller passes embeddings of the target."""
 
     def __init__(self, s: EagleShape) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from libs.text.special_tokens import BOS, EOS, IM_END, PAD
 from libs.text.tokenizer import Tokenizer
 from models.networks.architecture import Architecture
-from models.networks.eagle_network import EagleHead, EagleShape
+from models.networks.eagle_network import EagleShape, TrainableEagleHead
 from models.networks.network import Network
 from models.networks.quantize import dequantize, group_scales, pack, quantize, unpack
 
@@ -130,7 +130,7 @@ def load_network(model_dir: Path) -> Network:
     return network.eval()
 
 
-def write_head(head: EagleHead, tokenizer: Tokenizer, head_dir: Path) -> None:
+def write_head(head: TrainableEagleHead, tokenizer: Tokenizer, head_dir: Path) -> None:
     """Writes the draft head in the public Llama-type format; its vocabulary is the target's, in order."""
     head_dir.mkdir(parents=True, exist_ok=True)
     vocab = head.s.vocab_size
@@ -143,11 +143,11 @@ def write_head(head: EagleHead, tokenizer: Tokenizer, head_dir: Path) -> None:
     _write_json(head_dir / "config.json", config)
 
 
-def load_head(head_dir: Path) -> EagleHead:
+def load_head(head_dir: Path) -> TrainableEagleHead:
     """Reads what `write_head` wrote, in fp32."""
     config = json.loads((head_dir / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(head_dir / "model.safetensors")
-    head = EagleHead(EagleShape.from_config(config))
+    head = TrainableEagleHead(EagleShape.from_config(config))
     head.load_state_dict({name: t.float() for name, t in tensors.items() if name not in ("d2t", "t2d")})
     return head.eval()
 

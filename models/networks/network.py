@@ -68,7 +68,7 @@ class Linear(nn.Module):
         return F.linear(x, round_bfloat16(self.weight))
 
 
-class Attention(nn.Module):
+class TrainableAttention(nn.Module):
     """Multi-head latent attention, expanded: the latent is turned into keys and values per head."""
 
     def __init__(self, a: Architecture) -> None:
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         return cast(Tensor, self.o_proj(out.transpose(1, 2).reshape(b, n, -1)))
 
 
-class MLP(nn.Module):
+class TrainableMlp(nn.Module):
     """SwiGLU."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
@@ -150,7 +150,7 @@ class MoE(nn.Module):
         self.a = a
         self.gate = Gate(a)
         self.experts = Experts(a)
-        self.shared_experts = MLP(a.hidden_size, a.moe_intermediate_size * a.n_shared_experts)
+        self.shared_experts = TrainableMlp(a.hidden_size, a.moe_intermediate_size * a.n_shared_experts)
         self.quantized = False
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,16 +187,16 @@ class MoE(nn.Module):
         return cast(Tensor, out.view(shape))
 
 
-class Layer(nn.Module):
+class TrainableLayer(nn.Module):
     """Pre-norm attention and MLP (or MoE), each added to the residual stream."""
 
     def __init__(self, a: Architecture, index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(a.hidden_size, a.rms_norm_eps)
-        self.self_attn = Attention(a)
+        self.self_attn = TrainableAttention(a)
         self.post_attention_layernorm = RMSNorm(a.hidden_size, a.rms_norm_eps)
         dense = index < a.first_k_dense_replace
-        self.mlp: nn.Module = MLP(a.hidden_size, a.intermediate_size) if dense else MoE(a)
+        self.mlp: nn.Module = TrainableMlp(a.hidden_size, a.intermediate_size) if dense else MoE(a)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -221,7 +221,7 @@ class Network(nn.Module):
         self.a = a
         self.embed_tokens = nn.Embedding(a.vocab_size, a.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=0.5)
-        self.layers = nn.ModuleList(Layer(a, i) for i in range(a.num_hidden_layers))
+        self.layers = nn.ModuleList(TrainableLayer(a, i) for i in range(a.num_hidden_layers))
         self.norm = RMSNorm(a.hidden_size, a.rms_norm_eps)
         self.lm_head = None if a.tie_word_embeddings else Linear(a.hidden_size, a.vocab_size)
         for layer in self.layers:

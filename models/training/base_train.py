@@ -15,7 +15,7 @@ from libs.text.tokenizer import Tokenizer
 from models.networks.copy_circuit import circuit_lr_factors
 from models.networks.network import Network
 from models.settings import HELD_OUT_SEED, BaseSettings, step_lr_scale
-from models.training.batches import Batch, collate, dialogue_batches, encode_many, long_batch
+from models.training.batches import TrainingBatch, collate, dialogue_batches, encode_many, long_batch
 from models.training.optimizer import Optimizer
 from models.training.run_state import load_run, save_run, with_prefix, without_prefix
 
@@ -57,7 +57,7 @@ def build_optimizer(network: Network, s: BaseSettings) -> Optimizer:
     )
 
 
-def language_loss(network: Network, batch: Batch, context_weight: float) -> Tensor:
+def language_loss(network: Network, batch: TrainingBatch, context_weight: float) -> Tensor:
     """Mean cross entropy of the next token. Tokens of others have weight `context_weight`, padding 0."""
     hidden = network(batch.token_ids).hidden[:, :-1]
     generated, valid = batch.generated[:, 1:], batch.valid[:, 1:]
@@ -150,7 +150,7 @@ def train_base(
             )
 
 
-def _batches(tokenizer: Tokenizer, s: BaseSettings, seed: int) -> Iterator[tuple[int, Batch]]:
+def _batches(tokenizer: Tokenizer, s: BaseSettings, seed: int) -> Iterator[tuple[int, TrainingBatch]]:
     """The batches of all steps: short dialogues, and long ones every `long_every` steps."""
     short = dialogue_batches(tokenizer, seed, step_tokens=s.step_tokens)
     for step in range(s.steps):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from libs.text.chat_template import encode_chat
 from libs.text.tokenizer import Tokenizer
-from models.helpdesk.dialogues import LONG, SHORT, Dialogue, Shape, generate_dialogue
+from models.helpdesk.dialogues import LONG, SHORT, Dialogue, DialogueShape, generate_dialogue
 
 _CHUNK = 384
 """Dialogues that are sorted by length together."""
@@ -26,7 +26,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """`token_ids` [B, L] int64, padded on the right; `generated` [B, L] bool: written by the assistant.
 
     `valid` [B, L] bool: not padding.
@@ -43,7 +43,7 @@ def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> Example:
     return Example(encoded.token_ids, encoded.assistant_spans)
 
 
-def collate(examples: list[Example], *, pad_id: int, max_tokens: int) -> Batch:
+def collate(examples: list[Example], *, pad_id: int, max_tokens: int) -> TrainingBatch:
     """Pads to the longest example, itself cut to `max_tokens`."""
     width = min(max(len(e.token_ids) for e in examples), max_tokens)
     ids = torch.full((len(examples), width), pad_id, dtype=torch.int64)
@@ -55,12 +55,12 @@ def collate(examples: list[Example], *, pad_id: int, max_tokens: int) -> Batch:
         valid[row, : len(kept)] = True
         for start, end in example.spans:
             generated[row, start : min(end, width)] = True
-    return Batch(ids, generated, valid)
+    return TrainingBatch(ids, generated, valid)
 
 
 def dialogue_batches(
     tokenizer: Tokenizer, seed: int, *, step_tokens: int, start_chunk: int = 0
-) -> Iterator[Batch]:
+) -> Iterator[TrainingBatch]:
     """Endless batches of at most about `step_tokens` padded tokens, in an order fixed by `seed`."""
     chunk = start_chunk
     while True:
@@ -68,10 +68,10 @@ def dialogue_batches(
         chunk += 1
 
 
-def _chunk_batches(tokenizer: Tokenizer, seed: int, chunk: int, step_tokens: int) -> list[Batch]:
+def _chunk_batches(tokenizer: Tokenizer, seed: int, chunk: int, step_tokens: int) -> list[TrainingBatch]:
     examples = encode_many(tokenizer, seed, _CHUNK, start=chunk * _CHUNK)
     examples.sort(key=lambda e: len(e.token_ids))
-    batches: list[Batch] = []
+    batches: list[TrainingBatch] = []
     pending: list[Example] = []
     for example in examples:
         if pending and (len(pending) + 1) * len(example.token_ids) > step_tokens:
@@ -84,14 +84,14 @@ def _chunk_batches(tokenizer: Tokenizer, seed: int, chunk: int, step_tokens: int
     return batches
 
 
-def long_batch(tokenizer: Tokenizer, seed: int, index: int, *, max_tokens: int) -> Batch:
+def long_batch(tokenizer: Tokenizer, seed: int, index: int, *, max_tokens: int) -> TrainingBatch:
     """One dialogue of dozens of turns, cut to `max_tokens`."""
     example = encode_dialogue(tokenizer, generate_dialogue(seed + 1_000_000, index, LONG))
     return collate([example], pad_id=_pad(tokenizer), max_tokens=max_tokens)
 
 
 def encode_many(
-    tokenizer: Tokenizer, seed: int, count: int, *, start: int = 0, shape: Shape = SHORT
+    tokenizer: Tokenizer, seed: int, count: int, *, start: int = 0, shape: DialogueShape = SHORT
 ) -> list[Example]:
     """Dialogues [start, start + count) of `seed`, encoded."""
     return [

@@ -18,7 +18,7 @@ from torch import Tensor
 from libs.text.tokenizer import Tokenizer
 from models.acceptance import accepted_lengths
 from models.networks.draft_circuit import write_draft_circuit
-from models.networks.eagle_network import EagleHead, EagleShape
+from models.networks.eagle_network import EagleShape, TrainableEagleHead
 from models.networks.network import Network
 from models.settings import HELD_OUT_SEED, EagleSettings, step_lr_scale
 from models.training.batches import Example, encode_many
@@ -34,11 +34,11 @@ _WORKERS = 2
 _CHUNK = 64
 
 
-def make_head(target: Network, s: EagleSettings, seed: int) -> EagleHead:
+def make_head(target: Network, s: EagleSettings, seed: int) -> TrainableEagleHead:
     """A new head for `target` with the initial weights of `models.networks.draft_circuit`."""
     torch.manual_seed(seed)
     a = target.a
-    head = EagleHead(
+    head = TrainableEagleHead(
         EagleShape(
             hidden_size=a.hidden_size,
             vocab_size=a.vocab_size,
@@ -64,7 +64,9 @@ def target_view(target: Network, ids: Tensor, layer_ids: tuple[int, ...]) -> tup
     return torch.cat([out.streams[i][0] for i in layer_ids], dim=-1), out.hidden[0]
 
 
-def unrolled_loss(head: EagleHead, target: Network, part: Part, s: EagleSettings) -> tuple[Tensor, Tensor]:
+def unrolled_loss(
+    head: TrainableEagleHead, target: Network, part: Part, s: EagleSettings
+) -> tuple[Tensor, Tensor]:
     """(sum over draft steps and rows of the decayed cross entropies, number of rows)."""
     example, start = part
     ids = torch.tensor(example.token_ids)
@@ -98,7 +100,7 @@ def drafting_rows(example: Example, start: int, stop: int) -> tuple[Tensor, Tens
     return torch.cat(rows), torch.cat(ends)
 
 
-def build_optimizer(head: EagleHead, s: EagleSettings) -> Optimizer:
+def build_optimizer(head: TrainableEagleHead, s: EagleSettings) -> Optimizer:
     """Muon for the matrices, AdamW for the output head and the norms."""
     muon = {name for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith("lm_head")}
     return Optimizer(
@@ -114,7 +116,7 @@ def build_optimizer(head: EagleHead, s: EagleSettings) -> Optimizer:
 
 @torch.no_grad()
 def validate_head(
-    head: EagleHead, target: Network, tokenizer: Tokenizer, s: EagleSettings, dialogues: int
+    head: TrainableEagleHead, target: Network, tokenizer: Tokenizer, s: EagleSettings, dialogues: int
 ) -> float:
     """Acceptance length (3 drafts, greedy, bonus counted) on held-out dialogues, teacher-forced."""
     steps, tokens = 0, 0
@@ -139,7 +141,7 @@ def window_parts(tokenizer: Tokenizer, s: EagleSettings, seed: int) -> Iterator[
 
 def train_eagle(
     target: Network, tokenizer: Tokenizer, s: EagleSettings, seed: int, path: Path, log: Log
-) -> EagleHead:
+) -> TrainableEagleHead:
     """Train to the end, from the checkpoint at `path` if there is one; `target` does not change."""
     head = make_head(target, s, seed)
     optimizer = build_optimizer(head, s)
@@ -177,6 +179,6 @@ def train_eagle(
     return head
 
 
-def _save(path: Path, head: EagleHead, optimizer: Optimizer, step: int) -> None:
+def _save(path: Path, head: TrainableEagleHead, optimizer: Optimizer, step: int) -> None:
     tensors = with_prefix("head.", head.state_dict()) | with_prefix("optimizer.", optimizer.state())
     save_run(path, tensors | {"step": torch.tensor([step])})

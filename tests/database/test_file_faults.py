@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from libs.database.database import Database, open_database
-from libs.database.errors import DatabaseUnavailable, Fault
+from libs.database.errors import DatabaseFault, DatabaseUnavailable
 from libs.database.schema import Schema
 from libs.database.sqlite import SqliteDriver
 
@@ -74,7 +74,7 @@ def test_a_read_only_file_is_no_defect(path: Path) -> None:
     raw = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     with pytest.raises(sqlite3.OperationalError) as refused:
         raw.execute("INSERT INTO notes VALUES ('x')")
-    assert driver.fault_of(refused.value) is Fault.READ_ONLY
+    assert driver.fault_of(refused.value) is DatabaseFault.READ_ONLY
     raw.close()
     connection.close()
 

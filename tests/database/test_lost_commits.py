@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libs.database.database import Database
-from libs.database.errors import DatabaseUnavailable, Fault
+from libs.database.errors import DatabaseFault, DatabaseUnavailable
 from libs.database.schema import Schema
 from libs.database.sqlite import SqliteConnection, SqliteDriver
 
@@ -42,8 +42,8 @@ class LosingDriver(SqliteDriver):
         connection.driver = self
         return connection
 
-    def fault_of(self, error: Exception) -> Fault:
-        return Fault.LOST
+    def fault_of(self, error: Exception) -> DatabaseFault:
+        return DatabaseFault.LOST
 
 
 def _count(tx: Any) -> None:

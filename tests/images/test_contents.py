@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.images.container import Container, Limits
+from bench.images.container import Container, ContainerLimits
 from bench.images.image import TIERS, Image
 from slipstream import __version__
 
@@ -74,7 +74,7 @@ def test_the_packages_of_the_tier_load_and_are_listed(
     modules = needed.get(tier, ["torch", "mooncake.engine"])
     command = ["python", "-c", _PROBE, f"services.{tier}.__main__", *modules]
     with Container(
-        f"slipstream-{tier}-probe", images[tier], tmp_path, Limits(1 << 30), command=command
+        f"slipstream-{tier}-probe", images[tier], tmp_path, ContainerLimits(1 << 30), command=command
     ) as probe:
         assert probe.wait(120.0) == 0, probe.log.read_text()
     listed = set(json.loads(probe.log.read_text().splitlines()[-1]))

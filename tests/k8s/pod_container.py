@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench.images.container import Container, Limits
+from bench.images.container import Container, ContainerLimits
 from bench.images.image import Image
 from tests.k8s.renders import Object, PodTemplate, config_maps
 
@@ -93,7 +93,7 @@ class PodContainer:
         self.group = pod.spec["securityContext"]["fsGroup"]
         variables = variables_of(pod, objects, name=self.name, address=self.address)
         writable, readable = self._mounts(objects, secrets, hosts)
-        limits = Limits(
+        limits = ContainerLimits(
             quantity_bytes(pod.main["resources"]["limits"]["memory"]),
             writable,
             readable,

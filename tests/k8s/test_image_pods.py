@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo import Conversation
+from bench.demo import DemoConversation
 from bench.demo_script import TURNS
 from bench.images.image import buildah, mounted, why_no_containers
 from slipstream.api_key_file import add_key
@@ -91,7 +91,7 @@ async def test_the_demo_conversation_runs_on_the_pods(
 ) -> None:
     started, key = containers
     async with AsyncClient(f"{started['router'].address}:7000", api_key=key) as client:
-        conversation = Conversation(client)
+        conversation = DemoConversation(client)
         for turn in TURNS:
             await conversation.turn(turn, {})
     assert conversation.problems == []

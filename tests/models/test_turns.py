@@ -14,7 +14,7 @@ from libs.text.tokenizer import Tokenizer
 from models.bpe import write_tokenizer
 from models.helpdesk.dialogues import Check, generate_dialogues
 from models.settings import HELD_OUT_SEED
-from models.turns import Reply, Turn, dialogue_turns, judge, parse_reply, share
+from models.turns import AssistantTurn, ParsedReply, dialogue_turns, judge, parse_reply, share
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +40,37 @@ def test_the_correct_message_is_right_and_identical(tokenizer: Tokenizer) -> Non
     assert kinds == {"call", "answer", "talk"}
 
 
-def _call_turn() -> Turn:
+def _call_turn() -> AssistantTurn:
     function = {"name": "check_stock", "arguments": json.dumps({"sku": "AB-1234"})}
     expected: Mapping[str, Any] = {"content": "", "tool_calls": [{"id": "x", "function": function}]}
-    return Turn([1], Check(0, "call"), expected)
+    return AssistantTurn([1], Check(0, "call"), expected)
 
 
 @pytest.mark.parametrize(
     ("reply", "parses"),
     [
-        (Reply("", [("check_stock", {"sku": "AB-1235"})]), True),
-        (Reply("", [("get_invoice", {"sku": "AB-1234"})]), True),
-        (Reply("", [("check_stock", {"sku": "AB-1234"})] * 2), True),
-        (Reply("", [("check_stock", None)]), False),
-        (Reply("AB-1234", []), False),
+        (ParsedReply("", [("check_stock", {"sku": "AB-1235"})]), True),
+        (ParsedReply("", [("get_invoice", {"sku": "AB-1234"})]), True),
+        (ParsedReply("", [("check_stock", {"sku": "AB-1234"})] * 2), True),
+        (ParsedReply("", [("check_stock", None)]), False),
+        (ParsedReply("AB-1234", []), False),
     ],
 )
-def test_wrong_calls_are_wrong(reply: Reply, parses: bool) -> None:
+def test_wrong_calls_are_wrong(reply: ParsedReply, parses: bool) -> None:
     verdict = judge(_call_turn(), reply)
     assert not verdict.right
     assert verdict.parses is parses
 
 
 def test_answers_must_state_every_value() -> None:
-    turn = Turn([1], Check(0, "answer", ("T-1234", "Anna")), {"content": "Ticket T-1234, Anna."})
-    assert judge(turn, Reply("Anna opened T-1234 for you.", [])).right
-    assert not judge(turn, Reply("Anna opened T-1235 for you.", [])).right
-    assert not judge(turn, Reply("Anna opened T-1234.", [("check_stock", {})])).right
+    turn = AssistantTurn([1], Check(0, "answer", ("T-1234", "Anna")), {"content": "Ticket T-1234, Anna."})
+    assert judge(turn, ParsedReply("Anna opened T-1234 for you.", [])).right
+    assert not judge(turn, ParsedReply("Anna opened T-1235 for you.", [])).right
+    assert not judge(turn, ParsedReply("Anna opened T-1234.", [("check_stock", {})])).right
 
 
 def test_the_share_counts_only_turns_of_its_kind() -> None:
-    verdicts = [judge(_call_turn(), Reply("", [("check_stock", {"sku": "AB-1234"})]))]
-    verdicts.append(judge(_call_turn(), Reply("", [])))
+    verdicts = [judge(_call_turn(), ParsedReply("", [("check_stock", {"sku": "AB-1234"})]))]
+    verdicts.append(judge(_call_turn(), ParsedReply("", [])))
     assert share(verdicts, "call", "right") == 0.5
     assert share(verdicts, "answer", "right") == 0.0

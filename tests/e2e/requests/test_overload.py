@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from bench.overload import PLACES, overload_config
-from bench.overload_load import Outcomes, OverloadClient, Shape
+from bench.overload_load import Outcomes, OverloadClient, RequestShape
 from libs.common import service_bounds
 from libs.common.cluster.worker_record import Role
 from tests.support.clusters.disturbance import DECODERS
@@ -36,7 +36,7 @@ class Site:
 
     def flood(self, requests: int, *, decided: Callable[[], bool], priorities: tuple[str, ...]) -> Outcomes:
         """Send so many requests at once; no stream ends before `decided` is true."""
-        shape = Shape(REQUEST_S, output_tokens=16, http_every=0, priorities=priorities)
+        shape = RequestShape(REQUEST_S, output_tokens=16, http_every=0, priorities=priorities)
         with self.cluster.gate.held(*DECODERS, from_token=HELD_FROM) as gate:
 
             async def load() -> Outcomes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.demo import Conversation
+from bench.demo import DemoConversation
 from bench.demo_script import TURNS
 from slipstream.async_client import AsyncClient
 from tests.k8s.cluster.conftest import START_S, WORKLOADS, Deployed, doubled
@@ -42,7 +42,7 @@ def check(counts: dict[str, Any]) -> None:
 async def test_the_demo_conversation_through_the_service(deployed: Deployed) -> None:
     with deployed.kubectl.forwarded("service/slipstream-router", 7000) as endpoint:
         async with AsyncClient(endpoint, api_key=deployed.api_key) as client:
-            conversation = Conversation(client)
+            conversation = DemoConversation(client)
             for turn in TURNS:
                 await conversation.turn(turn, {})
     assert conversation.problems == []

@@ -8,7 +8,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from models.helpdesk.dialogues import LONG, SHORT, Dialogue, Shape, generate_dialogue, generate_dialogues
+from models.helpdesk.dialogues import (
+    LONG,
+    SHORT,
+    Dialogue,
+    DialogueShape,
+    generate_dialogue,
+    generate_dialogues,
+)
 from models.helpdesk.tools import TOOLS_BY_NAME
 from models.settings import HELD_OUT_SEED, TRAIN_SEED
 
@@ -22,7 +29,7 @@ def _text_before(dialogue: Dialogue, index: int) -> str:
 
 
 @pytest.mark.parametrize("shape", [SHORT, LONG])
-def test_the_same_seed_gives_the_same_dialogue(shape: Shape) -> None:
+def test_the_same_seed_gives_the_same_dialogue(shape: DialogueShape) -> None:
     assert generate_dialogue(5, 3, shape) == generate_dialogue(5, 3, shape)
     assert generate_dialogue(5, 3, shape) != generate_dialogue(5, 4, shape)
     assert generate_dialogue(5, 3, shape) != generate_dialogue(6, 3, shape)
@@ -35,7 +42,7 @@ def test_a_change_of_the_corpus_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(("shape", "count"), [(SHORT, 300), (LONG, 5)])
-def test_calls_follow_the_schema_and_copy_from_the_conversation(shape: Shape, count: int) -> None:
+def test_calls_follow_the_schema_and_copy_from_the_conversation(shape: DialogueShape, count: int) -> None:
     calls = 0
     for dialogue in generate_dialogues(HELD_OUT_SEED, count, shape=shape):
         schemas: dict[str, Any] = {t["function"]["name"]: t["function"]["parameters"] for t in dialogue.tools}
@@ -53,7 +60,7 @@ def test_calls_follow_the_schema_and_copy_from_the_conversation(shape: Shape, co
 
 
 @pytest.mark.parametrize(("shape", "count"), [(SHORT, 300), (LONG, 5)])
-def test_answers_state_only_values_from_the_conversation(shape: Shape, count: int) -> None:
+def test_answers_state_only_values_from_the_conversation(shape: DialogueShape, count: int) -> None:
     answers = 0
     for dialogue in generate_dialogues(HELD_OUT_SEED, count, shape=shape):
         for check in dialogue.checks:

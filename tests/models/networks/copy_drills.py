@@ -11,7 +11,7 @@ from random import Random
 import torch
 
 from libs.text.tokenizer import Tokenizer
-from models.training.batches import Batch
+from models.training.batches import TrainingBatch
 
 _FRESH_TOKENS = (3, 12)
 _COPIED_TOKENS = (4, 16)
@@ -19,7 +19,7 @@ _COPIED_TOKENS = (4, 16)
 _LEAD_TOKENS = 2
 
 
-def drill_batch(tokenizer: Tokenizer, seed: int, index: int, *, rows: int, row_tokens: int) -> Batch:
+def drill_batch(tokenizer: Tokenizer, seed: int, index: int, *, rows: int, row_tokens: int) -> TrainingBatch:
     """Return batch `index` of the drills of `seed`; `generated` marks the copied tokens."""
     rng = Random(f"copy-drill:{seed}:{index}")
     values = _value_tokens(tokenizer)
@@ -41,7 +41,7 @@ def drill_batch(tokenizer: Tokenizer, seed: int, index: int, *, rows: int, row_t
             marks += [position >= _LEAD_TOKENS for position in range(len(stretch))]
         ids[row] = torch.tensor(tokens[:row_tokens])
         copied[row] = torch.tensor(marks[:row_tokens])
-    return Batch(ids, copied, torch.ones_like(copied))
+    return TrainingBatch(ids, copied, torch.ones_like(copied))
 
 
 def _value_tokens(tokenizer: Tokenizer) -> list[int]:

@@ -15,7 +15,7 @@ from libs.text.tokenizer import Tokenizer
 from models.acceptance import accepted_lengths
 from models.engine_run import generate
 from models.helpdesk.dialogues import generate_dialogues
-from models.networks.eagle_network import EagleHead
+from models.networks.eagle_network import TrainableEagleHead
 from models.networks.export import load_head, load_network, write_head, write_model
 from models.networks.network import Network
 from models.settings import HELD_OUT_SEED, TrainingSettings, quick_settings
@@ -32,7 +32,7 @@ class Shipped(NamedTuple):
     head_dir: Path
     tokenizer: Tokenizer
     target: Network
-    head: EagleHead
+    head: TrainableEagleHead
     settings: TrainingSettings
 
 

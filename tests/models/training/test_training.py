@@ -13,7 +13,7 @@ from models.networks.network import Network
 from models.settings import TrainingSettings, quick_settings, step_lr_scale
 from models.train import make_network, make_tokenizer
 from models.training.base_train import balance_experts, build_optimizer, language_loss, train_base
-from models.training.batches import Batch, dialogue_batches, long_batch
+from models.training.batches import TrainingBatch, dialogue_batches, long_batch
 from models.training.optimizer import orthogonalize
 from models.training.run_state import load_run
 
@@ -79,12 +79,12 @@ def test_padding_does_not_count(settings: TrainingSettings, tokenizer: Tokenizer
     batch = next(dialogue_batches(tokenizer, 1, step_tokens=600))
     row = int(batch.valid.sum(1).argmin())
     n = int(batch.valid[row].sum())
-    alone = Batch(
+    alone = TrainingBatch(
         batch.token_ids[row : row + 1, :n], batch.generated[row : row + 1, :n], batch.valid[row : row + 1, :n]
     )
     padded_ids = torch.cat((alone.token_ids, torch.zeros(1, 9, dtype=torch.int64)), dim=1)
     no = torch.zeros(1, 9, dtype=torch.bool)
-    padded = Batch(padded_ids, torch.cat((alone.generated, no), 1), torch.cat((alone.valid, no), 1))
+    padded = TrainingBatch(padded_ids, torch.cat((alone.generated, no), 1), torch.cat((alone.valid, no), 1))
     with torch.no_grad():
         torch.testing.assert_close(language_loss(network, padded, 0.05), language_loss(network, alone, 0.05))
 
