@@ -20,8 +20,8 @@ from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.anthropic import models as anthropic
 from services.router.api.api_keys import ApiKeys
 from services.router.api.formats import FORMATS
-from services.router.api.http.frame import RequestFrame
 from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.middleware import RequestMiddleware
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.http.route_family import RouteFamily
 from services.router.api.http.tokens import TokenEndpoint
@@ -81,15 +81,15 @@ class HttpServer:
         keepalive_s: float = service_bounds.IDLE_CONNECTION_S,
     ) -> HttpListener:
         """What serves the routes on a socket. A client that disconnects ends its request."""
-        frame = RequestFrame(
+        middleware = RequestMiddleware(
             self._guard,
             self._access_log,
             is_draining=lambda: self._runs.draining,
             error_shapes={start: shape for f in self._families for start, shape in f.error_shapes().items()},
             metering=self._runs.context.metering,
         )
-        application = web.Application(middlewares=[frame.serve], client_max_size=bounds.MAX_BODY_BYTES)
-        application.on_response_prepare.append(frame.complete_headers)
+        application = web.Application(middlewares=[middleware.serve], client_max_size=bounds.MAX_BODY_BYTES)
+        application.on_response_prepare.append(middleware.complete_headers)
         application.add_routes(
             [
                 *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
@@ -115,11 +115,11 @@ class HttpServer:
     def admin_chat(self, path: str) -> Handler:
         """Chat completions for a route of the admin port, which has judged the page and its caller."""
         guard = HttpGuard(origins=frozenset({ANY}))
-        frame = RequestFrame(guard, self._access_log, is_draining=lambda: self._runs.draining)
+        middleware = RequestMiddleware(guard, self._access_log, is_draining=lambda: self._runs.draining)
         generate = partial(self.generation.generate, path=path, answer_format=CHAT_COMPLETIONS)
 
         async def chat(request: web.Request) -> web.StreamResponse:
-            return await frame.serve(request, generate)
+            return await middleware.serve(request, generate)
 
         return chat
 

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler
 
 from libs.common.http.admin_server import caller_of
 from libs.common.service_bounds import CONSOLE_SESSIONS_PAGE
-from services.router.api.http.frame import RECORD
+from services.router.api.http.middleware import RECORD
 from services.router.console.cache_view import CacheView
 from services.router.console.events import EventHub
 from services.router.console.fleet_view import FleetView

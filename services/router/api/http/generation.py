@@ -20,7 +20,7 @@ from services.router.api.answers.whole import whole_of, whole_of_choices
 from services.router.api.choices import ChoiceRuns
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.event_stream import EventStream
-from services.router.api.http.frame import RECORD
+from services.router.api.http.middleware import RECORD
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.http.span_attributes import http_attributes, note_status
 from services.router.api.openai.ignored_fields import IGNORED_HEADER

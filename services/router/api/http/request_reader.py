@@ -11,7 +11,7 @@ from libs.common.http.admin_server import CALLER
 from libs.common.http.connection import HttpConnection
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.api_keys import DEFAULT_TENANT, ApiKeys
-from services.router.api.http.frame import RECORD
+from services.router.api.http.middleware import RECORD
 from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
 from slipstream import bounds, errors

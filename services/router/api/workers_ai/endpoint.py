@@ -21,8 +21,8 @@ from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
 from services.router.api.http.content_encoding import decompress
-from services.router.api.http.frame import RECORD
 from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.middleware import RECORD
 from services.router.api.http.piece_stream import send_pieces
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.workers_ai.envelope import (

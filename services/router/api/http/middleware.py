@@ -27,7 +27,7 @@ _UNLOGGED = ("/healthz/ready", "/healthz/live", "/health", "/ping")
 _FORM_PATHS = ("/v1/files",)
 
 
-class RequestFrame:
+class RequestMiddleware:
     """A middleware of aiohttp, and what completes the headers of each response.
 
     `error_shapes` has the error shape of the routes that begin so, the first one that fits; others fail in
