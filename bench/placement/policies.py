@@ -292,6 +292,6 @@ class _Router:
             queued_tokens=tokens,
             queued_requests=requests,
             queue=tuple(queue),
-            cold_turn=self._cold_round_robin.turn(f"p{i}"),
+            last_cold=self._cold_round_robin.last_number(f"p{i}"),
             model=self._book.prefill_model(f"p{i}"),
         )

@@ -57,7 +57,7 @@ class TextShares:
             self.give_back(tenant, chars)
 
 
-class TenantTurns:
+class TenantSlots:
     """At most `most` pieces of work of one tenant at a time; its others wait in the order they came."""
 
     def __init__(self, most: int, *, wait_s: float) -> None:
@@ -71,8 +71,8 @@ class TenantTurns:
         return self._users[tenant]
 
     @contextlib.asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Do one piece of the tenant's work inside. Raises Overloaded when its turn does not come in time."""
+    async def slot(self, tenant: str) -> AsyncIterator[None]:
+        """Do one piece of the tenant's work inside. Raises Overloaded when no slot is free in time."""
         of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(self._most))
         self._users[tenant] += 1
         try:
@@ -97,7 +97,7 @@ class ReceiveSlots:
         wait_s: float = service_bounds.REQUEST_READ_S,
     ) -> None:
         self._all = asyncio.Semaphore(most)
-        self._turns = TenantTurns(most_tenant, wait_s=wait_s)
+        self._of_tenants = TenantSlots(most_tenant, wait_s=wait_s)
         self._most_tenant_calls = most_tenant_calls
         self._wait_s = wait_s
 
@@ -107,10 +107,10 @@ class ReceiveSlots:
 
         It raises at once when too many of the tenant wait: each takes one of the process's calls.
         """
-        if self._turns.waiting_or_running(tenant) >= self._most_tenant_calls:
+        if self._of_tenants.waiting_or_running(tenant) >= self._most_tenant_calls:
             raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS)
         # First its own: a tenant that waits for itself holds nothing of the others'.
-        async with self._turns.turn(tenant), _entered(self._all, self._wait_s):
+        async with self._of_tenants.slot(tenant), _entered(self._all, self._wait_s):
             yield
 
 

@@ -57,14 +57,14 @@ class Suspendable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptTurn:
-    """A turn of a request to write rows of its prompt. See `PendingDelivery`."""
+class _PromptDelivery:
+    """A piece of the rows of a prompt that a request has to write. See `PendingDelivery`."""
 
     tenant: Hashable
     state: RequestState
 
     def deliver(self) -> None:
-        self.state.take_turn()
+        self.state.write_waiting()
 
 
 @dataclass(slots=True, eq=False)
@@ -195,11 +195,11 @@ class RequestState:
             self._show_rows()
             if self._has_rows:
                 self._is_marked = True
-                self.context.fleet.batcher.mark(_PromptTurn(self.spec.prompt.salt, self))
+                self.context.fleet.batcher.mark(_PromptDelivery(self.spec.prompt.salt, self))
         while self._unread_tokens and not (self._has_rows or self.sink.is_full):
             self._show(self._push_piece())
 
-    def take_turn(self) -> None:
+    def write_waiting(self) -> None:
         """Continue with the prompt's rows. `TokenBatcher`, which all requests share, must get no error."""
         self._is_marked = False
         if self.is_closed:

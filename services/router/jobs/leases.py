@@ -40,8 +40,8 @@ class OwnerLost(FailedPrecondition):
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """What an owner learns with its beat."""
+class QueueState:
+    """The queue of all routers, and what an owner still has of it."""
 
     beats: Mapping[str, int]  # of all owners
     mine: frozenset[JobKey]  # the jobs that this owner still has
@@ -144,11 +144,11 @@ class JobLeases:
         values = (int(then.is_failure), not_before_s, not_before_s, job_id, owner, attempt)
         return bool(await self._database.run(lambda tx: tx.execute(sql, values), is_idempotent=True))
 
-    async def beat(self, owner: str, progress: Mapping[JobKey, JobProgress] | None = None) -> Heartbeat:
+    async def beat(self, owner: str, progress: Mapping[JobKey, JobProgress] | None = None) -> QueueState:
         """Raise the beat and store the progress of jobs. Raises OwnerLost."""
         now_s = self._now_s()
 
-        def beat(tx: SqlTransaction) -> Heartbeat:
+        def beat(tx: SqlTransaction) -> QueueState:
             _beat(tx, owner)
             for (job_id, attempt), each in (progress or {}).items():
                 values = (each.output_tokens, int(each.is_held))
@@ -160,14 +160,14 @@ class JobLeases:
             mine = tx.execute("SELECT id, attempt FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
             beats = tx.execute("SELECT owner, beat FROM job_owners")
             keys = frozenset((row[0], row[1]) for row in mine)
-            return Heartbeat(dict(beats), keys, *_queue(tx, now_s))
+            return QueueState(dict(beats), keys, *_queue(tx, now_s))
 
         return await self._database.run(beat)
 
-    async def look(self) -> Heartbeat:
+    async def look(self) -> QueueState:
         """The queue, for a router that is no owner."""
         now_s = self._now_s()
-        return await self._database.read(lambda tx: Heartbeat({}, frozenset(), *_queue(tx, now_s)))
+        return await self._database.read(lambda tx: QueueState({}, frozenset(), *_queue(tx, now_s)))
 
     async def take_over(self, owner: str, beat: int) -> int:
         """Remove an owner whose beat is still this one, and queue its jobs again; how many lost it."""

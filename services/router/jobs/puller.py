@@ -28,7 +28,7 @@ from services.router.jobs.decisions import (
     overdue_jobs,
 )
 from services.router.jobs.executor import JobExecutor
-from services.router.jobs.leases import Heartbeat, JobKey, JobLeases, OwnerLost
+from services.router.jobs.leases import JobKey, JobLeases, OwnerLost, QueueState
 from services.router.jobs.owner_watch import OwnerWatch
 from services.router.jobs.rows import count_ended
 from services.router.jobs.types import LONGEST_WAIT_S, ClaimedJob, JobOutcome, JobProgress, JobState
@@ -103,7 +103,7 @@ class JobPuller:
         self._on_workers = 0  # running jobs that are not held
         self._held_since_s = math.inf  # since when live requests hold claimed jobs
         self._tasks: list[asyncio.Task[None]] = []
-        self._seen = Heartbeat({}, frozenset(), 0, 0)
+        self._seen = QueueState({}, frozenset(), 0, 0)
         self._is_away = False  # the database did not answer the last beat
 
     @property

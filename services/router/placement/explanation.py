@@ -14,7 +14,7 @@ from services.router.placement.types import ChoiceReason, Cost, WorkerCandidate
 
 # Values of `ChoiceReason.rule`.
 BY_COST = "cost"  # it costs least
-BY_TURN = "turn"  # of workers that cost about the same, it got a cold prompt longest ago
+BY_ROUND_ROBIN = "round_robin"  # of workers that cost about the same, it got a cold prompt longest ago
 BY_HELD = "held"  # of workers that cost the same, it holds most of the prompt
 BY_DRAW = "draw"  # of workers that are equal, the seed picked it
 BY_NAME = "name"  # of pairs that cost the same, its group comes first by name
@@ -69,7 +69,7 @@ def choice_reason(
     else:
         alike = f"{n_alike} workers that cost at most {limit_ms:.1f} ms"
         text = {
-            BY_TURN: f"got a cold prompt longest ago of {alike}",
+            BY_ROUND_ROBIN: f"got a cold prompt longest ago of {alike}",
             BY_HELD: f"holds most of {alike}",
             BY_DRAW: f"was drawn by the seed from {alike}",
         }[rule]

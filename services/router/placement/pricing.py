@@ -65,7 +65,7 @@ def price_prefill(
         candidate = WorkerCandidate(
             "prefill", instance, group, refused, total_ms, cached - loaded, load_tokens, others_ms,
             0.0, 0.0, 0.0, uncached, queue_ms, prefill_ms, load_ms,
-            ahead_tokens, ahead_requests, longer_tokens, worker.cold_turn,
+            ahead_tokens, ahead_requests, longer_tokens, worker.last_cold,
         )  # fmt: skip
         if source is not None:
             candidate.loaded_tokens, candidate.source = loaded, source.instance

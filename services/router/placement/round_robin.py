@@ -4,21 +4,21 @@ from __future__ import annotations
 
 
 class ColdRoundRobin:
-    """Numbers the cold requests. A worker's turn is the number of its last one, 0 = none."""
+    """Numbers the cold requests. A worker has the number of its last one, 0 = none."""
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._count = 0
 
-    def turn(self, worker: str) -> int:
+    def last_number(self, worker: str) -> int:
         """The number of the worker's last cold request."""
-        return self._turns.get(worker, 0)
+        return self._numbers.get(worker, 0)
 
     def placed(self, worker: str) -> None:
         """Give the worker the next number."""
         self._count += 1
-        self._turns[worker] = self._count
+        self._numbers[worker] = self._count
 
     def forget(self, worker: str) -> None:
         """Drop a departed worker. Idempotent."""
-        self._turns.pop(worker, None)
+        self._numbers.pop(worker, None)

@@ -11,7 +11,7 @@ from services.router.placement.explanation import (
     BY_COST,
     BY_DRAW,
     BY_HELD,
-    BY_TURN,
+    BY_ROUND_ROBIN,
     ONLY_ONE,
     PINNED,
     choice_reason,
@@ -94,11 +94,11 @@ def choose(usable: Sequence[WorkerCandidate], request: PlacementRequest, *, cold
         chosen, against = (usable[totals_ms.index(min(each_ms))] for each_ms in (totals_ms, dearer_ms))
         return Choice(chosen, BY_COST, 1, limit_ms, against)
     alike = [candidate for candidate in usable if candidate.total_ms <= limit_ms]
-    ranks = [candidate.cold_turn if cold else -candidate.held_tokens for candidate in alike]
+    ranks = [candidate.last_cold if cold else -candidate.held_tokens for candidate in alike]
     first = min(ranks)
     best = [candidate for candidate, rank in zip(alike, ranks, strict=True) if rank == first]
     if len(best) == 1:
-        return Choice(best[0], BY_TURN if cold else BY_HELD, len(alike), limit_ms)
+        return Choice(best[0], BY_ROUND_ROBIN if cold else BY_HELD, len(alike), limit_ms)
     return Choice(min(best, key=_draw(request.seed)), BY_DRAW, len(best), limit_ms)
 
 

@@ -62,7 +62,7 @@ class PrefillWorker(msgspec.Struct, frozen=True, gc=False):
     queued_tokens: int = 0
     queued_requests: int = 0
     queue: tuple[int, ...] = ()
-    cold_turn: int = 0  # number of the last cold request that this router sent there; 0 = none
+    last_cold: int = 0  # number of the last cold request that this router sent there; 0 = none
     model: PrefillModel = msgspec.field(default_factory=PrefillModel)
 
 
@@ -142,7 +142,7 @@ class WorkerCandidate(msgspec.Struct, gc=False):
     ahead_tokens: int = 0  # computed before this request, of `ahead_requests`
     ahead_requests: int = 0
     longer_tokens: int = 0  # of queued prompts that need more than this one
-    cold_turn: int = 0
+    last_cold: int = 0
     loaded_tokens: int = 0
     source: str = ""  # where `loaded_tokens` are read: a kvstore, or with `from_peer` a prefill worker
     from_peer: bool = False

@@ -178,7 +178,7 @@ class RouterFleet:
             queued_tokens=tokens,
             queued_requests=requests,
             queue=link.own_tokens,
-            cold_turn=self.cold_round_robin.turn(link.key),
+            last_cold=self.cold_round_robin.last_number(link.key),
             model=self.worker_models.prefill_model(
                 link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
             ),

@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
-from services.router.workers.fair_turns import FairTurns
+from services.router.workers.tenant_fair_queue import TenantFairQueue
 
 T = TypeVar("T")
 
@@ -67,9 +67,9 @@ class TokenBatcher:
         self._loop = asyncio.get_running_loop()
         self._clock = clock or self._loop.time
         self._due: list[PendingDelivery] = []
-        self._turns: FairTurns[PendingDelivery | _Work] = FairTurns()
+        self._queue: TenantFairQueue[PendingDelivery | _Work] = TenantFairQueue()
         self._is_slicing = False  # the next slice is scheduled
-        self._behind_since_s = 0.0  # when the turns were empty for the last time
+        self._behind_since_s = 0.0  # when the queue was empty for the last time
         self._caught_up: asyncio.Future[None] | None = None
         self._spent_s = 0.0  # in this iteration of the loop
         self._began_s = 0.0
@@ -87,7 +87,7 @@ class TokenBatcher:
             self._schedule()
 
     async def run(self, tenant: Hashable, work: Callable[[], T]) -> T:
-        """The result of a short function, at once or in the tenant's turn."""
+        """The result of a short function, at once or in the order of the tenants."""
         if self._is_slicing or self._spent_s >= SLICE_S:
             done: asyncio.Future[T] = self._loop.create_future()
             self._push(tenant, _Work(work, done))
@@ -120,7 +120,7 @@ class TokenBatcher:
         self._has_items = True
         due, self._due = self._due, []
         for item in due:
-            self._turns.push(item.tenant, item)
+            self._queue.push(item.tenant, item)
         if not self._is_slicing:
             self._behind_since_s = self._began_s
             self._slice()
@@ -140,7 +140,7 @@ class TokenBatcher:
     # ---- slices
 
     def _push(self, tenant: Hashable, item: _Work) -> None:
-        self._turns.push(tenant, item)
+        self._queue.push(tenant, item)
         if not self._is_slicing:
             self._is_slicing, self._behind_since_s = True, self._clock()
             self._loop.call_soon(self._slice)
@@ -149,15 +149,15 @@ class TokenBatcher:
         """Deliver for SLICE_S, then let the loop do what else is due."""
         now_s = self._clock()
         end_s = now_s + SLICE_S - self._spent_s
-        while self._turns:
-            tenant, item = self._turns.pop()
+        while self._queue:
+            tenant, item = self._queue.pop()
             item.deliver()
             began_s, now_s = now_s, self._clock()
-            self._turns.charge(tenant, now_s - began_s)
+            self._queue.charge(tenant, now_s - began_s)
             self._spend(now_s - began_s)
             if now_s >= end_s:
                 break
-        self._is_slicing = bool(self._turns)
+        self._is_slicing = bool(self._queue)
         if self._is_slicing:
             self._loop.call_soon(self._slice)
             if self._due and self._has_items and now_s - self._began_s >= MAX_PAUSE_S:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.admission.tenant_shares import ReceiveSlots, TenantTurns, TextShares
+from services.router.admission.tenant_shares import ReceiveSlots, TenantSlots, TextShares
 from slipstream.errors import Overloaded
 
 WAIT_S = 60.0
@@ -73,13 +73,13 @@ async def test_a_tenant_that_receives_slowly_delays_only_itself() -> None:
 
     slow = [asyncio.create_task(receive("a")) for _ in range(5)]
     async with asyncio.timeout(WAIT_S):
-        while slots._turns._users["a"] < 5:
+        while slots._of_tenants._users["a"] < 5:
             await asyncio.sleep(0)
         async with slots.receiving("b"):
-            assert slots._turns._tenants["a"].locked() and not slots._all.locked()
+            assert slots._of_tenants._tenants["a"].locked() and not slots._all.locked()
         ends.set()
         await asyncio.gather(*slow)
-    assert not slots._turns._users and not slots._turns._tenants
+    assert not slots._of_tenants._users and not slots._of_tenants._tenants
 
 
 async def test_a_message_without_room_in_time_is_refused_and_holds_nothing() -> None:
@@ -91,29 +91,29 @@ async def test_a_message_without_room_in_time_is_refused_and_holds_nothing() -> 
                     pass
     async with slots.receiving("b"):
         pass
-    assert not slots._turns._users and not slots._turns._tenants
+    assert not slots._of_tenants._users and not slots._of_tenants._tenants
 
 
 async def test_a_turn_that_does_not_come_in_time_is_refused_and_holds_nothing() -> None:
-    turns, held = TenantTurns(1, wait_s=0.01), asyncio.Event()
+    slots, held = TenantSlots(1, wait_s=0.01), asyncio.Event()
 
     async def hold() -> None:
-        async with turns.turn("a"):
+        async with slots.slot("a"):
             await held.wait()
 
     holding = asyncio.create_task(hold())
     await asyncio.sleep(0)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(Overloaded):
-            async with turns.turn("a"):
+            async with slots.slot("a"):
                 pass
-        async with turns.turn("b"):
+        async with slots.slot("b"):
             pass
         held.set()
         await holding
-        async with turns.turn("a"):
+        async with slots.slot("a"):
             pass
-    assert not turns._tenants and not turns._users
+    assert not slots._tenants and not slots._users
 
 
 async def test_a_tenant_whose_messages_do_not_arrive_takes_a_bounded_number_of_calls() -> None:
@@ -125,7 +125,7 @@ async def test_a_tenant_whose_messages_do_not_arrive_takes_a_bounded_number_of_c
 
     waiting = [asyncio.create_task(receive("a")) for _ in range(3)]
     async with asyncio.timeout(WAIT_S):
-        while slots._turns._users["a"] < 3:
+        while slots._of_tenants._users["a"] < 3:
             await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             async with slots.receiving("a"):
@@ -133,4 +133,4 @@ async def test_a_tenant_whose_messages_do_not_arrive_takes_a_bounded_number_of_c
         async with slots.receiving("b"):
             ends.set()
         await asyncio.gather(*waiting)
-    assert not slots._turns._users
+    assert not slots._of_tenants._users

@@ -108,13 +108,13 @@ async def test_a_beat_tells_what_an_owner_still_has(tables: JobTables) -> None:
     await tables.leases.register("r1")
     jobs = await tables.leases.claim("r1", 2)
     await tables.store.cancel("alice", jobs[0].id)
-    heartbeat = await tables.leases.beat("r1", {(jobs[1].id, 1): JobProgress(12, is_held=True)})
-    assert heartbeat.mine == {(jobs[1].id, 1)}
-    assert (heartbeat.queued, heartbeat.running) == (1, 1)
+    state = await tables.leases.beat("r1", {(jobs[1].id, 1): JobProgress(12, is_held=True)})
+    assert state.mine == {(jobs[1].id, 1)}
+    assert (state.queued, state.running) == (1, 1)
     running = await tables.store.get("alice", jobs[1].id)
     assert (running.output_tokens, running.is_held) == (12, True)
     [queued] = await tables.store.list_jobs("alice", state=JobState.QUEUED)
-    assert heartbeat.oldest_unix_s == (queued.created_unix_s,)
+    assert state.oldest_unix_s == (queued.created_unix_s,)
     await tables.leases.resign("r1")
     assert {job.state for job in await tables.store.list_jobs("alice")} == {
         JobState.QUEUED,

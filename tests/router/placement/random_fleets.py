@@ -99,7 +99,7 @@ class RandomFleets:
             queued_tokens=sum(queue) + (draw.choice(self._tokens) if others else 0),
             queued_requests=len(queue) + draw.choice((0, others)),
             queue=queue,
-            cold_turn=draw.choice((0, 0, 1, draw.randint(0, 99))),
+            last_cold=draw.choice((0, 0, 1, draw.randint(0, 99))),
             model=self._prefill_model(),
             **self._identity(),
         )

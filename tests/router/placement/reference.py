@@ -137,7 +137,7 @@ def _best(legs: Sequence[ReferenceLeg], request: PlacementRequest, *, cold: bool
         return alike[0]
     draw = _draw(request.seed)
     if cold:
-        return min(alike, key=lambda leg: (leg.cold_turn, draw(leg.instance)))
+        return min(alike, key=lambda leg: (leg.last_cold, draw(leg.instance)))
     return min(alike, key=lambda leg: (-leg.held_tokens, draw(leg.instance)))
 
 

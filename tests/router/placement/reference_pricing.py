@@ -76,7 +76,7 @@ class ReferenceLeg(msgspec.Struct, frozen=True, gc=False):
     uncached_tokens: int = 0
     load_tokens: int = 0
     group: tuple[str, str] = ("", "")
-    cold_turn: int = 0
+    last_cold: int = 0
     refused: str = ""
 
 
@@ -235,7 +235,7 @@ def prefill_leg(
         uncached_tokens=uncached,
         load_tokens=load_of(request.prompt_tokens, worker),
         group=group,
-        cold_turn=worker.cold_turn,
+        last_cold=worker.last_cold,
         refused=_refused(worker, request),
     )
 

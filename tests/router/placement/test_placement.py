@@ -45,7 +45,7 @@ def prefill_workers(draw: st.DrawFn, i: int) -> PrefillWorker:
         queued_tokens=draw(counts),
         queued_requests=draw(st.integers(0, 20)),
         queue=tuple(draw(st.lists(st.integers(0, 50_000), max_size=3))),
-        cold_turn=draw(st.integers(0, 5)),
+        last_cold=draw(st.integers(0, 5)),
         model=PrefillModel(token_ms=draw(st.sampled_from([0.05, 0.5, 5.0]))),
     )
 
@@ -357,7 +357,7 @@ def test_cold_requests_take_turns() -> None:
     round_robin = ColdRoundRobin()
     chosen = []
     for seed in range(40):
-        prefill = tuple(PrefillWorker(f"p{i}", cold_turn=round_robin.turn(f"p{i}")) for i in range(4))
+        prefill = tuple(PrefillWorker(f"p{i}", last_cold=round_robin.last_number(f"p{i}")) for i in range(4))
         decision = place(PlacementRequest(500, seed), PlacementFleet(prefill, (DecodeWorker("d0"),)))
         assert decision.cold
         round_robin.placed(decision.prefill)

@@ -79,9 +79,9 @@ def test_of_equals_the_one_that_holds_most_is_taken() -> None:
 
 def test_a_cold_request_passes_over_a_turn_that_costs_a_tenth_more_but_not_one_that_costs_half() -> None:
     def chosen(token_ms: float) -> str:
-        slower = PrefillWorker("p1", cold_turn=0, model=PrefillModel(token_ms=token_ms))
+        slower = PrefillWorker("p1", last_cold=0, model=PrefillModel(token_ms=token_ms))
         return place(
-            PlacementRequest(5_000), PlacementFleet((PrefillWorker("p0", cold_turn=5), slower), DECODE)
+            PlacementRequest(5_000), PlacementFleet((PrefillWorker("p0", last_cold=5), slower), DECODE)
         ).prefill
 
     assert PrefillModel().token_ms == 0.5

@@ -61,7 +61,7 @@ class BackgroundResponses:
         job = await self._job(tenant, response_id)
         if job is None or job.state is JobState.SUCCEEDED:
             return None
-        async with self._store.turn(tenant):
+        async with self._store.slot(tenant):
             data = await self._jobs.request(tenant, job.id)
             draft = await asyncio.to_thread(decode_response, data)
         referred = msgspec.structs.replace(draft, previous_id=None)
@@ -114,7 +114,7 @@ class BackgroundResponses:
         return job if job.path == PATH else None
 
     async def _response(self, job: Job) -> Json:
-        async with self._store.turn(job.tenant):
+        async with self._store.slot(job.tenant):
             data = await self._jobs.request(job.tenant, job.id)
             response = await asyncio.to_thread(_unfinished, job, data, self._card.name)
         if response["status"] == "failed":

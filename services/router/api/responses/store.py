@@ -20,7 +20,7 @@ from libs.common import api_bounds
 from libs.database.database import Database
 from libs.database.schema import Schema
 from libs.database.transaction import SqlTransaction
-from services.router.admission.tenant_shares import TenantTurns
+from services.router.admission.tenant_shares import TenantSlots
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
 from services.router.request.json_limits import check_structure
@@ -98,18 +98,18 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._chance = chance
         wait_s = api_bounds.RESPONSE_CALL_WAIT_S
-        self._turns = TenantTurns(api_bounds.MAX_TENANT_RESPONSE_CALLS, wait_s=wait_s)
-        self._reads = TenantTurns(api_bounds.MAX_CONVERSATIONS_READ, wait_s=wait_s)  # of all tenants as one
+        self._slots = TenantSlots(api_bounds.MAX_TENANT_RESPONSE_CALLS, wait_s=wait_s)
+        self._reads = TenantSlots(api_bounds.MAX_CONVERSATIONS_READ, wait_s=wait_s)  # of all tenants as one
         database.declare(_SCHEMA)
 
     async def save(self, tenant: str, response: StoredResponse) -> None:
         """Store a response. Returns when it is durable."""
-        async with self.turn(tenant):
+        async with self.slot(tenant):
             await self._database.run(await self.insertion(tenant, response), is_idempotent=True)
 
-    def turn(self, tenant: str) -> AbstractAsyncContextManager[None]:
+    def slot(self, tenant: str) -> AbstractAsyncContextManager[None]:
         """Read or write inside. A tenant with many responses delays others by a few of them."""
-        return self._turns.turn(tenant)
+        return self._slots.slot(tenant)
 
     async def insertion(self, tenant: str, response: StoredResponse) -> Callable[[SqlTransaction], None]:
         """What stores a response in a transaction of the caller. Raises InvalidArgument for a long one."""
@@ -128,13 +128,13 @@ class ResponseStore:
 
     async def find_body(self, tenant: str, response_id: str) -> bytes:
         """The tenant's response with this id, as JSON. Raises NotFound."""
-        async with self.turn(tenant):
+        async with self.slot(tenant):
             (body,) = await self._find(tenant, response_id, ("body",), field="response_id")
             return await asyncio.to_thread(_inflated, body)
 
     async def find_items(self, tenant: str, response_id: str) -> Sequence[Json]:
         """The input items of a response. Raises NotFound."""
-        async with self.turn(tenant):
+        async with self.slot(tenant):
             (items,) = await self._find(tenant, response_id, ("items",), field="response_id")
             found: Sequence[Json] = await asyncio.to_thread(lambda: msgspec.json.decode(_inflated(items)))
             return found
@@ -143,7 +143,7 @@ class ResponseStore:
         """Delete a response. Raises NotFound."""
         now_s = self._wall_clock_s()
         sql = "DELETE FROM stored_responses WHERE tenant = ? AND id = ? AND expires_unix_s > ? RETURNING id"
-        async with self.turn(tenant):
+        async with self.slot(tenant):
             deleted = await self._database.run(lambda tx: tx.execute(sql, (tenant, response_id, now_s)))
         if not deleted:
             raise _not_found(response_id, "response_id")
@@ -178,7 +178,7 @@ class ResponseStore:
 
     async def _conversation(self, tenant: str, response_id: str, *, field: str) -> _StoredConversation:
         """All items up to the end of a response. Raises NotFound, and InvalidArgument for too many."""
-        async with self.turn(tenant), self._reads.turn(""):
+        async with self.slot(tenant), self._reads.slot(""):
             blobs = await self._find(tenant, response_id, ("earlier", "items", "body"), field=field)
             return await asyncio.to_thread(_conversation_of, blobs, field)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.workers.fair_turns import FairTurns
+from services.router.workers.tenant_fair_queue import TenantFairQueue
 from services.router.workers.token_batcher import SLICE_S, TokenBatcher
 
 _COSTS = st.lists(st.integers(1, 100), min_size=30, max_size=30)
@@ -19,16 +19,16 @@ _COSTS = st.lists(st.integers(1, 100), min_size=30, max_size=30)
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from("abcd"), _COSTS, min_size=2))
 def test_tenants_with_items_differ_by_one_largest_item_of_each(costs: dict[str, list[int]]) -> None:
-    turns: FairTurns[int] = FairTurns()
+    queue: TenantFairQueue[int] = TenantFairQueue()
     for tenant, items in costs.items():
         for index in range(len(items)):
-            turns.push(tenant, index)
+            queue.push(tenant, index)
     took, taken = dict.fromkeys(costs, 0), dict.fromkeys(costs, 0)
     while all(taken[tenant] < 30 for tenant in costs):
-        owner, index = turns.pop()
+        owner, index = queue.pop()
         tenant = str(owner)
         assert index == taken[tenant]  # first in, first out
-        turns.charge(tenant, costs[tenant][index])
+        queue.charge(tenant, costs[tenant][index])
         took[tenant] += costs[tenant][index]
         taken[tenant] += 1
         for one in costs:
@@ -39,34 +39,34 @@ def test_tenants_with_items_differ_by_one_largest_item_of_each(costs: dict[str, 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 400))
 def test_any_order_of_calls_loses_no_item_and_keeps_few_tags(seed: int, steps: int) -> None:
-    rng, turns = random.Random(seed), FairTurns[int]()
+    rng, queue = random.Random(seed), TenantFairQueue[int]()
     waiting: dict[str, list[int]] = {}
     for step in range(steps):
         if rng.random() < 0.5:
             tenant = str(rng.randrange(1000))
-            turns.push(tenant, step)
+            queue.push(tenant, step)
             waiting.setdefault(tenant, []).append(step)
-        elif len(turns):
-            owner, item = turns.pop()
+        elif len(queue):
+            owner, item = queue.pop()
             assert isinstance(owner, str)
             assert waiting[owner].pop(0) == item
-            turns.charge(owner, rng.random())
-        assert len(turns) == sum(map(len, waiting.values()))
-    assert len(turns._tags) <= 2 * len(turns) + 200
+            queue.charge(owner, rng.random())
+        assert len(queue) == sum(map(len, waiting.values()))
+    assert len(queue._tags) <= 2 * len(queue) + 200
 
 
 def test_a_tenant_that_returns_has_no_credit() -> None:
-    turns: FairTurns[str] = FairTurns()
+    queue: TenantFairQueue[str] = TenantFairQueue()
     for index in range(10):
-        turns.push("busy", f"b{index}")
+        queue.push("busy", f"b{index}")
     for _ in range(5):
-        turns.charge(turns.pop()[0], 1.0)
+        queue.charge(queue.pop()[0], 1.0)
     for index in range(3):
-        turns.push("idle", f"i{index}")
+        queue.push("idle", f"i{index}")
     order = []
     for _ in range(6):
-        tenant, _item = turns.pop()
-        turns.charge(tenant, 1.0)
+        tenant, _item = queue.pop()
+        queue.charge(tenant, 1.0)
         order.append(tenant)
     assert order.count("idle") == 3 and order[:2] != ["idle", "idle"]
 

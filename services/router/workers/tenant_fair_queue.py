@@ -18,7 +18,7 @@ T = TypeVar("T")
 _KEPT_TAGS = 64
 
 
-class FairTurns(Generic[T]):
+class TenantFairQueue(Generic[T]):
     """Each `pop` is followed by the `charge` of its tenant."""
 
     def __init__(self) -> None:
