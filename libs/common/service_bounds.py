@@ -127,7 +127,7 @@ MAX_REMOTE_CACHE_BLOCKS = 131_072
 # Workers that a router follows, and records of which discovery keeps the content: about 90 KB and 1 KB each.
 MAX_FOLLOWED_WORKERS = 1024
 MAX_FLEET_RECORDS = 8192
-# The console of a router: requests whose trails it keeps, rows of all their placement tables (about 400
+# The console of a router: requests whose timelines it keeps, rows of all their placement tables (about 400
 # bytes each), readers of its events, and rows of one answer.
 MAX_RECORDED_REQUESTS = 2_000
 MAX_RECORDED_CANDIDATES = 100_000
@@ -350,7 +350,7 @@ _JOBS: tuple[_Row, ...] = (
     ("All deliveries of one webhook", f"{WEBHOOK_LIFE_S:g} s", "given up"),
 )
 _CONSOLE: tuple[_Row, ...] = (
-    ("Requests whose trails a router keeps", f"{MAX_RECORDED_REQUESTS}", "the oldest is forgotten"),
+    ("Requests whose timelines a router keeps", f"{MAX_RECORDED_REQUESTS}", "the oldest is forgotten"),
     (
         "Rows of the placement tables of all of them",
         f"{MAX_RECORDED_CANDIDATES}",

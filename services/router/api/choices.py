@@ -133,7 +133,7 @@ class ChoiceRuns:
         )
         run.sink.wants_stats = self._wants_stats
         run.sink.holds_start = True
-        run.trail.is_streamed = self._is_streamed
+        run.timeline.is_streamed = self._is_streamed
         self._started[index] = run
         return run
 

@@ -118,7 +118,7 @@ class Console:
         page = page_of(self._recorder, read_filter(request.query))
         return _json(
             {
-                "requests": summaries_json(page.trails, now_s=self._context.clock()),
+                "requests": summaries_json(page.timelines, now_s=self._context.clock()),
                 "next_before": page.next_before,
                 "total": len(self._recorder),
                 "dropped": self._recorder.dropped,
@@ -128,10 +128,10 @@ class Console:
     async def _request(self, request: web.Request) -> web.Response:
         request_id, query = request.match_info["id"], request.query
         seq = whole_number(query, "seq", default=0, least=1, most=1 << 53) or None
-        trail = self._recorder.find(request_id, seq=seq)
-        if trail is None:
+        timeline = self._recorder.find(request_id, seq=seq)
+        if timeline is None:
             raise NotFound(f"request {shown(request_id)} is not among the last {len(self._recorder)} here")
-        return _json(request_json(trail, now_s=self._context.clock()))
+        return _json(request_json(timeline, now_s=self._context.clock()))
 
     async def _cache_page(self, request: web.Request) -> web.Response:
         query = request.query

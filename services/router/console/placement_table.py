@@ -7,7 +7,7 @@ from typing import Any
 
 from services.router.placement.explanation import TERM_LABELS
 from services.router.placement.types import ChoiceReason, Cost, PlacementDecision, WorkerCandidate
-from services.router.recording.trail import KeptPlacement
+from services.router.recording.timeline import KeptPlacement
 
 MAX_ROWS = 64
 

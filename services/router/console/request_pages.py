@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from libs.common.service_bounds import CONSOLE_REQUESTS_PAGE
 from services.router.recording.recorder import RequestRecorder
-from services.router.recording.trail import RequestStatus, RequestTrail
+from services.router.recording.timeline import RequestStatus, RequestTimeline
 from slipstream.errors import InvalidArgument
 
 DEFAULT_PAGE = 100
@@ -26,27 +26,34 @@ class RequestFilter:
     session: str = ""
     text: str = ""  # within the id, the session, the tenant, a worker or the code
 
-    def passes(self, trail: RequestTrail) -> bool:
+    def passes(self, timeline: RequestTimeline) -> bool:
         """Whether the page shows the request. `running` includes what waits for admission."""
-        if self.status and trail.status != self.status:
-            is_queued = trail.status is RequestStatus.QUEUED
+        if self.status and timeline.status != self.status:
+            is_queued = timeline.status is RequestStatus.QUEUED
             if not (is_queued and self.status == RequestStatus.RUNNING):
                 return False
-        if self.tenant and trail.tenant != self.tenant:
+        if self.tenant and timeline.tenant != self.tenant:
             return False
-        if self.session and trail.session != self.session:
+        if self.session and timeline.session != self.session:
             return False
         if not self.text:
             return True
-        texts = (trail.request_id, trail.session or "", trail.tenant, trail.prefill, trail.decode, trail.code)
+        texts = (
+            timeline.request_id,
+            timeline.session or "",
+            timeline.tenant,
+            timeline.prefill,
+            timeline.decode,
+            timeline.code,
+        )
         return any(self.text in each.lower() for each in texts)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPage:
-    """Trails, newest first, and where the next page begins; None after the last one."""
+    """Timelines, newest first, and where the next page begins; None after the last one."""
 
-    trails: list[RequestTrail]
+    timelines: list[RequestTimeline]
     next_before: int | None
 
 
@@ -68,14 +75,14 @@ def read_filter(query: Mapping[str, str]) -> RequestFilter:
 
 def page_of(recorder: RequestRecorder, wanted: RequestFilter) -> RequestPage:
     """The newest requests that pass, at most `limit`."""
-    trails: list[RequestTrail] = []
-    for trail in recorder.newest_first(before=wanted.before):
-        if not wanted.passes(trail):
+    timelines: list[RequestTimeline] = []
+    for timeline in recorder.newest_first(before=wanted.before):
+        if not wanted.passes(timeline):
             continue
-        if len(trails) == wanted.limit:
-            return RequestPage(trails, trails[-1].seq)
-        trails.append(trail)
-    return RequestPage(trails, None)
+        if len(timelines) == wanted.limit:
+            return RequestPage(timelines, timelines[-1].seq)
+        timelines.append(timeline)
+    return RequestPage(timelines, None)
 
 
 def whole_number(query: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.router.console.placement_table import placement_json
-from services.router.recording.trail import RequestTrail, TrailEntry
+from services.router.recording.timeline import RequestTimeline, TimelineEntry
 
 # Sentences by the kind of an entry. A kind that is not here shows its text.
 _SENTENCES: Mapping[str, str] = {
@@ -36,54 +36,54 @@ _SOURCES: Mapping[str, str] = {
 }
 
 
-def summary_json(trail: RequestTrail, *, now_s: float) -> dict[str, Any]:
+def summary_json(timeline: RequestTimeline, *, now_s: float) -> dict[str, Any]:
     """One line of the list of requests. Durations count from the arrival."""
-    until_s = now_s if trail.ended_s is None else trail.ended_s
-    first_s = trail.first_token_s
+    until_s = now_s if timeline.ended_s is None else timeline.ended_s
+    first_s = timeline.first_token_s
     return {
-        "seq": trail.seq,
-        "id": trail.request_id,
-        "started_ms": round(trail.began_unix_ms, 1),
-        "tenant": trail.tenant,
-        "session": trail.session,
-        "model": trail.model,
-        "endpoint": trail.endpoint,
-        "status": trail.status,
-        "code": trail.code or None,
-        "error": trail.error or None,
-        "finish_reason": trail.finish_reason or None,
-        "streamed": trail.is_streamed,
-        "prompt_tokens": trail.prompt_tokens,
-        "cached_tokens": trail.cached_tokens,
-        "output_tokens": trail.curve.count,
-        "ttft_ms": None if first_s is None else _ms(first_s - trail.began_s),
-        "duration_ms": _ms(until_s - trail.began_s),
-        "prefill": trail.prefill,
-        "decode": trail.decode,
-        "attempts": trail.attempts,
-        "drafted_tokens": trail.drafted_tokens,
-        "accepted_tokens": trail.accepted_tokens,
+        "seq": timeline.seq,
+        "id": timeline.request_id,
+        "started_ms": round(timeline.began_unix_ms, 1),
+        "tenant": timeline.tenant,
+        "session": timeline.session,
+        "model": timeline.model,
+        "endpoint": timeline.endpoint,
+        "status": timeline.status,
+        "code": timeline.code or None,
+        "error": timeline.error or None,
+        "finish_reason": timeline.finish_reason or None,
+        "streamed": timeline.is_streamed,
+        "prompt_tokens": timeline.prompt_tokens,
+        "cached_tokens": timeline.cached_tokens,
+        "output_tokens": timeline.curve.count,
+        "ttft_ms": None if first_s is None else _ms(first_s - timeline.began_s),
+        "duration_ms": _ms(until_s - timeline.began_s),
+        "prefill": timeline.prefill,
+        "decode": timeline.decode,
+        "attempts": timeline.attempts,
+        "drafted_tokens": timeline.drafted_tokens,
+        "accepted_tokens": timeline.accepted_tokens,
     }
 
 
-def request_json(trail: RequestTrail, *, now_s: float) -> dict[str, Any]:
+def request_json(timeline: RequestTimeline, *, now_s: float) -> dict[str, Any]:
     """All that is kept of one request."""
-    at_s, counts = trail.curve.points()
+    at_s, counts = timeline.curve.points()
     return {
-        "summary": summary_json(trail, now_s=now_s),
-        "timeline": [_entry_json(entry, trail.began_s) for entry in trail.entries],
-        "dropped_entries": trail.dropped_entries,
-        "placements": [placement_json(kept, began_s=trail.began_s) for kept in trail.placements],
-        "tokens": {"at_ms": [_ms(at - trail.began_s) for at in at_s], "count": list(counts)},
+        "summary": summary_json(timeline, now_s=now_s),
+        "timeline": [_entry_json(entry, timeline.began_s) for entry in timeline.entries],
+        "dropped_entries": timeline.dropped_entries,
+        "placements": [placement_json(kept, began_s=timeline.began_s) for kept in timeline.placements],
+        "tokens": {"at_ms": [_ms(at - timeline.began_s) for at in at_s], "count": list(counts)},
     }
 
 
-def summaries_json(trails: Sequence[RequestTrail], *, now_s: float) -> list[dict[str, Any]]:
+def summaries_json(timelines: Sequence[RequestTimeline], *, now_s: float) -> list[dict[str, Any]]:
     """The lines of several requests."""
-    return [summary_json(trail, now_s=now_s) for trail in trails]
+    return [summary_json(timeline, now_s=now_s) for timeline in timelines]
 
 
-def sentence(entry: TrailEntry) -> str:
+def sentence(entry: TimelineEntry) -> str:
     """What an entry says."""
     text = _SOURCES.get(entry.text, entry.text) if entry.kind == "restored" else entry.text
     return _SENTENCES.get(entry.kind, "{text}").format(
@@ -96,7 +96,7 @@ def sentence(entry: TrailEntry) -> str:
     )
 
 
-def _entry_json(entry: TrailEntry, began_s: float) -> dict[str, Any]:
+def _entry_json(entry: TimelineEntry, began_s: float) -> dict[str, Any]:
     return {
         "at_ms": _ms(entry.at_s - began_s),
         "kind": entry.kind,

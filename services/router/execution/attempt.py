@@ -28,7 +28,7 @@ from services.router.execution.attempt_types import (
     start_prefill,
     start_sequence,
 )
-from services.router.recording.trail import RequestTrail
+from services.router.recording.timeline import RequestTimeline
 from services.router.workers.connection import TokensInFlight, WorkerConnection
 from services.router.workers.prefill_client import RemotePrefill
 from services.router.workers.remote_sequence import RemoteSequence
@@ -76,7 +76,7 @@ class Attempt:
     listener: AttemptListener
     clock: Callable[[], float]
     defers_decode: bool = False
-    trail: RequestTrail = field(default_factory=RequestTrail)
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
     span: Span = INVALID_SPAN  # the attempt's owner ends it
     _prefill: RemotePrefill | None = None
     _prefill_began: bool = False
@@ -280,21 +280,23 @@ class Attempt:
             metadata=tracing.trace_metadata(),
         )
 
-    # ---- the request's trail
+    # ---- the request's timeline
 
     def _note_opened(self, opened: prefill_pb2.HandoffOpened) -> None:
         assert self.workers.prefill is not None
         tokens = sum([item.tokens for item in opened.cached])
         worker = self.workers.prefill.worker.instance
-        self.trail.note("prefill_started", attempt=self.number, worker=worker, tokens=tokens)
+        self.timeline.note("prefill_started", attempt=self.number, worker=worker, tokens=tokens)
 
     def _note_first_token(self, first: prefill_pb2.FirstToken, worker: str) -> None:
         for item in first.cached:
             if item.tier != common_pb2.CACHE_TIER_WORKER:
                 tier = tier_name(item.tier)
-                self.trail.note("restored", attempt=self.number, worker=worker, tokens=item.tokens, text=tier)
+                self.timeline.note(
+                    "restored", attempt=self.number, worker=worker, tokens=item.tokens, text=tier
+                )
         spent = f"{first.queue_ms:.1f} ms for pages, {first.compute_ms:.1f} ms of work"
-        self.trail.note("first_token", attempt=self.number, worker=worker, text=spent)
+        self.timeline.note("first_token", attempt=self.number, worker=worker, text=spent)
 
     # ---- decode
 
@@ -313,7 +315,7 @@ class Attempt:
         self._decode_was_ready = self.workers.decode.ready
         if ticket:
             decode = self.workers.decode.worker.instance
-            self.trail.note("handoff", attempt=self.number, worker=decode)
+            self.timeline.note("handoff", attempt=self.number, worker=decode)
         self._sequence = self.workers.decode_stream.start(request, self.spec.prompt, self)
 
     def _resume_sequence(self) -> None:
@@ -333,9 +335,9 @@ class Attempt:
                 return
         if not self._has_decoded:
             self._has_decoded = True
-            is_first = self.trail.first_token_s is None
+            is_first = self.timeline.first_token_s is None
             decode = self.workers.decode.worker.instance
-            self.trail.note("first_token" if is_first else "tokens", attempt=self.number, worker=decode)
+            self.timeline.note("first_token" if is_first else "tokens", attempt=self.number, worker=decode)
         if self._decode_tokens is not None:
             self._decode_tokens.add(len(tokens))
         if self.workers.prefill is not None:

@@ -23,7 +23,7 @@ from services.router.execution.retry_loop import run_attempts
 from services.router.execution.worker_selection import await_fingerprint
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
-from services.router.recording.trail import RequestTrail
+from services.router.recording.timeline import RequestTimeline
 from services.router.request.conversations.chat_query import ChatQuery, count_messages
 from services.router.request.prompt import Encoded, Prompt, PromptDraft, query_of
 from services.router.request.prompt_encoder import PromptEncoder
@@ -105,7 +105,7 @@ class GenerationTask:
     constraint: OutputConstraint | None
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs work that a cancel must not stop
     began_s: float  # when the request arrived, on the context's clock
-    trail: RequestTrail = field(default_factory=RequestTrail)
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
     metered: MeteredRequest | None = None
     hold: JobHold | None = None  # of a job
     _decision: PlacementDecision | None = None  # of the last attempt
@@ -141,7 +141,7 @@ class GenerationTask:
         """Run the request until `finished` is written. Raises a SlipstreamError when the request fails."""
         context = self.context
         self._admitted_s = context.clock()
-        self.trail.admitted(self._admitted_s)
+        self.timeline.admitted(self._admitted_s)
         self._trace_id = tracing.trace_id()
         queued_s = self._admitted_s - self.began_s
         if not self.caller.is_job:
@@ -154,8 +154,8 @@ class GenerationTask:
             request_id=self.request_id,
             constraint=self.constraint,
         )
-        self.trail.prompt_tokens = len(self._prompt.token_ids)
-        self.trail.note("encoded", tokens=self._prompt.encoded_tokens)
+        self.timeline.prompt_tokens = len(self._prompt.token_ids)
+        self.timeline.note("encoded", tokens=self._prompt.encoded_tokens)
         state = self._make_state(await await_fingerprint(context))
         state.is_closed = self._is_closed
         if context.failover.quarantine.has_suspects:
@@ -216,11 +216,11 @@ class GenerationTask:
                 admitted_s=self._admitted_s,
                 counters=context.counters,
                 trace_id=self._trace_id,
-                trail=self.trail,
+                timeline=self.timeline,
                 is_job=self.caller.is_job,
             ),
             sink=self.sink,
-            trail=self.trail,
+            timeline=self.timeline,
             ticket=self.ticket,
             spawn=self.spawn,
             hold=self.hold,

@@ -190,7 +190,7 @@ class HedgedAttempt:
         # The hedge, which was placed later, overwrote the decision. If the first attempt wins, restore it.
         if self._state.decision is not self._live[attempt].decision:
             note_assignment(self._state, self._live[attempt])
-            self._state.trail.runs_at(self._live[attempt].decision)
+            self._state.timeline.runs_at(self._live[attempt].decision)
 
     def _drop(self, loser: Attempt, failure: WorkerFailed | None) -> None:
         """Release the attempt that failed or was slower; the other one continues."""
@@ -200,7 +200,7 @@ class HedgedAttempt:
         crashed = failure.worker if failure is not None and failure.is_crash else None
         self._state.context.failover.quarantine.leave_workers(self._state.suspect, left, crashed=crashed)
         text = failure.error.message if failure is not None else ""
-        self._state.trail.note("dropped", attempt=loser.number, text=text)
+        self._state.timeline.note("dropped", attempt=loser.number, text=text)
         if failure is not None:
             tracing.failed(failure.error, loser.span)
         self._release(loser)
@@ -210,7 +210,7 @@ class HedgedAttempt:
     def _begin(self, assignment: Assignment, *, is_hedge: bool = False) -> Attempt:
         attempt = self._make_attempt(assignment, is_hedge=is_hedge)
         self._live[attempt] = assignment
-        self._state.trail.placed(assignment.decision, attempt=attempt.number, is_hedge=is_hedge)
+        self._state.timeline.placed(assignment.decision, attempt=attempt.number, is_hedge=is_hedge)
         attempt.begin()
         assignment.note_begun()  # after `begin`, so that the worker gets the prompt first
         self._state.show_started()
@@ -243,7 +243,7 @@ class HedgedAttempt:
             self,
             state.context.clock,
             defers_decode=is_hedge,
-            trail=state.trail,
+            timeline=state.timeline,
             span=span,
         )
 

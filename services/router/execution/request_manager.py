@@ -21,7 +21,7 @@ from services.router.execution.generation import GenerationTask, encode_prompt
 from services.router.execution.policies.job_holds import JobHolds
 from services.router.execution.request_stats import count_end
 from services.router.execution.running_request import RunningRequest, execute
-from services.router.recording.trail import RequestTrail
+from services.router.recording.timeline import RequestTimeline
 from services.router.request.output_constraints import OutputConstraints
 from services.router.request.prompt import Prompt
 from services.router.request.types import Caller, GenerationRequest
@@ -148,7 +148,7 @@ class RequestManager:
         self._runs[key] = run
         # Admitted or queued: a client whose requests are refused must not hold the jobs of others.
         self.jobs.add(run, caller, self.jobs.live_arrived(caller), began_s=began_s)
-        run.trail = self._record(run, caller, began_s)
+        run.timeline = self._record(run, caller, began_s)
         self._watch_unread()
         work = execute(run, partial(self._make_generation, run, request, caller, began_s))
         task = run.start(work, deadline_s=caller.deadline_s)
@@ -244,7 +244,7 @@ class RequestManager:
                 run.end(errors.Aborted("too many answers of this tenant are not read"))
         self._watch_unread()
 
-    def _record(self, run: RunningRequest, caller: Caller, began_s: float) -> RequestTrail:
+    def _record(self, run: RunningRequest, caller: Caller, began_s: float) -> RequestTimeline:
         return self.context.recorder.begin(
             run.request_id,
             began_s=began_s,
@@ -273,7 +273,7 @@ class RequestManager:
             constraint=run.constraint,
             spawn=run.spawn_release,
             began_s=began_s,
-            trail=run.trail,
+            timeline=run.timeline,
             metered=run.metered,
             hold=run.hold,
         )
@@ -362,7 +362,7 @@ class RequestManager:
         """Clean up after a request's task, which may have been cancelled before its first step."""
         error = run.ended_by if task.cancelled() else task.result()
         count_end(self.context.counters, error)
-        run.trail.ended(
+        run.timeline.ended(
             code=type(error).__name__ if error is not None else "",
             error=error.message if error is not None else "",
             is_cancelled=isinstance(error, (errors.Aborted, errors.Draining)),

@@ -25,7 +25,7 @@ from services.router.execution.policies.retry_policy import RetryPolicy
 from services.router.execution.request_stats import StatsRecorder
 from services.router.execution.sessions import SessionPlacement
 from services.router.placement.types import PlacementDecision
-from services.router.recording.trail import RequestTrail
+from services.router.recording.timeline import RequestTimeline
 from services.router.request.prompt_rows import PromptRows
 from services.router.request.types import Caller
 from slipstream.errors import Internal
@@ -83,7 +83,7 @@ class RequestState:
     ticket: AdmissionTicket | None
     spawn: Callable[[Coroutine[None, None, None]], None]  # runs work that a cancel must not stop
     started: router_pb2.GenerateEvent | None  # the answer's first event, until an attempt begins
-    trail: RequestTrail = field(default_factory=RequestTrail)
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
     retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
     resume_pace: ResumePace = field(default_factory=ResumePace)
     suspect: Suspect = field(default_factory=Suspect)
@@ -252,7 +252,7 @@ class RequestState:
     def leave_admission(self) -> None:
         """Give the place to others: the workers hold nothing of the request."""
         self.is_suspended = True
-        self.trail.note("suspended", tokens=len(self.output.tokens))
+        self.timeline.note("suspended", tokens=len(self.output.tokens))
         if self.ticket is not None:
             self.ticket.leave(output_tokens=len(self.output.tokens))
 
@@ -273,7 +273,7 @@ class RequestState:
         if self.ticket is not None:
             await self.ticket.admitted_again()
         self.is_suspended = self._has_shown = False
-        self.trail.note("resumed")
+        self.timeline.note("resumed")
 
     # ---- quarantine: see policies/quarantine.py
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
 from services.router.placement.types import PlacementDecision
-from services.router.recording.trail import RequestTrail
+from services.router.recording.timeline import RequestTimeline
 from slipstream import errors
 from slipstream.enum_names import tier_name, transport_value
 from slipstream.v1 import common_pb2, decode_pb2, router_pb2
@@ -27,7 +27,7 @@ class StatsRecorder:
         admitted_s: float | None = None,
         counters: Counters | None = None,
         trace_id: str = "",
-        trail: RequestTrail | None = None,
+        timeline: RequestTimeline | None = None,
         is_job: bool = False,
     ) -> None:
         """`counters` get the times of tokens; `trace_id` names the request's trace there.
@@ -44,7 +44,7 @@ class StatsRecorder:
         self._admitted_s = began_s if admitted_s is None else admitted_s
         self._counters = counters or Counters()
         self._trace_id = trace_id
-        self._trail = trail or RequestTrail()
+        self._timeline = timeline or RequestTimeline()
         self._is_job = is_job
         self._first_token_s: float | None = None
         self._first_attempt = 0
@@ -78,7 +78,7 @@ class StatsRecorder:
                 gap_s = (now_s - self._last_token_s) / n_tokens
                 self._counters.observe("slipstream_inter_token_latency_seconds", gap_s, count=n_tokens)
             self._last_token_s = now_s
-            self._trail.tokens(now_s, len(batch.tokens))
+            self._timeline.tokens(now_s, len(batch.tokens))
         if batch.stats is not None:
             self.add_stats(batch.stats)
 
@@ -99,7 +99,7 @@ class StatsRecorder:
         counters.observe("slipstream_request_prompt_tokens", usage.prompt_tokens)
         counters.observe("slipstream_request_completion_tokens", usage.completion_tokens)
         stats = self._stats or decode_pb2.SequenceStats()
-        self._trail.succeeded(
+        self._timeline.succeeded(
             finish_reason=finish_reason,
             cached={tier_name(item.tier): item.tokens for item in usage.cached},
             cached_tokens=usage.cached_tokens,

@@ -57,7 +57,7 @@ async def _attempt(state: RequestState, assignment: Assignment) -> AttemptEnd | 
         await state.wait_for_client()
         return stopped if state.output.stopped else None  # the flushed text contained a stop string
     log.warning("%s attempt %d: %s", state.request_id, state.stats.attempts, outcome.error)
-    state.trail.moved(
+    state.timeline.moved(
         attempt=state.stats.attempts, worker=_instance(outcome.worker), text=outcome.error.message
     )
     if outcome.is_drain:

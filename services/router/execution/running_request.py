@@ -17,7 +17,7 @@ from services.router.execution.generation import GenerationTask
 from services.router.execution.policies.job_holds import JobHold, MetJobs
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
-from services.router.recording.trail import RequestTrail
+from services.router.recording.timeline import RequestTimeline
 from slipstream import errors
 from slipstream.sampling import OutputConstraint
 
@@ -33,14 +33,14 @@ class RunningRequest:
         *,
         movable: bool = False,
         key_sha256: bytes = b"",
-        trail: RequestTrail | None = None,
+        timeline: RequestTimeline | None = None,
     ) -> None:
         """`movable`: the client can resume at another router when this one drains.
 
         `key_sha256`: of the API key by which it runs; empty: none."""
         self.request_id = request_id
         self.key_sha256 = key_sha256
-        self.trail = trail or RequestTrail(request_id)
+        self.timeline = timeline or RequestTimeline(request_id)
         self.movable = movable
         self.sink = ResponseQueue()
         self.released = asyncio.Event()
@@ -174,7 +174,7 @@ async def execute(
             except asyncio.CancelledError:
                 if not run.clear_preemption():
                     raise
-                run.trail.note("preempted")
+                run.timeline.note("preempted")
                 task = asyncio.current_task()
                 assert task is not None
                 task.uncancel()

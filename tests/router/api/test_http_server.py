@@ -270,18 +270,18 @@ async def test_keys_of_other_apis_headers_are_taken(cluster: FakeCluster, card: 
         assert "is missing" in error["message"]
 
 
-async def test_the_trail_is_told_when_asked_for(http: aiohttp.ClientSession, cluster: FakeCluster) -> None:
+async def test_the_stats_are_sent_when_asked_for(http: aiohttp.ClientSession, cluster: FakeCluster) -> None:
     body = {"messages": [{"role": "user", "content": "order " * 30}], "max_tokens": 8}
     headers = {"x-slipstream-stats": "1", "x-request-id": "mine-1", "x-session-affinity": "ses_1"}
     async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
         assert answer.headers["x-request-id"] == "mine-1"
         whole = await answer.json()
     assert whole["id"] == "chatcmpl-mine-1"
-    trail = whole["slipstream"]
-    assert trail["prefill_worker"].startswith("prefill-")
-    assert trail["kvstore"] == "kvstore-0"
-    assert trail["ttft_ms"] > 0
-    assert trail["acceptance_length"] > 0
+    stats = whole["slipstream"]
+    assert stats["prefill_worker"].startswith("prefill-")
+    assert stats["kvstore"] == "kvstore-0"
+    assert stats["ttft_ms"] > 0
+    assert stats["acceptance_length"] > 0
     headers["x-request-id"] = "mine-2"
     async with http.post("/v1/chat/completions", json={**body, "stream": True}, headers=headers) as answer:
         assert answer.content_type == "text/event-stream"

@@ -76,7 +76,7 @@ def fill(recorder: RequestRecorder) -> None:
     )
     decision = place(PlacementRequest(2000), fleet)
     for number in range(REQUESTS):
-        trail = recorder.begin(
+        timeline = recorder.begin(
             f"req-{number}",
             began_s=0.0,
             tenant=f"tenant-{number % 7}",
@@ -84,12 +84,12 @@ def fill(recorder: RequestRecorder) -> None:
             model="m",
             endpoint="Generate",
         )
-        trail.admitted(0.1)
+        timeline.admitted(0.1)
         for attempt in (1, 2):
-            trail.placed(decision, attempt=attempt)
+            timeline.placed(decision, attempt=attempt)
         for _ in range(2_000 if number > REQUESTS - 5 else 3):
-            trail.tokens(1.0, 1)
-        trail.ended()
+            timeline.tokens(1.0, 1)
+        timeline.ended()
 
 
 @asynccontextmanager

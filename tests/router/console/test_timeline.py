@@ -21,7 +21,7 @@ from services.router.placement.types import (
     PrefillWorker,
 )
 from services.router.recording.recorder import RequestRecorder
-from services.router.recording.trail import KeptPlacement, RequestStatus, RequestTrail, TrailEntry
+from services.router.recording.timeline import KeptPlacement, RequestStatus, RequestTimeline, TimelineEntry
 from slipstream.errors import InvalidArgument
 
 ROUTER = Path(__file__).resolve().parents[3] / "services" / "router"
@@ -31,7 +31,7 @@ def recorder() -> RequestRecorder:
     return RequestRecorder(clock=lambda: 10.0, wall_clock_s=lambda: 1e9, max_requests=50)
 
 
-def begin(kept: RequestRecorder, request_id: str, tenant: str, session: str | None = None) -> RequestTrail:
+def begin(kept: RequestRecorder, request_id: str, tenant: str, session: str | None = None) -> RequestTimeline:
     return kept.begin(request_id, began_s=9.0, tenant=tenant, session=session, model="m", endpoint="Generate")
 
 
@@ -91,17 +91,17 @@ def test_every_kind_that_the_router_notes_has_a_sentence() -> None:
             noted |= set(re.findall(r'"([a-z_]+)"', call))
     assert len(noted) >= 15
     assert noted == set(_SENTENCES)
-    entry = TrailEntry(0.0, "kind of a later version", text="what happened")
+    entry = TimelineEntry(0.0, "kind of a later version", text="what happened")
     assert sentence(entry) == "what happened"
     for kind in _SENTENCES:
-        said = sentence(TrailEntry(0.0, kind, 2, "decode-0", 7, "dram"))
+        said = sentence(TimelineEntry(0.0, kind, 2, "decode-0", 7, "dram"))
         assert said and "{" not in said and "  " not in said
 
 
 def test_texts_with_braces_are_shown_as_they_are() -> None:
-    trail = begin(recorder(), "r", "t")
-    trail.moved(attempt=1, worker="decode-0", text="{0} {worker.__class__}")
-    page = request_json(trail, now_s=11.0)
+    timeline = begin(recorder(), "r", "t")
+    timeline.moved(attempt=1, worker="decode-0", text="{0} {worker.__class__}")
+    page = request_json(timeline, now_s=11.0)
     assert page["timeline"][-1]["text"].endswith(": {0} {worker.__class__}.")
 
 
@@ -117,27 +117,27 @@ def test_pages_in_a_row_have_each_request_that_passes_once(
 ) -> None:
     kept = recorder()
     for number, (of, name) in enumerate(begun):
-        trail = begin(kept, f"r{number}", of, name)
+        timeline = begin(kept, f"r{number}", of, name)
         if number % 2:
-            trail.ended()
+            timeline.ended()
     found: list[int] = []
     before: int | None = None
     while True:
         wanted = RequestFilter(limit=limit, before=before, tenant=tenant, session=session, status=status)
         page = page_of(kept, wanted)
-        assert len(page.trails) <= limit
-        found += [trail.seq for trail in page.trails]
+        assert len(page.timelines) <= limit
+        found += [timeline.seq for timeline in page.timelines]
         before = page.next_before
         if before is None:
             break
-        assert len(page.trails) == limit
+        assert len(page.timelines) == limit
     ended = RequestStatus.SUCCEEDED
     assert found == [
-        trail.seq
-        for trail in kept.newest_first()
-        if tenant in ("", trail.tenant)
-        and session in ("", trail.session)
-        and (not status or (trail.status == ended) == (status == ended))
+        timeline.seq
+        for timeline in kept.newest_first()
+        if tenant in ("", timeline.tenant)
+        and session in ("", timeline.session)
+        and (not status or (timeline.status == ended) == (status == ended))
     ]
 
 

@@ -53,7 +53,7 @@ class HedgedRig(HedgedAttempt):
         self.shown: list[int] = []
         self.lost: list[tuple[set[str], str | None]] = []
         recorder = RequestRecorder(clock=lambda: 1.0, wall_clock_s=lambda: 2.0)
-        self.trail = recorder.begin(
+        self.timeline = recorder.begin(
             "r", began_s=0.0, tenant="t", session=None, model="m", endpoint="Generate"
         )
         quarantine: Any = SimpleNamespace(
@@ -82,7 +82,7 @@ class HedgedRig(HedgedAttempt):
             end_move=lambda: None,
             show_started=lambda: None,
             decision=None,
-            trail=self.trail,
+            timeline=self.timeline,
             source=None,
             is_closed=False,
             rooms=[ContextRoom(5, 12)],
@@ -143,8 +143,8 @@ async def test_the_winner_continues_and_the_loser_is_released_at_once(winner: st
     assert hedged.attempts[loser].released == 1
     assert hedged.lost == [({loser}, None)]
     assert hedged.state.delivering is hedged.attempts[winner]
-    assert hedged.state.decision.prefill == hedged.trail.prefill == winner
-    assert [entry.kind for entry in hedged.trail.entries] == ["received", "placed", "hedged", "dropped"]
+    assert hedged.state.decision.prefill == hedged.timeline.prefill == winner
+    assert [entry.kind for entry in hedged.timeline.entries] == ["received", "placed", "hedged", "dropped"]
     hedged.deliver(loser, 8)  # too late
     hedged.fail(loser)
     hedged.deliver(winner, 9, LENGTH)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from services.router.placement.types import PlacementDecision, WorkerCandidate
 from services.router.recording.recorder import RequestRecorder
-from services.router.recording.trail import (
+from services.router.recording.timeline import (
     MAX_ENTRIES,
     MAX_PLACEMENTS,
     MAX_TEXT_CHARS,
     RequestStatus,
-    RequestTrail,
+    RequestTimeline,
 )
 
 
@@ -34,7 +34,7 @@ def recorder(*, max_requests: int = 10, max_candidates: int = 1000) -> RequestRe
     )
 
 
-def begin(kept: RequestRecorder, request_id: str = "r") -> RequestTrail:
+def begin(kept: RequestRecorder, request_id: str = "r") -> RequestTimeline:
     return kept.begin(request_id, began_s=99.0, tenant="t", session=None, model="m", endpoint="Generate")
 
 
@@ -62,65 +62,65 @@ def test_memory_is_bounded_and_the_newest_requests_stay(
     begun: list[tuple[str, list[int]]], max_requests: int, max_candidates: int
 ) -> None:
     kept = recorder(max_requests=max_requests, max_candidates=max_candidates)
-    trails: list[RequestTrail] = []
+    timelines: list[RequestTimeline] = []
     for request_id, placements in begun:
-        trail = begin(kept, request_id)
-        trails.append(trail)
+        timeline = begin(kept, request_id)
+        timelines.append(timeline)
         for attempt, rows in enumerate(placements, start=1):
-            trail.placed(decision(rows), attempt=attempt)
-        for old in trails[:-max_requests]:  # late placements of forgotten requests keep no table
+            timeline.placed(decision(rows), attempt=attempt)
+        for old in timelines[:-max_requests]:  # late placements of forgotten requests keep no table
             old.placed(decision(3), attempt=9)
-    newest = trails[::-1][:max_requests]
+    newest = timelines[::-1][:max_requests]
     assert list(kept.newest_first()) == newest
-    assert (len(kept), kept.dropped) == (len(newest), len(trails) - len(newest))
-    tables = [len(p.decision.candidates) for trail in newest for p in trail.placements]
+    assert (len(kept), kept.dropped) == (len(newest), len(timelines) - len(newest))
+    tables = [len(p.decision.candidates) for timeline in newest for p in timeline.placements]
     assert sum(tables) == kept._candidates <= max_candidates  # none of a forgotten request
     assert sum(len(table.decision.candidates) for table in kept._tables) == kept._candidates
-    for trail in newest:
-        assert kept.find(trail.request_id, seq=trail.seq) is trail
+    for timeline in newest:
+        assert kept.find(timeline.request_id, seq=timeline.seq) is timeline
     for request_id in "abc":
-        same = [trail for trail in newest if trail.request_id == request_id]
+        same = [timeline for timeline in newest if timeline.request_id == request_id]
         assert kept.find(request_id) is (same[0] if same else None)
-    for trail in trails[: len(trails) - len(newest)]:
-        assert kept.find(trail.request_id, seq=trail.seq) is None
+    for timeline in timelines[: len(timelines) - len(newest)]:
+        assert kept.find(timeline.request_id, seq=timeline.seq) is None
 
 
 def test_the_tables_of_the_newest_placements_stay_and_each_keeps_its_choice() -> None:
     kept = recorder(max_candidates=10)
-    trails = [begin(kept) for _ in range(3)]
-    for trail in trails:
-        trail.placed(decision(5), attempt=1)
-    placements = [trail.placements[0].decision for trail in trails]
+    timelines = [begin(kept) for _ in range(3)]
+    for timeline in timelines:
+        timeline.placed(decision(5), attempt=1)
+    placements = [timeline.placements[0].decision for timeline in timelines]
     assert [len(each.candidates) for each in placements] == [0, 5, 5]
     assert [each.prefill for each in placements] == ["prefill-0"] * 3
 
 
 def test_of_too_many_events_the_first_and_the_last_stay() -> None:
-    trail = begin(recorder())
+    timeline = begin(recorder())
     for index in range(1000):
-        trail.note("moved", attempt=index)
-    trail.ended(code="Unavailable", error="x" * 1000)
-    assert len(trail.entries) == MAX_ENTRIES
-    assert trail.dropped_entries == 1002 - MAX_ENTRIES
-    assert [entry.kind for entry in trail.entries[:2]] == ["received", "moved"]
-    assert trail.entries[-2].attempt == 999 and trail.entries[-1].kind == "failed"
-    assert len(trail.entries[-1].text) == len(trail.error) == MAX_TEXT_CHARS
+        timeline.note("moved", attempt=index)
+    timeline.ended(code="Unavailable", error="x" * 1000)
+    assert len(timeline.entries) == MAX_ENTRIES
+    assert timeline.dropped_entries == 1002 - MAX_ENTRIES
+    assert [entry.kind for entry in timeline.entries[:2]] == ["received", "moved"]
+    assert timeline.entries[-2].attempt == 999 and timeline.entries[-1].kind == "failed"
+    assert len(timeline.entries[-1].text) == len(timeline.error) == MAX_TEXT_CHARS
     for attempt in range(1, 10):
-        trail.placed(decision(1), attempt=attempt)
-    assert [kept.attempt for kept in trail.placements] == [1, *range(11 - MAX_PLACEMENTS, 10)]
+        timeline.placed(decision(1), attempt=attempt)
+    assert [kept.attempt for kept in timeline.placements] == [1, *range(11 - MAX_PLACEMENTS, 10)]
 
 
 def test_a_request_ends_once() -> None:
     kept = recorder()
-    trail = begin(kept)
-    statuses = [trail.status]
-    trail.admitted(100.0)
-    assert [*statuses, trail.status] == [RequestStatus.QUEUED, RequestStatus.RUNNING]
-    trail.tokens(100.5, 3)
-    trail.succeeded(finish_reason="stop", cached={"worker": 64, "dram": 128}, cached_tokens=192)
-    trail.ended()
-    trail.ended(code="Aborted", is_cancelled=True)
-    assert (trail.status, trail.code) == (RequestStatus.SUCCEEDED, "")
+    timeline = begin(kept)
+    statuses = [timeline.status]
+    timeline.admitted(100.0)
+    assert [*statuses, timeline.status] == [RequestStatus.QUEUED, RequestStatus.RUNNING]
+    timeline.tokens(100.5, 3)
+    timeline.succeeded(finish_reason="stop", cached={"worker": 64, "dram": 128}, cached_tokens=192)
+    timeline.ended()
+    timeline.ended(code="Aborted", is_cancelled=True)
+    assert (timeline.status, timeline.code) == (RequestStatus.SUCCEEDED, "")
     assert kept.cached_tokens == {"worker": 64, "dram": 128}
     for code, is_cancelled, status in (
         ("Aborted", True, RequestStatus.CANCELLED),
@@ -135,7 +135,7 @@ def test_changes_are_collected_only_while_someone_follows() -> None:
     kept = recorder()
 
     def changed() -> Sequence[int]:
-        return [trail.seq for trail in kept.take_changed()]
+        return [timeline.seq for timeline in kept.take_changed()]
 
     begin(kept)
     assert changed() == []
@@ -149,9 +149,9 @@ def test_changes_are_collected_only_while_someone_follows() -> None:
     assert changed() == []
 
 
-def test_a_trail_of_no_recorder_keeps_nothing() -> None:
-    trail = RequestTrail("r")
-    trail.note("received")
-    trail.placed(decision(3), attempt=1)
-    trail.ended()
-    assert trail.entries == [] and trail.placements == []
+def test_a_timeline_of_no_recorder_keeps_nothing() -> None:
+    timeline = RequestTimeline("r")
+    timeline.note("received")
+    timeline.placed(decision(3), attempt=1)
+    timeline.ended()
+    assert timeline.entries == [] and timeline.placements == []

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from libs.common.service_bounds import RESUME_PAUSE_S
-from services.router.recording.trail import RequestTrail
+from services.router.recording.timeline import RequestTimeline
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
@@ -79,18 +79,18 @@ async def test_unread_grpc_streams_hold_up_no_other_tenant(
         expected = "".join(LETTERS[index % 8] for index in range(TOKENS))
         assert texts == [expected] * STREAMS
         await eventually(lambda: not router.runs.held and not cluster.held)
-        for trail in router.recorder.newest_first():
-            if trail.tenant == "a":
-                kinds = [entry.kind for entry in trail.entries]
+        for timeline in router.recorder.newest_first():
+            if timeline.tenant == "a":
+                kinds = [entry.kind for entry in timeline.entries]
                 assert 0 < kinds.count("suspended") <= kinds.count("resumed") + 1
-                check_pace(trail)
-                assert trail.curve.count == TOKENS + 1 and trail.status == "succeeded"
+                check_pace(timeline)
+                assert timeline.curve.count == TOKENS + 1 and timeline.status == "succeeded"
 
 
-def check_pace(trail: RequestTrail) -> None:
+def check_pace(timeline: RequestTimeline) -> None:
     """A request goes on after the least time, which doubles with each suspension."""
     suspended, least_s = 0.0, RESUME_PAUSE_S[0]
-    for entry in trail.entries:
+    for entry in timeline.entries:
         if entry.kind == "suspended":
             suspended = entry.at_s
         elif entry.kind == "resumed":

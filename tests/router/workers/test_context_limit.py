@@ -66,7 +66,11 @@ async def test_a_worker_with_a_small_context_gets_none_of_the_requests_beyond_it
                 reply = await client.complete(f"{index}" + " word" * 20, max_tokens=3)
                 assert reply.finish_reason == "length"
         assert router.runs.context.card.max_context_tokens == MAX_CONTEXT_TOKENS
-        placed = {name for trail in router.recorder.newest_first() for name in (trail.prefill, trail.decode)}
+        placed = {
+            name
+            for timeline in router.recorder.newest_first()
+            for name in (timeline.prefill, timeline.decode)
+        }
         assert large.worker.instance in placed and small.worker.instance not in placed
         assert f"{small.worker.instance} takes 1 tokens of context" in caplog.text
         link = router.fleet.find(large.worker.role, large.worker.instance)

@@ -121,7 +121,7 @@ class GenerationEndpoint:
         except errors.Overloaded as error:
             return await self._refuse(request, answer_format, error, arrived_s)
         record.answer = run.sink
-        run.trail.is_streamed = read.options.stream
+        run.timeline.is_streamed = read.options.stream
         try:
             run.sink.wants_stats = read.context.with_stats
             # An answer in one piece is not needed before its first token, nor known before where it runs.

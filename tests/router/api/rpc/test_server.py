@@ -232,15 +232,15 @@ async def test_the_callers_deadline_ends_the_request_everywhere(
 
 async def test_session_goes_back_to_where_its_kv_is(client: AsyncClient, cluster: FakeCluster) -> None:
     history: list[Any] = [{"role": "user", "content": "order " * 20}]
-    trails = []
+    timelines = []
     for _ in range(4):
         reply = await client.chat(history, session="s-1", temperature=0)
         assert reply.stats is not None
-        trails.append(reply.stats)
+        timelines.append(reply.stats)
         history += [reply.as_message(), {"role": "user", "content": "and now?"}]
-    assert len({trail.prefill_worker for trail in trails}) == 1
-    assert len({trail.decode_worker for trail in trails}) == 1
-    assert "holds" in trails[-1].reason
+    assert len({timeline.prefill_worker for timeline in timelines}) == 1
+    assert len({timeline.decode_worker for timeline in timelines}) == 1
+    assert "holds" in timelines[-1].reason
 
 
 SESSIONS = ("s" * 256, "a/b %2F?#&=~ \"'\\", "ä" * 128, "会话" * 42 + "🚢")

@@ -1,6 +1,6 @@
 """What happened to one request, as it happens: a bounded timeline, its placements and its tokens.
 
-A trail has no text of a prompt or an answer and no key. Its writers are the hooks of `execution`.
+A timeline has no text of a prompt or an answer and no key. Its writers are the hooks of `execution`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RequestStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class TrailEntry(msgspec.Struct, gc=False):
-    """One event. `kind` is a name of timeline.py, which also makes its sentence."""
+class TimelineEntry(msgspec.Struct, gc=False):
+    """One event. `kind` is a name of `console/timeline.py`, which makes its sentence."""
 
     at_s: float
     kind: str
@@ -50,26 +50,26 @@ class KeptPlacement(msgspec.Struct, gc=False):
     decision: PlacementDecision
 
 
-class TrailWatcher(Protocol):
-    """Gets the trails whose summary changed, and their placements."""
+class TimelineWatcher(Protocol):
+    """Gets the timelines whose summary changed, and their placements."""
 
-    def on_changed(self, trail: RequestTrail) -> None:
+    def on_changed(self, timeline: RequestTimeline) -> None:
         """The request began, moved or ended."""
 
-    def on_placed(self, trail: RequestTrail, placement: KeptPlacement) -> None:
-        """The trail keeps one more placement."""
+    def on_placed(self, timeline: RequestTimeline, placement: KeptPlacement) -> None:
+        """The timeline keeps one more placement."""
 
     def on_dropped(self, placement: KeptPlacement) -> None:
-        """The trail keeps a placement no longer."""
+        """The timeline keeps a placement no longer."""
 
-    def on_finished(self, trail: RequestTrail, cached: Mapping[str, int]) -> None:
+    def on_finished(self, timeline: RequestTimeline, cached: Mapping[str, int]) -> None:
         """The request succeeded. `cached`: the tokens that it did not compute, by source."""
 
 
-class RequestTrail:
+class RequestTimeline:
     """One request. All times are on the clock of the event loop. Made by a RequestRecorder.
 
-    A trail without a watcher is one that no recorder keeps.
+    A timeline without a watcher is one that no recorder keeps.
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ class RequestTrail:
         session: str | None = None,
         model: str = "",
         endpoint: str = "",
-        watcher: TrailWatcher | None = None,
+        watcher: TimelineWatcher | None = None,
     ) -> None:
         self.request_id, self.seq = request_id, seq
         self.tenant, self.session, self.model, self.endpoint = tenant, session, model, endpoint
@@ -128,7 +128,7 @@ class RequestTrail:
         self.prompt_tokens = self.cached_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.prefill = self.decode = ""
         self.attempts = 0
-        self.entries: list[TrailEntry] = []
+        self.entries: list[TimelineEntry] = []
         self.dropped_entries = 0
         self.placements: list[KeptPlacement] = []
         self.curve = TokenCurve()
@@ -157,7 +157,7 @@ class RequestTrail:
         if len(self.entries) >= MAX_ENTRIES:
             del self.entries[MAX_ENTRIES // 2]
             self.dropped_entries += 1
-        self.entries.append(TrailEntry(at_s, kind, attempt, worker, tokens, text[:MAX_TEXT_CHARS]))
+        self.entries.append(TimelineEntry(at_s, kind, attempt, worker, tokens, text[:MAX_TEXT_CHARS]))
 
     def admitted(self, at_s: float) -> None:
         """Admission let the request run."""
