@@ -32,15 +32,11 @@ class DrafterApp(WorkerApp):
         options = self.options
         if options.engine == "fake":
             return FakeHead()
-        if options.threads is not None:
-            import torch
-
-            torch.set_num_threads(options.threads)
         assert options.draft_model is not None and options.model is not None
         from libs.engine.core.build import build_drafter
 
         with unusable_models(self.options):
-            return build_drafter(options.draft_model, options.model)
+            return build_drafter(options.draft_model, options.model, threads=options.threads)
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
         self._stop = stop

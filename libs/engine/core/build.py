@@ -21,7 +21,7 @@ from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kv.cache import CacheShape
 from libs.engine.model.checkpoint import weights_digest
-from libs.engine.model.runner import KernelsName, ModelRunner, RunnerOptions
+from libs.engine.model.runner import KernelsName, ModelRunner, RunnerOptions, threads_at_start
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.plan import long_prompt_rows
@@ -132,19 +132,27 @@ def build_drafter(
     target_dir: Path,
     *,
     kernels: Kernels | None = None,
+    threads: int | None = None,
     window_tokens: int = 512,
     max_sequences: int = 1024,
 ) -> DrafterEngine:
     """Load an EAGLE-3 head or a block drafter. Tensors that it shares with the target come from the target.
 
-    `kernels`: those of an engine on the same thread; None = own ones, with the threads of torch.
+    kernels  those of an engine on the same thread; None = own ones, and this thread's torch keeps one thread
+    threads  CPU threads of own kernels; None = what torch started with (OMP_NUM_THREADS, or all cores)
     """
-    kernels = kernels or NativeKernels(load_library(), torch.get_num_threads())
+    is_alone = kernels is None
+    if kernels is None:
+        threads = threads or threads_at_start()
+        torch.set_num_threads(threads)
+        kernels = NativeKernels(load_library(), threads)
     head: ContextHead = (
         BlockHead(head_dir, target_dir, kernels)
         if is_block_head(read_config_json(head_dir, "draft_model_dir"))
         else EagleHead.load(head_dir, target_dir, kernels)
     )
+    if is_alone:
+        torch.set_num_threads(1)  # torch's idle threads would spin on the cores of the kernels' pool
     return DrafterEngine(head, window_tokens=window_tokens, max_sequences=max_sequences)
 
 

@@ -197,11 +197,12 @@ def choose_kernels(options: RunnerOptions) -> Kernels:
 
 
 def choose_threads(options: RunnerOptions) -> int:
-    return options.threads or _threads_at_start()
+    return options.threads or threads_at_start()
 
 
 @cache
-def _threads_at_start() -> int:
+def threads_at_start() -> int:
+    """Of torch, at the first call; a load changes them."""
     return torch.get_num_threads()
 
 
