@@ -15,15 +15,15 @@ _PAGE_TOKENS = 64  # of a KV page by default, whose slots a KV split divides
 class Cut:
     """tp cards share each layer, pp groups of them follow one another.
 
-    kv                   parts of the context's positions, each on tp / kv of the cards, which share the heads
-    is_attention_copied  each card has all attention and its own sequences; experts are divided (DP + EP)
-    exchanges_queries    with kv: cards exchange queries, so that no projection is copied (other engines)
+    kv                 parts of the context's positions, on cards that share the same heads
+    dp                 parts of the cards, each with all attention and its own sequences; experts are divided
+    exchanges_queries  with kv: cards exchange queries, so that no projection is copied (other engines)
     """
 
     tp: int
     pp: int = 1
     kv: int = 1
-    is_attention_copied: bool = False
+    dp: int = 1
     exchanges_queries: bool = False
 
     @property
@@ -31,15 +31,25 @@ class Cut:
         return self.tp * self.pp
 
     @property
+    def is_attention_copied(self) -> bool:
+        """Whether groups of cards, or single ones, attend for different sequences (DP + EP)."""
+        return self.dp > 1
+
+    @property
+    def attention_cards(self) -> int:
+        """Cards that share the attention of a sequence."""
+        return self.tp // self.dp
+
+    @property
     def heads_copies(self) -> int:
-        """How many cards of a group have the projections to the same heads."""
+        """How many of these cards have the projections to the same heads."""
         return 1 if self.exchanges_queries else self.kv
 
     @property
     def name(self) -> str:
         stages = f" x PP{self.pp}" if self.pp > 1 else ""
         if self.is_attention_copied:
-            return f"DP{self.tp} attention + EP{self.tp}{stages}"
+            return f"DP{self.dp} attention + EP{self.tp}{stages}"
         if self.tp == 1:
             return f"PP{self.pp}" if self.pp > 1 else "one card"
         return f"TP{self.tp}{stages}{f' + KV split {self.kv}' if self.kv > 1 else ''}"
@@ -59,10 +69,8 @@ class Stage:
         attention = sum(layer.attention_bytes for layer in self.layers)
         others = sum(layer.bytes - layer.attention_bytes for layer in self.layers)
         others += self.embedding_bytes + self.head_bytes
-        if cut.is_attention_copied:
-            return attention + -(-others // cut.tp)
         attention += (cut.heads_copies - 1) * sum(layer.heads_bytes for layer in self.layers)
-        return -(-(attention + others) // cut.tp)
+        return -(-(attention * cut.dp + others) // cut.tp)
 
     @cached_property
     def kv_token_bytes(self) -> int:
@@ -87,7 +95,7 @@ def enumerate_cuts(model: ModelShape, n_cards: int) -> Iterator[Cut]:
                 if tp % kv == 0 and _PAGE_TOKENS % kv == 0:
                     yield Cut(tp, pp, kv)
         if tp > 1 and n_experts and n_experts % tp == 0:
-            yield Cut(tp, pp, is_attention_copied=True)
+            yield Cut(tp, pp, dp=tp)
 
 
 def cut_stages(model: ModelShape, n_stages: int) -> tuple[Stage, ...]:

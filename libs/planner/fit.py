@@ -1,17 +1,79 @@
-"""Whether a cut fits the fullest card, and how many distinct context tokens the rest of the memory holds."""
+"""Whether a cut fits its memory, and how many distinct context tokens the rest of the memory holds.
+
+The plan of a node's cards and the page pool of a worker at its start come from the same `fit_memory`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from libs.planner.cards import Card
+from libs.planner.cards import GIB, Card
 from libs.planner.cuts import Cut, Stage, cut_stages
 from libs.planner.model_shape import ModelShape
+
+# Context, communication, graphs and activations of one card.
+CARD_OVERHEAD_BYTES = int(2.5 * GIB)
+# Interpreter, torch, gRPC, and the activations of a step of one process.
+PROCESS_OVERHEAD_BYTES = GIB // 2
+# Copies of pages. The kernel commits their memory when a copy first reaches it.
+_MAX_STAGING_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Copies that peers read, in the memory of the host: `share` of the KV cache, at most `most_bytes`."""
+
+    share: float = 0.5
+    most_bytes: int = _MAX_STAGING_BYTES
+
+    def n_bytes(self, kv_bytes: int) -> int:
+        return min(int(kv_bytes * self.share), self.most_bytes)
+
+    def kv_room(self, n_bytes: int) -> int:
+        """The largest KV cache that fits `n_bytes` together with its copies."""
+        return max(int(n_bytes / (1 + self.share)), n_bytes - self.most_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """`n_bytes` of each card. Each has its own weights and its own part of the KV."""
+
+    n_bytes: int
+    overhead_bytes: int = CARD_OVERHEAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """`n_bytes` of the host for all ranks, which share one copy of the KV. Staged copies are there, too."""
+
+    n_bytes: int
+    staging: Staging = Staging()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldForm:
+    """Bytes of a weight and of a cached value in memory; bf16 by default. INT4 stays as it is stored."""
+
+    weight_value_bytes: int = 2
+    kv_value_bytes: int = 2
+
+    def weight_bytes(self, model: ModelShape, n_bytes: int) -> int:
+        """Memory for `n_bytes` of the checkpoint."""
+        if model.stored_value_bytes is None:
+            return n_bytes
+        return n_bytes * self.weight_value_bytes // model.stored_value_bytes
+
+    def kv_bytes(self, n_bytes: int) -> int:
+        """Memory for `n_bytes` of KV in bf16."""
+        return n_bytes * self.kv_value_bytes // 2
+
+
+IN_BF16 = HeldForm()
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Memory of a cut. All bytes are of one card or of the node, as they say.
+    """Memory of a cut. All bytes are of one card or of the node, as they say; a host counts as one card.
 
     card_weights_bytes  of the fullest card
     card_free_bytes     of the fullest card after weights and overhead; negative: what is missing
@@ -32,20 +94,42 @@ class Fit:
     def fits(self) -> bool:
         return self.card_free_bytes >= 0
 
+    @property
+    def host_bytes(self) -> int:
+        """What the processes on the cards take of the host with their staged copies, beside page cache."""
+        return self.cut.n_cards * PROCESS_OVERHEAD_BYTES + Staging().n_bytes(self.kv_bytes)
+
 
 def fit_cut(
     model: ModelShape, cut: Cut, card: Card, *, overhead_bytes: int, window_sequences: int = 1
 ) -> Fit:
-    """`overhead_bytes`: what context, communication, graphs and activations take of each card.
+    """`fit_memory` for all that a process sees of each card."""
+    memory = CardMemory(card.visible_bytes, overhead_bytes)
+    return fit_memory(model, cut, memory, window_sequences=window_sequences)
 
-    window_sequences: sequences whose windows are kept, in models with such layers.
-    """
+
+def fit_memory(
+    model: ModelShape,
+    cut: Cut,
+    memory: CardMemory | HostMemory,
+    *,
+    held: HeldForm = IN_BF16,
+    window_sequences: int = 1,
+) -> Fit:
+    """`window_sequences`: sequences whose windows are kept, in models with such layers."""
     stages = cut_stages(model, cut.pp)
-    weights = [stage.card_bytes(cut) for stage in stages]
-    free = [card.visible_bytes - overhead_bytes - size for size in weights]
+    weights = [held.weight_bytes(model, stage.card_bytes(cut)) for stage in stages]
+    windows = [window_sequences * held.kv_bytes(stage.kv_window_bytes) for stage in stages]
+    token_bytes = held.kv_bytes(model.kv_token_bytes)
+    if isinstance(memory, HostMemory):
+        in_use = sum(weights) * cut.tp
+        free = [memory.n_bytes - cut.n_cards * PROCESS_OVERHEAD_BYTES - in_use]
+        tokens = max(memory.staging.kv_room(free[0] - sum(windows)), 0) // token_bytes
+        return Fit(cut, stages, in_use, free[0], free[0], tokens, tokens * token_bytes)
+    free = [memory.n_bytes - memory.overhead_bytes - size for size in weights]
     tokens = min(
-        _stage_tokens(stage, cut, model, room, window_sequences)
-        for stage, room in zip(stages, free, strict=True)
+        _stage_tokens(held.kv_bytes(stage.kv_token_bytes), cut, model, room, window)
+        for stage, room, window in zip(stages, free, windows, strict=True)
     )
     return Fit(
         cut=cut,
@@ -54,22 +138,21 @@ def fit_cut(
         card_free_bytes=min(free),
         node_free_bytes=sum(free) * cut.tp,
         kv_tokens=tokens,
-        kv_bytes=tokens * model.kv_token_bytes,
+        kv_bytes=tokens * token_bytes,
     )
 
 
 def kv_shares(model: ModelShape, cut: Cut) -> int:
     """Over how many cards of a group the KV of a sequence, or of the sequences, is divided."""
-    if cut.is_attention_copied:
-        return cut.tp
-    return cut.kv * min(cut.tp // cut.kv, model.kv_heads)
+    heads = cut.tp // (cut.kv * cut.dp)
+    return cut.dp * cut.kv * min(heads, model.kv_heads)
 
 
-def _stage_tokens(stage: Stage, cut: Cut, model: ModelShape, room: int, window_sequences: int) -> int:
+def _stage_tokens(token_bytes: int, cut: Cut, model: ModelShape, room: int, window_bytes: int) -> int:
     shares = kv_shares(model, cut)
-    room -= window_sequences * stage.kv_window_bytes // min(cut.tp, model.kv_heads)
+    room -= window_bytes // min(cut.tp, model.kv_heads)
     if room <= 0:
         return 0
-    if not stage.kv_token_bytes:
+    if not token_bytes:
         return model.max_context_tokens
-    return room * shares // stage.kv_token_bytes
+    return room * shares // token_bytes

@@ -40,7 +40,14 @@ def mla_shape(raw: Mapping[str, Any], name: str) -> ModelShape:
         head_params=embedding,
         vision_bytes=0 if vision is None else _vision_params(vision, config.hidden_size) * BF16,
         max_context_tokens=config.max_position_tokens,
+        stored_value_bytes=_stored_value_bytes(config),
     )
+
+
+def _stored_value_bytes(config: ModelConfig) -> int | None:
+    if isinstance(config.quantization, Int4Groups):
+        return None
+    return 1 if isinstance(config.quantization, Fp8Blocks) else _DTYPE_BYTES[config.dtype]
 
 
 def _layer(config: ModelConfig, index: int, value_bytes: int) -> LayerShape:

@@ -60,9 +60,11 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model. `kv_heads`: tensor parallelism over more cards than that copies the KV cache.
+    """A model.
 
-    embedding_bytes lie with the first layer, vision_bytes too; head_bytes with the last layer.
+    kv_heads            tensor parallelism over more cards than that copies the KV cache
+    embedding_bytes     lie with the first layer, vision_bytes too; head_bytes with the last layer
+    stored_value_bytes  of a weight in the checkpoint; None: most are INT4, which is held as it is stored
     """
 
     name: str
@@ -75,6 +77,7 @@ class ModelShape:
     head_params: int
     vision_bytes: int
     max_context_tokens: int
+    stored_value_bytes: int | None = 2
 
     @property
     def weights_bytes(self) -> int:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from libs.planner.cards import GIB, Card
 from libs.planner.cuts import enumerate_cuts
-from libs.planner.fit import Fit, fit_cut
+from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
 from libs.planner.times import EFFICIENCY, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
 
-DEFAULT_OVERHEAD_BYTES = int(2.5 * GIB)
 DEFAULT_TOKEN_S = 0.05
 MAX_SEQUENCES = 4096
 _CARD_COUNTS = (2, 4, 8, 16, 32, 64)
@@ -63,16 +62,19 @@ class Plan:
 
     def worker_arguments(self) -> dict[str, str]:
         """The flags of a worker on these cards; weights and KV in the dtypes that the plan counts."""
-        memory_bytes = self.n_cards * (self.card.visible_bytes - self.overhead_bytes)
         cut = self.chosen.fit.cut
-        shared = f"ep={cut.tp},dp={cut.tp}" if cut.is_attention_copied else f"tp={cut.tp // cut.kv}"
+        shared = f"ep={cut.tp},dp={cut.dp}" if cut.is_attention_copied else f"tp={cut.tp // cut.kv}"
         shared += f",kv={cut.kv}" if cut.kv > 1 else ""
-        return {
+        flags = {
+            "device": "cuda",
             "parallel": f"{shared},pp={cut.pp}" if cut.pp > 1 else shared,
-            "memory-bytes": str(memory_bytes),
+            "memory-bytes": str(self.card.visible_bytes),
             "weight-dtype": "bfloat16",
             "kv-dtype": "bfloat16",
         }
+        if self.overhead_bytes != CARD_OVERHEAD_BYTES:
+            flags["device-overhead-bytes"] = str(self.overhead_bytes)
+        return flags
 
 
 def make_plan(
@@ -81,7 +83,7 @@ def make_plan(
     card: Card,
     *,
     traffic: Traffic | None = None,
-    overhead_bytes: int = DEFAULT_OVERHEAD_BYTES,
+    overhead_bytes: int = CARD_OVERHEAD_BYTES,
     max_token_s: float = DEFAULT_TOKEN_S,
     efficiency: float = EFFICIENCY,
 ) -> Plan:

@@ -48,13 +48,13 @@ class StepTimes:
     def _stage_s(self, stage: Stage, group: float, context_tokens: float, rows: int) -> float:
         tokens = group * rows
         spread = self.cut.tp
-        own = max(group / spread, 1.0) if self.cut.is_attention_copied else group
+        own = max(group / self.cut.dp, 1.0) if self.cut.is_attention_copied else group
         read, flops = 0.0, 0.0
         for layer in stage.layers:
             read += self._attention_bytes(layer, own, context_tokens)
             read += (layer.shared_bytes + layer.expert_hits(tokens) * layer.expert_bytes) / spread
             flops += 2 * self._multiplied(layer) * tokens / spread
-            flops += layer.context_flops * own * rows * context_tokens / self._head_shares()
+            flops += layer.context_flops * own * rows * context_tokens / self.cut.attention_cards
         read += stage.head_bytes / spread
         flops += 2 * stage.head_params * tokens / spread
         slowest = max(read / self.card.copy_bytes_per_s, flops / self.card.bf16_flops)
@@ -73,13 +73,8 @@ class StepTimes:
     def _attention_bytes(self, layer: LayerShape, own: float, context_tokens: float) -> float:
         """Weights and KV that one card reads."""
         kv = own * (layer.kv_token_bytes * context_tokens + layer.kv_window_bytes)
-        if self.cut.is_attention_copied:
-            return layer.attention_bytes + kv
         weights = layer.attention_bytes + (self.cut.heads_copies - 1) * layer.heads_bytes
-        return weights / self.cut.tp + kv / kv_shares(self.model, self.cut)
-
-    def _head_shares(self) -> int:
-        return 1 if self.cut.is_attention_copied else self.cut.tp
+        return weights / self.cut.attention_cards + kv * self.cut.dp / kv_shares(self.model, self.cut)
 
     def _prefill_stage_s(self, stage: Stage, n_tokens: float, cached_tokens: float) -> float:
         pairs = n_tokens * (cached_tokens + n_tokens / 2)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from libs.planner.cards import GIB, parse_cards
+from libs.planner.fit import IN_BF16
 from libs.planner.plan import Candidate, Plan, make_plan
 from libs.planner.read_shape import read_shape
 from libs.planner.times import EFFICIENCY
@@ -62,6 +63,7 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
     return {
         "model": model.name,
         "weights_bytes": model.weights_bytes,
+        "held_weights_bytes": _held_bytes(plan),
         "kv_token_bytes": model.kv_token_bytes,
         "kv_window_bytes": model.kv_window_bytes,
         "cards": plan.n_cards,
@@ -69,6 +71,7 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
         "card_visible_bytes": plan.card.visible_bytes,
         "card_overhead_bytes": plan.overhead_bytes,
         "node_free_bytes": _node_free_bytes(plan),
+        "host_bytes": plan.chosen.fit.host_bytes,
         "efficiency": EFFICIENCY,
         "traffic": {
             "prompt_tokens": plan.traffic.prompt_tokens,
@@ -112,7 +115,12 @@ def _cut_document(candidate: Candidate) -> dict[str, Any]:
 def _node_free_bytes(plan: Plan) -> int:
     """What all cards have beside the weights, stored once, and the overhead."""
     room = plan.card.visible_bytes - plan.overhead_bytes
-    return plan.n_cards * room - plan.model.weights_bytes
+    return plan.n_cards * room - _held_bytes(plan)
+
+
+def _held_bytes(plan: Plan) -> int:
+    """Of the weights in the memory of the cards, stored once."""
+    return IN_BF16.weight_bytes(plan.model, plan.model.weights_bytes)
 
 
 def _heading(plan: Plan) -> str:
@@ -120,8 +128,10 @@ def _heading(plan: Plan) -> str:
     window = (
         f", {model.kv_window_bytes / GIB:.3f} GiB a sequence for windows" if model.kv_window_bytes else ""
     )
+    widened = f" (in bf16 {_held_bytes(plan) / GIB:.2f} GiB)" * (_held_bytes(plan) != model.weights_bytes)
     return (
-        f"{model.name}: {model.weights_bytes / 1e9:.2f} GB ({model.weights_bytes / GIB:.2f} GiB) of weights, "
+        f"{model.name}: {model.weights_bytes / 1e9:.2f} GB ({model.weights_bytes / GIB:.2f} GiB) of weights"
+        f"{widened}, "
         f"{model.kv_token_bytes:,} bytes of KV a token{window}\n"
         f"{plan.n_cards} x {card.name}: {card.visible_bytes / GIB:.2f} GiB each, of it "
         f"{plan.overhead_bytes / GIB:.2f} for context, communication, graphs and activations; "
@@ -179,4 +189,6 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
         lines.append(f"{kv_bytes / GIB:g} GiB of KV hold {tokens:,} tokens, each stored once")
     arguments = " ".join(f"--{name}={value}" for name, value in plan.worker_arguments().items())
     lines.append(f"Flags of such a worker: {arguments}")
+    host = plan.chosen.fit.host_bytes / GIB
+    lines.append(f"Its processes and staged copies take {host:.1f} GiB of the host, beside page cache")
     return "\n".join(lines)

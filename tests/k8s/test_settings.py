@@ -16,7 +16,8 @@ from libs.common.runtime.loading import CONFIG_VARIABLE
 from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, rows
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import parse_cards
-from libs.planner.host import OVERHEAD_BYTES, kv_cache_bytes
+from libs.planner.fit import PROCESS_OVERHEAD_BYTES, HostMemory
+from libs.planner.kv_cache import kv_cache_bytes
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
 from libs.worker.process.settings import EngineSettings
@@ -145,26 +146,41 @@ def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -
         stated = tiers[tier].arguments()
         assert {flag: stated[flag] for flag in wanted} == wanted
         assert parse_sizes(stated["parallel"]).n_ranks == cut.n_cards
-        assert int(stated["memory-bytes"]) > kimi().weights_bytes
-        assert tiers[tier].main["resources"]["limits"]["nvidia.com/gpu"] == str(cut.n_cards)
+        assert int(stated["memory-bytes"]) * cut.n_cards > kimi().weights_bytes
+        resources = tiers[tier].main["resources"]
+        assert resources["limits"]["nvidia.com/gpu"] == str(cut.n_cards)
+        for kind in ("requests", "limits"):  # of the host
+            assert memory_bytes(resources[kind]["memory"]) >= plan.chosen.fit.host_bytes
+        assert memory_bytes(resources["limits"]["memory"]) < int(stated["memory-bytes"]) * cut.n_cards
+
+
+@pytest.mark.parametrize("name", RENDERS)
+def test_only_pods_whose_service_runs_on_a_device_ask_for_one(name: str) -> None:
+    """Draft heads run on the CPU, and no drafter has a flag for a device."""
+    for pod in services_of(render(name)):
+        settings = dict(given(name, pod)) if pod.tier in TIERS else {}
+        resources = pod.main.get("resources", {})
+        has_device = any("nvidia.com/gpu" in resources.get(kind, {}) for kind in ("requests", "limits"))
+        assert has_device == (settings.get("device", "cpu") != "cpu"), pod.owner
+
+
+def memory_bytes(text: str) -> int:
+    return int(text[:-2]) * {"Mi": 1 << 20, "Gi": 1 << 30}[text[-2:]]
 
 
 @pytest.mark.parametrize("name", ["base", "overlays/local-cpu"])
 def test_an_engine_pod_asks_for_the_memory_that_the_planner_gives_its_worker(name: str) -> None:
-    shape, units = read_shape(DEFAULT_MODEL), {"Mi": 1 << 20, "Gi": 1 << 30}
+    shape = read_shape(DEFAULT_MODEL)
     for pod in services_of(render(name)):
         if pod.tier not in ("prefill", "decode"):
             continue
         resources, stated = pod.main["resources"], dict(given(name, pod))
-        request, limit = (
-            int(resources[kind]["memory"][:-2]) * units[resources[kind]["memory"][-2:]]
-            for kind in ("requests", "limits")
-        )
+        request, limit = (memory_bytes(resources[kind]["memory"]) for kind in ("requests", "limits"))
         memory = int(stated.get("memory_bytes", limit // 2))  # the default of a worker in a container
         batch = int(stated.get("max_batch", rows(EngineSettings)["max_batch"].default))
-        kv = kv_cache_bytes(shape, memory_bytes=memory, max_batch=batch)
+        kv = kv_cache_bytes(shape, HostMemory(memory), max_batch=batch)
         assert kv >= shape.max_context_tokens * shape.kv_token_bytes, "one whole context"
-        assert shape.weights_bytes + 1.5 * kv + OVERHEAD_BYTES <= memory, pod.owner
+        assert shape.weights_bytes + 1.5 * kv + PROCESS_OVERHEAD_BYTES <= memory, pod.owner
         # A laptop's cluster asks for less: pages take memory when they are first used.
         assert memory <= (request if name == "base" else limit), pod.owner
 

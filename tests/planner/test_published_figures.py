@@ -76,7 +76,7 @@ def test_over_thirty_gib_are_left_on_eight_h100() -> None:
 
 
 def test_copied_attention_does_not_fit_eight_h100() -> None:
-    cut = Cut(8, is_attention_copied=True)
+    cut = Cut(8, dp=8)
     fit = fit_cut(kimi(), cut, parse_cards("8xh100-80")[1], overhead_bytes=int(2.5 * GIB))
     assert fit.card_weights_bytes / GIB == pytest.approx(79.34, rel=1e-3)
     assert not fit.fits

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from typing import TYPE_CHECKING
 
 import torch
 
+from libs.engine.kernels.device_name import cuda_index
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
@@ -20,15 +20,16 @@ def open_device(name: str) -> torch.device:
 
     Raises InvalidArgument for another name, and FailedPrecondition when this machine lacks the device.
     """
-    if name == "cpu":
+    try:
+        index = cuda_index(name)
+    except ValueError as error:
+        raise InvalidArgument("device", str(error)) from None
+    if index is None:
         return torch.device("cpu")
-    match = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
-    if match is None:
-        raise InvalidArgument("device", f"{name!r} is not cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise FailedPrecondition(f"device {name}: no CUDA device here (torch {torch.__version__}, {built})")
-    index, n_devices = int(match[1] or 0), torch.cuda.device_count()
+    n_devices = torch.cuda.device_count()
     if index >= n_devices:
         raise FailedPrecondition(f"device {name}: this machine has {n_devices} CUDA devices")
     return torch.device("cuda", index)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from libs.common.transport.base import KvTransport
 from libs.common.transport.registered_memory import PageAlignedMemory
+from libs.planner.fit import Staging
 from libs.worker.engine.page_memory import PageMemory
 from slipstream.errors import FailedPrecondition, TransferError
 
 STAGED, DIRECT = REGISTRATIONS = ("staged", "direct")
-# The kernel commits staging memory when a copy first reaches it, lowest slots first.
-MAX_STAGING_BYTES = 4 << 30
 MIN_STAGED_PAGES = 64
 # More bytes than this are copied in another thread than the event loop's.
 _INLINE_BYTES = 256 << 10
@@ -45,7 +44,7 @@ class PageExporter:
         registration: str = STAGED,
         staging_bytes: int | None = None,
     ) -> None:
-        """Registers the memory. `staging_bytes`: half of the pages for None, at most MAX_STAGING_BYTES.
+        """Registers the memory. `staging_bytes`: what the planner counts for None.
 
         Raises FailedPrecondition where this transport or memory needs direct registration.
         """
@@ -129,6 +128,6 @@ class PageExporter:
 
 def _n_slots(memory: PageMemory, staging_bytes: int | None) -> int:
     if staging_bytes is None:
-        half_bytes = memory.n_pages * memory.page_bytes // 2
-        staging_bytes = max(MIN_STAGED_PAGES * memory.page_bytes, min(half_bytes, MAX_STAGING_BYTES))
+        planned_bytes = Staging().n_bytes(memory.n_pages * memory.page_bytes)
+        staging_bytes = max(MIN_STAGED_PAGES * memory.page_bytes, planned_bytes)
     return max(1, min(staging_bytes // memory.page_bytes, memory.n_pages))

@@ -11,10 +11,12 @@ from typing import Any, Literal, cast
 from libs.common.runtime.process_settings import ServiceSettings, TierSettings
 from libs.common.runtime.settings import setting
 from libs.common.worker_bounds import MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
+from libs.engine.kernels.device_name import CPU, cuda_index
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.engine.step.draft_head import DraftHead
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
+from libs.planner.fit import CARD_OVERHEAD_BYTES
 from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
 from libs.worker.restore.restore_budget import FLOOR_MS
 from slipstream.errors import FailedPrecondition, InvalidArgument
@@ -57,12 +59,19 @@ class WorkerSettings(TierSettings):
 class EngineSettings(WorkerSettings):
     """What workers that own KV pages are given."""
 
-    device: str = setting("where the model runs: cpu, cuda or cuda:N (docs/gpu.md)", default="cpu")
+    device: str = setting(
+        "where the model runs: cpu, cuda or cuda:N (docs/gpu.md)", default=CPU, check=cuda_index
+    )
     memory_bytes: int | None = setting(
-        "what weights, KV cache and staged copies may take together",
+        "what the worker may take: of the host for all its ranks, or with --device cuda of each device",
         default=None,
-        default_text="half of the machine's or the container's",
+        default_text="half of the machine's or the container's; what is free on the device",
         least=1,
+    )
+    device_overhead_bytes: int = setting(
+        "of --memory-bytes of a device: context, communication, graphs and activations",
+        default=CARD_OVERHEAD_BYTES,
+        least=0,
     )
     kv_memory_bytes: int | None = setting(
         "size of the KV cache",
@@ -155,19 +164,27 @@ def _torch(
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
-    from libs.worker.process.kv_size import default_kv_bytes
+    from libs.worker.process.kv_size import default_kv_bytes, worker_memory
 
+    memory = worker_memory(
+        options.memory_bytes,
+        free_device_bytes=free_device_bytes(options.device),
+        device_overhead_bytes=options.device_overhead_bytes,
+        staging_bytes=options.kv_staging_bytes,
+        is_staged=options.kv_registration == STAGED,
+    )
     return build_engine(
         model_dir,
         EngineOptions(
             kv_memory_bytes=options.kv_memory_bytes
             or default_kv_bytes(
                 model_dir,
-                memory_bytes=options.memory_bytes or free_device_bytes(options.device),
+                memory,
                 max_batch=options.max_batch,
                 weight_dtype=options.weight_dtype,
                 kv_dtype=options.kv_dtype,
                 max_context_tokens=options.max_context_tokens,
+                sizes=parallel,
             ),
             device=options.device,
             memory_bytes=options.memory_bytes,

@@ -2,40 +2,174 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from libs.common.runtime.loading import load_settings
 from libs.engine.core.build import EngineOptions, build_engine
+from libs.engine.kernels import device
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
+from libs.engine.parallel.sizes import parse_sizes
+from libs.engine.step.load_progress import LoadProgress
+from libs.planner.cards import parse_cards
+from libs.planner.cuts import Cut
+from libs.planner.fit import IN_BF16, CardMemory, HostMemory, Staging, fit_memory
+from libs.planner.kv_cache import cut_of
+from libs.planner.plan import make_plan
+from libs.planner.read_shape import read_shape
 from libs.worker.process import kv_size
-from libs.worker.process.kv_size import default_kv_bytes
+from libs.worker.process.kv_size import default_kv_bytes, worker_memory
+from libs.worker.process.settings import ModelUnusable, engine_builder
+from services.decode.settings import DecodeSettings
 from slipstream.errors import InvalidArgument
+from tests.engine.model.release_configs import DEEPSEEK_V3, MOONLIGHT
+from tests.planner.shapes import KIMI_CONFIG
+
+BIG = HostMemory(8 << 30)
+MODELS = {
+    "K2.5": json.loads((KIMI_CONFIG / "config.json").read_text()),
+    "V3": DEEPSEEK_V3,
+    "Moonlight": MOONLIGHT,
+}
 
 
 def size(
-    model_dir: Path, *, weight_dtype: str = "auto", kv_dtype: str = "auto", memory: int | None = None
+    model_dir: Path,
+    memory: CardMemory | HostMemory,
+    *,
+    weight_dtype: str = "auto",
+    kv_dtype: str = "auto",
+    max_batch: int = 2,
+    parallel: str = "tp=1",
+    max_context_tokens: int | None = None,
 ) -> int:
     return default_kv_bytes(
-        model_dir, memory_bytes=memory, max_batch=2, weight_dtype=weight_dtype, kv_dtype=kv_dtype
+        model_dir,
+        memory,
+        max_batch=max_batch,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        sizes=parse_sizes(parallel),
+        max_context_tokens=max_context_tokens,
     )
 
 
 def test_the_cache_holds_two_whole_contexts_in_its_dtype(tmp_path: Path) -> None:
     config = write_random_checkpoint(tmp_path, RandomCheckpoint())
     values = 2 * config.max_position_tokens * config.n_layers * config.latent_width
-    assert size(tmp_path, memory=8 << 30) == 2 * values
-    assert size(tmp_path, memory=8 << 30, kv_dtype="float32") == 4 * values
-    assert size(tmp_path, memory=8 << 30, weight_dtype="float32") == 4 * values
+    assert size(tmp_path, BIG) == 2 * values
+    assert size(tmp_path, BIG, kv_dtype="float32") == 4 * values
+    assert size(tmp_path, BIG, weight_dtype="float32") == 4 * values
 
 
-def test_without_a_flag_half_of_what_the_process_may_use_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def memory_of(
+    monkeypatch: pytest.MonkeyPatch, *, free: int | None = None, **given: Any
+) -> CardMemory | HostMemory:
+    """What the settings of a worker come to, on a machine with `free` bytes on its device."""
+    taken: list[CardMemory | HostMemory] = []
+
+    def take(model_dir: Path, memory: CardMemory | HostMemory, **_: object) -> int:
+        taken.append(memory)
+        raise InvalidArgument("stop", "here")
+
+    monkeypatch.setattr(device, "free_device_bytes", lambda name: free)
+    monkeypatch.setattr(kv_size, "default_kv_bytes", take)
+    with pytest.raises(ModelUnusable, match="stop"):
+        engine_builder(DecodeSettings(instance="d", model=Path("m"), **given), LoadProgress())()
+    return taken[0]
+
+
+def test_memory_is_the_hosts_or_that_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staged copies are in the host's memory, wherever the pages are."""
+    monkeypatch.setattr(kv_size, "memory_limit_bytes", lambda: 200)
+    assert memory_of(monkeypatch) == HostMemory(100)
+    assert memory_of(monkeypatch, memory_bytes=150, kv_staging_bytes=9) == HostMemory(150, Staging(1.0, 9))
+    assert memory_of(monkeypatch, kv_registration="direct") == HostMemory(100, Staging(0.0, 0))
+    assert memory_of(monkeypatch, device="cuda", free=70) == CardMemory(70, int(2.5 * 2**30))
+    stated = memory_of(
+        monkeypatch, device="cuda:1", free=70, memory_bytes=50, device_overhead_bytes=3, kv_staging_bytes=9
+    )
+    assert stated == CardMemory(50, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "cards", "overhead_gib"),
+    [
+        ("K2.5", "8xh100-80", 2.5),
+        ("K2.5", "8xh100-80", 3.5),
+        ("K2.5", "8xh200", 2.5),
+        ("V3", "16xh200", 2.5),
+        ("Moonlight", "1xh100", 2.5),
+        ("Moonlight", "2xa100", 1.0),
+    ],
+)
+def test_a_worker_on_devices_takes_the_tokens_of_the_plan(
+    tmp_path: Path, model: str, cards: str, overhead_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the flags that the plan prints, for each cut that it prints."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    shape, (n_cards, card) = read_shape(tmp_path), parse_cards(cards)
+    plan = make_plan(shape, n_cards, card, overhead_bytes=int(overhead_gib * 2**30))
+    fitting = [each for each in plan.candidates if each.fit.kv_tokens > 4096]
+    assert plan.chosen in fitting
+    for candidate in fitting:
+        flags = replace(plan, candidates=(candidate,)).worker_arguments()
+        given = load_settings(
+            DecodeSettings,
+            section="decode",
+            program="p",
+            description="",
+            arguments=["--instance", "d", *(f"--{name}={value}" for name, value in flags.items())],
+            environment={},
+        )
+        memory = worker_memory(
+            given.memory_bytes,
+            free_device_bytes=1,
+            device_overhead_bytes=given.device_overhead_bytes,
+            staging_bytes=None,
+            is_staged=True,
+        )
+        kv = size(
+            tmp_path,
+            memory,
+            max_batch=1 << 16,
+            parallel=given.parallel or "",
+            weight_dtype=given.weight_dtype,
+            kv_dtype=given.kv_dtype,
+        )
+        assert kv == min(candidate.fit.kv_tokens, (1 << 16) * shape.max_context_tokens) * shape.kv_token_bytes
+
+
+@pytest.mark.parametrize("parallel", ["tp=1", "tp=8", "tp=2,pp=4", "tp=2,kv=4", "tp=4,dp=2,ep=8"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_worker_on_the_cpu_takes_the_tokens_of_the_plan(tmp_path: Path, model: str, parallel: str) -> None:
+    """One copy of the KV for all ranks, half of it again for copies, and what a cut copies of the weights."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    shape, memory, cut = read_shape(tmp_path), HostMemory(1600 << 30), cut_of(parse_sizes(parallel))
+    fit = fit_memory(shape, cut, memory)
+    assert size(tmp_path, memory, max_batch=1 << 16, parallel=parallel) == min(
+        fit.kv_bytes, (1 << 16) * shape.max_context_tokens * shape.kv_token_bytes
+    )
+    weights = IN_BF16.weight_bytes(shape, shape.weights_bytes)
+    held = fit.kv_bytes + Staging().n_bytes(fit.kv_bytes) + cut.n_cards * (512 << 20)
+    assert 0 <= memory.n_bytes - held - fit.card_weights_bytes < 2 * shape.kv_token_bytes
+    assert fit.card_weights_bytes >= weights
+
+
+def test_a_started_worker_has_the_pages_of_the_plan(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, RandomCheckpoint())
-    memory = (512 << 20) + (3 << 20)
-    monkeypatch.setattr(kv_size, "memory_limit_bytes", lambda: 2 * memory)
-    assert size(tmp_path) == size(tmp_path, memory=memory) < size(tmp_path, memory=8 << 30)
+    memory = HostMemory((512 << 20) + (8 << 20))
+    fit = fit_memory(read_shape(tmp_path), Cut(1), memory)
+    options = DecodeSettings(
+        instance="d", model=tmp_path, memory_bytes=memory.n_bytes, max_batch=1 << 10, packed_dir="off"
+    )
+    engine = engine_builder(options, LoadProgress())()
+    assert 0 <= fit.kv_tokens - engine.info.n_pages * 64 < 64
+    assert fit.kv_tokens > 4096
 
 
 def test_an_engine_states_the_context_that_it_can_hold(tmp_path: Path) -> None:
@@ -47,17 +181,8 @@ def test_an_engine_states_the_context_that_it_can_hold(tmp_path: Path) -> None:
 
 def test_a_stated_context_bounds_the_cache_and_what_the_engine_takes(tmp_path: Path) -> None:
     config = write_random_checkpoint(tmp_path, RandomCheckpoint())
-    whole = default_kv_bytes(
-        tmp_path, memory_bytes=8 << 30, max_batch=2, weight_dtype="auto", kv_dtype="auto"
-    )
-    short = default_kv_bytes(
-        tmp_path,
-        memory_bytes=8 << 30,
-        max_batch=2,
-        weight_dtype="auto",
-        kv_dtype="auto",
-        max_context_tokens=config.max_position_tokens // 4,
-    )
+    whole = size(tmp_path, BIG)
+    short = size(tmp_path, BIG, max_context_tokens=config.max_position_tokens // 4)
     assert short == whole // 4
     options = EngineOptions(n_pages=5, block_tokens=16, kernels="torch", max_context_tokens=70)
     assert build_engine(tmp_path, options).info.max_context_tokens == 70

@@ -1,0 +1,72 @@
+"""The default size of a worker's KV cache."""
+
+from __future__ import annotations
+
+from libs.engine.model.random_checkpoint import BENCH_CONFIG
+from libs.engine.parallel.sizes import parse_sizes
+from libs.planner.cuts import Cut, cut_stages
+from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
+from libs.planner.kv_cache import cut_of, kv_cache_bytes
+from libs.planner.mla_shape import mla_shape
+
+MODEL = mla_shape({"model_type": "kimi_k2", "torch_dtype": "bfloat16", **BENCH_CONFIG}, "bench")
+WHOLE_BATCH = 64 * MODEL.max_context_tokens * MODEL.kv_token_bytes
+SMALL = HostMemory(1 << 30)
+
+
+def test_a_large_host_holds_a_batch_of_whole_contexts() -> None:
+    assert kv_cache_bytes(MODEL, HostMemory(64 << 30), max_batch=64) == WHOLE_BATCH
+    assert kv_cache_bytes(MODEL, HostMemory(64 << 30), max_batch=8) == WHOLE_BATCH // 8
+    doubled = kv_cache_bytes(MODEL, HostMemory(64 << 30), max_batch=64, held=HeldForm(kv_value_bytes=4))
+    assert doubled == 2 * WHOLE_BATCH
+
+
+def test_a_small_host_holds_what_weights_staging_and_overhead_leave() -> None:
+    kv = kv_cache_bytes(MODEL, SMALL, max_batch=64)
+    assert kv < WHOLE_BATCH
+    assert 0.9 * SMALL.n_bytes < MODEL.weights_bytes + 1.5 * kv + (512 << 20) <= SMALL.n_bytes
+    assert kv_cache_bytes(MODEL, SMALL, max_batch=64, held=HeldForm(weight_value_bytes=4)) < kv
+
+
+def test_a_host_that_leaves_nothing_gets_a_few_thousand_tokens() -> None:
+    assert kv_cache_bytes(MODEL, HostMemory(1), max_batch=64) == 4096 * MODEL.kv_token_bytes
+
+
+def test_staged_copies_take_of_the_host_what_they_are_given() -> None:
+    """Never more than 4 GiB by default, as much as stated, and nothing where pages are registered."""
+    sizes = [
+        kv_cache_bytes(MODEL, HostMemory(SMALL.n_bytes, staging), max_batch=64)
+        for staging in (Staging(), Staging(1.0, 64 << 20), Staging(0.0, 0))
+    ]
+    room = SMALL.n_bytes - MODEL.weights_bytes - (512 << 20)
+    for found, wanted in zip(sizes, (room / 1.5, room - (64 << 20), room), strict=True):
+        assert wanted - MODEL.kv_token_bytes < found <= wanted
+    assert Staging().kv_room(100 << 30) == 96 << 30
+    assert Staging().n_bytes(96 << 30) == 4 << 30
+
+
+def test_each_card_loses_its_overhead_and_nothing_to_staged_copies() -> None:
+    memory = CardMemory((512 << 20) + MODEL.weights_bytes, overhead_bytes=500 << 20)
+    kv = kv_cache_bytes(MODEL, memory, max_batch=4096)
+    assert 12 << 20 >= kv > (12 << 20) - MODEL.kv_token_bytes
+
+
+def test_a_cut_of_a_worker_has_its_copies() -> None:
+    """Of four ranks: two parts of the sequences have attention twice, two of the positions q and kv twice."""
+    one, attention, heads = (
+        MODEL.weights_bytes,
+        *(sum(getattr(layer, name) for layer in MODEL.layers) for name in ("attention_bytes", "heads_bytes")),
+    )
+    copied = {
+        "tp=4": 0,
+        "tp=2,pp=2": 0,
+        "tp=2,kv=2": heads,
+        "tp=2,dp=2,ep=2": attention,
+        "dp=4": 3 * attention,
+    }
+    for text, copies in copied.items():
+        cut = cut_of(parse_sizes(text))
+        assert cut.n_cards == 4
+        held = sum(stage.card_bytes(cut) for stage in cut_stages(MODEL, cut.pp)) * cut.tp
+        assert one + copies <= held <= one + copies + 4 * cut.pp
+    assert Cut(4, dp=2).attention_cards == 2
