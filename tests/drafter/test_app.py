@@ -11,6 +11,7 @@ import torch
 
 from libs.engine.core import build
 from libs.engine.core.build import build_drafter
+from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.draft_head import ContextRows
@@ -64,7 +65,7 @@ def test_a_head_beside_an_engine_changes_no_threads(tmp_path: Path, pools: list[
 
     def load() -> int:
         torch.set_num_threads(2)
-        build_drafter(head_dir, target, kernels=NativeKernels(build.load_library(), 1))
+        build_drafter(head_dir, target, kernels=NativeKernels(load_library(), 1))
         return torch.get_num_threads()
 
     with ThreadPoolExecutor(1) as thread:
