@@ -100,8 +100,10 @@ class ClusterFile:
             found["grpc"] = router["listen"]
         if tls := _tls_of(router):
             found["tls"] = tls
-        sized = {role: self.services[role].get("memory_bytes") for role in (Role.PREFILL, Role.DECODE)}
-        found["file_memory_bytes"] = {role: n_bytes for role, n_bytes in sized.items() if n_bytes is not None}
+        engines = {role: self.services[role] for role in (Role.PREFILL, Role.DECODE)}
+        for name in ("memory_bytes", "device"):
+            stated = {role: values[name] for role, values in engines.items() if name in values}
+            found[f"file_{name}"] = stated
         return found
 
     def tls_server_name(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.memory_limit import memory_limit_bytes
+from libs.engine.kernels.device_name import CPU
 from libs.worker.process.settings import EngineSettings
 from slipstream.cluster_record import secret_file
 from slipstream.rpc.tls import TlsFiles
@@ -26,8 +27,6 @@ _ENGINES = (Role.PREFILL, Role.DECODE)
 DRAFTS = ("auto", "on", "off")
 REMOTE, LOCAL = "remote", "local"
 DRAFTERS = ("auto", REMOTE, LOCAL)
-# Settings of decode workers whose steps a head on the processor would hold up.
-_FAR_FROM_HEAD = frozenset({"device", "parallel"})
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 ACCESS_LOG = ("on", "off")
@@ -87,6 +86,7 @@ class ClusterConfig:
     extra_environment: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
     config_file: Path | None = None  # that every service reads
     file_memory_bytes: Mapping[Role, int] = field(default_factory=dict)  # of each worker of these roles
+    file_device: Mapping[Role, str] = field(default_factory=dict)
     from_file: frozenset[str] = frozenset()  # settings that the file has for some service, and no flag sets
 
     @property
@@ -98,14 +98,25 @@ class ClusterConfig:
         """
         if self.drafts_from != "auto":
             return self.drafts_from
-        is_far = bool(self.decode_parallel) or bool(_FAR_FROM_HEAD & self.from_file)
+        is_cut = bool(self.decode_parallel) or "parallel" in self.from_file
+        is_far = is_cut or self.device(Role.DECODE) != CPU
         return REMOTE if self.drafters or is_far else LOCAL
 
-    def memory_bytes(self) -> list[int]:
-        """What each prefill and decode worker may take, by flag or file; 0: the worker decides."""
+    def device(self, role: Role) -> str:
+        """Of workers of this role, by flag or file."""
+        return self.sizes.device or self.file_device.get(role, CPU)
+
+    def workers(self) -> list[tuple[str, int]]:
+        """Device of each prefill and decode worker and what it may take; 0: the worker decides."""
         counts, by_flag = self.counts(), self.sizes.memory_bytes
-        each = {role: by_flag or self.file_memory_bytes.get(role, 0) for role in _ENGINES}
-        return [n_bytes for role, n_bytes in each.items() for _ in range(counts[role])]
+        each = {
+            role: (self.device(role), by_flag or self.file_memory_bytes.get(role, 0)) for role in _ENGINES
+        }
+        return [worker for role, worker in each.items() for _ in range(counts[role])]
+
+    def host_memory_bytes(self) -> list[int]:
+        """What each worker without a device may take of the host; 0: the worker decides."""
+        return [n_bytes for device, n_bytes in self.workers() if device == CPU]
 
     def counts(self) -> dict[Role, int]:
         """How many processes of each role, in the order in which they are started and shown."""
@@ -161,10 +172,11 @@ def thread_limits(cpu_count: int | None = None) -> dict[str, str]:
 
 
 def memory_limits(config: ClusterConfig, role: Role, memory_bytes: int) -> dict[str, str]:
-    """Three quarters of the memory for the workers with KV caches, the rest for the other processes."""
-    if role not in _ENGINES or "memory_bytes" in config.from_file:
+    """Three quarters of the host for the workers with KV caches in it, the rest for the other processes."""
+    is_on_host = role in _ENGINES and config.device(role) == CPU
+    if not is_on_host or "memory_bytes" in config.from_file:
         return {}
-    share = int(memory_bytes * 0.75) // (config.prefill + config.decode)
+    share = int(memory_bytes * 0.75) // len(config.host_memory_bytes())
     return {"SLIPSTREAM_MEMORY_BYTES": str(share)}
 
 

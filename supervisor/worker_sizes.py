@@ -1,12 +1,14 @@
-"""Flags of `slipstream up` for prefill and decode workers: memory, dtypes, threads and steps."""
+"""Flags of `slipstream up` for prefill and decode workers: device, memory, dtypes, threads and steps."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from libs.common.runtime.settings import checked_value, rows
+from libs.engine.kernels.device_name import cuda_index
 from libs.worker.process.settings import EngineSettings
 from slipstream.errors import InvalidArgument
 
@@ -15,6 +17,7 @@ from slipstream.errors import InvalidArgument
 class WorkerSizes:
     """The settings of EngineSettings with these names; None: the worker's default (docs/planner.md)."""
 
+    device: str | None = None
     memory_bytes: int | None = None
     kv_memory_bytes: int | None = None
     weight_dtype: str | None = None
@@ -48,6 +51,20 @@ class WorkerSizes:
             if value is not None:
                 found += [f"--{each.name.replace('_', '-')}", str(value)]
         return found
+
+
+def check_devices(workers: Sequence[tuple[str, int]]) -> None:
+    """Raises InvalidArgument if workers share a device and it is open what each may take of it.
+
+    workers  device and --memory-bytes of each prefill and decode worker; 0: what is free on the device
+    """
+    indices = [(cuda_index(device), n_bytes) for device, n_bytes in workers]
+    for shared, count in Counter(index for index, _ in indices if index is not None).items():
+        if count > 1 and not all(n_bytes for index, n_bytes in indices if index == shared):
+            raise InvalidArgument(
+                "--memory-bytes",
+                f"{count} prefill and decode workers share cuda:{shared}: state what each may take of it",
+            )
 
 
 def check_memory(workers_bytes: Sequence[int], limit_bytes: int) -> None:

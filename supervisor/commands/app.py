@@ -45,6 +45,7 @@ def up(
     drafts_from: flags.DraftsFrom = "auto",
     prefill_parallel: flags.PrefillParallel = None,
     decode_parallel: flags.DecodeParallel = None,
+    device: flags.Device = None,
     memory_bytes: flags.MemoryBytes = None,
     kv_memory_bytes: flags.KvMemoryBytes = None,
     weight_dtype: flags.WeightDtype = None,
@@ -103,7 +104,7 @@ def up(
         with_server_name,
     )
     from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
-    from supervisor.worker_sizes import WorkerSizes, check_memory
+    from supervisor.worker_sizes import WorkerSizes, check_devices, check_memory
 
     given = ClusterConfig(
         run_dir=run_dir,
@@ -155,7 +156,8 @@ def up(
         given = with_file(given, config, flags_given)
     given = with_fitting_draft_model(with_server_name(given, tls_server_name))
     check_counts(given)
-    check_memory(given.memory_bytes(), memory_limit_bytes())
+    check_devices(given.workers())
+    check_memory(given.host_memory_bytes(), memory_limit_bytes())
     raise SystemExit(asyncio.run(run_cluster(given)))
 
 

@@ -45,12 +45,19 @@ PrefillParallel = Annotated[
     str | None, typer.Option(help="Ranks of each prefill worker: tp=2,pp=2 (docs/parallelism.md).")
 ]
 DecodeParallel = Annotated[str | None, typer.Option(help="The same of each decode worker: tp=2,kv=2.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Where prefill and decode workers run: cpu, cuda or cuda:N (docs/gpu.md); default: cpu. The ten "
+        "below are of these workers, too (docs/planner.md)."
+    ),
+]
 MemoryBytes = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="What weights, KV and copies of each prefill and decode worker may take; default: equal parts "
-        "of three quarters of the machine. The nine below are of these workers, too (docs/planner.md).",
+        help="What each worker may take of the host, or of its device; default: equal parts of three "
+        "quarters of the host, or what is free on the device.",
     ),
 ]
 KvMemoryBytes = Annotated[

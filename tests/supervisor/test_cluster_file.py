@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,48 @@ def test_memory_that_the_file_gives_to_workers_counts(
     assert isinstance(done.exception, InvalidArgument) and not started
     assert f"prefill and decode workers of {sizes} GB do not fit in the 8.0 GB" in done.exception.message
     smaller = ("--memory-bytes", "1000000000")
-    assert up(started, tmp_path / "c.toml", *smaller).memory_bytes() == [1_000_000_000] * 4
+    assert up(started, tmp_path / "c.toml", *smaller).host_memory_bytes() == [1_000_000_000] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "shared"),
+    [
+        ("", ("--device", "cuda"), "4 prefill and decode workers share cuda:0"),
+        (
+            "[prefill]\ndevice = 'cuda:3'\n[decode]\ndevice = 'cuda:3'",
+            ("--prefill", "1", "--decode", "1"),
+            "2 .* share cuda:3",
+        ),
+        (
+            "[prefill]\ndevice = 'cuda'\nmemory_bytes = 1000\n[decode]\ndevice = 'cuda:0'",
+            ("--prefill", "1", "--decode", "1"),
+            "2 .* share cuda:0",
+        ),
+        ("[prefill]\ndevice = 'cuda'\n[decode]\ndevice = 'cuda:1'", ("--prefill", "1", "--decode", "1"), ""),
+        (
+            "[decode]\ndevice = 'cuda'",
+            ("--prefill", "1", "--decode", "4", "--memory-bytes", "7000000000"),
+            "",
+        ),
+        ("[decode]\ndevice = 'cuda'", ("--device", "cpu"), ""),
+    ],
+)
+def test_workers_of_one_device_are_told_what_each_may_take_of_it(
+    tmp_path: Path,
+    started: list[ClusterConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    flags: tuple[str, ...],
+    shared: str,
+) -> None:
+    """Each would take all that is free there. Memory of a device is not counted against the host."""
+    monkeypatch.setattr("libs.common.runtime.memory_limit.memory_limit_bytes", lambda: 8_000_000_000)
+    (tmp_path / "c.toml").write_text(text)
+    done = CliRunner().invoke(app, ["up", "--config", str(tmp_path / "c.toml"), *flags])
+    assert (len(started), done.exit_code == 0) == ((0, False) if shared else (1, True)), done.exception
+    if shared:
+        assert isinstance(done.exception, InvalidArgument) and done.exception.field == "--memory-bytes"
+        assert re.search(shared, done.exception.message)
 
 
 @pytest.mark.parametrize(

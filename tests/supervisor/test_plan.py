@@ -15,6 +15,7 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.plan import ROOT, ClusterConfig, ProcessPlan, plan_services, ports_needed
 from supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
+from supervisor.worker_sizes import WorkerSizes
 
 
 def plan(config: ClusterConfig) -> dict[str, ProcessPlan]:
@@ -40,6 +41,15 @@ def test_the_workers_share_three_quarters_of_the_memory() -> None:
         assert found["router-0"] is found["kvstore-0"] is None
 
 
+def test_a_worker_on_a_device_gets_no_share_of_the_host() -> None:
+    """Its --memory-bytes is of the device; the workers on the host share more."""
+    config = ClusterConfig(prefill=1, decode=2, file_device={Role.DECODE: "cuda"})
+    plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
+    found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+    assert [found[f"decode-{n}"] for n in (0, 1)] == [None, None]
+    assert found["prefill-0"] == str(3 << 30)
+
+
 @pytest.mark.parametrize(
     ("fields", "n_drafters", "drafter"),
     [
@@ -50,7 +60,11 @@ def test_the_workers_share_three_quarters_of_the_memory() -> None:
         ({"drafts_from": "local"}, 0, "local"),
         ({"drafts_from": "local", "drafters": 1}, 1, "local"),
         ({"decode_parallel": "tp=2"}, 1, None),
-        ({"from_file": frozenset({"device"})}, 1, None),
+        ({"from_file": frozenset({"parallel"})}, 1, None),
+        ({"sizes": WorkerSizes(device="cuda:1")}, 1, None),
+        ({"file_device": {Role.DECODE: "cuda"}}, 1, None),
+        ({"file_device": {Role.PREFILL: "cuda"}}, 0, "local"),
+        ({"file_device": {Role.DECODE: "cuda"}, "sizes": WorkerSizes(device="cpu")}, 0, "local"),
     ],
 )
 def test_the_draft_head_runs_where_a_draft_is_cheapest(

@@ -73,6 +73,7 @@ def test_two_of_three_certificates_are_refused(tmp_path: Path, started: list[Clu
 
 
 SIZES = {
+    "device": "cuda:1",
     "memory_bytes": 1 << 28,
     "kv_memory_bytes": 1 << 24,
     "weight_dtype": "float32",
@@ -109,7 +110,7 @@ def test_sizes_are_flags_that_reach_prefill_and_decode_workers(
             environment={},
         )
         if plan.role not in (Role.PREFILL, Role.DECODE):
-            assert not {"--max-batch", "--memory-bytes"} & set(plan.command)
+            assert not {"--max-batch", "--memory-bytes", "--device"} & set(plan.command)
             continue
         assert {name: getattr(found, name) for name in sizes} == sizes
         assert found.step_tokens == (64 if plan.role == Role.PREFILL else 512), "the file's, and the default"
@@ -120,6 +121,7 @@ def test_sizes_are_flags_that_reach_prefill_and_decode_workers(
     [
         ({"weight_dtype": "int3"}, r"--weight-dtype: must be one of auto, float32, bfloat16, not 'int3'"),
         ({"compute_dtype": "bfloat16"}, r"--compute-dtype: must be one of"),
+        ({"device": "gpu"}, r"--device: .*'gpu' is not cpu, cuda or cuda:N"),
         ({"threads": 100_000}, r"--threads: must be at most 1,024, not 100,000"),
         ({"step_tokens": 1 << 30}, r"--step-tokens: must be at most 1,048,576"),
         ({"memory_bytes": 1 << 60}, r"--memory-bytes: 4 prefill and decode workers .* GB are missing"),
