@@ -1,39 +1,44 @@
 """Which block of a tier goes when room is needed, and which is not worth taking in. Pure.
 
-Several well-known policies run as simulated caches beside each other. The tier keeps what the one with the
-most hits holds (docs/adr/0010-choose-eviction-policy-by-shadow-caches.md). Above SIMULATED_BLOCKS they see a
-sample by hash at a capacity that is as much smaller (miniature simulation: Waldspurger, Saemundsson, Ahmad
-and Park, USENIX ATC 2017), and the tier has a cache of its own of the same policy.
+Several well-known policies run as simulated caches beside each other, each with a weight that its hits give it
+(docs/adr/0010-choose-eviction-policy-by-shadow-caches.md). A block is worth the weights of the caches that
+hold it; the tier evicts what is worth least. Above SIMULATED_BLOCKS they see a sample by hash at a capacity
+that is as much smaller (miniature simulation: Waldspurger, Saemundsson, Ahmad and Park, USENIX ATC 2017), and
+the tier follows one cache of its own, of the leader's policy.
 
-    want      a request wanted a chain            -> the simulated caches serve it and are compared
-    offer     blocks are there to be stored       -> those that the live policy keeps
+    want      a request wanted a chain            -> the simulated caches serve it and are weighed
+    offer     blocks are there to be stored       -> those that are worth what must go for them
     publish   a block is in the tier              discard   it is not any more
     victim    room is needed                      -> the next block to go
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from services.kvstore.policy.arc import ArcPolicy
 from services.kvstore.policy.base import EvictionPolicy
-from services.kvstore.policy.history import N_KINDS, BlockRecord, History
+from services.kvstore.policy.history import N_KINDS, BlockRecord, History, Queue
 from services.kvstore.policy.hit_density import HitDensityPolicy
 from services.kvstore.policy.lru import LruPolicy
 from services.kvstore.policy.reuse import Floats, Ints, ReuseModel
 from services.kvstore.policy.s3fifo import S3FifoPolicy
-from services.kvstore.policy.selector import PolicySelector
+from services.kvstore.policy.weights import PolicyWeights
 
 # Up to so many blocks a simulated cache has the tier's capacity and sees every block.
 SIMULATED_BLOCKS = 32_768
 # The policies by number; after them hit density.
-_PAPERS: tuple[Callable[[int], EvictionPolicy], ...] = (LruPolicy, ArcPolicy, S3FifoPolicy)
+_PAPERS: tuple[Callable[..., EvictionPolicy], ...] = (LruPolicy, ArcPolicy, S3FifoPolicy)
 HIT_DENSITY = len(_PAPERS)
 N_POLICIES = HIT_DENSITY + 1
 POLICY_NAMES = ("LRU", "ARC", "S3-FIFO", "hit density")
+# Their weights while their hits are equal. Hit density outweighs the others together: a change to it costs
+# most, because it keeps old blocks. LRU is next: the others seldom lead it by much where it leads them.
+START_WEIGHTS = (3.0, 1.0, 1.0, 5.5)
+_ALL_BITS = (1 << N_POLICIES) - 1
+_OWN_BIT = 1 << N_POLICIES  # of the cache that is no simulated one
 # The weight of one eviction in the mean age at which blocks of a kind leave.
 _LIFETIME_WEIGHT = 1 / 64
 
@@ -47,20 +52,20 @@ class AdaptivePolicy:
         self.sample_rate = self._rate(capacity_blocks)
         self.history = History(capacity_blocks, sample_rate=self.sample_rate)
         self.model = ReuseModel(self.history)
-        self._selector = PolicySelector(N_POLICIES, capacity_blocks)
-        self._simulated = [self._new(number, self._simulated_capacity) for number in range(N_POLICIES)]
-        self.live = self._live_of(0)
-        self._condemned: OrderedDict[BlockRecord, None] = OrderedDict()  # in the tier, not in `live`
+        self._weights = PolicyWeights(START_WEIGHTS, capacity_blocks)
+        # What the tier has, by the bits of the caches that hold it; what was named, and may be held, apart.
+        self._queues = [Queue() for _ in range(_OWN_BIT + 1)]
+        self._named = Queue()
+        self._start_caches()
         self._lifetimes = [0.0] * N_KINDS  # the mean age of what `live` evicted; 0: nothing
-        self._is_swept = False
         self._now_ms = 0.0
         self.rewanted_blocks = 0  # evicted, and then wanted
         self.rewanted_gap_ms = 0.0  # the sum of the times between
 
     @property
     def changes(self) -> int:
-        """How often the tier began to follow another policy."""
-        return self._selector.changes
+        """How often another policy became the one with the most weight."""
+        return self._weights.changes
 
     def knows(self, key: bytes) -> bool:
         """Whether the block was wanted or offered, as far as remembered."""
@@ -72,37 +77,49 @@ class AdaptivePolicy:
         path, waits = self.history.want(chain)
         self.model.record(waits, wanted=True)
         self._count_rewanted(path)
-        leader = self._selector.judge(self._serve(path), len(path))
-        if leader is not None:
-            self.follow(leader)
+        leader = self._weights.leader
+        if self._weights.judge(self._serve(path), len(path)):
+            self._order_queues()
+            if self._weights.leader != leader:
+                self._follow_leader()
         self._forget_old()
         self.model.learn_if_due()
 
     def offer(self, keys: Sequence[bytes]) -> list[bytes]:
         """Blocks that could be stored, each after the one before it in its chain; those worth it."""
-        get, live = self.history.get, self.live
+        get = self.history.get
         new = [key for key in dict.fromkeys(keys) if get(key) is None]
         if new:
             self._begin(new)
-        return [key for key in keys if get(key) in live]
+        lengths = [len(self._queues[bits]) for bits in self._order]
+        room, least, kept = self.capacity_blocks - sum(lengths) - len(self._named), 0, []
+        for key in keys:
+            record = get(key)
+            rank = self._rank[record.held & self._followed] if record is not None else 0
+            while least < len(lengths) - 1 and not lengths[least]:
+                least += 1
+            if room > 0:
+                room -= 1
+            elif self._worth[rank] < self._worth[least]:
+                continue
+            else:
+                lengths[least] -= 1
+            lengths[rank] += 1
+            least = min(least, rank)
+            kept.append(key)
+        return kept
 
     def publish(self, key: bytes) -> None:
         """The block is in the tier now."""
-        record = self.history.get(key) or self._begin([key])[0]
-        if not record.present:
-            record.present = True
-            record.holders += 1
-        if record not in self.live:
-            self._condemned[record] = None
+        self._place(self.history.get(key) or self._begin([key])[0])
         self._forget_old()
 
     def discard(self, key: bytes) -> None:
-        """The block is not in the tier any more. The live policy goes on as if it were."""
+        """The block is not in the tier any more. The caches go on as if it were."""
         record = self.history.get(key)
-        if record is not None and record.present:
-            record.present = False
-            record.holders -= 1
-            self._condemned.pop(record, None)
+        if record is not None and record.queue is not None:
+            del record.queue[record]
+            record.queue = None
 
     def evicted(self, key: bytes) -> None:
         """The block is not in the tier any more because the policy named it."""
@@ -114,29 +131,20 @@ class AdaptivePolicy:
     def victim(self) -> bytes | None:
         """A block to evict next; None once all were named. A block that was named and stays, because it is
         held, is named again after all others, or after `spared`."""
-        while True:
-            if self._condemned:
-                return self._condemned.popitem(last=False)[0].key
-            while not self._condemned and len(self.live):
-                self.live.evict()
-                self._condemn_evicted()
-            if self._condemned:
-                continue
-            if self._is_swept:
-                self._is_swept = False
-                return None
-            self._is_swept = True
-            self._condemn_strangers()
+        for bits in self._order:
+            if self._queues[bits]:
+                record, _ = self._queues[bits].popitem(last=False)
+                self._named[record], record.queue = None, self._named
+                return record.key
+        for record in list(self._named):
+            self._place(record)
+        return None
 
     def spared(self, key: bytes) -> None:
         """The block that was named is still there: it was held, and is not any more."""
         record = self.history.get(key)
-        if record is None or not record.present or record in self.live:
-            return
-        if len(self.live) < self.live.capacity_blocks:
-            self.live.serve([record])
-        if record not in self.live:
-            self._condemned[record] = None
+        if record is not None and record.queue is self._named:
+            self._place(record).move_to_end(record, last=False)
 
     def expected_reuse(self, key: bytes) -> float:
         """How likely the block is wanted again, 0 to 1, as far as is known."""
@@ -173,7 +181,7 @@ class AdaptivePolicy:
     def resize(self, capacity_blocks: int) -> None:
         """The tier has room for so many blocks from now on."""
         self.capacity_blocks = capacity_blocks
-        self._selector.resize(capacity_blocks)
+        self._weights.resize(capacity_blocks)
         rate, before = self._rate(capacity_blocks), self.sample_rate
         is_near = before < 2 * rate < 4 * before
         self.history.resize(capacity_blocks, sample_rate=before if is_near else rate)
@@ -182,36 +190,31 @@ class AdaptivePolicy:
         for policy in self._simulated:
             policy.resize(self._simulated_capacity)
         self.live.resize(capacity_blocks)
-        self._condemn_evicted()
-
-    def follow(self, number: int) -> None:
-        """Follow the policy of that number: LRU, ARC, S3-FIFO, hit density."""
-        self._selector.leader = number
-        before, self.live = self.live, self._live_of(number)
-        if before not in self._simulated:
-            before.release()
-        self._condemned.clear()
-        self._condemn_strangers()
+        self._note_evicted()
 
     @property
     def followed(self) -> str:
-        """The name of the policy that is followed."""
-        return POLICY_NAMES[self._selector.leader]
+        """The name of the policy with the most weight."""
+        return POLICY_NAMES[self._weights.leader]
 
     def pin(self, number: int) -> None:
-        """Follow the policy of that number for ever."""
-        self.follow(number)
-        self._selector.is_pinned = True
+        """Follow only the policy of that number, for ever."""
+        self._weights.pin(number)
+        self._order_queues()
+        self._follow_leader()
 
     def check(self) -> None:
-        """AssertionError unless caches and holders are counted right."""
-        policies = {id(policy): policy for policy in (*self._simulated, self.live)}.values()
-        for policy in policies:
+        """AssertionError unless caches and queues are counted right."""
+        policies = {policy.bit: policy for policy in (*self._simulated, self.live)}
+        for bit, policy in policies.items():
             policy.check()
-        counting = [policy for policy in policies if not isinstance(policy, LruPolicy)]
+            assert len(policy) == sum(bool(record.held & bit) for record in self.history.records())
         for record in self.history.records():
-            assert record.holders == sum(record in policy for policy in counting) + record.present
-        assert all(record.present and record not in self.live for record in self._condemned)
+            if record.queue is not None:
+                assert record in record.queue
+                assert record.queue in (self._named, self._queues[record.held & self._followed])
+        n_queued = sum(map(len, (*self._queues, self._named)))
+        assert n_queued == sum(record.present for record in self.history.records())
 
     @property
     def _simulated_capacity(self) -> int:
@@ -220,33 +223,68 @@ class AdaptivePolicy:
     def _rate(self, capacity_blocks: int) -> int:
         return max(1, -(-capacity_blocks // self._simulated_blocks))
 
-    def _new(self, number: int, capacity_blocks: int) -> EvictionPolicy:
-        if number == HIT_DENSITY:
-            return HitDensityPolicy(capacity_blocks, self.history, self.model)
-        return _PAPERS[number](capacity_blocks)
+    def _start_caches(self) -> None:
+        """Begin with empty caches."""
+        self._simulated = [
+            self._new(number, self._simulated_capacity, bit=1 << number) for number in range(N_POLICIES)
+        ]
+        self._follow_leader()
+        self._order_queues()
 
-    def _live_of(self, number: int) -> EvictionPolicy:
-        """The simulated cache itself where it sees every block, else an empty one of the whole size."""
+    def _follow_leader(self) -> None:
+        """Let `live` be the leader's simulated cache where it sees every block, else an empty one of its kind."""
+        leader = self._weights.leader
         if self.sample_rate == 1:
-            return self._simulated[number]
-        return self._new(number, self.capacity_blocks)
+            self.live, self._followed = self._simulated[leader], _ALL_BITS
+            return
+        self._release(_OWN_BIT)
+        self.live, self._followed = self._new(leader, self.capacity_blocks, bit=_OWN_BIT), _OWN_BIT
+        self._place_all()
+
+    def _new(self, number: int, capacity_blocks: int, *, bit: int) -> EvictionPolicy:
+        if number == HIT_DENSITY:
+            return HitDensityPolicy(capacity_blocks, self.history, self.model, bit=bit)
+        return _PAPERS[number](capacity_blocks, bit=bit)
+
+    def _order_queues(self) -> None:
+        """Order the queues by what their blocks are worth, those that no cache holds first."""
+        worth = [-1.0, *([0.0] * _OWN_BIT)]
+        if self.sample_rate == 1:
+            for number, weight in enumerate(self._weights.values):
+                bit = 1 << number
+                for bits in range(bit, _OWN_BIT):
+                    if bits & bit:
+                        worth[bits] += weight
+        self._order = sorted(range(_OWN_BIT + 1), key=worth.__getitem__)
+        self._worth = sorted(worth)
+        self._rank = [0] * len(worth)
+        for rank, bits in enumerate(self._order):
+            self._rank[bits] = rank
+
+    def _place(self, record: BlockRecord) -> Queue:
+        """Put a block that the tier has last into the queue of the caches that hold it."""
+        if record.queue is not None:
+            del record.queue[record]
+        queue = record.queue = self._queues[record.held & self._followed]
+        queue[record] = None
+        return queue
+
+    def _place_all(self) -> None:
+        for record in self.history.records():
+            if record.queue is not None:
+                self._place(record)
 
     def _serve(self, path: Sequence[BlockRecord]) -> list[int]:
         """Serve the chain in all caches; the hits of the simulated ones."""
-        rate, live = self.sample_rate, self.live
+        rate = self.sample_rate
         sampled = path if rate == 1 else [record for record in path if record.sampled]
-        hits = []
-        for policy in self._simulated:
-            hits.append(policy.serve(sampled) * rate)
-            if policy is not live:
-                policy.evicted.clear()
+        hits = [policy.serve(sampled) * rate for policy in self._simulated]
         if rate != 1:
-            live.serve(path)
-        self._condemn_evicted()
-        if self._condemned:
-            for record in path:
-                if record in self._condemned and record in live:
-                    del self._condemned[record]
+            self.live.serve(path)
+        self._note_evicted()
+        for record in reversed(path):
+            if record.queue is not None:
+                self._place(record)
         return hits
 
     def _begin(self, keys: Sequence[bytes]) -> list[BlockRecord]:
@@ -255,33 +293,32 @@ class AdaptivePolicy:
         self._serve(path)
         return path
 
-    def _condemn_evicted(self) -> None:
-        """What the live policy evicted goes before all that it holds."""
-        live, now, lifetimes = self.live, self.history.now, self._lifetimes
-        for record in live.evicted:
+    def _note_evicted(self) -> None:
+        """Put what the caches evicted where it belongs now."""
+        now, lifetimes = self.history.now, self._lifetimes
+        for record in self.live.evicted:
             age, lifetime = now - record.last, lifetimes[record.kind]
             lifetimes[record.kind] = lifetime + (age - lifetime) * _LIFETIME_WEIGHT if lifetime else age
-            if record.present and record not in live:
-                self._condemned[record] = None
-        live.evicted.clear()
+        for policy in (*self._simulated, self.live):
+            if policy.bit & self._followed:
+                for record in policy.evicted:
+                    if record.queue is not None:
+                        self._place(record)
+            policy.evicted.clear()
 
-    def _condemn_strangers(self) -> None:
-        """Condemn what is in the tier and not in the live policy, the longest not wanted first."""
+    def _release(self, bits: int) -> None:
+        """The policies of these bits are used no more."""
         for record in self.history.records():
-            if record.present and record not in self.live:
-                self._condemned[record] = None
+            record.held &= ~bits
 
     def _sample_again(self, rate: int) -> None:
         """Begin with empty caches that see one block in `rate`; what the tier has leaves before the new."""
-        for policy in {id(policy): policy for policy in (*self._simulated, self.live)}.values():
-            policy.release()
         self.sample_rate = rate
-        self._simulated = [self._new(number, self._simulated_capacity) for number in range(N_POLICIES)]
-        self.live = self._live_of(self._selector.leader)
         for record in self.history.records():
             record.sampled = self.history.is_sampled(record.key)
-        self._condemned.clear()
-        self._condemn_strangers()
+        self._release(_ALL_BITS | _OWN_BIT)
+        self._start_caches()
+        self._place_all()
 
     def _forget_old(self) -> None:
         if len(self.history) > self.history.max_blocks:

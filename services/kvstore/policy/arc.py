@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from services.kvstore.policy.base import EvictionPolicy, Queue
-from services.kvstore.policy.history import BlockRecord
+from services.kvstore.policy.base import EvictionPolicy
+from services.kvstore.policy.history import BlockRecord, Queue
 
 
 class ArcPolicy(EvictionPolicy):
@@ -15,24 +15,21 @@ class ArcPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "arc"
 
-    def __init__(self, capacity_blocks: int) -> None:
-        super().__init__(capacity_blocks)
+    def __init__(self, capacity_blocks: int, *, bit: int = 1) -> None:
+        super().__init__(capacity_blocks, bit=bit)
         self._recent: Queue = Queue()
         self._frequent: Queue = Queue()
         self._recent_ghosts: Queue = Queue()
         self._frequent_ghosts: Queue = Queue()
         self._target_blocks = 0.0  # of `_recent`
 
-    def __contains__(self, record: object) -> bool:
-        return record in self._recent or record in self._frequent
-
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
 
     def serve(self, path: Sequence[BlockRecord]) -> int:
-        recent, frequent, hits = self._recent, self._frequent, 0
+        recent, frequent, bit, hits = self._recent, self._frequent, self.bit, 0
         for record in path:
-            if record not in frequent and record not in recent:
+            if not record.held & bit:
                 break
             hits += 1
         if self.capacity_blocks > 0:
@@ -54,12 +51,8 @@ class ArcPolicy(EvictionPolicy):
         self._target_blocks = min(self._target_blocks, float(capacity_blocks))
         self._trim_ghosts()
 
-    def release(self) -> None:
-        for record in (*self._recent, *self._frequent):
-            record.holders -= 1
-
     def _miss(self, record: BlockRecord) -> None:
-        record.holders += 1
+        record.held |= self.bit
         recent_ghosts, frequent_ghosts = self._recent_ghosts, self._frequent_ghosts
         is_full = len(self._recent) + len(self._frequent) >= self.capacity_blocks
         if record in recent_ghosts:
@@ -94,8 +87,7 @@ class ArcPolicy(EvictionPolicy):
             self._frequent_ghosts[record] = None
         else:
             return
-        record.holders -= 1
-        self.evicted.append(record)
+        self._leave(record)
 
     def _trim_ghosts(self) -> None:
         """Keep at most one capacity of recent blocks and ghosts, and two of all."""

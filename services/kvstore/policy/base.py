@@ -1,19 +1,16 @@
 """The interface of eviction policies. Pure.
 
 A policy is a cache of records without bytes. It serves chains, holds at most `capacity_blocks` and lists the
-records that left. The same class is a simulated cache and the live policy of a tier.
+records that left. A record has a bit for each policy that holds it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import ClassVar
 
 from services.kvstore.policy.history import BlockRecord
-
-Queue = OrderedDict[BlockRecord, None]  # the next to leave first
 
 
 class EvictionPolicy(ABC):
@@ -21,8 +18,10 @@ class EvictionPolicy(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, *, bit: int = 1) -> None:
+        """`bit`: its own in `BlockRecord.held`."""
         self.capacity_blocks = capacity_blocks
+        self.bit = bit
         self.evicted: list[BlockRecord] = []  # since the caller cleared it; a record may be back
 
     @abstractmethod
@@ -36,10 +35,10 @@ class EvictionPolicy(ABC):
         """Evict the record that leaves next, if any is held."""
 
     @abstractmethod
-    def __contains__(self, record: object) -> bool: ...
-
-    @abstractmethod
     def __len__(self) -> int: ...
+
+    def __contains__(self, record: object) -> bool:
+        return isinstance(record, BlockRecord) and bool(record.held & self.bit)
 
     def resize(self, capacity_blocks: int) -> None:
         """Change the capacity, and evict what is beyond it."""
@@ -47,9 +46,10 @@ class EvictionPolicy(ABC):
         while len(self) > capacity_blocks:
             self.evict()
 
-    def release(self) -> None:  # noqa: B027
-        """The policy is used no more: it holds no record."""
-
     def check(self) -> None:
         """Raise AssertionError unless the policy's own counts are right."""
         assert len(self) <= self.capacity_blocks
+
+    def _leave(self, record: BlockRecord) -> None:
+        record.held &= ~self.bit
+        self.evicted.append(record)

@@ -27,19 +27,19 @@ FREQUENCY_OF_KIND = (0, 0, 0, *(f for f in range(1, N_FREQUENCIES) for _ in rang
 class BlockRecord:
     """One remembered block.
 
-    `present`: the tier has it. `holders` counts the tier and the caches that hold it. LRU does not count: it
-    holds no block old enough to be forgotten. `evicted_ms`: when the policy evicted it, below 0 after a want.
+    `held` has the bit of each policy that holds it. `queue`: that of the tier in which it is, None when the tier
+    has it not. `evicted_ms`: when the policy evicted it, below 0 after a want.
     """
 
     __slots__ = (
         "depth",
         "evicted_ms",
-        "holders",
+        "held",
         "key",
         "kind",
         "last",
         "parent",
-        "present",
+        "queue",
         "row",
         "sampled",
         "wants",
@@ -54,9 +54,17 @@ class BlockRecord:
         self.wants = 0
         self.last = 0
         self.kind = FREE
-        self.holders = 0
-        self.present = False
+        self.held = 0
+        self.queue: Queue | None = None
         self.evicted_ms = -1.0
+
+    @property
+    def present(self) -> bool:
+        """Whether the tier has the block."""
+        return self.queue is not None
+
+
+Queue = OrderedDict[BlockRecord, None]  # the next to leave first
 
 
 class Wait:
@@ -109,7 +117,7 @@ class History:
             record = get(key)
             if record is None:
                 record = self._new(key, parent)
-            elif record.parent is None and parent is not None and not record.holders:
+            elif record.parent is None and parent is not None and not record.held | record.present:
                 self._link(record, parent)
             path.append(record)
             parent = record
@@ -133,7 +141,7 @@ class History:
         kind_before = last_before = -1
         for _ in range(len(records) - self.max_blocks):
             key, record = records.popitem(last=False)
-            if record.holders:
+            if record.held or record.queue is not None:
                 records[key] = record
                 continue
             if record.kind == kind_before and record.last == last_before:

@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Sequence
 from typing import ClassVar
 
-from services.kvstore.policy.base import EvictionPolicy, Queue
-from services.kvstore.policy.history import N_KINDS, BlockRecord, History
+from services.kvstore.policy.base import EvictionPolicy
+from services.kvstore.policy.history import N_KINDS, BlockRecord, History, Queue
 from services.kvstore.policy.reuse import ReuseModel
 
 # Records of a queue that are looked at for an end before another queue is.
@@ -25,8 +25,8 @@ class HitDensityPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "hit_density"
 
-    def __init__(self, capacity_blocks: int, history: History, model: ReuseModel) -> None:
-        super().__init__(capacity_blocks)
+    def __init__(self, capacity_blocks: int, history: History, model: ReuseModel, *, bit: int = 1) -> None:
+        super().__init__(capacity_blocks, bit=bit)
         self._history = history
         self._model = model
         self._queues = [Queue() for _ in range(N_KINDS)]
@@ -34,9 +34,6 @@ class HitDensityPolicy(EvictionPolicy):
         self._children: dict[BlockRecord, int] = {}  # held blocks that come after a block
         # A heap of (the value of a queue's oldest end or less, the queue's kind); not of all queues.
         self._heads: list[tuple[float, int]] = []
-
-    def __contains__(self, record: object) -> bool:
-        return record in self._held
 
     def __len__(self) -> int:
         return len(self._held)
@@ -81,11 +78,6 @@ class HitDensityPolicy(EvictionPolicy):
                 children[record.parent] = children.get(record.parent, 0) + 1
         assert children == self._children
 
-    def release(self) -> None:
-        """The policy is used no more."""
-        for record in self._held:
-            record.holders -= 1
-
     def _take(self, missing: Sequence[BlockRecord]) -> None:
         """Take in blocks, given from the end of their chain, as far as each is worth what leaves for it."""
         room, taken = self.capacity_blocks - len(self._held), len(missing)
@@ -103,7 +95,7 @@ class HitDensityPolicy(EvictionPolicy):
             self._push(record)
 
     def _push(self, record: BlockRecord) -> None:
-        record.holders += 1
+        record.held |= self.bit
         queue = self._held[record] = self._queues[record.kind]
         queue[record] = None
         parent = record.parent
@@ -112,8 +104,7 @@ class HitDensityPolicy(EvictionPolicy):
 
     def _drop(self, record: BlockRecord) -> None:
         del self._held.pop(record)[record]
-        record.holders -= 1
-        self.evicted.append(record)
+        self._leave(record)
         parent = record.parent
         if parent is None:
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from services.kvstore.policy.base import EvictionPolicy, Queue
-from services.kvstore.policy.history import BlockRecord
+from services.kvstore.policy.base import EvictionPolicy
+from services.kvstore.policy.history import BlockRecord, Queue
 
 
 class LruPolicy(EvictionPolicy):
@@ -14,25 +14,23 @@ class LruPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "lru"
 
-    def __init__(self, capacity_blocks: int) -> None:
-        super().__init__(capacity_blocks)
+    def __init__(self, capacity_blocks: int, *, bit: int = 1) -> None:
+        super().__init__(capacity_blocks, bit=bit)
         self._queue: Queue = Queue()
-
-    def __contains__(self, record: object) -> bool:
-        return record in self._queue
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def serve(self, path: Sequence[BlockRecord]) -> int:
-        queue, hits = self._queue, 0
+        queue, bit, hits = self._queue, self.bit, 0
         for record in path:
-            if record not in queue:
+            if not record.held & bit:
                 break
             hits += 1
         move_to_end = queue.move_to_end
         for record in reversed(path):
             queue[record] = None
+            record.held |= bit
             move_to_end(record)
         for _ in range(len(queue) - self.capacity_blocks):
             self.evict()
@@ -40,4 +38,4 @@ class LruPolicy(EvictionPolicy):
 
     def evict(self) -> None:
         if self._queue:
-            self.evicted.append(self._queue.popitem(last=False)[0])
+            self._leave(self._queue.popitem(last=False)[0])

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import ClassVar
 
-from services.kvstore.policy.base import EvictionPolicy, Queue
-from services.kvstore.policy.history import BlockRecord
+from services.kvstore.policy.base import EvictionPolicy
+from services.kvstore.policy.history import BlockRecord, Queue
 
 MAX_USES = 3
 SMALL_PART = 10  # the small queue has one block in so many
@@ -18,21 +18,18 @@ class S3FifoPolicy(EvictionPolicy):
 
     name: ClassVar[str] = "s3fifo"
 
-    def __init__(self, capacity_blocks: int) -> None:
-        super().__init__(capacity_blocks)
+    def __init__(self, capacity_blocks: int, *, bit: int = 1) -> None:
+        super().__init__(capacity_blocks, bit=bit)
         self._small: OrderedDict[BlockRecord, int] = OrderedDict()  # and the uses since it came
         self._main: OrderedDict[BlockRecord, int] = OrderedDict()
         self._ghosts: Queue = Queue()
-
-    def __contains__(self, record: object) -> bool:
-        return record in self._small or record in self._main
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
     def serve(self, path: Sequence[BlockRecord]) -> int:
         small, main = self._small, self._main
-        hits, found = 0, 0
+        bit, hits, found = self.bit, 0, 0
         for at, record in enumerate(path):
             queue = main if record in main else small if record in small else None
             if queue is None:
@@ -44,12 +41,12 @@ class S3FifoPolicy(EvictionPolicy):
             found += 1
         if found < len(path) and self.capacity_blocks > 0:
             for record in reversed(path):
-                if record not in main and record not in small:
+                if not record.held & bit:
                     self._miss(record)
         return hits
 
     def _miss(self, record: BlockRecord) -> None:
-        record.holders += 1
+        record.held |= self.bit
         while len(self._small) + len(self._main) >= self.capacity_blocks:
             self.evict()
         if record in self._ghosts:
@@ -74,10 +71,5 @@ class S3FifoPolicy(EvictionPolicy):
                 if uses:
                     main[record] = uses - 1
                     continue
-            record.holders -= 1
-            self.evicted.append(record)
+            self._leave(record)
             return
-
-    def release(self) -> None:
-        for record in (*self._small, *self._main):
-            record.holders -= 1
