@@ -1,17 +1,18 @@
 """Which schemas of a folder are held, beside llguidance alone on the same files.
 
 A file is one schema (JSONSchemaBench), or {"schema": .., "tests": [{"valid": .., "data": ..}]} (MaskBench).
-A set is a folder, or the part of a file's name before `---`. llguidance alone takes the schema as it is, with
-its default options.
+A set is a folder, or the part of a file's name before `---` or before its number. llguidance alone takes the
+schema as it is, with its default options. A file without JSON is named and does not count.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import numpy as np
@@ -39,12 +40,12 @@ def measure_set(
     checker = GrammarChecker(model_dir, limit_s=check_limit_s)
     sets: dict[str, dict[str, Counter[str]]] = {}
     differing: list[dict[str, Any]] = []
+    unreadable: list[str] = []
     try:
-        for name, path, schema, tests in read_folder(folder):
-            matchers = (_ours(schema, checker, judge.vocabulary), _theirs(schema, judge.vocabulary))
+        for name, path, schema, tests in read_folder(folder, unreadable):
+            starts = (_ours(schema, checker, judge.vocabulary), _theirs(schema, judge.vocabulary))
             counts = {
-                side: judge.count(matcher, schema, tests)
-                for side, matcher in zip(SIDES, matchers, strict=True)
+                side: judge.count(start, schema, tests) for side, start in zip(SIDES, starts, strict=True)
             }
             of_set = sets.setdefault(name, {side: Counter() for side in SIDES})
             for side in SIDES:
@@ -58,34 +59,55 @@ def measure_set(
         **{side: _shares(count) for side, count in total.items()},
         "sets": {name: {side: _shares(of_set[side]) for side in SIDES} for name, of_set in sets.items()},
         "differing": differing,
+        "unreadable": unreadable,
     }
 
 
-def read_folder(folder: Path) -> Iterator[tuple[str, str, Any, list[Mapping[str, Any]]]]:
-    """Set, path, schema and tests of each file."""
+def read_folder(
+    folder: Path, unreadable: list[str]
+) -> Iterator[tuple[str, str, Any, list[Mapping[str, Any]]]]:
+    """Set, path, schema and tests of each file; the paths of files without JSON go to `unreadable`."""
     for path in sorted(folder.rglob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        name = path.name.split("---")[0] if "---" in path.name else path.parent.name
         where = str(path.relative_to(folder))
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            unreadable.append(where)
+            continue
+        in_name = re.match(r"(.+?)(---|_\d+\.json$)", path.name)
+        name = in_name[1] if in_name else path.parent.name
         if isinstance(content, dict) and "schema" in content and isinstance(content.get("tests"), list):
             yield name, where, content["schema"], content["tests"]
         else:
             yield name, where, content, []
 
 
-def _ours(schema: Any, checker: GrammarChecker, vocabulary: GrammarVocabulary) -> LLMatcher | None:
+class _Start(NamedTuple):
+    """A grammar in its first state."""
+
+    grammar: str
+    matcher: LLMatcher
+
+    def state(self, vocabulary: GrammarVocabulary) -> GrammarConstraint:
+        return GrammarConstraint(OutputConstraint(self.grammar), self.matcher.deep_copy(), vocabulary)
+
+
+def _ours(schema: Any, checker: GrammarChecker, vocabulary: GrammarVocabulary) -> _Start | None:
+    """None for a schema that is refused; the router takes no other JSON than objects and booleans."""
+    if not isinstance(schema, (Mapping, bool)):
+        return None
     part = OutputFormat("json_schema", schema)
     try:
         grammar = answer_grammar(part, (), {})
         checker.check(CheckRequest(grammar, [part]))
-        return compile_grammar(grammar, vocabulary)
+        return _Start(grammar, compile_grammar(grammar, vocabulary))
     except InvalidArgument:
         return None
 
 
-def _theirs(schema: Any, vocabulary: GrammarVocabulary) -> LLMatcher | None:
+def _theirs(schema: Any, vocabulary: GrammarVocabulary) -> _Start | None:
     matcher = LLMatcher(vocabulary.trie, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
-    return None if matcher.is_error() else matcher
+    return None if matcher.is_error() else _Start("", matcher)
 
 
 class _Judge:
@@ -106,31 +128,29 @@ class _Judge:
         self._closing = np.zeros(vocabulary.size, dtype=np.bool_)
         self._closing[[*closing, *vocabulary.end_ids]] = True
 
-    def count(self, matcher: LLMatcher | None, schema: Any, tests: list[Mapping[str, Any]]) -> Counter[str]:
-        """The counts of one schema; no matcher: it does not compile."""
+    def count(self, start: _Start | None, schema: Any, tests: list[Mapping[str, Any]]) -> Counter[str]:
+        """The counts of one schema; no start: it does not compile."""
         count = Counter(schemas=1)
-        if matcher is not None:
+        if start is not None:
             count["compiled"] = 1
-            self._judge_instances(count, matcher, tests)
-            self._judge_answers(count, matcher, schema)
+            self._judge_instances(count, start, tests)
+            self._judge_answers(count, start, schema)
         return count
 
-    def _judge_instances(
-        self, count: Counter[str], matcher: LLMatcher, tests: list[Mapping[str, Any]]
-    ) -> None:
+    def _judge_instances(self, count: Counter[str], start: _Start, tests: list[Mapping[str, Any]]) -> None:
         for test in tests:
-            fresh = matcher.deep_copy()
-            tokens = self._tokenizer.encode_text(json.dumps(test["data"], ensure_ascii=False))
-            accepted = all(fresh.consume_token(token) for token in tokens) and fresh.is_accepting()
+            state = start.state(self.vocabulary)
+            state.advance(self._tokenizer.encode_text(json.dumps(test["data"], ensure_ascii=False)))
+            accepted = not state.failure and state.matcher.is_accepting()
             kind = "valid" if test["valid"] else "invalid"
             count[f"{kind}_instances"] += 1
             count[f"{kind}_right"] += accepted == test["valid"]
 
-    def _judge_answers(self, count: Counter[str], matcher: LLMatcher, schema: Any) -> None:
+    def _judge_answers(self, count: Counter[str], start: _Start, schema: Any) -> None:
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         judge = kind(schema, format_checker=kind.FORMAT_CHECKER)
         for seed in range(self._answers):
-            text = self._random_answer(matcher, seed)
+            text = self._random_answer(start, seed)
             if text is None:
                 continue
             count["answers"] += 1
@@ -139,9 +159,9 @@ class _Judge:
             except Exception:
                 count["not_judged"] += 1
 
-    def _random_answer(self, matcher: LLMatcher, seed: int) -> str | None:
+    def _random_answer(self, start: _Start, seed: int) -> str | None:
         """An answer of a model with equal logits, in growing haste; None without an end in `max_tokens`."""
-        state = GrammarConstraint(OutputConstraint("-"), matcher.deep_copy(), self.vocabulary)
+        state = start.state(self.vocabulary)
         random = np.random.default_rng(seed)
         row = np.zeros((1, -(-self.vocabulary.size // 32)), dtype=np.int32)
         tokens: list[int] = []

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from libs.structured.distinct_keys import stated_distinct_keys
 from libs.structured.grammar_cache import first_lines
+from libs.structured.key_guard import KeyGuard
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.special_tokens import THINK_END, TOOL_CALL_BEGIN, TOOL_CALLS_SECTION_BEGIN
 from slipstream.sampling import OutputConstraint
@@ -49,6 +51,9 @@ class GrammarConstraint:
         self.failure = ""
         self._rules = rules
         self._vocabulary = vocabulary
+        n_distinct = stated_distinct_keys(rules.grammar)
+        # What the grammar alone does not hold; most grammars need none.
+        self.guard = KeyGuard(n_distinct, vocabulary.tokens) if n_distinct else None
         special = vocabulary.special_ids
         self._think_end = special[THINK_END]
         self._call_begins = (special[TOOL_CALLS_SECTION_BEGIN], special[TOOL_CALL_BEGIN])
@@ -67,7 +72,7 @@ class GrammarConstraint:
         ends = self._vocabulary.end_ids
         n = next((j for j, token in enumerate(drafts) if token in ends), len(drafts))
         if self.phase is Phase.HELD:
-            return self.matcher.validate_tokens(list(drafts[:n])) if n else 0
+            return self._count_held(drafts[:n])
         if self.phase is Phase.ENDED:
             return 0
         for j, token in enumerate(drafts[:n]):
@@ -76,12 +81,13 @@ class GrammarConstraint:
             if self._next_phase(token) is Phase.HELD:
                 first = [token] if token in self._call_begins else []
                 held = [*first, *drafts[j + 1 : n]]
-                return j + 1 - len(first) + (self.matcher.validate_tokens(held) if held else 0)
+                return j + 1 - len(first) + self._count_held(held)
         return n
 
     def fill(self, drafts: Sequence[int], masks: MaskRows) -> list[Banned]:
         """Write the masks of the next token and of the one after each draft; the state does not change."""
         phase, failure, n_taken = self.phase, self.failure, 0
+        place = self.guard.place if self.guard is not None else None
         banned: list[Banned] = [self._fill_row(masks[0])]
         for row, draft in enumerate(drafts, start=1):
             n_taken += self._take(draft)
@@ -89,6 +95,8 @@ class GrammarConstraint:
         if n_taken:
             self.matcher.rollback(n_taken)
         self.phase, self.failure = phase, failure or self.failure
+        if self.guard is not None and place is not None:
+            self.guard.place = place
         return banned
 
     def note_failure(self) -> None:
@@ -100,6 +108,8 @@ class GrammarConstraint:
         if self.phase is Phase.HELD:
             self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             self.note_failure()
+            if self.guard is not None:
+                self.guard.restrict(row)
             return None
         if self.phase is Phase.ENDED:
             row[:] = 0
@@ -117,11 +127,17 @@ class GrammarConstraint:
         is_matched = phase is Phase.HELD and (self.phase is Phase.HELD or token in self._call_begins)
         self.phase = phase
         if is_matched and not self.failure:
-            if self.matcher.consume_token(token):
-                return 1
+            n_taken = int(self.matcher.consume_token(token))
+            if n_taken and (self.guard is None or self.guard.take(token)):
+                return n_taken
             self.note_failure()
             self.failure = self.failure or "a token that the grammar forbids"
+            return n_taken
         return 0
+
+    def _count_held(self, tokens: Sequence[int]) -> int:
+        n = self.matcher.validate_tokens(list(tokens)) if tokens else 0
+        return n if self.guard is None else self.guard.count_allowed(tokens[:n])
 
     def _next_phase(self, token: int) -> Phase:
         if self.phase is Phase.ENDED or token in self._vocabulary.end_ids:

@@ -1,28 +1,48 @@
-"""Schemas without any finite value: a recursion that cannot end would go on until `max_tokens`. Pure."""
+"""Schemas without any finite value: a recursion that cannot end would go on until `max_tokens`. Pure.
+
+No JSON text is valid under such a part, so `false` says the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from libs.structured.json_schema import Json, resolve, walk
+from libs.structured.schema_walk import Json, resolve, walk
 
 _Ends = Callable[[object], bool]
 
 
-def find_endless(schema: Json | bool) -> str | None:
-    """The path of the first part of the schema that has no finite value; None when each has one.
+def is_endless(schema: Json | bool) -> bool:
+    """Whether the schema has no finite value."""
+    return id(schema) in _endless_parts(schema)
 
-    The values are found from the leaves up, so a part that needs itself is never among them. Contradictions
-    between keywords are not looked for.
+
+def without_endless(schema: Json | bool) -> Any:
+    """The same schema, with false for each part that has no finite value."""
+    endless = _endless_parts(schema)
+    return _pruned(schema, endless) if endless else schema
+
+
+def _pruned(value: Any, endless: frozenset[int]) -> Any:
+    if isinstance(value, Mapping):
+        return id(value) not in endless and {key: _pruned(item, endless) for key, item in value.items()}
+    return [_pruned(item, endless) for item in value] if isinstance(value, list) else value
+
+
+def _endless_parts(schema: Json | bool) -> frozenset[int]:
+    """The identities of the parts without a finite value.
+
+    The finite ones are found from the leaves up, so a part that needs itself is never among them.
+    Contradictions between keywords are not looked for.
     """
-    parts = list(walk(schema))
+    parts = [part for _, part in walk(schema)]
     finite: set[int] = set()
 
     def ends(part: object) -> bool:
         return not isinstance(part, Mapping) or id(part) in finite
 
-    waiting = [part for _, part in reversed(parts)]
+    waiting = parts[::-1]
     while True:
         left = []
         for part in waiting:
@@ -33,7 +53,7 @@ def find_endless(schema: Json | bool) -> str | None:
         if len(left) == len(waiting):
             break
         waiting = left
-    return next((path for path, part in parts if id(part) not in finite), None)
+    return frozenset(map(id, waiting))
 
 
 def _has_value(part: Json, root: object, ends: _Ends) -> bool:

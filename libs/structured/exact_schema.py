@@ -1,31 +1,43 @@
-"""A schema as llguidance has to see it, so that it holds formats and numbers exactly. Pure."""
+"""A schema as llguidance has to see it, so that it holds formats, numbers and places exactly. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from libs.structured.array_places import has_items_as_places, with_one_form
 from libs.structured.number_bounds import with_exact_bounds
+from libs.structured.open_keys import needs_codes, with_spelled_keys
 from libs.structured.string_formats import with_pattern
 
 # Keywords whose values are data and no schemas, and those whose values are schemas by name.
 _DATA = frozenset({"const", "default", "enum", "examples"})
 _BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+_Part = dict[str, Any]
 
 
 def exact_schema(schema: Any) -> Any:
-    """A copy of the schema, or of a list of schemas, with what llguidance would leave open."""
+    """A copy of the schema with what llguidance would leave open."""
+    is_old, spells_keys = has_items_as_places(schema), needs_codes(schema)
+
+    def exact(part: _Part) -> _Part:
+        made = with_one_form(with_exact_bounds(with_pattern(part)), is_old=is_old)
+        return with_spelled_keys(made) if spells_keys else made
+
+    return _copy(schema, exact)
+
+
+def _copy(schema: Any, exact: Callable[[_Part], _Part]) -> Any:
     if isinstance(schema, list):
-        return [exact_schema(item) for item in schema]
+        return [_copy(item, exact) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {key: _exact_value(key, item) for key, item in schema.items()}
-    return with_exact_bounds(with_pattern(made))
+    return exact({key: _copy_value(key, item, exact) for key, item in schema.items()})
 
 
-def _exact_value(keyword: str, value: Any) -> Any:
+def _copy_value(keyword: str, value: Any, exact: Callable[[_Part], _Part]) -> Any:
     if keyword in _DATA:
         return value
     if keyword in _BY_NAME and isinstance(value, Mapping):
-        return {name: exact_schema(item) for name, item in value.items()}
-    return exact_schema(value)
+        return {name: _copy(item, exact) for name, item in value.items()}
+    return _copy(value, exact)

@@ -6,12 +6,14 @@ llguidance refuses the keywords that it does not implement. Its message names th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from libs.structured.distinct_keys import DISTINCT_KEYS, count_distinct_keys
+from libs.structured.endless_schemas import without_endless
 from libs.structured.exact_schema import exact_schema
-
-Json = Mapping[str, Any]
+from libs.structured.open_keys import forbids_unicode_escapes
+from libs.structured.schema_walk import Json, walk
 
 # White space between two parts of JSON: enough for indented text, and never an endless run.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -43,24 +45,19 @@ UNSUPPORTED = frozenset(
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 )
-_MAPS = ("properties", "patternProperties")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("additionalItems", "additionalProperties", "items")
 
 
 def json_grammar(schema: Json | bool) -> Json:
     """The grammar of the texts that are valid under the schema, as one of llguidance's `grammars`."""
+    schema = without_endless(schema)
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if forbids_unicode_escapes(schema):
+    n_distinct = count_distinct_keys(schema)
+    if n_distinct or forbids_unicode_escapes(schema):
         options["json_allowed_escapes"] = _PLAIN_ESCAPES
-    return {"json_schema": {**exact_schema(schema), "x-guidance": options}}
-
-
-def forbids_unicode_escapes(schema: Json | bool) -> bool:
-    """Whether a key could spell a declared one by escapes, or one that a pattern decides about."""
-    return any(_is_open(part) for _, part in walk(schema))
+    stated = {DISTINCT_KEYS: n_distinct} if n_distinct else {}
+    return {"json_schema": {**exact_schema(schema), **stated, "x-guidance": options}}
 
 
 def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:
@@ -75,76 +72,6 @@ def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:
             if name == "$ref" and isinstance(value, str) and "://" in value:
                 return where, "must refer to a place in the same schema"
     return None
-
-
-def is_shallow(schema: object, most: int) -> bool:
-    """Whether the JSON value has at most so many levels."""
-    level: list[object] = [schema]
-    for _ in range(most):
-        deeper: list[object] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                deeper.extend(item.values())
-            elif isinstance(item, list):
-                deeper.extend(item)
-        if not deeper:
-            return True
-        level = deeper
-    return False
-
-
-def walk(schema: Json | bool) -> Iterator[tuple[str, Json]]:
-    """All schemas that are reachable from this one, with their paths. Definitions count once referenced."""
-    stack: list[tuple[str, object]] = [("", schema)]
-    seen: set[int] = set()
-    root = schema
-    while stack:
-        path, part = stack.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield path, part
-        stack += reversed(list(_below(path, part, root)))
-
-
-def _below(path: str, part: Json, root: object) -> Iterator[tuple[str, object]]:
-    start = f"{path}." if path else ""
-    for name in _MAPS:
-        if isinstance(part.get(name), Mapping):
-            yield from ((f"{start}{name}.{key}", value) for key, value in part[name].items())
-    for name in (*_LISTS, *_SINGLE):
-        value = part.get(name)
-        if isinstance(value, list):
-            yield from ((f"{start}{name}[{index}]", item) for index, item in enumerate(value))
-        elif name in _SINGLE:
-            yield f"{start}{name}", value
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        yield reference[2:].replace("/", "."), resolve(root, reference)
-
-
-def resolve(root: object, reference: str) -> object:
-    """What a local pointer such as `#/$defs/node` names; None for nothing."""
-    found = root
-    if reference == "#":
-        return root
-    for step in reference[2:].split("/"):
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(step)
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        else:
-            return None
-    return found
-
-
-def _is_open(part: Json) -> bool:
-    """Whether the object may have keys beside those that it declares, or some for which a pattern decides."""
-    is_declared = bool(part.get("properties") or part.get("required"))
-    return bool(part.get("patternProperties")) or (
-        is_declared and part.get("additionalProperties") is not False
-    )
 
 
 def _may_be_text(part: Json) -> bool:

@@ -25,7 +25,7 @@ class GrammarMasks:
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         for constraint, drafts in work:
             row = len(banned)
-            if constraint.phase is not Phase.HELD or constraint.failure:
+            if constraint.phase is not Phase.HELD or constraint.failure or constraint.guard is not None:
                 banned += constraint.fill(drafts, masks[row:])
                 continue
             if drafts:

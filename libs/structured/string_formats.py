@@ -9,7 +9,22 @@ _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
 _DAY = f"(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-[0-9]{{2}}|02-(?:[01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-_SECOND = "(?:[0-9]{2}:[0-9]{2}:[0-5]|23:59:60(?:[Zz]|[+-]00:00)$)"
+_FRACTION = "(?:\\.[0-9]+)?"
+
+
+def _leap_second(hour: int) -> str:
+    """The leap second at this local hour: it is 23:59:60 UTC, and offsets are whole quarters of an hour."""
+    west = 23 - hour
+    quarters = [f"59:60{_FRACTION}(?:\\+{(hour + 1) % 24:02}|-{west:02}):00"]
+    quarters += [
+        f"{minutes - 1:02}:60{_FRACTION}(?:\\+{hour:02}:{minutes:02}|-{west:02}:{60 - minutes:02})"
+        for minutes in (15, 30, 45)
+    ]
+    return f"{hour:02}:(?:{'|'.join(quarters)})"
+
+
+_LEAP_SECONDS = "|".join(map(_leap_second, range(24)))
+_SECOND = f"(?:[0-9]{{2}}:[0-9]{{2}}:[0-5]|(?:23:59:60{_FRACTION}[Zz]|{_LEAP_SECONDS})$)"
 _PATTERNS: Mapping[str, str] = {
     "date": f"^{_DAY}$",
     "date-time": f"^{_DAY}[Tt]{_SECOND}",

@@ -8,6 +8,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from libs.structured.token_bytes import TokenBytes
 from libs.text.pretokens import PAT_STR
 from libs.text.special_tokens import ANSWER_ENDS
 from libs.text.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ class GrammarVocabulary:
     size: int
     end_ids: frozenset[int]
     special_ids: Mapping[str, int]
+    tokens: TokenBytes
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, size: int | None = None) -> GrammarVocabulary:
@@ -40,4 +42,4 @@ class GrammarVocabulary:
             n_vocab=size,
             slices=None,
         )
-        return cls(trie, size, frozenset(ends), tokenizer.special_ids)
+        return cls(trie, size, frozenset(ends), tokenizer.special_ids, TokenBytes(tokenizer))

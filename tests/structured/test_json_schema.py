@@ -48,24 +48,26 @@ def defect(schema: Any, vocabulary: GrammarVocabulary) -> tuple[str, str]:
             "schema.$defs.a.patternProperties",
         ),
         ({"anyOf": [{"const": 1}, {"enum": ["a", {"n": [2**53 + 1]}]}]}, "schema.anyOf[1].enum"),
-        ({"properties": {"a": {"const": "\x01"}}}, "schema.properties.a.const"),
-        ({"prefixItems": [{}], "additionalItems": False}, "schema.additionalItems"),
-        ({"prefixItems": [{}], "items": [{}]}, "schema.items"),
+        (
+            {"properties": {"a": {"const": "\x01"}}, "patternProperties": {"^x": {}}},
+            "schema.properties.a.const",
+        ),
+        ({"prefixItems": [{"not": {}}], "items": [{}]}, "schema.prefixItems[0].not"),
+        ({"$ref": "#there", "$defs": {"a": {"$anchor": "there", "enum": [2**60]}}}, "schema.$defs.a.enum"),
+        ({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"divisibleBy": 2}}}, "schema.$defs.a%20b.divisibleBy"),
         ({"$ref": "#"}, "schema"),
         ({"type": "integer", "minimum": 3, "maximum": 1}, "schema.minimum"),
         (False, "schema"),
-        ({"type": "object", "minProperties": 2}, "schema.minProperties"),
-        ({"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}, "schema"),
         (
             {
-                "anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}],
-                "$defs": {
-                    "a": {"$ref": "#/$defs/b"},
-                    "b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a"}},
-                },
+                "type": "object",
+                "minProperties": 3,
+                "patternProperties": {"^(a|b)$": {}},
+                "additionalProperties": False,
             },
-            "schema.anyOf[1]",
+            "schema.patternProperties",
         ),
+        ({"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}, "schema"),
     ],
 )
 def test_what_cannot_be_held_is_named(schema: Any, field: str, vocabulary: GrammarVocabulary) -> None:

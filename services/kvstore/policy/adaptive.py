@@ -1,6 +1,6 @@
 """Which block of a tier goes when room is needed, and which is not worth taking in. Pure.
 
-Several well-known policies run as simulated caches beside each other, each with a weight that its hits give it
+Several well-known policies run as simulated caches beside each other, and hits give each a weight
 (docs/adr/0010-choose-eviction-policy-by-shadow-caches.md). A block is worth the weights of the caches that
 hold it; the tier evicts what is worth least. Above SIMULATED_BLOCKS they see a sample by hash at a capacity
 that is as much smaller (miniature simulation: Waldspurger, Saemundsson, Ahmad and Park, USENIX ATC 2017), and
@@ -20,12 +20,13 @@ import numpy as np
 
 from services.kvstore.policy.arc import ArcPolicy
 from services.kvstore.policy.base import EvictionPolicy
-from services.kvstore.policy.history import N_KINDS, BlockRecord, History, Queue
+from services.kvstore.policy.history import N_KINDS, BlockRecord, History
 from services.kvstore.policy.hit_density import HitDensityPolicy
 from services.kvstore.policy.lru import LruPolicy
 from services.kvstore.policy.reuse import Floats, Ints, ReuseModel
 from services.kvstore.policy.s3fifo import S3FifoPolicy
 from services.kvstore.policy.weights import PolicyWeights
+from services.kvstore.policy.worth import WorthQueues
 
 # Up to so many blocks a simulated cache has the tier's capacity and sees every block.
 SIMULATED_BLOCKS = 32_768
@@ -37,8 +38,8 @@ POLICY_NAMES = ("LRU", "ARC", "S3-FIFO", "hit density")
 # Their weights while their hits are equal. Hit density outweighs the others together: a change to it costs
 # most, because it keeps old blocks. LRU is next: the others seldom lead it by much where it leads them.
 START_WEIGHTS = (3.0, 1.0, 1.0, 5.5)
-_ALL_BITS = (1 << N_POLICIES) - 1
-_OWN_BIT = 1 << N_POLICIES  # of the cache that is no simulated one
+# Where the simulated caches see a sample, the tier follows one cache of its own.
+_ONE_CACHE = (1.0, *([0.0] * (N_POLICIES - 1)))
 # The weight of one eviction in the mean age at which blocks of a kind leave.
 _LIFETIME_WEIGHT = 1 / 64
 
@@ -53,9 +54,7 @@ class AdaptivePolicy:
         self.history = History(capacity_blocks, sample_rate=self.sample_rate)
         self.model = ReuseModel(self.history)
         self._weights = PolicyWeights(START_WEIGHTS, capacity_blocks)
-        # What the tier has, by the bits of the caches that hold it; what was named, and may be held, apart.
-        self._queues = [Queue() for _ in range(_OWN_BIT + 1)]
-        self._named = Queue()
+        self._blocks = WorthQueues(self._weights.values)
         self._start_caches()
         self._lifetimes = [0.0] * N_KINDS  # the mean age of what `live` evicted; 0: nothing
         self._now_ms = 0.0
@@ -79,7 +78,7 @@ class AdaptivePolicy:
         self._count_rewanted(path)
         leader = self._weights.leader
         if self._weights.judge(self._serve(path), len(path)):
-            self._order_queues()
+            self._weigh()
             if self._weights.leader != leader:
                 self._follow_leader()
         self._forget_old()
@@ -91,35 +90,20 @@ class AdaptivePolicy:
         new = [key for key in dict.fromkeys(keys) if get(key) is None]
         if new:
             self._begin(new)
-        lengths = [len(self._queues[bits]) for bits in self._order]
-        room, least, kept = self.capacity_blocks - sum(lengths) - len(self._named), 0, []
-        for key in keys:
-            record = get(key)
-            rank = self._rank[record.held & self._followed] if record is not None else 0
-            while least < len(lengths) - 1 and not lengths[least]:
-                least += 1
-            if room > 0:
-                room -= 1
-            elif self._worth[rank] < self._worth[least]:
-                continue
-            else:
-                lengths[least] -= 1
-            lengths[rank] += 1
-            least = min(least, rank)
-            kept.append(key)
-        return kept
+        records = [record for record in map(get, keys) if record is not None]
+        kept = self._blocks.kept(records, self.capacity_blocks - len(self._blocks))
+        return [record.key for record in kept]
 
     def publish(self, key: bytes) -> None:
         """The block is in the tier now."""
-        self._place(self.history.get(key) or self._begin([key])[0])
+        self._blocks.place(self.history.get(key) or self._begin([key])[0])
         self._forget_old()
 
     def discard(self, key: bytes) -> None:
         """The block is not in the tier any more. The caches go on as if it were."""
         record = self.history.get(key)
-        if record is not None and record.queue is not None:
-            del record.queue[record]
-            record.queue = None
+        if record is not None:
+            self._blocks.remove(record)
 
     def evicted(self, key: bytes) -> None:
         """The block is not in the tier any more because the policy named it."""
@@ -131,20 +115,14 @@ class AdaptivePolicy:
     def victim(self) -> bytes | None:
         """A block to evict next; None once all were named. A block that was named and stays, because it is
         held, is named again after all others, or after `spared`."""
-        for bits in self._order:
-            if self._queues[bits]:
-                record, _ = self._queues[bits].popitem(last=False)
-                self._named[record], record.queue = None, self._named
-                return record.key
-        for record in list(self._named):
-            self._place(record)
-        return None
+        record = self._blocks.next()
+        return None if record is None else record.key
 
     def spared(self, key: bytes) -> None:
         """The block that was named is still there: it was held, and is not any more."""
         record = self.history.get(key)
-        if record is not None and record.queue is self._named:
-            self._place(record).move_to_end(record, last=False)
+        if record is not None:
+            self._blocks.spared(record)
 
     def expected_reuse(self, key: bytes) -> float:
         """How likely the block is wanted again, 0 to 1, as far as is known."""
@@ -200,21 +178,17 @@ class AdaptivePolicy:
     def pin(self, number: int) -> None:
         """Follow only the policy of that number, for ever."""
         self._weights.pin(number)
-        self._order_queues()
+        self._weigh()
         self._follow_leader()
 
     def check(self) -> None:
-        """AssertionError unless caches and queues are counted right."""
-        policies = {policy.bit: policy for policy in (*self._simulated, self.live)}
-        for bit, policy in policies.items():
+        """AssertionError unless caches and blocks are counted right."""
+        for policy in {policy.bit: policy for policy in (*self._simulated, self.live)}.values():
             policy.check()
-            assert len(policy) == sum(bool(record.held & bit) for record in self.history.records())
+            assert len(policy) == sum(record in policy for record in self.history.records())
         for record in self.history.records():
-            if record.queue is not None:
-                assert record in record.queue
-                assert record.queue in (self._named, self._queues[record.held & self._followed])
-        n_queued = sum(map(len, (*self._queues, self._named)))
-        assert n_queued == sum(record.present for record in self.history.records())
+            self._blocks.check(record)
+        assert len(self._blocks) == sum(record.present for record in self.history.records())
 
     @property
     def _simulated_capacity(self) -> int:
@@ -224,21 +198,27 @@ class AdaptivePolicy:
         return max(1, -(-capacity_blocks // self._simulated_blocks))
 
     def _start_caches(self) -> None:
-        """Begin with empty caches."""
+        """Begin with empty caches. The first bits are those of the caches that the tier follows."""
+        first = 0 if self.sample_rate == 1 else N_POLICIES
         self._simulated = [
-            self._new(number, self._simulated_capacity, bit=1 << number) for number in range(N_POLICIES)
+            self._new(number, self._simulated_capacity, bit=1 << first + number)
+            for number in range(N_POLICIES)
         ]
+        self._weigh()
         self._follow_leader()
-        self._order_queues()
+
+    def _weigh(self) -> None:
+        self._blocks.weigh(self._weights.values if self.sample_rate == 1 else _ONE_CACHE)
 
     def _follow_leader(self) -> None:
-        """Let `live` be the leader's simulated cache where it sees every block, else an empty one of its kind."""
+        """Let `live` be the leader's cache: the simulated one if it sees every block, else an empty one."""
         leader = self._weights.leader
         if self.sample_rate == 1:
-            self.live, self._followed = self._simulated[leader], _ALL_BITS
+            self.live = self._simulated[leader]
             return
-        self._release(_OWN_BIT)
-        self.live, self._followed = self._new(leader, self.capacity_blocks, bit=_OWN_BIT), _OWN_BIT
+        for record in self.history.records():
+            record.held &= ~1
+        self.live = self._new(leader, self.capacity_blocks, bit=1)
         self._place_all()
 
     def _new(self, number: int, capacity_blocks: int, *, bit: int) -> EvictionPolicy:
@@ -246,33 +226,10 @@ class AdaptivePolicy:
             return HitDensityPolicy(capacity_blocks, self.history, self.model, bit=bit)
         return _PAPERS[number](capacity_blocks, bit=bit)
 
-    def _order_queues(self) -> None:
-        """Order the queues by what their blocks are worth, those that no cache holds first."""
-        worth = [-1.0, *([0.0] * _OWN_BIT)]
-        if self.sample_rate == 1:
-            for number, weight in enumerate(self._weights.values):
-                bit = 1 << number
-                for bits in range(bit, _OWN_BIT):
-                    if bits & bit:
-                        worth[bits] += weight
-        self._order = sorted(range(_OWN_BIT + 1), key=worth.__getitem__)
-        self._worth = sorted(worth)
-        self._rank = [0] * len(worth)
-        for rank, bits in enumerate(self._order):
-            self._rank[bits] = rank
-
-    def _place(self, record: BlockRecord) -> Queue:
-        """Put a block that the tier has last into the queue of the caches that hold it."""
-        if record.queue is not None:
-            del record.queue[record]
-        queue = record.queue = self._queues[record.held & self._followed]
-        queue[record] = None
-        return queue
-
     def _place_all(self) -> None:
         for record in self.history.records():
             if record.queue is not None:
-                self._place(record)
+                self._blocks.place(record)
 
     def _serve(self, path: Sequence[BlockRecord]) -> list[int]:
         """Serve the chain in all caches; the hits of the simulated ones."""
@@ -284,7 +241,7 @@ class AdaptivePolicy:
         self._note_evicted()
         for record in reversed(path):
             if record.queue is not None:
-                self._place(record)
+                self._blocks.place(record)
         return hits
 
     def _begin(self, keys: Sequence[bytes]) -> list[BlockRecord]:
@@ -300,23 +257,17 @@ class AdaptivePolicy:
             age, lifetime = now - record.last, lifetimes[record.kind]
             lifetimes[record.kind] = lifetime + (age - lifetime) * _LIFETIME_WEIGHT if lifetime else age
         for policy in (*self._simulated, self.live):
-            if policy.bit & self._followed:
-                for record in policy.evicted:
-                    if record.queue is not None:
-                        self._place(record)
+            for record in policy.evicted:
+                if record.queue is not None:
+                    self._blocks.place(record)
             policy.evicted.clear()
-
-    def _release(self, bits: int) -> None:
-        """The policies of these bits are used no more."""
-        for record in self.history.records():
-            record.held &= ~bits
 
     def _sample_again(self, rate: int) -> None:
         """Begin with empty caches that see one block in `rate`; what the tier has leaves before the new."""
         self.sample_rate = rate
         for record in self.history.records():
             record.sampled = self.history.is_sampled(record.key)
-        self._release(_ALL_BITS | _OWN_BIT)
+            record.held = 0
         self._start_caches()
         self._place_all()
 

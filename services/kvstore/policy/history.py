@@ -27,8 +27,8 @@ FREQUENCY_OF_KIND = (0, 0, 0, *(f for f in range(1, N_FREQUENCIES) for _ in rang
 class BlockRecord:
     """One remembered block.
 
-    `held` has the bit of each policy that holds it. `queue`: that of the tier in which it is, None when the tier
-    has it not. `evicted_ms`: when the policy evicted it, below 0 after a want.
+    `held` has the bit of each policy that holds it. `queue`: the tier's one in which it is, None when the
+    tier has it not. `evicted_ms`: when the policy evicted it, below 0 after a want.
     """
 
     __slots__ = (

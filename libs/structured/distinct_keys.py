@@ -1,0 +1,58 @@
+"""`minProperties` where keys are not declared: which schemas need keys told apart, and how many.
+
+llguidance counts a key that occurs twice as two, and a reader counts it once. A grammar cannot compare keys,
+so `key_guard.py` does.
+"""
+
+from __future__ import annotations
+
+import re
+
+from libs.structured.schema_walk import Json, walk
+
+# The keyword by which a grammar states the number. llguidance takes it for an annotation.
+DISTINCT_KEYS = "x-slipstream-distinct-keys"
+_STATED = re.compile(rf'{DISTINCT_KEYS}\\*": (\d{{1,9}})')
+_ESCAPES_AND_CLASSES = re.compile(r"\\[wdsWDSpP]|\[(?:\\.|[^\]\\])*\]")
+_REPEATS = re.compile(r"[.*+{]")
+
+
+def count_distinct_keys(schema: Json | bool) -> int:
+    """How many keys an object has to have that repeats one; 0 where no key needs to be told apart."""
+    return max((_least(part) for _, part in walk(schema)), default=0)
+
+
+def stated_distinct_keys(grammar: str) -> int:
+    """The number that the schemas of a grammar state."""
+    return max((int(found) for found in _STATED.findall(grammar)), default=0)
+
+
+def find_few_keys(schema: Json | bool) -> str | None:
+    """The path of patterns that allow fewer keys, in a schema whose repeated keys need more.
+
+    An answer that repeats all of them could not end.
+    """
+    n_distinct = count_distinct_keys(schema)
+    for path, part in walk(schema):
+        patterns = part.get("patternProperties")
+        is_closed = part.get("additionalProperties") is False
+        if isinstance(patterns, dict) and patterns and is_closed and all(map(_is_list, patterns)):
+            n_keys = sum(1 + pattern.count("|") for pattern in patterns) + len(part.get("properties") or ())
+            if n_keys < n_distinct:
+                return f"{path}.patternProperties" if path else "patternProperties"
+    return None
+
+
+def _least(part: Json) -> int:
+    """`minProperties`, where declared keys and one other do not reach it."""
+    least, required = part.get("minProperties", 0), part.get("required")
+    named = set(map(str, required)) if isinstance(required, list) else set()
+    is_closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    is_met = not isinstance(least, (int, float)) or least <= len(named) + 1
+    return 0 if is_met or is_closed else int(least)
+
+
+def _is_list(pattern: str) -> bool:
+    """Whether the pattern spells its keys."""
+    is_whole = pattern.startswith("^") and pattern.endswith("$")
+    return is_whole and not _ESCAPES_AND_CLASSES.search(pattern) and not _REPEATS.search(pattern)

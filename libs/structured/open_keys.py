@@ -1,0 +1,96 @@
+"""Keys that a schema does not declare: how they are spelled, so that none spells a declared key. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from libs.structured.schema_walk import Json, walk
+
+# Control characters that JSON spells by \u alone.
+_SPELLED_BY_CODE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONTROL = re.compile("[\x00-\x1f\x7f]")
+_CONTROL_CLASS = r"\x{0}-\x{1F}\x{7F}"
+# The pattern of other keys nests a group for each character, and regex crates bound the nesting.
+_MAX_NAME_CHARS = 100
+
+
+def forbids_unicode_escapes(schema: Json | bool) -> bool:
+    r"""Whether the grammar has no \u: a key could spell a declared one, or one that a pattern decides about."""
+    return not needs_codes(schema) and any(_is_open(part) for _, part in walk(schema))
+
+
+def needs_codes(schema: Json | bool) -> bool:
+    r"""Whether a constant has a control character, which JSON spells by \u alone."""
+    return find_control_character(schema) is not None
+
+
+def find_control_character(schema: Json | bool) -> str | None:
+    """The path of the first constant with such a character."""
+    for path, part in walk(schema):
+        for name in ("const", "enum"):
+            if any(
+                isinstance(text, str) and _SPELLED_BY_CODE.search(text) for text in values(part.get(name))
+            ):
+                return f"{path}.{name}" if path else name
+    return None
+
+
+def can_spell_keys(schema: Json | bool) -> bool:
+    """Whether `with_spelled_keys` has a pattern for all undeclared keys."""
+    parts = [part for _, part in walk(schema) if _is_open(part)]
+    return all(
+        not part.get("patternProperties")
+        and all(len(str(name)) <= _MAX_NAME_CHARS for name in part.get("properties") or ())
+        for part in parts
+    )
+
+
+def with_spelled_keys(part: Mapping[str, Any]) -> dict[str, Any]:
+    r"""The schema with a pattern for its undeclared keys: llguidance spells no letter of a pattern by \u."""
+    made = dict(part)
+    if _is_open(part) and not part.get("patternProperties"):
+        rest = part.get("additionalProperties", True)
+        names = () if rest is True else tuple(map(str, part.get("properties") or ()))
+        made["patternProperties"] = {f"^{_other_than(set(names))}$": rest}
+        made["additionalProperties"] = False
+    return made
+
+
+def values(value: Any) -> Iterator[Any]:
+    """All strings and numbers within a JSON value, keys too."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, Mapping):
+            left.extend(item)
+            left.extend(item.values())
+        elif isinstance(item, list):
+            left.extend(item)
+        else:
+            yield item
+
+
+def _other_than(names: set[str]) -> str:
+    """A pattern of all texts without control characters but these."""
+    any_text = f"[^{_CONTROL_CLASS}]*"
+    names = {name for name in names if not _CONTROL.search(name)}
+    if not names:
+        return any_text
+    firsts = sorted({name[0] for name in names if name})
+    options = [
+        _code(first) + _other_than({name[1:] for name in names if name[:1] == first}) for first in firsts
+    ]
+    options.append(f"[^{_CONTROL_CLASS}{''.join(map(_code, firsts))}]{any_text}")
+    return f"(?:{'|'.join(options)}){'' if '' in names else '?'}"
+
+
+def _code(char: str) -> str:
+    return f"\\x{{{ord(char):X}}}"
+
+
+def _is_open(part: Json) -> bool:
+    """Whether the object may have keys beside those that it declares, or some for which a pattern decides."""
+    is_declared = bool(part.get("properties") or part.get("required") or part.get("patternProperties"))
+    return is_declared and part.get("additionalProperties") is not False

@@ -1,0 +1,82 @@
+"""The parts of a JSON schema, with their paths. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+Json = Mapping[str, Any]
+
+_MAPS = ("properties", "patternProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_DEFINITIONS = ("$defs", "definitions")
+_SINGLE = ("additionalItems", "additionalProperties", "items")
+
+
+def is_shallow(schema: object, most: int) -> bool:
+    """Whether the JSON value has at most so many levels."""
+    level: list[object] = [schema]
+    for _ in range(most):
+        deeper: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                deeper.extend(item.values())
+            elif isinstance(item, list):
+                deeper.extend(item)
+        if not deeper:
+            return True
+        level = deeper
+    return False
+
+
+def walk(schema: Json | bool) -> Iterator[tuple[str, Json]]:
+    """All schemas that are reachable from this one, with their paths. Definitions count once referenced."""
+    stack: list[tuple[str, object]] = [("", schema)]
+    seen: set[int] = set()
+    root = schema
+    while stack:
+        path, part = stack.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        stack += reversed(list(_below(path, part, root)))
+
+
+def _below(path: str, part: Json, root: object) -> Iterator[tuple[str, object]]:
+    start = f"{path}." if path else ""
+    for name in _MAPS:
+        if isinstance(part.get(name), Mapping):
+            yield from ((f"{start}{name}.{key}", value) for key, value in part[name].items())
+    for name in (*_LISTS, *_SINGLE):
+        value = part.get(name)
+        if isinstance(value, list):
+            yield from ((f"{start}{name}[{index}]", item) for index, item in enumerate(value))
+        elif name in _SINGLE:
+            yield f"{start}{name}", value
+    reference = part.get("$ref")
+    if not isinstance(reference, str):
+        return
+    if reference.startswith("#/"):
+        yield reference[2:].replace("/", "."), resolve(root, reference)
+    elif reference != "#" and isinstance(root, Mapping):  # an anchor or an id: of any definition
+        for name in _DEFINITIONS:
+            if isinstance(root.get(name), Mapping):
+                yield from ((f"{name}.{key}", value) for key, value in root[name].items())
+
+
+def resolve(root: object, reference: str) -> object:
+    """What a local pointer such as `#/$defs/node` names; None for nothing."""
+    found = root
+    if reference == "#":
+        return root
+    for step in reference[2:].split("/"):
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(step)
+        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            return None
+    return found
