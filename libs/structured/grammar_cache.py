@@ -15,8 +15,8 @@ from slipstream.errors import InvalidArgument
 MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_BYTES = 16 << 20  # of grammar text
 # A mask beyond these limits fails its request alone, at the same token on every worker. 20,000 items are
-# about 80 ms of CPU time. Strings without \u take more of the first fuel than llguidance's default of 1,000,000,
-# which compiling spends once. Error messages have no text of the grammar.
+# about 80 ms of CPU time. Compiling spends the first fuel, of which llguidance's default is 1,000,000: keys
+# without \u beside patterns take more. Error messages have no text of the grammar.
 LIMITS = LLParserLimits(initial_lexer_fuel=4_000_000, step_max_items=20_000, verbose_errors=False)
 
 

@@ -6,7 +6,6 @@ llguidance refuses the keywords that it does not implement. Its message names th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from libs.structured.distinct_keys import DISTINCT_KEYS, count_distinct_keys

@@ -1,7 +1,7 @@
 """Keeps an object that repeats a key open until it has enough different keys.
 
-The guard reads the bytes of the answer beside the grammar. It takes away tokens that repeat a key where others
-are allowed, and those that would end such an object too early. Its grammars spell each key in one way only.
+The guard reads the bytes of the answer beside the grammar. It takes away tokens that repeat a key where
+others are allowed, and those that would end such an object too early. Its grammars spell a key in one way.
 """
 
 from __future__ import annotations

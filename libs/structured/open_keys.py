@@ -17,7 +17,7 @@ _MAX_NAME_CHARS = 100
 
 
 def forbids_unicode_escapes(schema: Json | bool) -> bool:
-    r"""Whether the grammar has no \u: a key could spell a declared one, or one that a pattern decides about."""
+    r"""Whether the grammar has no \u, by which a key could spell a declared one, or one of a pattern."""
     return not needs_codes(schema) and any(_is_open(part) for _, part in walk(schema))
 
 
