@@ -153,16 +153,16 @@ CHOICES = _request.add(
 REASONING_EFFORT = _request.add(
     Rule(
         "reasoning_effort",
-        "must be one of none, minimal, low, medium, high, xhigh, max",
-        "All but none let the model reason.",
+        "must be one of none, minimal, low, medium, high, xhigh, max, default, auto",
+        "All but none let the model reason; default and auto leave it to the model.",
         "HTTP",
     )
 )
 THINKING = _request.add(
     Rule(
         "thinking",
-        "must be an object with type enabled or disabled, and keep all or null",
-        "As Moonshot's API.",
+        "must be an object with type enabled, disabled, adaptive or auto, and keep all or null",
+        "As Moonshot's API; adaptive is enabled, and auto leaves it to the model.",
         "HTTP",
     )
 )

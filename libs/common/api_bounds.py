@@ -67,8 +67,8 @@ TEXT_FORMAT = RESPONSES.add(
 EFFORT = RESPONSES.add(
     Rule(
         "reasoning.effort",
-        "must be one of none, minimal, low, medium, high, xhigh, max",
-        "All but none let the model reason.",
+        "must be one of none, minimal, low, medium, high, xhigh, max, default, auto",
+        "All but none let the model reason; default and auto leave it to the model.",
         "HTTP",
     )
 )

@@ -19,6 +19,7 @@ from services.router.api.anthropic.messages import MessageParam, parse_messages
 from services.router.api.anthropic.tools import parse_tool_choice, parse_tools
 from services.router.api.json_body import Flag, Number, Text, WholeNumber, decode_body, read_object
 from services.router.api.openai.ignored_fields import IgnoredFields
+from services.router.api.openai.unsupported import ANSWER_CHANGING, SWITCHES_OF_CHAT
 from services.router.request.types import ChatInput, GenerationRequest, Sampling
 from services.router.request.validation import is_session
 from slipstream import bounds
@@ -26,10 +27,24 @@ from slipstream.bound import shown_name
 
 _EFFORTS = frozenset({"low", "medium", "high", "xhigh", "max"})
 _MIN_BUDGET = 1024
+# Features of Anthropic's service, and options of OpenAI's API by other names here.
 _REFUSED: Mapping[str, tuple[object, ...]] = {
+    **ANSWER_CHANGING,
+    **{name: values for name, values in SWITCHES_OF_CHAT.items() if name != "thinking"},
     "container": (),
+    "frequency_penalty": (0,),
     "inference_geo": ("global",),
+    "logit_bias": ({},),
+    "max_completion_tokens": (),
     "mcp_servers": ([],),
+    "min_p": (0,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "seed": (),
+    "stop": ("", []),
 }
 # Fields that are taken and have no effect here. Marks of the cache are not among them: every prefix is kept.
 _HINTS = ("service_tier", "speed", "diagnostics", "user_profile_id", "workspace_id")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -16,10 +16,11 @@ _NAMED = frozenset({"name", "description", "schema", "strict"})
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's field; Workers AI's has the schema itself in `json_schema`."""
+    """OpenAI's field; Workers AI's has the schema itself in `json_schema`, Together's beside json_object."""
 
     type: Any = None
     json_schema: Any = None
+    schema: Any = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,6 +31,13 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     choice: Any = None
     grammar: Text = None
     json_object: Flag = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False,),
+        "structural_tag": (),
+        "whitespace_pattern": ("",),
+    }
 
 
 class OutputFields(Protocol):
@@ -61,10 +69,15 @@ def _response_format(given: ResponseFormat, ignore: Callable[[str], None]) -> Ou
     if given.type == "text":
         return None
     if given.type == "json_object":
-        return OutputFormat("json_object", field="response_format")
+        if given.schema is None:
+            return OutputFormat("json_object", field="response_format")
+        field = "response_format.schema"
+        return OutputFormat("json_schema", _schema(given.schema, field), field)
     if given.type != "json_schema":
         raise bounds.RESPONSE_FORMAT.refused()
     schema, field = given.json_schema, "response_format.json_schema"
+    if schema is None and given.schema is not None:
+        schema, field = given.schema, "response_format.schema"
     if isinstance(schema, Mapping) and _is_named(schema):
         for name in schema.keys() - _NAMED:
             ignore(f"{field}.{name}")

@@ -35,7 +35,12 @@ from services.router.api.openai.messages import (
 )
 from services.router.api.openai.output_format import ResponseFormat, StructuredOutputs, parse_output
 from services.router.api.openai.prompts import parse_prompts
-from services.router.api.openai.thinking import TemplateOptions, parse_thinking
+from services.router.api.openai.thinking import (
+    ReasoningOptions,
+    TemplateOptions,
+    ThinkingSwitches,
+    parse_thinking,
+)
 from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY
 from services.router.request.choices import split_choices
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
@@ -120,6 +125,8 @@ class _Body(SamplingBody, forbid_unknown_fields=True, gc=False):
 class _ChatBody(_Body):
     chat_template_kwargs: TemplateOptions | None = None
     thinking: Any = None
+    enable_thinking: Flag = None
+    reasoning: ReasoningOptions | None = None
     reasoning_effort: Text = None
     messages: list[ChatMessage] | None = None
     tools: list[Any] | None = None
@@ -188,9 +195,10 @@ def parse_chat(data: bytes, request_id: str = "") -> Parsed:
     body = decode_body(data, _CHAT_DECODER, ignored.add)
     if body.messages is None:
         raise bounds.INPUT.refused()
-    thinking, keeps_reasoning = parse_thinking(
-        body.chat_template_kwargs, body.thinking, body.reasoning_effort
+    switches = ThinkingSwitches(
+        body.chat_template_kwargs, body.thinking, body.enable_thinking, body.reasoning, body.reasoning_effort
     )
+    thinking, keeps_reasoning = parse_thinking(switches, ignored.add)
     chat = ChatInput(
         messages=parse_messages(body.messages, ignored.add),
         tools=parse_tools(body.tools, ignored.add) if body.tools else (),

@@ -10,7 +10,7 @@ import msgspec
 from services.router.api.json_body import Flag, Text, decode_body
 from services.router.api.openai.ignored_fields import IgnoredFields
 from services.router.api.openai.messages import ChatMessage, parse_messages, parse_tools, partial_field
-from services.router.api.openai.thinking import TemplateOptions, parse_thinking
+from services.router.api.openai.thinking import TemplateOptions, ThinkingSwitches, parse_thinking
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput
 from slipstream import bounds
 
@@ -59,7 +59,7 @@ def parse_tokenize(data: bytes) -> Tokenize:
     body = decode_body(data, _TOKENIZE, ignored.add)
     source: ChatInput | PromptInput
     if body.messages is not None:
-        thinking, keeps_reasoning = parse_thinking(body.chat_template_kwargs, None, None)
+        thinking, keeps_reasoning = parse_thinking(ThinkingSwitches(body.chat_template_kwargs), ignored.add)
         source = ChatInput(
             messages=parse_messages(body.messages, ignored.add),
             tools=parse_tools(body.tools, ignored.add) if body.tools else (),

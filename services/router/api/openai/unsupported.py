@@ -25,6 +25,8 @@ _VLLM: Mapping[str, tuple[object, ...]] = {
     "chat_template": ("",),
     "documents": ([],),
     "early_stopping": (False,),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": ("",),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
@@ -53,19 +55,33 @@ _SGLANG: Mapping[str, tuple[object, ...]] = {
     "session_params": ({},),
     "stop_regex": ("", []),
 }
-# llama.cpp, TGI, OpenRouter and transformers.
+# llama.cpp, TGI, OpenRouter, Ollama, Qwen's and Gemini's APIs, and transformers.
 _OTHERS: Mapping[str, tuple[object, ...]] = {
+    "do_sample": (True,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
+    "eos_token_id": (),
+    "format": ("",),
     "grammar": ("",),
+    "max_length": (),
+    "max_new_tokens": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
     "mirostat": (0,),
+    "models": ([],),
+    "n_predict": (),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
+    "num_predict": (),
     "plugins": ([],),
+    "reasoning_budget": (),
     "repeat_penalty": (1,),
+    "response_schema": (),
     "tfs_z": (1,),
+    "thinking_budget": (),
     "top_a": (0,),
     "transforms": ([],),
+    "truncate": (),
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
@@ -76,5 +92,12 @@ OF_COMPLETIONS_ONLY: Mapping[str, tuple[object, ...]] = {"prompt_logprobs": ()}
 OF_CHAT_ONLY: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+}
+# The switches of reasoning that chat completions take, and no other endpoint of OpenAI's shape.
+SWITCHES_OF_CHAT: Mapping[str, tuple[object, ...]] = {
+    "chat_template_kwargs": ({},),
+    "enable_thinking": (),
+    "reasoning_effort": (),
+    "thinking": (),
 }
 ANSWER_CHANGING: Mapping[str, tuple[object, ...]] = {**_OPENAI, **_VLLM, **_SGLANG, **_OTHERS}

@@ -24,8 +24,13 @@ from services.router.api.openai.request import (
     session_of,
     stop_strings,
 )
-from services.router.api.openai.thinking import EFFORTS
-from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY, OF_COMPLETIONS_ONLY
+from services.router.api.openai.thinking import ReasoningOptions, thinks_of
+from services.router.api.openai.unsupported import (
+    ANSWER_CHANGING,
+    OF_CHAT_ONLY,
+    OF_COMPLETIONS_ONLY,
+    SWITCHES_OF_CHAT,
+)
 from services.router.api.responses.errors import FIELD_NAMES
 from services.router.api.responses.items import add_items, kind_of
 from services.router.api.responses.tools import parse_response_choice, parse_response_tools
@@ -44,8 +49,7 @@ class _EventStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
 
-class _Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Text = None
+class _Reasoning(ReasoningOptions):
     summary: Text = None
     generate_summary: Text = None  # an older name
 
@@ -88,6 +92,7 @@ class _ResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
         **{name: values for name, values in ANSWER_CHANGING.items() if name != "background"},
         **OF_COMPLETIONS_ONLY,
         **OF_CHAT_ONLY,
+        **SWITCHES_OF_CHAT,
         "context_management": ([],),
         "conversation": (),
         "ignore_eos": (False,),
@@ -99,7 +104,6 @@ class _ResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
         "moderation": (),
         "n": (1,),
         "prompt": (),
-        "reasoning_effort": (),
         "response_format": ({"type": "text"},),
         "stop_token_ids": ([],),
     }
@@ -186,7 +190,7 @@ def parse_response(
         messages=sources.messages,
         tools=parse_response_tools(body.tools, ignored.add) if body.tools else (),
         tool_choice=parse_response_choice(body.tool_choice, ignored.add),
-        thinking=_thinking(reasoning),
+        thinking=thinks_of(reasoning, api_bounds.EFFORT.refused()),
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
     generation = GenerationRequest(
@@ -234,14 +238,6 @@ def _messages(
     paths = ["input"] if isinstance(body.input, str) else [f"input[{index}]" for index in range(len(items))]
     add_items(into, [*before, *zip(paths, items, strict=True)], ignored.add)
     return into
-
-
-def _thinking(given: _Reasoning) -> bool | None:
-    if given.effort is None:
-        return None
-    if given.effort not in EFFORTS:
-        raise api_bounds.EFFORT.refused()
-    return given.effort != "none"
 
 
 def _summary(given: _Reasoning) -> str | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from libs.structured.answer_grammar import OutputFormat
+from services.router.api.anthropic.request import parse_messages_body
 from services.router.api.openai.ignored_fields import MAX_HEADER_BYTES, IgnoredFields
 from services.router.api.openai.openapi import openapi_json
 from services.router.api.openai.request import BODIES, ResponseOptions, parse_chat, parse_completion
-from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY
-from services.router.api.responses.request import decode_response
+from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY, SWITCHES_OF_CHAT
+from services.router.api.responses.request import EarlierItems, decode_response, parse_response
 from services.router.request.choices import choice_id, choice_seed
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput
 from slipstream.errors import InvalidArgument
@@ -140,6 +142,66 @@ def test_a_field_of_chat_alone_is_refused_elsewhere(name: str) -> None:
             parse(json.dumps({**body, name: nothing}).encode())
 
 
+REFUSED_BY_NAME: list[tuple[dict[str, Any], str]] = [
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+    ({"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+    ({"reasoning": {"effort": "low", "exclude": True}}, "reasoning.exclude"),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+    ),
+    (
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+    ),
+    ({"models": ["a", "b"]}, "models"),
+    ({"format": "json"}, "format"),
+    ({"do_sample": False}, "do_sample"),
+    ({"max_new_tokens": 5}, "max_new_tokens"),
+    ({"thinking_budget": 0}, "thinking_budget"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED_BY_NAME, ids=[field for _, field in REFUSED_BY_NAME])
+def test_an_option_that_would_change_the_answer_is_refused_by_its_path(
+    fields: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument, match="is not supported") as refused:
+        chat(**fields)
+    assert refused.value.field == field
+
+
+def test_values_that_ask_for_nothing_pass_and_other_fields_of_a_switch_are_named() -> None:
+    chat(do_sample=True, models=[], min_new_tokens=0, reasoning={"exclude": False, "max_tokens": None})
+    chat(structured_outputs={"json": {}, "disable_any_whitespace": False, "whitespace_pattern": None})
+    request, options = chat(thinking={"type": "disabled", "budget_tokens": 0, "display": "x"})
+    assert isinstance(request.input, ChatInput)
+    assert request.input.thinking is False
+    assert options.ignored == "thinking.display"
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHES_OF_CHAT))
+def test_a_switch_of_chat_is_refused_where_another_field_has_its_meaning(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name}: is not supported"):
+        decode_response(json.dumps({"input": "p", name: {"a": 1}}).encode())
+    if name != "thinking":
+        with pytest.raises(InvalidArgument, match=f"^{name}: is not supported"):
+            parse_messages_body(json.dumps({"messages": [HI], "max_tokens": 1, name: {"a": 1}}).encode())
+
+
+@pytest.mark.parametrize("name", [*sorted(ANSWER_CHANGING), "n", "stop", "response_format", "seed"])
+def test_messages_refuse_fields_of_other_apis_that_would_change_the_answer(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name}: is not supported"):
+        parse_messages_body(json.dumps({"messages": [HI], "max_tokens": 1, name: ["x"]}).encode())
+
+
+def test_a_schema_beside_json_object_holds_the_answer() -> None:
+    for kind in ("json_object", "json_schema"):
+        request, options = chat(response_format={"type": kind, "schema": {"type": "string"}})
+        schema = OutputFormat("json_schema", {"type": "string"}, "response_format.schema")
+        assert (request.output, options.ignored) == (schema, "")
+
+
 def test_the_header_is_bounded_and_safe() -> None:
     ignored = IgnoredFields()
     for index in range(10_000):
@@ -164,6 +226,18 @@ def test_the_header_is_bounded_and_safe() -> None:
         ({"reasoning_effort": "none"}, False, False),
         ({"reasoning_effort": "low"}, True, False),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"thinking": False}}, False, False),
+        ({"reasoning_effort": "default"}, None, False),
+        ({"reasoning_effort": "auto"}, None, False),
+        ({"thinking": {"type": "adaptive"}}, True, False),
+        ({"thinking": {"type": "auto", "keep": "all"}}, None, True),
+        ({"enable_thinking": False}, False, False),
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, False, False),
+        ({"reasoning": {"enabled": False}}, False, False),
+        ({"reasoning": {"enabled": True}}, True, False),
+        ({"reasoning": {"effort": "none"}}, False, False),
+        ({"reasoning": {"effort": "high"}, "reasoning_effort": "none"}, True, False),
+        ({"reasoning": {"effort": "none", "enabled": True}}, True, False),
+        ({"reasoning": {"summary": "auto"}, "reasoning_effort": "low"}, True, False),
     ],
 )
 def test_each_switch_of_reasoning_has_one_meaning(
@@ -172,6 +246,25 @@ def test_each_switch_of_reasoning_has_one_meaning(
     request, _ = chat(**fields)
     assert isinstance(request.input, ChatInput)
     assert (request.input.thinking, request.input.keeps_reasoning) == (thinking, keeps)
+
+
+@pytest.mark.parametrize("path", ["reasoning_effort", "reasoning.effort"])
+def test_an_effort_that_does_not_exist_is_refused_by_its_path(path: str) -> None:
+    name, _, inner = path.partition(".")
+    with pytest.raises(InvalidArgument, match="must be one of none, minimal") as refused:
+        chat(**{name: {inner: "extreme"} if inner else "extreme"}, enable_thinking=True)
+    assert refused.value.field == path
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thinking"),
+    [({"effort": "default"}, None), ({"enabled": False}, False), ({"effort": "low"}, True)],
+)
+def test_responses_take_the_same_object(reasoning: dict[str, Any], thinking: bool | None) -> None:
+    draft = decode_response(json.dumps({"input": "p", "reasoning": reasoning}).encode())
+    request = parse_response(draft, EarlierItems(), is_stored=False).generation
+    assert isinstance(request.input, ChatInput)
+    assert request.input.thinking is thinking
 
 
 def test_a_cache_key_is_the_session() -> None:
