@@ -32,6 +32,8 @@ Text: TypeAlias = str | None
 Flag: TypeAlias = bool | None
 Number: TypeAlias = int | float | None
 WholeNumber: TypeAlias = int | None
+# An id, which some servers count.
+Identifier: TypeAlias = str | int | None
 # A field of OpenAI's API that has no effect here: anything but null is refused as unsupported.
 NoEffect: TypeAlias = None
 
@@ -49,6 +51,7 @@ _SHAPES: Mapping[object, _Shape] = {
     Flag: _Shape("true or false", (bool,)),
     Number: _Shape("a number", (int, float)),
     WholeNumber: _Shape("a whole number", (int,)),
+    Identifier: _Shape("a string", (str, int)),
     Any: _Shape("", ()),
     NoneType: _Shape("", (NoneType,)),
 }

@@ -6,13 +6,19 @@ libraries made, so fields without a meaning here are left out and named, not ref
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from services.router.api.json_body import Flag, Json, NoEffect, Text, path_of, read_object
+from services.router.api.json_body import Flag, Identifier, Json, NoEffect, Text, path_of, read_object
+from services.router.api.openai.echoed_forms import (
+    PastCalls,
+    calls_of_parts,
+    is_json_result,
+    json_text,
+    reasoning_text,
+)
 from services.router.request.types import ToolChoice
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
@@ -25,29 +31,42 @@ class _CalledFunction(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     arguments: Any = None
 
 
+class _CustomCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    name: Text = None
+    input: Any = None
+
+
 class _ToolCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    id: Text = None
+    """A call. Without `function` it may have the fields of one at its top, as Workers AI's older calls."""
+
+    id: Identifier = None
     type: Text = None
     function: _CalledFunction | None = None
     index: Any = None
+    custom: _CustomCall | None = None
+    name: Text = None
+    arguments: Any = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """One entry of `messages`. `reasoning` is another name of `reasoning_content`, `prefix` of `partial`."""
+    """One entry of `messages`. `reasoning` is another name of `reasoning_content`, `prefix` of `partial`.
+
+    `function_call` is the older form of one call, which a message of role function answers.
+    """
 
     role: Text = None
     content: Any = None
     name: Text = None
-    tool_call_id: Text = None
+    tool_call_id: Identifier = None
     reasoning_content: Text = None
-    reasoning: Text = None
+    reasoning: Any = None
     partial: Flag = None
     prefix: Flag = None
     tool_calls: list[_ToolCall] | None = None
     annotations: Any = None
     refusal: Any = None
     audio: NoEffect = None
-    function_call: NoEffect = None
+    function_call: _CalledFunction | None = None
 
 
 class _ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,10 +105,10 @@ def parse_messages(given: Sequence[ChatMessage], ignore: Ignore) -> Sequence[Jso
     """The messages without fields that are null or empty lists, their content as one text."""
     bounds.MESSAGES.check(len(given))
     messages: list[dict[str, Any]] = msgspec.to_builtins(given)
-    n_calls = 0
+    calls = PastCalls()
     for index, item in enumerate(given):
-        if type(item.content) is not str or not messages[index].keys() <= _PLAIN_FIELDS:
-            n_calls += _normalize(messages[index], item, f"messages[{index}]", ignore, n_calls=n_calls)
+        if not _is_plain(item, messages[index]):
+            _normalize(messages[index], item, f"messages[{index}]", ignore, calls)
     return messages
 
 
@@ -112,35 +131,92 @@ def partial_field(
 
 
 _PLAIN_FIELDS = frozenset({"role", "content", "name", "tool_call_id", "reasoning_content"})
+_RESULT_ROLES = ("tool", "function")
+
+
+def _is_plain(given: ChatMessage, message: Json) -> bool:
+    """Whether the message has the template's form as it stands."""
+    if type(given.content) is not str or not message.keys() <= _PLAIN_FIELDS:
+        return False
+    if given.role in _RESULT_ROLES:
+        return given.role == "tool" and type(given.tool_call_id) is str and given.tool_call_id != ""
+    return True
 
 
 def _normalize(
-    message: dict[str, Any], given: ChatMessage, path: str, ignore: Ignore, *, n_calls: int
-) -> int:
-    """Bring one message into the template's form; returns the number of its tool calls."""
+    message: dict[str, Any], given: ChatMessage, path: str, ignore: Ignore, calls: PastCalls
+) -> None:
+    """Bring one message into the template's form, and note its calls."""
     for name in _ECHOED_ONLY:
         if message.pop(name, None):
             ignore(f"{path}.{name}")
     for name in _PARTIAL_FLAGS:
         message.pop(name, None)
     if (reasoning := message.pop("reasoning", None)) and given.role == "assistant":
-        message.setdefault("reasoning_content", reasoning)
+        if text := reasoning_text(reasoning):
+            message.setdefault("reasoning_content", text)
+        else:
+            ignore(f"{path}.reasoning")
+    if given.role in _RESULT_ROLES:
+        _answer_call(message, given, path, calls)
     if given.content is not None:
         message["content"] = _content(given.content, f"{path}.content", ignore, role=given.role)
-    if not message.pop("tool_calls", None):
-        return 0
-    calls = given.tool_calls or ()
-    message["tool_calls"] = [
-        _tool_call(call, f"{path}.tool_calls[{index}]", default_index=n_calls + index)
-        for index, call in enumerate(calls)
-    ]
-    return len(calls)
+    message.pop("tool_calls", None)
+    message.pop("function_call", None)
+    if made := _tool_calls(given, path, ignore, calls):
+        message["tool_calls"] = made
+
+
+def _answer_call(message: dict[str, Any], given: ChatMessage, path: str, calls: PastCalls) -> None:
+    """Give a tool's result the id of its call. One without an id answers the last call, of its name."""
+    call_id = given.tool_call_id
+    if call_id in (None, ""):
+        call_id = calls.last(given.name)
+    if call_id is not None:
+        message["tool_call_id"] = str(call_id)
+    elif given.role == "function":
+        raise bounds.TOOL_RESULT.refused(f"{path}.name")
+    if given.role == "function":
+        message["role"] = "tool"
+        message.pop("name", None)  # the result's header names the call
+
+
+def _tool_calls(given: ChatMessage, path: str, ignore: Ignore, calls: PastCalls) -> list[Json]:
+    """The calls of a message, also those among its parts (`tool_use`) and the older `function_call`."""
+    made: list[Json] = []
+    for index, call in enumerate(given.tool_calls or ()):
+        name, arguments = _called(call, f"{path}.tool_calls[{index}]")
+        made.append(_call(calls.add(call.id, name), name, arguments))
+    ids = {call["id"] for call in made}
+    for index, part in calls_of_parts(given.content) if given.role == "assistant" else ():
+        where = f"{path}.content[{index}]"
+        call_id, name = _text(part.get("id"), f"{where}.id"), _text(part.get("name"), f"{where}.name")
+        if call_id in ids:
+            ignore(where)  # langchain sends a call in both forms
+        else:
+            made.append(_call(calls.add(call_id, name), name, part.get("input")))
+    if (older := given.function_call) is not None:
+        if made:
+            ignore(f"{path}.function_call")
+        else:
+            made.append(_call(calls.add(None, older.name or ""), older.name or "", older.arguments))
+    return made
+
+
+def _call(call_id: str, name: str, arguments: object) -> Json:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments_text(arguments)},
+    }
 
 
 def _content(content: object, path: str, ignore: Ignore, *, role: str | None) -> str:
     """Content as one text: of parts of text, without an answer's reasoning. Other parts are refused."""
     if isinstance(content, str):
         return content
+    if role in _RESULT_ROLES and is_json_result(content):
+        return json_text(content)
     if not isinstance(content, list):
         raise bounds.TYPE.refused(path, expected="a string or a list of parts")
     bounds.CONTENT_PARTS.check(len(content), path)
@@ -157,6 +233,8 @@ def _part(part: object, path: str, ignore: Ignore, *, role: str | None) -> str:
     if role == "assistant" and kind in _REASONING_PARTS:
         ignore(path)
         return ""
+    if role == "assistant" and kind == "tool_use":
+        return ""  # it becomes one of the message's calls
     name = _TEXT_PARTS.get(kind)
     if name is None or (kind != "text" and role != "assistant"):
         raise InvalidArgument(f"{path}.type", "must be text: other parts are not supported")
@@ -171,25 +249,22 @@ def _text(value: object, path: str) -> str:
     return value
 
 
-def _tool_call(given: _ToolCall, path: str, *, default_index: int) -> Json:
-    if given.type not in (None, "function"):
+def _called(given: _ToolCall, path: str) -> tuple[str, object]:
+    """The name and the arguments of a call."""
+    if given.custom is not None:
+        return given.custom.name or "", given.custom.input
+    if given.type not in (None, "", "function"):
         raise InvalidArgument(f"{path}.type", "must be function")
-    function = given.function
-    if function is None:
-        raise bounds.TYPE.refused(f"{path}.function", expected="an object")
-    name = function.name or ""
-    return {
-        "id": given.id or f"functions.{name}:{default_index}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments_text(function.arguments)},
-    }
+    if given.function is None:
+        return given.name or "", given.arguments
+    return given.function.name or "", given.function.arguments
 
 
 def arguments_text(given: object) -> str:
     """The arguments as text: a model's broken JSON stays as it is, or its session could never go on."""
     if given is None or given == "":
         return "{}"
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return given if isinstance(given, str) else json_text(given)
 
 
 def parse_tools(given: Sequence[Any], ignore: Ignore) -> Sequence[Json]:

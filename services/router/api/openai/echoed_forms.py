@@ -1,0 +1,74 @@
+"""Forms of a conversation's parts that older clients and other servers have, as the form of today. Pure.
+
+A client echoes them from its history; a refusal would end its session. The template renders the result as it
+renders the form of today, and anything without such a form as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.router.api.json_body import Json
+from slipstream import bounds
+
+# The fields of a reasoning object that hold its text; others, such as an effort, hold none.
+_REASONING_TEXTS = ("text", "content", "thinking", "summary")
+_REASONING_DEPTH = 4  # a list of objects with lists of parts
+
+
+class PastCalls:
+    """The calls of the messages so far, by which a result without an id finds its call."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, str]] = []
+
+    def add(self, call_id: Any, name: str) -> str:
+        """Note a call. The result is its id: its own, or the one of Kimi's format."""
+        made = f"functions.{name}:{len(self._calls)}" if call_id in (None, "") else str(call_id)
+        self._calls.append((made, name))
+        return made
+
+    def last(self, name: str | None) -> str | None:
+        """The id of the last call of this name, or of any; None: there is none."""
+        matching = (call_id for call_id, called in reversed(self._calls) if not name or called == name)
+        return next(matching, None)
+
+
+def json_text(given: object) -> str:
+    """A value that a client parsed, as the text of JSON. Raises InvalidArgument where it is too deep."""
+    try:
+        return json.dumps(given, ensure_ascii=False)
+    except RecursionError as error:
+        raise bounds.BODY_JSON.refused(reason="nested too deep", at="its beginning") from error
+
+
+def is_json_result(content: object) -> bool:
+    """Whether this is a tool's result as a value, and not text or parts of a message."""
+    if isinstance(content, list):
+        return not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
+    return not isinstance(content, str)
+
+
+def reasoning_text(given: object, *, depth: int = 0) -> str | None:
+    """The text of an answer's reasoning; None: the value has none, or has it too deep."""
+    if isinstance(given, str):
+        return given
+    if depth == _REASONING_DEPTH:
+        return None
+    if isinstance(given, Mapping):
+        texts = (reasoning_text(given[name], depth=depth + 1) for name in _REASONING_TEXTS if name in given)
+        return next((text for text in texts if text is not None), None)
+    if isinstance(given, Sequence):
+        parts = [reasoning_text(part, depth=depth + 1) for part in given]
+        return "".join([part for part in parts if part is not None]) or None
+    return None
+
+
+def calls_of_parts(content: object) -> Sequence[tuple[int, Json]]:
+    """The calls that stand as `tool_use` among the parts of an answer, with their indices."""
+    parts = content if isinstance(content, list) else ()
+    return [
+        (i, part) for i, part in enumerate(parts) if isinstance(part, dict) and part["type"] == "tool_use"
+    ]
