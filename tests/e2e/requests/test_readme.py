@@ -1,4 +1,4 @@
-"""The README's examples and those of examples/python run unchanged against a real cluster."""
+"""The examples of the README, of docs/jobs.md and of examples/python run unchanged on a real cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "python"
 PRINTED = {
     "cached_session": r"0 of \d+ prompt tokens cached\n[1-9]\d* of \d+ prompt tokens cached\n",
+    "job_group": r"4 succeeded, 0 failed\nthe same job\n",
+    "jobs": r"Where is my order 482135\? -> .+\nHello! -> Hello.+\nCan I return a lamp\? -> .+\n",
     "choices": r"1\. .+ \((stop|length)\)\n2\. .+\n3\. .+\n",
+    "stream": r"Hello.+\n\d+ tokens, stop\n",
+    "usage": r"(\S+ \S+: [1-9]\d* requests, [1-9]\d* tokens, no price\n)+",
     "tool_loop": r".*2026-12-04.*\n5 messages\n",
     "typed_answer": r"(order|refund|warranty), (not )?urgent\n",
 }
@@ -34,6 +38,20 @@ def test_the_python_example_runs(cluster: LocalCluster) -> None:
     assert done.returncode == 0, done.stderr
     cached = re.findall(r"^\d+ prompt tokens, (\d+) cached$", done.stdout, re.MULTILINE)
     assert cached[1:] == ["64"], done.stdout
+
+
+def test_the_snippet_of_the_page_of_jobs_runs(cluster: LocalCluster) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "jobs.md").read_text(), re.DOTALL)
+    assert "127.0.0.1:7000" in code
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("127.0.0.1:7000", cluster.grpc)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_the_curl_line_answers(cluster: LocalCluster) -> None:
