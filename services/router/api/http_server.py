@@ -19,6 +19,8 @@ from services.router.api.access_log import AccessLog
 from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.anthropic import models as anthropic
 from services.router.api.api_keys import ApiKeys
+from services.router.api.description.docs_page import PAGE_HEADERS, docs_html
+from services.router.api.description.openapi import openapi_json
 from services.router.api.formats import FORMATS
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.middleware import RequestMiddleware
@@ -27,8 +29,6 @@ from services.router.api.http.route_family import RouteFamily
 from services.router.api.http.tokens import TokenEndpoint
 from services.router.api.http.usage import UsageEndpoint
 from services.router.api.openai.answer_format import CHAT_COMPLETIONS
-from services.router.api.openai.docs_page import PAGE_HEADERS, docs_html
-from services.router.api.openai.openapi import openapi_json
 from services.router.api.readiness import readiness_of
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import price_of
@@ -90,27 +90,28 @@ class HttpServer:
         )
         application = web.Application(middlewares=[middleware.serve], client_max_size=bounds.MAX_BODY_BYTES)
         application.on_response_prepare.append(middleware.complete_headers)
-        application.add_routes(
-            [
-                *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
-                web.post("/tokenize", self._tokens.tokenize),
-                web.post("/detokenize", self._tokens.detokenize),
-                web.get("/v1/usage", self._usage.show),
-                web.get("/v1/models", self.models),
-                web.get("/v1/models/{name:.*}", self._model),
-                web.get("/healthz/ready", self._ready),
-                web.get("/healthz/live", self._live),
-                web.get("/health", self._ready),
-                web.get("/ping", self._ready),
-                web.get("/version", self._version),
-                web.get("/openapi.json", self._openapi),
-                web.get("/docs", self._docs),
-            ]
-        )
-        for family in self._families:
-            application.add_routes(family.routes())
+        application.add_routes(self.routes())
         malformed = MalformedMessages(self._runs.context.counters, clock=self._clock)
         return HttpListener(application, listening, tls=tls, malformed=malformed, keepalive_s=keepalive_s)
+
+    def routes(self) -> list[web.RouteDef]:
+        """All routes; `description/operations.py` has a row for each."""
+        own = [
+            *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
+            web.post("/tokenize", self._tokens.tokenize),
+            web.post("/detokenize", self._tokens.detokenize),
+            web.get("/v1/usage", self._usage.show),
+            web.get("/v1/models", self.models),
+            web.get("/v1/models/{name:.*}", self._model),
+            web.get("/healthz/ready", self._ready),
+            web.get("/healthz/live", self._live),
+            web.get("/health", self._ready),
+            web.get("/ping", self._ready),
+            web.get("/version", self._version),
+            web.get("/openapi.json", self._openapi),
+            web.get("/docs", self._docs),
+        ]
+        return [*own, *[route for family in self._families for route in family.routes()]]
 
     def admin_chat(self, path: str) -> Handler:
         """Chat completions for a route of the admin port, which has judged the page and its caller."""

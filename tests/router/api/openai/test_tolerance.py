@@ -10,8 +10,8 @@ import pytest
 
 from libs.structured.answer_grammar import OutputFormat
 from services.router.api.anthropic.request import parse_messages_body
+from services.router.api.description.openapi import openapi_json
 from services.router.api.openai.ignored_fields import MAX_HEADER_BYTES, IgnoredFields
-from services.router.api.openai.openapi import openapi_json
 from services.router.api.openai.request import BODIES, ResponseOptions, parse_chat, parse_completion
 from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY, SWITCHES_OF_CHAT
 from services.router.api.responses.request import EarlierItems, decode_response, parse_response

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from services.router.api.openai.openapi import openapi_json
+from services.router.api.description.openapi import openapi_json
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
@@ -55,6 +55,9 @@ def render_page(document: Mapping[str, Any]) -> bytes:
             parts.append(f"<p>{escape(operation['summary'])}</p>")
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 parts.append(_fields(_resolved(content["schema"], schemas), named))
+            parts += [
+                f"<p>{words}: {_type(schema, named)}</p>" for words, schema in _answers(operation) if schema
+            ]
     for name in named:  # grows while it is read: an object inside of another one comes after it
         parts += [f'<h2 id="{escape(name)}">{escape(_words(name))}</h2>', _fields(schemas[name], named)]
     return "\n".join(parts).encode()
@@ -63,6 +66,15 @@ def render_page(document: Mapping[str, Any]) -> bytes:
 def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
     resolved: Mapping[str, Any] = schemas[_name(schema)] if "$ref" in schema else schema
     return resolved
+
+
+def _answers(operation: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """What the answer and a failure are called, and their schemas, as far as there are any."""
+    found = operation.get("responses", {})
+    contents = [(words, found.get(status, {})) for words, status in (("Answer", "200"), ("Error", "default"))]
+    return [
+        (words, at.get("content", {}).get("application/json", {}).get("schema")) for words, at in contents
+    ]
 
 
 def _fields(schema: Mapping[str, Any], named: list[str]) -> str:

@@ -8,8 +8,8 @@ import json
 import re
 from html.parser import HTMLParser
 
-from services.router.api.openai.docs_page import PAGE_HEADERS, docs_html, render_page
-from services.router.api.openai.openapi import openapi_json
+from services.router.api.description.docs_page import PAGE_HEADERS, docs_html, render_page
+from services.router.api.description.openapi import openapi_json
 
 ALLOWED_TAGS = {
     *("html", "meta", "title", "style", "h1", "h2", "p", "a", "code", "table", "tr", "td", "th"),

@@ -1,0 +1,312 @@
+"""The types of answers and of errors, as the description of the API shows them. Pure.
+
+The writers of answers build plain objects, because they stream them piece by piece. Tests decode answers of a
+router as these types, without unknown fields, so that both are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """The base of all: an answer has no other field."""
+
+
+# ---- chat completions and completions
+
+
+class TokenLogprob(_Strict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class PositionLogprobs(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(_Strict):
+    content: list[PositionLogprobs]
+
+
+class CalledFunction(_Strict):
+    name: str
+    arguments: str
+
+
+class CalledTool(_Strict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatAnswer(_Strict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+
+
+class ChatChoice(_Strict):
+    index: int
+    finish_reason: FinishReason
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+
+
+class PromptTokensDetails(_Strict):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(_Strict):
+    reasoning_tokens: int
+
+
+class CompletionUsage(_Strict):
+    """The cost stands where the model has a price."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+    cost: float | UnsetType = UNSET
+    currency: str | UnsetType = UNSET
+
+
+class ChatCompletion(_Strict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    slipstream: dict[str, Any] | UnsetType = UNSET
+
+
+class CompletionLogprobs(_Strict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Strict):
+    index: int
+    finish_reason: FinishReason
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+
+
+class Completion(_Strict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[CompletionChoice]
+    usage: CompletionUsage
+    slipstream: dict[str, Any] | UnsetType = UNSET
+
+
+# ---- responses
+
+
+class OutputText(_Strict, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[PositionLogprobs]
+
+
+class OutputMessage(_Strict, tag_field="type", tag="message"):
+    id: str
+    status: str
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningText(_Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(_Strict, tag_field="type", tag="reasoning"):
+    id: str
+    status: str
+    summary: list[ReasoningText]
+    content: list[ReasoningText]
+
+
+class FunctionCall(_Strict, tag_field="type", tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CachedTokens(_Strict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(_Strict):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(_Strict):
+    reason: str
+
+
+class Response(_Strict):
+    """Behind the usage stand the fields that repeat the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: dict[str, Any] | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[OutputMessage | ReasoningItem | FunctionCall]
+    usage: ResponseUsage | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: Any
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: Any
+    service_tier: str
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_logprobs: int
+    top_p: float | None
+    truncation: str
+    user: Any
+    slipstream: dict[str, Any] | UnsetType = UNSET
+
+
+class InputTokens(_Strict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+# ---- messages
+
+
+class TextBlock(_Strict, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(_Strict, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(_Strict, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingTokens(_Strict):
+    thinking_tokens: int
+
+
+class MessageUsage(_Strict):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+
+
+class Message(_Strict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+    slipstream: dict[str, Any] | UnsetType = UNSET
+
+
+class MessageTokens(_Strict):
+    input_tokens: int
+
+
+# ---- tokens
+
+
+class Tokens(_Strict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokensText(_Strict):
+    prompt: str
+
+
+# ---- errors
+
+
+class ErrorDetail(_Strict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(_Strict):
+    error: ErrorDetail
+
+
+class MessagesErrorDetail(_Strict):
+    type: str
+    message: str
+
+
+class MessagesError(_Strict):
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class RunErrorItem(_Strict):
+    code: int
+    message: str
+
+
+class RunAnswer(_Strict):
+    """Workers AI's envelope, of answers and of errors."""
+
+    result: Any
+    success: bool
+    errors: list[RunErrorItem]
+    messages: list[Any]

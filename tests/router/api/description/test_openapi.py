@@ -1,0 +1,167 @@
+"""The description has a row for each served route, and its types are those of a router's answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from libs.database.database import Database
+from libs.text import special_tokens as special
+from services.router.api.description import answers
+from services.router.api.description.openapi import openapi_json
+from services.router.api.description.operations import OPERATIONS
+from services.router.request.model_card import ModelCard
+from services.router.server import RouterServer
+from tests.router.conftest import open_router, script
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
+from tests.support.api_keys import tenant_keys
+
+USER = [{"role": "user", "content": "Where is my order?"}]
+PARAMETERS = {"type": "object"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+RUNS = "/client/v4/accounts/a/ai"
+
+
+def answer_of(card: ModelCard, *, reasoning: str = "", text: str = "", call: bool = False) -> Sequence[int]:
+    """The tokens of an answer; with reasoning for a request that thinks."""
+    encode, names = card.tokenizer.encode_text, card.tokenizer.special_ids
+    ids = [*encode(reasoning), names[special.THINK_END]] if reasoning else []
+    ids += encode(text)
+    if call:
+        ids += [names[special.TOOL_CALLS_SECTION_BEGIN], names[special.TOOL_CALL_BEGIN]]
+        ids += [*encode("functions.look:0"), names[special.TOOL_CALL_ARGUMENT_BEGIN], *encode("{}")]
+        ids += [names[special.TOOL_CALL_END], names[special.TOOL_CALLS_SECTION_END]]
+    return [*ids, names[special.IM_END]]
+
+
+@pytest.fixture
+async def server(cluster: FakeCluster, card: ModelCard, database: Database) -> AsyncIterator[RouterServer]:
+    async with open_router(cluster, card, database=database, tenants=tenant_keys({"key": "anna"})) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def http(server: RouterServer) -> AsyncIterator[aiohttp.ClientSession]:
+    url = f"http://{server.http_endpoint}"
+    async with aiohttp.ClientSession(url, headers={"authorization": "Bearer key"}) as session:
+        yield session
+
+
+async def test_the_description_has_the_served_routes_and_no_other(server: RouterServer) -> None:
+    served = {
+        (route.method.lower(), re.sub(r":[^{}]*(?=})", "", route.path)) for route in server._http.routes()
+    }
+    paths = json.loads(openapi_json())["paths"]
+    described = {(method, path) for path, operations in paths.items() for method in operations}
+    assert described == served
+    assert len(OPERATIONS) == len(served)
+
+
+async def test_the_routes_that_need_no_key_are_those_that_answer_without_one(server: RouterServer) -> None:
+    async with aiohttp.ClientSession(f"http://{server.http_endpoint}") as nobody:
+        for each in OPERATIONS:
+            if each.method != "get":
+                continue
+            async with nobody.get(re.sub(r"{\w+}", "x", each.path)) as answer:
+                assert (answer.status != 401) == each.is_open, each.path
+
+
+async def give(
+    http: aiohttp.ClientSession, path: str, kind: type[msgspec.Struct], status: int = 200, **body: Any
+) -> Any:
+    """The answer, which the type describes whole."""
+    async with http.post(path, json=body, headers={"x-slipstream-stats": "1"}) as answer:
+        data = await answer.read()
+        assert answer.status == status, data
+    return msgspec.json.decode(data, type=kind)
+
+
+async def test_answers_of_chat_and_completions_have_their_types(
+    http: aiohttp.ClientSession, model: FakeModel, card: ModelCard
+) -> None:
+    both = answer_of(card, reasoning="hm", text="Wait.", call=True)
+    script(model, both, *[answer_of(card, text="It is here.")] * 5)
+    fields: Any = {"messages": USER, "tools": [TOOL], "logprobs": True, "top_logprobs": 2}
+    chat = await give(
+        http,
+        "/v1/chat/completions",
+        answers.ChatCompletion,
+        reasoning_effort="low",
+        prompt_logprobs=1,
+        **fields,
+    )
+    message = chat.choices[0].message
+    assert (message.reasoning_content, message.tool_calls[0].function.name) == ("hm", "look")
+    assert chat.choices[0].logprobs.content[0].top_logprobs
+    assert chat.slipstream["decode_worker"]
+    assert chat.prompt_logprobs[0] is None
+    chat = await give(http, RUNS + "/v1/chat/completions", answers.ChatCompletion, messages=USER, n=2)
+    assert len(chat.choices) == 2
+    for more in ({}, {"logprobs": 1, "echo": True}, {"prompt_logprobs": 1}):
+        text = await give(http, "/v1/completions", answers.Completion, prompt="Where", **more)
+        assert (text.choices[0].logprobs is None) == ("logprobs" not in more)
+
+
+async def test_answers_of_responses_and_messages_have_their_types(
+    http: aiohttp.ClientSession, model: FakeModel, card: ModelCard
+) -> None:
+    both = answer_of(card, reasoning="hm", text="Wait.", call=True)
+    script(model, both, both, answer_of(card, text="It"))
+    response = await give(
+        http,
+        "/v1/responses",
+        answers.Response,
+        input="Where?",
+        reasoning={"effort": "low"},
+        tools=[{"type": "function", "name": "look", "parameters": PARAMETERS}],
+        top_logprobs=1,
+    )
+    assert {type(item) for item in response.output} == {
+        answers.ReasoningItem,
+        answers.OutputMessage,
+        answers.FunctionCall,
+    }
+    async with http.get(f"/v1/responses/{response.id}") as stored:
+        assert msgspec.json.decode(await stored.read(), type=answers.Response) == response
+    message = await give(
+        http,
+        "/v1/messages",
+        answers.Message,
+        messages=USER,
+        max_tokens=99,
+        thinking={"type": "adaptive"},
+        tools=[{"name": "look", "input_schema": PARAMETERS}],
+    )
+    assert {type(block) for block in message.content} == {
+        answers.ThinkingBlock,
+        answers.TextBlock,
+        answers.ToolUseBlock,
+    }
+    await give(http, "/v1/messages", answers.Message, messages=USER, max_tokens=1)
+
+
+async def test_counts_and_errors_have_their_types(http: aiohttp.ClientSession) -> None:
+    await give(http, "/v1/messages/count_tokens", answers.MessageTokens, messages=USER)
+    await give(http, "/v1/responses/input_tokens", answers.InputTokens, input="Where?")
+    tokens = await give(http, "/tokenize", answers.Tokens, prompt="Where", return_token_strs=True)
+    assert (await give(http, "/detokenize", answers.TokensText, tokens=tokens.tokens)).prompt == "Where"
+    await give(http, f"{RUNS}/run/tiny", answers.RunAnswer, prompt="Where", max_tokens=2)
+    for path, kind in (
+        ("/v1/chat/completions", answers.Error),
+        ("/v1/responses", answers.Error),
+        ("/v1/messages", answers.MessagesError),
+        (f"{RUNS}/run/tiny", answers.RunAnswer),
+        (f"{RUNS}/v1/embeddings", answers.RunAnswer),
+    ):
+        await give(http, path, kind, status=400, temperature=9)
+        reference = json.loads(openapi_json())["paths"][
+            path.replace("accounts/a/", "accounts/{account}/").replace("tiny", "{model}")
+        ]["post"]["responses"]["default"]["content"]["application/json"]["schema"]["$ref"]
+        assert reference.rpartition("/")[2] == kind.__name__
