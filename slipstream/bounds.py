@@ -72,7 +72,11 @@ UNKNOWN_FIELD = _request.add(
     Rule("any field", "is not a known field", "HTTP ignores it and names it in the answer.", apis="gRPC")
 )
 UNSUPPORTED = _request.add(
-    Rule("any field", "is not supported", "It would change the answer, and is not there.", apis="HTTP")
+    Rule(
+        "any field",
+        "is not supported",
+        "It would change the answer, and is not there. On gRPC: echo of a chat.",
+    )
 )
 TYPE = _request.add(
     Rule("any field", "must be {expected}", "On gRPC the schema of the message has the types.", "HTTP")
@@ -279,7 +283,7 @@ PROMPTS = _messages.add(Size("prompt", 1, 128, "prompts", "Each has its own answ
 PROMPT_IDS = _messages.add(Rule("prompt", "must hold token ids from 0 to {last}", "The model's vocabulary."))
 PROMPT_EMPTY = _messages.add(Rule("prompt", "must hold at least one token id", "As one text.", "gRPC"))
 PROMPT_ALONE = _messages.add(
-    Rule("max_tokens", "may be 0 only with echo", "The answer would be empty.", apis="HTTP")
+    Rule("max_tokens", "may be 0 only with echo", "The answer of a prompt would be empty.")
 )
 
 _tools = Section("Tools")

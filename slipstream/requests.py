@@ -45,6 +45,7 @@ class GenerateArguments(SamplingArguments, total=False):
     # The form of the answer: one of json_object (True), json_schema, regex, choice, grammar.
     output: Mapping[str, Any]
     n: int  # answers to generate; `Reply.choices` has them
+    echo: bool  # of `complete`: the prompt's text stands first; `max_tokens` 0 answers it alone
 
 
 class ChatArguments(GenerateArguments, total=False):
@@ -52,10 +53,12 @@ class ChatArguments(GenerateArguments, total=False):
 
     tools: Sequence[Tool]
     tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool  # False: the answer ends after its first call
 
 
 _SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias", "stop_token_ids"}
-_PLAIN = {"model", "request_id", "thinking", "keeps_reasoning", "reject_if_busy", "n"}
+_PLAIN = {"model", "request_id", "thinking", "keeps_reasoning", "reject_if_busy", "n", "echo"}
+_PLAIN |= {"parallel_tool_calls"}
 _CALL_ONLY = {"session", "headers", "timeout_s"}
 _EXPECTED = {
     FieldDescriptor.TYPE_STRING: "a string",
@@ -242,6 +245,8 @@ def _set_text(part: router_pb2.ContentPart, text: Any, path: str) -> None:
 
 def _add_tool_call(message: router_pb2.Message, call: Any, path: str) -> None:
     function = call.get("function") if isinstance(call, Mapping) else None
+    if function is None and isinstance(call, Mapping):
+        function = call  # over HTTP, too, a call may have its name at the top
     if not isinstance(function, Mapping):
         raise bounds.TYPE.refused(f"{path}.function", expected="an object")
     added = message.tool_calls.add()

@@ -137,6 +137,7 @@ class Resumption:
         # Output that the reader has from earlier connections, and that this one has not repeated yet.
         self._repeated = _Overlap()
         self._shown_tokens = 0
+        self._echoed: set[int] = set()  # the answers whose echoed prompt the reader has
         self._prompt_rows = 0  # that the reader has
         self._prompt_rows_again = 0  # of these, how many this connection still repeats
         self._progress_s = now_s
@@ -170,6 +171,12 @@ class Resumption:
         if event.WhichOneof("kind") != "delta":
             return self._builder.feed(event)
         delta = event.delta
+        if self._request.echo and delta.text and not delta.completion_tokens:
+            if delta.index in self._echoed:
+                return None
+            self._echoed.add(delta.index)
+            self._new_since_loss = True
+            return self._builder.feed(event)
         if delta.completion_tokens > self._newest:
             # In order: whatever belongs to the tokens before has come.
             self._offset, self._newest = self._newest, delta.completion_tokens

@@ -28,7 +28,7 @@ from bench.worst_requests import bodies, messages
 from libs.common.runtime.heap import freeze_heap
 from services.router.api.http.content_encoding import decompress
 from services.router.api.openai.request import parse_chat, parse_completion
-from services.router.api.rpc.generate_message import parse_request
+from services.router.api.rpc.generate_message import parse_call
 from services.router.execution.generation import INLINE_CHARS, INLINE_MESSAGES
 from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard, load_model_card
@@ -151,7 +151,7 @@ def kinds() -> Mapping[str, Callable[[], Callable[[], GenerationRequest]]]:
 
     def of_grpc(name: str) -> Callable[[], GenerationRequest]:
         data = messages.KINDS[name]()
-        return lambda: parse_request(data)[0]
+        return lambda: parse_call(data).requests[0]
 
     return {f"HTTP {name}": partial(of_http, name) for name in bodies.KINDS} | {
         f"gRPC {name}": partial(of_grpc, name) for name in messages.KINDS

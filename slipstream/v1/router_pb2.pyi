@@ -145,6 +145,8 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     KEEPS_REASONING_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty = the served model"""
     prompt: _builtins.str
@@ -163,6 +165,12 @@ class GenerateRequest(_message.Message):
     """answers to generate, 0 = 1; more than one cannot be resumed"""
     keeps_reasoning: _builtins.bool
     """with `chat`: the reasoning of all earlier answers stays in the prompt"""
+    parallel_tool_calls: _builtins.bool
+    """with `chat`: false ends the answer after its first call; unset: true"""
+    echo: _builtins.bool
+    """With `prompt` or `token_ids`: the first delta of each answer has the prompt's text, unless the call resumes
+    after a token. `max_tokens` may then be 0: the answer is the prompt alone.
+    """
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -197,15 +205,21 @@ class GenerateRequest(_message.Message):
         n: _builtins.int = ...,
         keeps_reasoning: _builtins.bool = ...,
         output: Global___OutputFormat | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        echo: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "chat", b"chat", "input", b"input", "output", b"output", "prompt", b"prompt", "sampling", b"sampling", "thinking", b"thinking", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking", b"_thinking", "chat", b"chat", "input", b"input", "output", b"output", "parallel_tool_calls", b"parallel_tool_calls", "prompt", b"prompt", "sampling", b"sampling", "thinking", b"thinking", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "chat", b"chat", "input", b"input", "keeps_reasoning", b"keeps_reasoning", "metadata", b"metadata", "model", b"model", "n", b"n", "output", b"output", "priority", b"priority", "prompt", b"prompt", "reject_if_busy", b"reject_if_busy", "request_id", b"request_id", "resume_after_tokens", b"resume_after_tokens", "sampling", b"sampling", "stop", b"stop", "thinking", b"thinking", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking", b"_thinking", "chat", b"chat", "echo", b"echo", "input", b"input", "keeps_reasoning", b"keeps_reasoning", "metadata", b"metadata", "model", b"model", "n", b"n", "output", b"output", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "prompt", b"prompt", "reject_if_busy", b"reject_if_busy", "request_id", b"request_id", "resume_after_tokens", b"resume_after_tokens", "sampling", b"sampling", "stop", b"stop", "thinking", b"thinking", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
     _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
     _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["chat", "prompt", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
     @_typing.overload

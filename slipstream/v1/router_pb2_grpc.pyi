@@ -33,6 +33,10 @@ class RouterServiceStub:
     `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
     bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
     ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
+
+    Trailing metadata has the `x-request-id` of each call. Calls of a key with limits have `x-ratelimit-*` as HTTP
+    has them, Generate in its initial metadata too. The end of Generate has `x-slipstream-cost`, a decimal number,
+    and `x-slipstream-currency`, where the model has a price.
     """
 
     @_typing.overload
@@ -83,6 +87,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
     bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
     ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
+
+    Trailing metadata has the `x-request-id` of each call. Calls of a key with limits have `x-ratelimit-*` as HTTP
+    has them, Generate in its initial metadata too. The end of Generate has `x-slipstream-cost`, a decimal number,
+    and `x-slipstream-currency`, where the model has a price.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -129,6 +137,10 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     `x-session-affinity` metadata names a session, so that the router can reuse its KV. It has at most 256
     bytes; a name that is not ASCII travels in `x-session-affinity-bin`. Errors carry google.rpc details:
     ErrorInfo always, BadRequest with INVALID_ARGUMENT, RetryInfo with RESOURCE_EXHAUSTED.
+
+    Trailing metadata has the `x-request-id` of each call. Calls of a key with limits have `x-ratelimit-*` as HTTP
+    has them, Generate in its initial metadata too. The end of Generate has `x-slipstream-cost`, a decimal number,
+    and `x-slipstream-currency`, where the model has a price.
     """
 
     @_abc_1.abstractmethod

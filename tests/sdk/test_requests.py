@@ -40,7 +40,7 @@ def _calls(*calls: Any) -> list[Any]:
             "messages[0].content[0].text",
             "must be a string",
         ),
-        (_calls({"id": "c"}), "messages[0].tool_calls[0].function", "must be an object"),
+        (_calls({"id": "c", "function": 7}), "messages[0].tool_calls[0].function", "must be an object"),
         (
             _calls({"id": "c", "function": {"name": 7}}),
             "messages[0].tool_calls[0].function.name",

@@ -40,8 +40,8 @@ class Lost(grpc.RpcError):
 GONE = Lost(grpc.StatusCode.UNAVAILABLE)
 
 
-def resumption(*, resume_after: int = 0, **arguments: Any) -> Resumption:
-    request = router_pb2.GenerateRequest(prompt="p", resume_after_tokens=resume_after)
+def resumption(*, resume_after: int = 0, echo: bool = False, **arguments: Any) -> Resumption:
+    request = router_pb2.GenerateRequest(prompt="p", resume_after_tokens=resume_after, echo=echo)
     return Resumption(request, now_s=0.0, deadline_s=1000.0, **arguments)
 
 
@@ -134,6 +134,25 @@ def test_rows_of_the_prompt_are_neither_lost_nor_doubled(
     stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a", completion_tokens=1)))
     assert [row.token for row in stream.reply.prompt_logprobs] == [f"p{i}" for i in range(n_rows)]
     assert stream.reply.text == "a"
+
+
+@pytest.mark.parametrize("n_seen", [0, 1, 2, 3])
+def test_an_echoed_prompt_is_neither_lost_nor_doubled(n_seen: int) -> None:
+    """The connection breaks after so many deltas; a router sends the echo unless the call resumes."""
+    stream = resumption(echo=True)
+    deltas = [
+        router_pb2.Delta(text="p"),
+        router_pb2.Delta(text=" a", completion_tokens=1),
+        router_pb2.Delta(text=" b", completion_tokens=2),
+    ]
+    for delta in deltas[:n_seen]:
+        stream.feed(router_pb2.GenerateEvent(delta=delta))
+    stream.lost(GONE, now_s=0.0)
+    after = stream.request().resume_after_tokens
+    for delta in deltas:
+        if not after or delta.completion_tokens > after:
+            stream.feed(router_pb2.GenerateEvent(delta=delta))
+    assert stream.reply.text == "p a b"
 
 
 def test_the_offset_moves_on_with_what_arrived() -> None:

@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
         grpc=_NOT_UTF8,
     ),
     "UNKNOWN_FIELD": Case("messages[0].99", grpc=_UNKNOWN_IN_MESSAGE),
-    "UNSUPPORTED": Case("functions", http={"functions": [{"name": "f"}]}),
+    "UNSUPPORTED": Case("echo", http={"echo": True}, grpc={"echo": True}),
     "TYPE": Case("temperature", http={"temperature": "hot"}, words="must be a number"),
     "MODEL": Case("model", http={"model": "gpt-9"}, grpc={"model": "gpt-9"}, words="served: tiny"),
     "INPUT": Case("messages", http={"messages": None}, grpc=b"\x0a\x04tiny"),
@@ -201,7 +201,11 @@ CASES: dict[str, Case] = {
     "PROMPTS": Case("prompt", http={"prompt": ["a"] * 129}),
     "PROMPT_IDS": Case("prompt", http={"prompt": [VOCAB_SIZE]}, grpc={"tokenIds": {"ids": [VOCAB_SIZE]}}),
     "PROMPT_EMPTY": Case("prompt", grpc={"tokenIds": {}}),
-    "PROMPT_ALONE": Case("max_tokens", http={"prompt": "a", "max_tokens": 0}),
+    "PROMPT_ALONE": Case(
+        "max_tokens",
+        http={"prompt": "a", "max_tokens": 0},
+        grpc={"prompt": "a", "sampling": {"maxTokens": 0}},
+    ),
     "TOOLS": tools("tools", [OPENAI_TOOL] * 129, [TOOL] * 129),
     "TOOL_BYTES": tools(
         "tools[0]", [_tool(description="d" * 70_000)], [{**TOOL, "description": "d" * 70_000}]
@@ -277,6 +281,7 @@ MORE: list[tuple[str, Case]] = [
     ("TEMPERATURE", both("temperature", temperature=float("nan"))),
     ("TEMPERATURE", both("temperature", temperature=float("inf"))),
     ("TOP_P", both("top_p", top_p=float("-inf"))),
+    ("UNSUPPORTED", Case("functions", http={"functions": [{"name": "f"}]})),
     ("MAX_TOKENS", both("max_tokens", max_tokens=-1)),
     ("MAX_TOKENS", Case("max_completion_tokens", http={"max_completion_tokens": 0})),
     ("CONTEXT", Case("max_completion_tokens", http={"max_completion_tokens": MAX_CONTEXT_TOKENS})),

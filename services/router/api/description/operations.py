@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,12 +42,13 @@ class Operation:
 
 
 def _generation(path: str, summary: str, like: str) -> Operation:
-    body, answer = {
+    kinds: Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]] = {
         _CHAT: (BODIES[_CHAT], answers.ChatCompletion),
         _COMPLETIONS: (BODIES[_COMPLETIONS], answers.Completion),
         _RESPONSES: (RESPONSE_BODIES[_RESPONSES], answers.Response),
         _MESSAGES: (MESSAGES_BODIES[_MESSAGES], answers.Message),
-    }[like]
+    }
+    body, answer = kinds[like]
     return Operation("post", path, summary, body, answer, is_streamed=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import grpc
@@ -15,18 +15,18 @@ from libs.common.rpc.single_request import with_trailing
 from libs.common.telemetry import tracing
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.choices import ChoiceRuns
+from services.router.api.rpc.call_answer import CallAnswer, prompt_texts
 from services.router.api.rpc.call_record import note_failure, request_id_of, trailing_id
 from services.router.api.rpc.callers import Callers, Context
-from services.router.api.rpc.generate_message import parse_request
+from services.router.api.rpc.generate_message import ParsedCall, parse_call
 from services.router.api.rpc.write_watch import WriteWatch
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
-from services.router.request.types import Caller, GenerationRequest
+from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
 from slipstream import errors
 from slipstream.rpc.rpc_errors import REQUEST_ID, to_status
-from slipstream.v1 import router_pb2
 
 # How long `started` waits for the first token, to share a response with it.
 _MAX_START_WAIT_S = 1.0
@@ -78,15 +78,15 @@ class GenerateMethod:
         try:
             # An invalid id of the metadata is refused by name, not replaced.
             given = metadata.get(REQUEST_ID) or record.request_id
-            requests = await self._read(data, caller, request_id=given)
-            request = requests[0]
+            call = await self._read(data, caller, request_id=given)
+            request = call.requests[0]
             if request.request_id != record.request_id and is_request_id(request.request_id):
                 record.request_id = request.request_id  # the one in the message goes before the metadata
                 context.set_trailing_metadata(trailing_id(request.request_id))
-            if len(requests) > 1:
-                choices = ChoiceRuns(self._runs, requests, caller, n_bytes=len(data), wants_stats=True)
+            if len(call.requests) > 1:
+                choices = ChoiceRuns(self._runs, call.requests, caller, n_bytes=len(data), wants_stats=True)
                 record.answer = choices
-                return await self._answer_choices(choices, context)
+                return await self._answer_choices(call, choices, caller, context)
             run = await self._runs.begin(request, caller, n_bytes=len(data))
             record.request_id, record.answer = run.request_id, run.sink
         except errors.Overloaded as refusal:
@@ -94,6 +94,7 @@ class GenerateMethod:
             note_failure(record, refusal)
             tracing.failed(refusal)
         if status is not None:
+            context.set_trailing_metadata((*trailing_id(record.request_id), *self._limits(caller).items()))
             refused = context.abort_with_status(with_trailing(status, context))
             del context  # see libs/common/rpc/serve.py
             try:
@@ -101,46 +102,60 @@ class GenerateMethod:
             finally:  # it is written
                 elapsed_s = self._clock() - arrived_s
                 self._runs.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
+        answer = CallAnswer(call, prompt_texts(call, self._text_of))
         try:
-            await self._answer(run, context)
+            await self._answer(run, answer, self._limits(caller), context)
         finally:
             decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
-            if decision is not None:
-                placement = (PLACEMENT_HEADER, header_text(decision))
-                context.set_trailing_metadata((*trailing_id(run.request_id), placement))
+            placement = [] if decision is None else [(PLACEMENT_HEADER, header_text(decision))]
+            limits = self._limits(caller)
+            context.set_trailing_metadata(answer.metadata(run.request_id, limits, others=placement))
             run.end()
 
-    async def _answer_choices(self, choices: ChoiceRuns, context: Context) -> None:
+    async def _answer_choices(
+        self, call: ParsedCall, choices: ChoiceRuns, caller: Caller, context: Context
+    ) -> None:
         """Write the events of all answers, each with the index of its answer."""
         try:
             await choices.start()
+            request_id = choices.first.request_id
+            answer = CallAnswer(call, prompt_texts(call, self._text_of))
+            with _ending_with_call():
+                await context.send_initial_metadata(answer.metadata(request_id, self._limits(caller)))
             while (item := await choices.next_events()) is not None:
                 index, events = item
-                response = router_pb2.GenerateResponse()
-                for event in events:
-                    added = response.events.add()
-                    added.CopyFrom(event)
-                    kind = event.WhichOneof("kind")
-                    assert kind is not None
-                    getattr(added, kind).index = index
+                response = answer.response(events, index)
+                if not response.events:
+                    continue
                 watch = WriteWatch(choices, stall_s=self.write_stall_s, reset_s=self.reset_s)
                 try:
                     with _ending_with_call():
                         await context.write(response)
                 finally:
                     watch.cancel()
+            context.set_trailing_metadata(answer.metadata(request_id, self._limits(caller)))
         finally:
             choices.end()
 
-    async def _read(self, data: bytes, caller: Caller, *, request_id: str) -> Sequence[GenerationRequest]:
-        parse = partial(parse_request, data, request_id)
+    def _limits(self, caller: Caller) -> Mapping[str, str]:
+        """What the limits of the caller's key and tenant leave; nothing where there are none."""
+        metering = self._runs.context.metering
+        return {} if metering is None else metering.limit_headers(caller.tenant, caller.key_sha256)
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        return self._runs.context.card.tokenizer.decode(token_ids, keep_special=True)
+
+    async def _read(self, data: bytes, caller: Caller, *, request_id: str) -> ParsedCall:
+        parse = partial(parse_call, data, request_id)
         try:
             return await self._runs.read(caller, parse, n_bytes=len(data))
         except errors.InvalidArgument:
             self._runs.context.counters.add("slipstream_requests_refused_total")
             raise
 
-    async def _answer(self, run: RunningRequest, context: Context) -> None:
+    async def _answer(
+        self, run: RunningRequest, answer: CallAnswer, limits: Mapping[str, str], context: Context
+    ) -> None:
         """Write the events, those that are ready together in one response."""
         # While a response waits for a client that does not read, this task stands still, and the request
         # ends without it.
@@ -148,11 +163,10 @@ class GenerateMethod:
         release = asyncio.get_running_loop().call_later(_MAX_START_WAIT_S, run.sink.release_start)
         try:
             with _ending_with_call():
-                await context.send_initial_metadata(trailing_id(run.request_id))
+                await context.send_initial_metadata(answer.metadata(run.request_id, limits))
             while events := await run.sink.next_events():
-                response = router_pb2.GenerateResponse()
-                for event in events:
-                    response.events.add().CopyFrom(event)  # `append` takes several times as long
+                if not (response := answer.response(events)).events:
+                    continue
                 watch = WriteWatch(run, stall_s=self.write_stall_s, reset_s=self.reset_s)
                 try:
                     with _ending_with_call():

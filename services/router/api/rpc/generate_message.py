@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from libs.structured.answer_grammar import OutputFormat
 from services.router.api.rpc.message_reader import listed, read_message
 from services.router.request.choices import split_choices
@@ -29,19 +31,46 @@ _PRIORITIES: Mapping[int, str] = {
 }
 
 
-def parse_request(data: bytes, request_id: str = "") -> Sequence[GenerationRequest]:
-    """The request in `data`, once for each answer. Raises InvalidArgument naming the first bad field.
+class ParsedCall(msgspec.Struct, frozen=True, gc=False):
+    """A call's requests, one for each answer, and whether the prompt's text stands before the answers'.
+
+    `is_prompt_alone`: the answer is that text alone, without the one token that the engine generates.
+    """
+
+    requests: Sequence[GenerationRequest]
+    echo: bool = False
+    is_prompt_alone: bool = False
+
+
+def parse_call(data: bytes, request_id: str = "") -> ParsedCall:
+    """The call in `data`. Raises InvalidArgument naming the first bad field.
 
     `request_id` is the metadata's; the message's own comes first.
     """
     message = read_message(data, router_pb2.GenerateRequest)
+    is_prompt_alone = _is_prompt_alone(message)
+    if is_prompt_alone:
+        message.sampling.max_tokens = 1
     request = parse_generation(message, request_id)
-    if message.n <= 1:
-        return (request,)
-    bounds.N.check(message.n)
-    if request.resume_after_tokens:
-        raise bounds.RESUME_ONE.refused()
-    return split_choices(request, [request.input], n=message.n)
+    requests: Sequence[GenerationRequest] = (request,)
+    if message.n > 1:
+        bounds.N.check(message.n)
+        if request.resume_after_tokens:
+            raise bounds.RESUME_ONE.refused()
+        requests = split_choices(request, [request.input], n=message.n)
+    return ParsedCall(requests, message.echo and not request.resume_after_tokens, is_prompt_alone)
+
+
+def _is_prompt_alone(message: router_pb2.GenerateRequest) -> bool:
+    """Whether no token is asked for. Raises InvalidArgument where the answer would be empty."""
+    has_prompt = message.WhichOneof("input") in ("prompt", "token_ids")
+    if message.echo and not has_prompt:
+        raise bounds.UNSUPPORTED.refused("echo")
+    if not has_prompt or not message.sampling.HasField("max_tokens") or message.sampling.max_tokens != 0:
+        return False
+    if not message.echo:
+        raise bounds.PROMPT_ALONE.refused()
+    return True
 
 
 def parse_generation(message: router_pb2.GenerateRequest, request_id: str = "") -> GenerationRequest:
@@ -131,6 +160,7 @@ def _chat(message: router_pb2.GenerateRequest) -> ChatInput:
         tool_choice=_tool_choice(chat),
         thinking=message.thinking if message.HasField("thinking") else None,
         keeps_reasoning=message.keeps_reasoning,
+        parallel_tool_calls=not message.HasField("parallel_tool_calls") or message.parallel_tool_calls,
         partial=_partial(chat.messages),
     )
 

@@ -11,7 +11,7 @@ import grpc
 from libs.common import service_bounds
 from libs.common.rpc.access import Metadata
 from libs.common.rpc.access_table import METHOD_CLASSES
-from services.router.api.access_log import AccessLog
+from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import ApiKeys
 from services.router.api.rpc.call_record import given_id, note_failure, request_id_of, trailing_id
 from services.router.api.rpc.callers import Callers, Context
@@ -103,7 +103,10 @@ class GrpcServer:
                 record.request_id = request_id_of(context)
                 try:
                     record.tenant = self.callers.tenant(context)
-                    response = await method(request, context)
+                    try:
+                        response = await method(request, context)
+                    finally:
+                        self._state_limits(record, context)
                     record.status = "OK"
                     return response
                 except BaseException as error:
@@ -113,6 +116,12 @@ class GrpcServer:
                     del context  # see libs/common/rpc/serve.py
 
         return call
+
+    def _state_limits(self, record: AccessRecord, context: Context) -> None:
+        """Let the call's trailing metadata say what the limits of its key and tenant leave."""
+        if (metering := self._runs.context.metering) is not None:
+            limits = metering.limit_headers(record.tenant, self.callers.key_sha256(context))
+            context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
 
     async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
         await self._runs.abort(self.callers.tenant(context), request.request_id)

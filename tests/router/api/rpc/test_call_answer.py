@@ -1,0 +1,66 @@
+"""Echoed prompts and single calls over gRPC and in the SDK: what HTTP has, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from libs.text import special_tokens as special
+from services.router.request.model_card import ModelCard
+from slipstream.async_client import AsyncClient
+from slipstream.v1 import router_pb2
+from tests.router.conftest import HELLO, script, text_ids
+from tests.router.support.fake_model import FakeModel
+
+PROMPT = "Where is my order?"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_echoed_prompt_stands_before_each_answer(
+    client: AsyncClient, model: FakeModel, card: ModelCard, n: int
+) -> None:
+    script(model, text_ids(card, " It is here."))
+    plain = await client.complete(PROMPT, n=n, temperature=0.0)
+    echoed = await client.complete(PROMPT, n=n, temperature=0.0, echo=True)
+    assert [each.text for each in echoed.choices] == [PROMPT + each.text for each in plain.choices]
+    assert echoed.usage == plain.usage or echoed.usage.completion_tokens == plain.usage.completion_tokens
+
+
+async def test_the_echo_of_token_ids_is_their_text_and_one_delta(
+    client: AsyncClient, card: ModelCard
+) -> None:
+    ids = card.tokenizer.encode_text(PROMPT)
+    request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=ids), echo=True)
+    request.sampling.max_tokens = 2
+    events = [event async for part in client._stub.Generate(request) for event in part.events]
+    assert [event.WhichOneof("kind") for event in events[:2]] == ["started", "delta"]
+    assert (events[1].delta.text, events[1].delta.completion_tokens) == (PROMPT, 0)
+    assert PROMPT not in "".join(event.delta.text for event in events[2:])
+    request.resume_after_tokens = 1
+    events = [event async for part in client._stub.Generate(request) for event in part.events]
+    assert PROMPT not in "".join(event.delta.text for event in events)
+
+
+async def test_no_tokens_answer_the_prompt_alone_with_its_log_probabilities(
+    client: AsyncClient, card: ModelCard
+) -> None:
+    reply = await client.complete(PROMPT, max_tokens=0, echo=True, prompt_logprobs=1)
+    assert (reply.text, reply.finish_reason, reply.logprobs) == (PROMPT, "length", [])
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 0
+    assert "".join(row.token for row in reply.prompt_logprobs) == PROMPT
+
+
+async def test_without_parallel_calls_the_answer_ends_after_the_first(
+    client: AsyncClient, model: FakeModel, card: ModelCard
+) -> None:
+    encode, names = card.tokenizer.encode_text, card.tokenizer.special_ids
+    ids = [names[special.TOOL_CALLS_SECTION_BEGIN]]
+    for number in range(2):
+        ids += [names[special.TOOL_CALL_BEGIN], *encode(f"functions.look:{number}")]
+        ids += [names[special.TOOL_CALL_ARGUMENT_BEGIN], *encode("{}"), names[special.TOOL_CALL_END]]
+    script(model, [*ids, names[special.TOOL_CALLS_SECTION_END], names[special.IM_END]])
+    for parallel, n_calls in ((None, 2), (True, 2), (False, 1)):
+        options = {} if parallel is None else {"parallel_tool_calls": parallel}
+        reply = await client.chat(HELLO, tools=[TOOL], **options)
+        assert (len(reply.tool_calls), reply.finish_reason) == (n_calls, "tool_calls")
