@@ -77,12 +77,12 @@ def over_http(endpoint: str, request: bodies.HttpRequest) -> str:
         connection.close()
 
 
-def over_grpc(endpoint: str, message: bytes) -> str:
+def over_grpc(endpoint: str, request: messages.GrpcRequest) -> str:
     """Send a message from this thread."""
     with grpc.insecure_channel(endpoint, [("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]) as channel:
-        generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
+        call: Any = channel.unary_stream(request.method)  # also of a method with one response
         try:
-            for _ in generate(message, timeout=_LIMIT_S):
+            for _ in call(request.message, timeout=_LIMIT_S):
                 pass
         except grpc.RpcError as error:
             return str(error.code().name)
@@ -97,8 +97,8 @@ def attacks(router: RouterUnderTest) -> list[Callable[[], Attack]]:
         return Attack(f"HTTP {name}", len(request.body), lambda: over_http(router.http, request))
 
     def of_grpc(name: str) -> Attack:
-        message = messages.KINDS[name]()
-        return Attack(f"gRPC {name}", len(message), lambda: over_grpc(router.grpc, message))
+        request = messages.KINDS[name]()
+        return Attack(f"gRPC {name}", len(request.message), lambda: over_grpc(router.grpc, request))
 
     return [
         partial(Attack, "idle", 0, lambda: "-"),

@@ -12,6 +12,8 @@ from slipstream import bounds
 
 MOST = bounds.MAX_BODY_BYTES
 _CHAT = "/v1/chat/completions"
+RESPONSES, MESSAGES, DETOKENIZE = "/v1/responses", "/v1/messages", "/detokenize"
+RUN = "/client/v4/accounts/a/ai/run/model"  # the name of bench.router.rig's model
 _ROOM = 200  # bytes of a body around its long part
 _USER: dict[str, Any] = {"role": "user", "content": "hi"}
 
@@ -175,11 +177,58 @@ def _schema(schema: Mapping[str, Any], **more: Any) -> HttpRequest:
     return chat([_USER], response_format=form, **more)
 
 
+def _item_of_call(arguments: bytes) -> bytes:
+    """A body of Responses with one call that has these raw arguments."""
+    call = b'{"type":"function_call","call_id":"c","name":"f","arguments":"' + arguments + b'"}'
+    output = b'{"type":"function_call_output","call_id":"c","output":"x"}'
+    return b'{"max_output_tokens":1,"input":[{"role":"user","content":"a"},' + call + b"," + output + b"]}"
+
+
+def _tool_uses(count: int, raw_input: bytes) -> bytes:
+    """A body of Messages with so many uses of a tool and their results."""
+    use = (
+        b'{"role":"assistant","content":[{"type":"tool_use","id":"t","name":"f","input":' + raw_input + b"}]}"
+    )
+    result = b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":"x"}]}'
+    turns = b",".join([b'{"role":"user","content":"a"}', *[use, result] * count])
+    return b'{"max_tokens":1,"messages":[' + turns + b"]}"
+
+
 def _gzip_bomb(n_bytes: int) -> bytes:
     """So much white space, compressed."""
     stream, piece = zlib.compressobj(1, wbits=31), b" " * MOST
     return b"".join([*[stream.compress(piece) for _ in range(n_bytes // MOST)], stream.flush()])
 
+
+_ESCAPES = b"\\u0001" * (MOST // 7)
+_OTHER_APIS: dict[str, Callable[[], HttpRequest]] = {
+    "/v1/responses, 4000 items": lambda: HttpRequest(
+        _json({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}] * 4000}),
+        RESPONSES,
+    ),
+    "/v1/responses, 100,000 items": lambda: HttpRequest(_json({"input": [_USER] * 100_000}), RESPONSES),
+    "/v1/responses, control characters": lambda: HttpRequest(
+        b'{"max_output_tokens":1,"input":"' + b"\\u0001" * (MOST // 6 - _ROOM) + b'"}', RESPONSES
+    ),
+    "/v1/responses, arguments of escapes": lambda: HttpRequest(
+        _item_of_call(b'{\\"a\\":\\"' + b"\\\\u0001" * (MOST // 8) + b'\\"}'), RESPONSES
+    ),
+    "/v1/messages, 1300 uses of a tool": lambda: HttpRequest(_tool_uses(1300, b"{}"), MESSAGES),
+    "/v1/messages, an input of escapes": lambda: HttpRequest(
+        _tool_uses(1, b'{"a":"' + _ESCAPES + b'"}'), MESSAGES
+    ),
+    "/v1/messages, a text of escapes": lambda: HttpRequest(
+        b'{"max_tokens":1,"messages":[{"role":"user","content":"' + _ESCAPES + b'"}]}', MESSAGES
+    ),
+    "run, 64 prompts of 100 KB": lambda: HttpRequest(
+        _json({"requests": [{"prompt": "x" * 100_000, "max_tokens": 1}] * 64}), RUN
+    ),
+    "run, 64 conversations of 60 messages": lambda: HttpRequest(
+        _json({"requests": [{"messages": [_USER] * 60, "max_tokens": 1}] * 64}), RUN
+    ),
+    "run, a prompt of escapes": lambda: HttpRequest(b'{"max_tokens":1,"prompt":"' + _ESCAPES + b'"}', RUN),
+    "/detokenize, 100,000 ids": lambda: HttpRequest(_json({"tokens": [1] * 100_000}), DETOKENIZE),
+}
 
 KINDS: dict[str, Callable[[], HttpRequest]] = {
     **_TOOLS,
@@ -187,4 +236,5 @@ KINDS: dict[str, Callable[[], HttpRequest]] = {
     **_STRUCTURE,
     **_MESSAGES,
     **_TEXTS,
+    **_OTHER_APIS,
 }

@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench.worst_requests import bodies, messages
+from bench.worst_requests.parsers import PARSERS
 from libs.common.runtime.heap import freeze_heap
 from services.router.api.http.content_encoding import decompress
-from services.router.api.openai.request import parse_chat, parse_completion
-from services.router.api.rpc.generate_message import parse_call
 from services.router.execution.generation import INLINE_CHARS, INLINE_MESSAGES
 from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard, load_model_card
@@ -44,6 +43,7 @@ from supervisor.plan import DEFAULT_MODEL
 AIM_MS = 50.0
 CONTEXT_TOKENS = 1 << 18  # of Kimi-K2.5
 _ASK_S = 0.0005
+_Parse: TypeAlias = Callable[[], GenerationRequest | None]
 
 
 class LockWatch:
@@ -84,10 +84,12 @@ class Pieces:
         self.hold_ms: dict[str, float] = {}
         self._card = card
 
-    def run(self, parse: Callable[[], GenerationRequest]) -> str:
-        """Returns how the request ended: "encoded", or the field of its refusal."""
+    def run(self, parse: _Parse) -> str:
+        """Returns how the request ended: "encoded", "parsed" alone, or the field of its refusal."""
         try:
             request = self._on_thread("parse", parse)
+            if request is None:
+                return "parsed"
             self._on_thread("check", partial(self._validate, request))
             self._constrain(request)
             draft_of = partial(PromptDraft.of, request, self._card, TokenCache(), tenant="t", query=None)
@@ -141,26 +143,24 @@ class Pieces:
         self.hold_ms[name] = max(self.hold_ms.get(name, 0.0), ms)
 
 
-def kinds() -> Mapping[str, Callable[[], Callable[[], GenerationRequest]]]:
+def kinds() -> Mapping[str, Callable[[], _Parse]]:
     """Of each kind what makes its bytes, and returns what parses them."""
 
-    def of_http(name: str) -> Callable[[], GenerationRequest]:
+    def of_http(name: str) -> _Parse:
         request = bodies.KINDS[name]()
-        parse = parse_completion if request.path == "/v1/completions" else parse_chat
-        return lambda: parse(decompress(request.body, request.encoding), "")[0][0]
+        parse = PARSERS[request.path]
+        return lambda: parse(decompress(request.body, request.encoding))
 
-    def of_grpc(name: str) -> Callable[[], GenerationRequest]:
-        data = messages.KINDS[name]()
-        return lambda: parse_call(data).requests[0]
+    def of_grpc(name: str) -> _Parse:
+        request = messages.KINDS[name]()
+        return partial(PARSERS[request.method], request.message)
 
     return {f"HTTP {name}": partial(of_http, name) for name in bodies.KINDS} | {
         f"gRPC {name}": partial(of_grpc, name) for name in messages.KINDS
     }
 
 
-def measure(
-    name: str, parse: Callable[[], GenerationRequest], card: ModelCard, rounds: int
-) -> dict[str, Any]:
+def measure(name: str, parse: _Parse, card: ModelCard, rounds: int) -> dict[str, Any]:
     """The row of one kind."""
     least: dict[str, float] = {}
     ended = ""
