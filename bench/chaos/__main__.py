@@ -10,7 +10,8 @@ segments are deleted. A rolling restart of every process follows. Each text is c
 undisturbed run. The shim that fills the disks makes the stores read without io_uring.
 
 Exit status 1: a text was wrong, a request over the SDK failed, one over HTTP failed whose router was not
-killed, or something is left.
+killed, or something is left: blocks, ledgers, shared memory, temporary files, more than 16 descriptors of a
+process, or with --soak a growth of more than 100 MB or 16 descriptors an hour.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ import aiohttp
 
 from bench.chaos.clients import ClientLoad, ask_http, ask_sdk
 from bench.chaos.faults import FaultInjector
-from bench.chaos.leftovers import Sample, growth, sample, shared_memory_files
+from bench.chaos.leftovers import (
+    Sample,
+    excesses,
+    growth,
+    leftover_files,
+    sample,
+    shared_memory_files,
+    temporary_files_in,
+)
 from bench.chaos.prompts import ChaosPrompt, prompts
 from bench.chaos.report import judge, report
 from bench.chaos.schedule import schedule
@@ -74,8 +83,8 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
     """The whole run."""
     before = shared_memory_files()
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        with FaultyDisk(Path(folder), run_dir / "data") as disk:
+        run_dir, temporary = Path(folder) / "run", Path(folder) / "tmp"
+        with temporary_files_in(temporary), FaultyDisk(Path(folder), run_dir / "data") as disk:
             config = ClusterConfig(
                 run_dir=run_dir,
                 routers=2,
@@ -86,9 +95,11 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
             )
             async with ClusterSupervisor(config, say=_say) as cluster:
                 found = await _measure(cluster, disk, options)
+        temporary_left = [*leftover_files(temporary), *leftover_files(run_dir, ends=".tmp")]
     left = shared_memory_files() - before
     found["shared_memory_files_left"] = sorted(left)
-    found["holds"] = bool(found["holds"]) and not left
+    found["temporary_files_left"] = temporary_left
+    found["holds"] = bool(found["holds"]) and not left and not temporary_left
     return found
 
 
@@ -131,6 +142,8 @@ async def _measure(
     endpoints = cluster.record().service_endpoints()
     leaked = await wait_until_idle(endpoints, problems, dial, timeout_s=_IDLE_S)
     ended = sample(cluster.record(), now_s=0.0)
+    slopes = growth(samples)
+    too_much = excesses(began, ended, slopes)
     return {
         "cores": os.cpu_count(),
         "minutes": options.minutes,
@@ -146,8 +159,9 @@ async def _measure(
         "rss_mb": {
             name: (began[name].rss_bytes // 1_000_000, ended[name].rss_bytes // 1_000_000) for name in ended
         },
-        "growth": growth(samples),
-        "holds": judged.holds and not problems and not leaked,
+        "growth": slopes,
+        "excesses": too_much,
+        "holds": judged.holds and not problems and not leaked and not too_much,
     }
 
 

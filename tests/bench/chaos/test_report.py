@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from bench.chaos.leftovers import Sample, growth
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.chaos.leftovers import Sample, excesses, growth, leftover_files, temporary_files_in
 from bench.chaos.outcome import HTTP, SDK, Outcome
 from bench.chaos.report import judge, report
 
@@ -38,3 +43,26 @@ def test_growth_is_a_slope_after_the_warm_part() -> None:
     samples = [{"decode-0": Sample(60.0 * n, 50_000_000 * (n > 1) + 1_000_000 * n, 20)} for n in range(20)]
     assert growth(samples) == {"decode-0": {"rss_mb_per_hour": 60.0, "descriptors_per_hour": 0.0}}
     assert growth([]) == {}
+
+
+def test_descriptors_slopes_and_ended_processes_are_excesses() -> None:
+    began = {name: Sample(0.0, 1, 20) for name in ("decode-0", "router-0", "router-1")}
+    ended = {"decode-0": Sample(0.0, 1 << 40, 36), "router-0": Sample(0.0, 1, 37)}
+    assert excesses(began, ended, {}) == ["router-0 has 17 descriptors more", "router-1 does not run"]
+    fast = {"rss_mb_per_hour": 100.1, "descriptors_per_hour": 16.1}
+    slow = {"rss_mb_per_hour": 100.0, "descriptors_per_hour": 16.0}
+    assert excesses(began, began, {"decode-0": slow}) == []
+    assert excesses(began, began, {"decode-0": fast}) == [
+        "decode-0 grows by 100.1 MB an hour",
+        "decode-0 opens 16.1 descriptors an hour",
+    ]
+
+
+def test_temporary_files_of_processes_are_found(tmp_path: Path) -> None:
+    program = "import os, tempfile; os.close(tempfile.mkstemp()[0]); tempfile.mkdtemp()"
+    with temporary_files_in(tmp_path / "tmp"):
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    [left] = leftover_files(tmp_path / "tmp")
+    assert left.startswith(f"{tmp_path}/tmp/tmp") and os.environ.get("TMPDIR") != str(tmp_path / "tmp")
+    (tmp_path / "segment.tmp").touch()
+    assert leftover_files(tmp_path, ends=".tmp") == [str(tmp_path / "segment.tmp")]
