@@ -5,6 +5,7 @@ The public gRPC port has methods of the classes public and tenant only, and no r
 
 from __future__ import annotations
 
+import logging
 import socket
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from libs.common.service_bounds import GRPC_IDLE_CONNECTION_S, GRPC_REQUEST_BYTE
 from services.router.api.rpc.server import SERVICE_NAME
 from services.router.autoscale.scaler import METHODS as SCALER_METHODS
 from services.router.options import RouterOptions
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
 
     Raises Unavailable for an address in use, InvalidArgument for one that anyone could call.
     """
+    _warn_of_shared_trust(options)
     keys = options.tenants
     shared = [("grpc.so_reuseport", int(options.share_ports))]
     public = ServiceHost(
@@ -72,3 +76,13 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
         names=options.server_names,
     )
     return RouterPorts(public, listen_tcp(options.http, share_port=options.share_ports), admin, admin_http)
+
+
+def _warn_of_shared_trust(options: RouterOptions) -> None:
+    """Once for each process: every certificate that opens the public port opens the workers, too."""
+    clients = options.client_tls or options.tls
+    if options.tls is not None and clients is not None and clients.ca == options.tls.ca:
+        log.warning(
+            "clients and peers share the CA of --tls-ca: each client's certificate opens the workers, too; "
+            "--tls-client-ca names another CA for clients"
+        )

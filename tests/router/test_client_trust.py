@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
@@ -48,6 +49,30 @@ async def test_a_clients_certificate_opens_the_public_port_only(model: FakeModel
         assert await drain_code(router.host.endpoint, PEERS, "GetStatus") is grpc.StatusCode.UNAVAILABLE
         ends = router.metrics.snapshot()["slipstream_certificate_expires_unix_seconds"]
         assert ends == expiry_unix_s(PEERS.certificate.read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({}, False),
+        ({"tls": PEERS, "client_tls": OF_CLIENTS}, False),
+        ({"tls": PEERS}, True),
+        ({"tls": PEERS, "client_tls": PEERS}, True),  # as without --tls-client-ca
+    ],
+)
+async def test_a_router_whose_clients_are_trusted_as_peers_warns(
+    options: dict[str, TlsFiles],
+    warns: bool,
+    model: FakeModel,
+    card: ModelCard,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        FakeCluster(model, **({"tls": PEERS} if options else {})) as cluster,
+        open_router(cluster, card, **options),
+    ):
+        said = [record for record in caplog.records if "--tls-client-ca" in record.message]
+        assert [record.levelname for record in said] == ["WARNING"] * warns
 
 
 async def test_a_certificate_with_an_operators_name_may_drain() -> None:
