@@ -8,11 +8,13 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from libs.common.rpc.access_table import HEALTH_SERVICE, REFLECTION_SERVICE, RPC_CLASSES
 from slipstream.cluster_record import ProcessRecord
 from slipstream.rpc.caller_class import CallerClass
+from tests.common.rpc.test_access_table import contract
 from tests.e2e.access.keyed_cluster import KeyedCluster, keyed_cluster
 from tests.support.clusters.local_cluster import until
 from tests.support.fixture_dirs import lasting_dir
@@ -29,12 +31,19 @@ def keyed(request: pytest.FixtureRequest) -> Iterator[KeyedCluster]:
         yield running
 
 
-def services_of(keyed: KeyedCluster, port: str) -> set[str]:
-    """The services of a port, as its reflection names them to an operator."""
+def methods_of(keyed: KeyedCluster, port: str) -> dict[str, list[str]]:
+    """The methods of a port's services in their order, as its reflection names them to an operator."""
+    if port == PUBLIC_PORT:  # it has no reflection
+        known = contract()
+        return {service: known[service] for service in PUBLIC_SERVICES}
     with grpc.insecure_channel(keyed.ports()[port]) as channel:
         token = keyed.metadata(CallerClass.OPERATOR, port)
-        with_token = grpc.intercept_channel(channel, _Adding(token))
-        return set(ProtoReflectionDescriptorDatabase(with_token).get_services())
+        database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, _Adding(token)))
+        pool = DescriptorPool(database)
+        return {
+            service: [method.name for method in pool.FindServiceByName(service).methods]
+            for service in database.get_services()
+        }
 
 
 class _Adding(grpc.StreamStreamClientInterceptor):
@@ -57,20 +66,23 @@ def expected_status(needed: CallerClass, kind: CallerClass, *, knows_keys: bool)
 
 
 def test_every_method_admits_the_callers_of_its_class_only(keyed: KeyedCluster) -> None:
-    found: set[str] = set()
+    found: dict[str, set[str]] = {}
     wrong: list[str] = []
     for port in keyed.ports():
-        services = PUBLIC_SERVICES if port == PUBLIC_PORT else services_of(keyed, port)
-        found |= services
-        for service in sorted(services):
-            for method, needed in RPC_CLASSES[service].items():  # Undrain follows Drain
+        for service, methods in sorted(methods_of(keyed, port).items()):
+            found.setdefault(service, set()).update(methods)
+            for method in methods:  # Undrain follows Drain
+                needed = RPC_CLASSES.get(service, {}).get(method)
+                if needed is None:
+                    wrong.append(f"{port}: {service}/{method} has no class")
+                    continue
                 for kind in CallerClass:
                     status = keyed.call(port, f"/{service}/{method}", kind=kind)
                     expected = expected_status(needed, kind, knows_keys=port.startswith("router"))
                     if (status if status in REFUSED else None) is not expected:
                         wrong.append(f"{port}: {method} by {kind}: {status}, not {expected}")
     assert not wrong, "\n".join(wrong)
-    assert found == set(RPC_CLASSES)
+    assert found == {service: set(methods) for service, methods in RPC_CLASSES.items()}
     # All were drained and undrained on the way.
     until(
         lambda: not any(keyed.cluster.status(name).load.draining for name in keyed.cluster.workers), what="-"
