@@ -25,14 +25,18 @@ WORKERS = ("prefill-0", "prefill-1")
 KV_PROCESSES = (*WORKERS, "decode-0", "kvstore-0")
 # The attacker covers all memory in seconds when there is little.
 _PAGES = ("--kv-memory-bytes", str(64 << 20), "--kv-staging-bytes", str(32 << 20))
+# In bf16 a prompt that is computed in other pieces, after a refused block, may fall otherwise at a near tie.
+_EXACT = ("--compute-dtype", "float32")
 LITTLE_MEMORY = {
-    Role.PREFILL: _PAGES,
-    Role.DECODE: _PAGES,
+    Role.PREFILL: (*_PAGES, *_EXACT),
+    Role.DECODE: (*_PAGES, *_EXACT),
     Role.KVSTORE: ("--dram-bytes", str(32 << 20), "--disk-bytes", "0"),
 }
-# Of log probabilities: rounding to bf16 moved one by up to 0.07 in 18 replies.
-TIE = 0.15
 FAILURES = "slipstream_kv_checksum_failures_total"
+
+
+def texts(replies: list[Reply]) -> list[object]:
+    return [reply.as_message() for reply in replies]
 
 
 def conversation(cluster: LocalCluster, case: int) -> list[Reply]:
@@ -40,30 +44,10 @@ def conversation(cluster: LocalCluster, case: int) -> list[Reply]:
     messages = [{"role": "user", "content": f"Case {case}. {TEXT}"}]
     replies = []
     for turn in range(3):
-        reply = ask_at(cluster, WORKERS[(case + turn) % 2], messages, top_logprobs=2)
+        reply = ask_at(cluster, WORKERS[(case + turn) % 2], messages)
         replies.append(reply)
         messages += [reply.as_message(), {"role": "user", "content": f"And {turn}? {TEXT[:400]}"}]
     return replies
-
-
-def is_other(got: Reply, calm: Reply) -> bool:
-    """Whether the replies differ, and not at a tie.
-
-    A prompt that is computed in other pieces has other roundings, which decide between two tokens that are
-    about as likely. The reply that took the end of the turn does not list that token.
-    """
-    for mine, other in zip(got.logprobs, calm.logprobs, strict=False):
-        if mine.token != other.token:
-            return min(top[0].logprob - top[1].logprob for top in (mine.top, other.top)) > TIE
-    return False
-
-
-def is_wrong(got: list[Reply], calm: list[Reply]) -> bool:
-    """Whether a reply differs from that of the calm cluster to the same conversation."""
-    for mine, other in zip(got, calm, strict=True):
-        if mine.as_message() != other.as_message():
-            return is_other(mine, other)
-    return False
 
 
 @contextmanager
@@ -114,18 +98,13 @@ def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> No
             refused = found()
         cluster.assert_idle()
     # A cluster with the default transport, which no other process can write to.
-    with LocalCluster(plain_config(tmp_path / "calm", kvstores=1)) as calm:
+    exact = dict.fromkeys((Role.PREFILL, Role.DECODE), _EXACT)
+    with LocalCluster(plain_config(tmp_path / "calm", kvstores=1, extra_arguments=exact)) as calm:
         for name in (*KV_PROCESSES, *calm.router_names):
             ports = listening_ports(calm.pid(name))
             assert ports and all(ports.values()), f"{name} listens beyond loopback: {ports}"
         undisturbed = [conversation(calm, case) for case in range(len(got))]
         calm.assert_idle()
     cases = range(len(got))
-    wrong = [case for case in cases if is_wrong(got[case], undisturbed[case])]
+    wrong = [case for case in cases if texts(got[case]) != texts(undisturbed[case])]
     assert not wrong, f"cases {wrong} differ; {refused} blocks were refused"
-    equal = [
-        case
-        for case in cases
-        if [reply.as_message() for reply in got[case]] == [reply.as_message() for reply in undisturbed[case]]
-    ]
-    assert len(equal) > len(got) / 2, f"{len(got) - len(equal)} of {len(got)} cases met a tie"
