@@ -21,8 +21,8 @@ MAX_GRAMMAR_BYTES = 512 << 10
 MAX_OUTPUT_DEPTH = 128
 # What a parser does per byte outside of texts takes a hundred times as long as per byte of a text.
 MAX_STRUCTURE_BYTES = 256 << 10
-# Four contexts of Kimi-K2.5. The parser keeps the interpreter's lock for 16 ms with so many packed numbers.
-MAX_MESSAGE_NUMBERS = 1 << 20
+# Two contexts of Kimi-K2.5. The parser keeps the interpreter's lock for 8 ms with so many packed numbers.
+MAX_MESSAGE_NUMBERS = 1 << 19
 # Python's parsers, encoders and repr end at about 990 levels, each at another one.
 MAX_JSON_DEPTH = 512
 MAX_KEY_FILE_BYTES = 4 << 20

@@ -177,6 +177,10 @@ def _schema(schema: Mapping[str, Any], **more: Any) -> HttpRequest:
     return chat([_USER], response_format=form, **more)
 
 
+def _items(items: list[dict[str, Any]]) -> HttpRequest:
+    return HttpRequest(_json({"input": items, "max_output_tokens": 1}), RESPONSES)
+
+
 def _item_of_call(arguments: bytes) -> bytes:
     """A body of Responses with one call that has these raw arguments."""
     call = b'{"type":"function_call","call_id":"c","name":"f","arguments":"' + arguments + b'"}'
@@ -202,11 +206,10 @@ def _gzip_bomb(n_bytes: int) -> bytes:
 
 _ESCAPES = b"\\u0001" * (MOST // 7)
 _OTHER_APIS: dict[str, Callable[[], HttpRequest]] = {
-    "/v1/responses, 4000 items": lambda: HttpRequest(
-        _json({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}] * 4000}),
-        RESPONSES,
+    "/v1/responses, 4000 items": lambda: _items(
+        [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}] * 4000
     ),
-    "/v1/responses, 100,000 items": lambda: HttpRequest(_json({"input": [_USER] * 100_000}), RESPONSES),
+    "/v1/responses, 100,000 items": lambda: _items([_USER] * 100_000),
     "/v1/responses, control characters": lambda: HttpRequest(
         b'{"max_output_tokens":1,"input":"' + b"\\u0001" * (MOST // 6 - _ROOM) + b'"}', RESPONSES
     ),

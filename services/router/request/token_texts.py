@@ -9,6 +9,7 @@ from libs.common.service_bounds import MAX_DECODED_TOKENS
 from libs.text.tokenizer import Tokenizer
 from services.router.admission.fair_threads import FairThreads
 from services.router.request.model_card import ModelCard
+from services.router.request.token_ids import are_below
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 from slipstream.v1 import router_pb2
@@ -17,8 +18,6 @@ T = TypeVar("T")
 
 # Fewer take less than a millisecond.
 _INLINE_TOKENS = 1024
-# The least and the largest of a million at once keep the interpreter's lock for 40 ms.
-_CHECKED = 1 << 15
 
 
 class TokenTexts:
@@ -45,11 +44,8 @@ class TokenTexts:
         return await self._threads.run(tenant, piece, admitted=False)
 
     def _decode(self, ids: Sequence[int], field: str) -> str:
-        last = self._card.vocab_size - 1
-        for start in range(0, len(ids), _CHECKED):
-            part = ids[start : start + _CHECKED]
-            if not 0 <= min(part) <= max(part) <= last:
-                raise bounds.PROMPT_IDS.refused(field, last=last)
+        if not are_below(ids, self._card.vocab_size):
+            raise bounds.PROMPT_IDS.refused(field, last=self._card.vocab_size - 1)
         return self._card.tokenizer.decode(ids, keep_special=True)
 
 

@@ -16,6 +16,7 @@ from libs.structured.schema_walk import is_shallow
 from libs.text.tool_schema import validate_tools
 from services.router.admission.types import PRIORITIES
 from services.router.request.model_card import ModelCard
+from services.router.request.token_ids import are_below
 from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
 from slipstream import bounds
 from slipstream.bound import shown, shown_name
@@ -127,7 +128,7 @@ def check_prompt_rows(prompt_logprobs: int | None, *, prompt_tokens: int) -> Non
 def _check_prompt(source: PromptInput, *, vocab_size: int) -> None:
     if not source.token_ids:
         bounds.PROMPT.check(len(source.prompt.encode()))
-    elif min(source.token_ids) < 0 or max(source.token_ids) >= vocab_size:
+    elif not are_below(source.token_ids, vocab_size):
         raise bounds.PROMPT_IDS.refused(last=vocab_size - 1)
 
 

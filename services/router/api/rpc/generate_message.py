@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from libs.structured.answer_grammar import OutputFormat
-from services.router.api.rpc.message_reader import listed, read_message
+from services.router.api.rpc.message_reader import read_message
 from services.router.request.choices import split_choices
 from services.router.request.json_limits import check_structure
+from services.router.request.token_ids import listed
 from services.router.request.token_texts import check_count
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream import bounds

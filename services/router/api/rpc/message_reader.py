@@ -6,7 +6,6 @@ Errors name fields by their paths in the HTTP body.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from google.protobuf import unknown_fields
@@ -17,8 +16,6 @@ from services.router.api.rpc.utf8_check import find_invalid_text
 from slipstream import bounds
 
 MessageT = TypeVar("MessageT", bound=Message)
-
-_PIECE = 1 << 15
 
 # Maps paths of the message to paths of the HTTP body where the two differ.
 _BODY_PATHS = (
@@ -59,14 +56,6 @@ def read_message(data: bytes, kind: type[MessageT]) -> MessageT:
         if unknown is not None:
             raise bounds.UNKNOWN_FIELD.refused(_body_path(unknown))
     return message
-
-
-def listed(numbers: Sequence[int]) -> list[int]:
-    """The numbers of a message's field, copied in pieces: a million at once keep the lock for 100 ms."""
-    copied: list[int] = []
-    for start in range(0, len(numbers), _PIECE):
-        copied += numbers[start : start + _PIECE]
-    return copied
 
 
 def _find_unknown(message: Message, path: str) -> str | None:

@@ -7,10 +7,11 @@ from functools import partial
 from libs.common.rpc.serve import metadata_of
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate_message import parse_generation
-from services.router.api.rpc.message_reader import listed, read_message
+from services.router.api.rpc.message_reader import read_message
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
+from services.router.request.token_ids import listed
 from services.router.request.token_texts import TokenTexts
 from services.router.request.types import GenerationRequest
 from slipstream.v1 import router_pb2
