@@ -42,9 +42,10 @@ GRPC_PUBLIC_REQUEST_BYTES = 4096
 GRPC_PUBLIC_READ_S = 2.0
 GRPC_WINDOW_BYTES = 65_535  # HTTP/2's initial window
 REQUEST_READ_S = bounds.BODY_READ_S
-# The router's public port: an idle connection, and a message with its envelope.
+# The router's public port: an idle connection, and a message with its envelope. Methods that take only names.
 GRPC_IDLE_CONNECTION_S = 4.5
 GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
+GRPC_SHORT_REQUEST_BYTES = 64 << 10
 # A worker's streams of load reports: one for each router and operator.
 LOAD_WATCHERS = 256
 # Streams of KEDA's scaler at one router: one for each tier and replica of KEDA's operator is usual.
@@ -105,7 +106,7 @@ MAX_QUARANTINED = 1024
 DEATH_REPORT_WAIT_S = 1.0
 
 # Ids of one call of /detokenize or Detokenize, which decodes them at once.
-MAX_DECODED_TOKENS = 1 << 20
+MAX_DECODED_TOKENS = bounds.MAX_MESSAGE_NUMBERS
 
 # A file of settings. The parser's time grows with the square of the length of a dotted key.
 MAX_CONFIGURATION_BYTES = 64 << 10
@@ -211,9 +212,9 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "wait at the client",
     ),
     (
-        "Message to a router's port (gRPC)",
-        f"{GRPC_REQUEST_BYTES} bytes",
-        "RESOURCE_EXHAUSTED; the SDK raises BodyTooLarge",
+        "Message to a router's port / to any port, of a method without a prompt, bodies or blocks (gRPC)",
+        f"{GRPC_REQUEST_BYTES} / {GRPC_SHORT_REQUEST_BYTES} bytes",
+        "RESOURCE_EXHAUSTED; the SDK raises BodyTooLarge / INVALID_ARGUMENT before it is parsed",
     ),
     ("No whole message of an accepted call (gRPC)", f"{REQUEST_READ_S:g} s", "INVALID_ARGUMENT"),
     (

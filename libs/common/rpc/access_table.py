@@ -1,12 +1,14 @@
-"""Who may call what: the class of every RPC and of every HTTP route. `docs/security.md` shows it.
+"""Who may call what: the class of every RPC and of every HTTP route, as `docs/security.md` shows it.
 
 A test compares these tables with the contract and with the routes. An RPC without a class is an operator's.
+The bound of each RPC's message is here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from libs.common.service_bounds import GRPC_SHORT_REQUEST_BYTES
 from slipstream.rpc.caller_class import CallerClass
 
 PUBLIC, TENANT = CallerClass.PUBLIC, CallerClass.TENANT
@@ -152,6 +154,27 @@ METHOD_CLASSES: Mapping[str, CallerClass] = {
     for service, methods in RPC_CLASSES.items()
     for method, kind in methods.items()
 }
+
+# What takes a prompt, bodies, hashes of blocks or another method's message has the bound of its port.
+_LONG: dict[str, tuple[str, ...]] = {
+    "slipstream.v1.RouterService": ("Generate", "Tokenize", "Detokenize"),
+    "slipstream.v1.JobService": ("SubmitJobs",),
+    "slipstream.v1.FleetService": ("CallProcess",),
+    "slipstream.v1.PrefillService": ("Prefill", "WatchHandoff", "RenewHandoff", "ReleaseHandoff"),
+    "slipstream.v1.DecodeService": ("Decode",),
+    "slipstream.v1.DrafterService": ("Draft",),
+    "slipstream.v1.KvstoreService": (
+        *("Lookup", "Pins", "Reserve", "Commit", "CancelReservation", "VerifyBlocks", "DropBlocks"),
+    ),
+    "slipstream.v1.KvEventService": ("WatchBlocks",),
+}
+LONG_METHODS = frozenset(f"/{service}/{name}" for service, names in _LONG.items() for name in names)
+SHORT_METHODS = METHOD_CLASSES.keys() - LONG_METHODS
+
+
+def most_request_bytes(method: str) -> int | None:
+    """The bound of one message of a method, as "/service/method"; None: that of its port."""
+    return GRPC_SHORT_REQUEST_BYTES if method in SHORT_METHODS else None
 
 
 def markdown_tables() -> str:

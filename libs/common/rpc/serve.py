@@ -33,7 +33,7 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Span
 
 from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
-from libs.common.rpc.access_table import HEALTH_SERVICE
+from libs.common.rpc.access_table import HEALTH_SERVICE, most_request_bytes
 from libs.common.rpc.call_reset import reset_call, reset_call_later
 from libs.common.rpc.call_room import CallRoom
 from libs.common.rpc.endpoints import advertised_endpoint
@@ -265,7 +265,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             begins=method in self._front_doors,
             room=room,
         )
-        most_bytes = GRPC_PUBLIC_REQUEST_BYTES if is_public else None
+        most_bytes = GRPC_PUBLIC_REQUEST_BYTES if is_public else most_request_bytes(method)
         parse = self._malformed.checked(handler.request_deserializer, method, most_bytes=most_bytes)
         return make(wrapped, parse, handler.response_serializer)
 

@@ -59,12 +59,14 @@ class MalformedRequests:
         self, deserialize: Deserialize | None, method: str, *, most_bytes: int | None = None
     ) -> Deserialize | None:
         """The deserializer, which raises InvalidArgument for bytes that are not its message, or too many."""
-        if deserialize is None:
+        if deserialize is None and most_bytes is None:
             return None
 
         def parse(data: bytes) -> Any:
             if most_bytes is not None and len(data) > most_bytes:
                 raise InvalidArgument("request", f"must have at most {most_bytes} bytes")
+            if deserialize is None:
+                return data
             try:
                 return deserialize(data)
             except DecodeError:
