@@ -21,10 +21,8 @@ MAX_GRAMMAR_BYTES = 512 << 10
 MAX_OUTPUT_DEPTH = 128
 # What a parser does per byte outside of texts takes a hundred times as long as per byte of a text.
 MAX_STRUCTURE_BYTES = 256 << 10
-# Two contexts of Kimi-K2.5. The parser keeps the interpreter's lock for 8 ms with so many packed numbers.
-MAX_MESSAGE_NUMBERS = 1 << 19
-# Python's parsers, encoders and repr end at about 990 levels, each at another one.
-MAX_JSON_DEPTH = 512
+MAX_MESSAGE_NUMBERS = 1 << 19  # two contexts of Kimi-K2.5; the parser takes 8 ms, with the interpreter's lock
+MAX_JSON_DEPTH = 512  # Python's parsers, encoders and repr end at about 990, each at another depth
 MAX_KEY_FILE_BYTES = 4 << 20
 # A limit of an API key in requests or tokens, and one in the currency of the prices.
 MAX_LIMIT = 10**12
@@ -40,17 +38,13 @@ BODY_STRUCTURE = _request.add(
     )
 )
 BODY_DEPTH = _request.add(
-    Rule(
-        "body",
-        f"must have at most {MAX_JSON_DEPTH} lists and objects inside each other",
-        "What reads it further on goes one call deeper for each. Also for JSON in texts over gRPC.",
-    )
+    Rule("body", f"may nest at most {MAX_JSON_DEPTH} lists and objects", "What reads it goes as deep.")
 )
 NUMBERS = _request.add(
     Rule(
         "prompt",
         f"must have at most {MAX_MESSAGE_NUMBERS} token ids",
-        "Also stop_token_ids, and token_ids of Detokenize: all of a message together, before any is read.",
+        "Also stop_token_ids, and token_ids of Detokenize: all of a message, before it is parsed.",
         "gRPC",
     )
 )
@@ -86,11 +80,7 @@ MODEL = _request.add(
 )
 INPUT = _request.add(Rule("messages", "must be given", "There is nothing to generate from."))
 REQUEST_ID = _request.add(
-    Rule(
-        "request_id",
-        "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
-        "Headers and metadata carry it.",
-    )
+    Rule("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", "Headers and metadata carry it.")
 )
 REQUEST_ID_IN_USE = _request.add(
     Rule("request_id", "is in use by a running request", "An id names one running request of a tenant.")
@@ -113,18 +103,10 @@ TIMEOUT = _request.add(
     )
 )
 PINNING = _request.add(
-    Rule(
-        "x-slipstream-prefill",
-        "is not allowed: this router runs without --allow-pinning",
-        "Clients do not place requests.",
-    )
+    Rule("x-slipstream-prefill", "is not allowed: this router runs without --allow-pinning", "Routers place.")
 )
 PINNED_WORKER = _request.add(
-    Rule(
-        "x-slipstream-prefill",
-        "{instance} is no ready prefill worker",
-        "Pinning is for demonstrations and tests.",
-    )
+    Rule("x-slipstream-prefill", "{instance} is no ready prefill worker", "Pinning is for demos and tests.")
 )
 PRIORITY = _request.add(
     Rule(

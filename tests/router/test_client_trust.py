@@ -68,7 +68,7 @@ async def test_a_router_whose_clients_are_trusted_as_peers_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with (
-        FakeCluster(model, **({"tls": PEERS} if options else {})) as cluster,
+        FakeCluster(model, tls=PEERS if options else None) as cluster,
         open_router(cluster, card, **options),
     ):
         said = [record for record in caplog.records if "--tls-client-ca" in record.message]

@@ -22,7 +22,7 @@ from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 from tests.router.conftest import MAX_CONTEXT_TOKENS, VOCAB_SIZE, open_router
-from tests.router.support.bound_case import PARTIAL_CASES, USER, Case, both, messages, output_schema, tools
+from tests.router.support.bound_case import OTHER_CASES, USER, Case, both, messages, output_schema, tools
 from tests.router.support.fake_cluster import FakeCluster
 
 BAD_UTF8 = b"caf\xe9"
@@ -46,9 +46,6 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-_N_DEEP = bounds.MAX_JSON_DEPTH + 1
-_DEEP_TEXT = '{"a":' * _N_DEEP + "1" + "}" * _N_DEEP
-_DEEP = {"name": "look", "parameters": json.loads(_DEEP_TEXT)}
 # A third of the values that all tools together may have.
 _ENUM = {"type": "object", "enum": [0] * 11_000}
 
@@ -110,10 +107,6 @@ CASES: dict[str, Case] = {
     "BODY_STRUCTURE": messages(
         "body", *[USER] * 100_000, grpc=[{"role": "user", "content": [{}] * 40} for _ in range(4000)]
     ),
-    "BODY_DEPTH": tools(
-        "body", [{"type": "function", "function": _DEEP}], [{**_DEEP, "parameters": _DEEP_TEXT}]
-    ),
-    "NUMBERS": Case("prompt", grpc={"tokenIds": {"ids": [1] * (bounds.MAX_MESSAGE_NUMBERS + 1)}}),
     "BODY_FORMAT": Case("body", http=b'"text"', grpc=b"\x12\xff"),
     "BODY_JSON": Case(
         "body", http=b'{"messages": [\n  1,]}', words="is not JSON: expecting value at line 2 column 5"
@@ -174,7 +167,7 @@ CASES: dict[str, Case] = {
         http={"messages": [{**USER, "tool_calls": [OPENAI_CALL]}]},
         grpc={"chat": {"messages": [{**USER, "toolCalls": [CALL]}]}},
     ),
-    **PARTIAL_CASES,
+    **OTHER_CASES,
     "TOOL_ONLY": messages(
         "messages[0].tool_call_id", {**USER, "tool_call_id": "x"}, grpc=[{**USER, "toolCallId": "x"}]
     ),
@@ -201,11 +194,6 @@ CASES: dict[str, Case] = {
     "PROMPTS": Case("prompt", http={"prompt": ["a"] * 129}),
     "PROMPT_IDS": Case("prompt", http={"prompt": [VOCAB_SIZE]}, grpc={"tokenIds": {"ids": [VOCAB_SIZE]}}),
     "PROMPT_EMPTY": Case("prompt", grpc={"tokenIds": {}}),
-    "PROMPT_ALONE": Case(
-        "max_tokens",
-        http={"prompt": "a", "max_tokens": 0},
-        grpc={"prompt": "a", "sampling": {"maxTokens": 0}},
-    ),
     "TOOLS": tools("tools", [OPENAI_TOOL] * 129, [TOOL] * 129),
     "TOOL_BYTES": tools(
         "tools[0]", [_tool(description="d" * 70_000)], [{**TOOL, "description": "d" * 70_000}]

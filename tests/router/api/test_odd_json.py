@@ -37,13 +37,14 @@ def read_response(data: bytes) -> None:
         parse_response(draft, EarlierItems(), is_stored=False)
 
 
+USER = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 PARSERS: dict[str, tuple[Callable[[bytes], object], Sequence[Any]]] = {
     "chat": (parse_chat, CHATS),
     "completion": (parse_completion, COMPLETIONS),
     "run": (read_run, RUNS),
     "response": (read_response, RESPONSES),
     "messages": (parse_messages_body, MESSAGES),
-    "tokenize": (parse_tokenize, [{**CHATS[0], "max_tokens": None}, {"prompt": "a"}]),
+    "tokenize": (parse_tokenize, [{"messages": USER, "tools": []}, {"prompt": "a"}]),
     "detokenize": (parse_detokenize, [{"tokens": [1]}]),
     "batch": (lambda data: parse_batch(data, ["/v1/chat/completions"]), BATCHES),
 }

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream import bounds
+
 USER = {"role": "user", "content": "hi"}
 
 
@@ -47,7 +49,7 @@ _BEGUN = {"role": "assistant", "content": "Yes, ", "partial": True}
 _CALL = {"id": "functions.look:0", "name": "look", "arguments": "{}"}
 _FUNCTION = {"name": "look", "parameters": {"type": "object"}}
 # A partial message: on another message, and beside what it excludes.
-PARTIAL_CASES = {
+_PARTIAL_CASES = {
     "PARTIAL": messages("messages[1].partial", USER, _BEGUN, {"role": "user", "content": "why?"}),
     "PARTIAL_CALLS": Case(
         "messages[1].tool_calls",
@@ -84,3 +86,21 @@ PARTIAL_CASES = {
         http={"messages": [USER, _BEGUN], "add_generation_prompt": True},
     ),
 }
+
+
+_N_DEEP = bounds.MAX_JSON_DEPTH + 1
+_DEEP = '{"a":' * _N_DEEP + "1" + "}" * _N_DEEP
+_PROMPT_CASES = {
+    "PROMPT_ALONE": Case(
+        "max_tokens",
+        http={"prompt": "a", "max_tokens": 0},
+        grpc={"prompt": "a", "sampling": {"maxTokens": 0}},
+    ),
+    "BODY_DEPTH": tools(
+        "body",
+        [{"type": "function", "function": {"name": "look", "parameters": json.loads(_DEEP)}}],
+        [{"name": "look", "parameters": _DEEP}],
+    ),
+    "NUMBERS": Case("prompt", grpc={"tokenIds": {"ids": [1] * (bounds.MAX_MESSAGE_NUMBERS + 1)}}),
+}
+OTHER_CASES = {**_PARTIAL_CASES, **_PROMPT_CASES}
