@@ -113,9 +113,9 @@ async def serve(options: RouterSettings) -> None:
         card = await asyncio.to_thread(
             load_model_card, options.model, names=options.model_names(), thinks=options.thinks()
         )
-    tenants = ApiKeys()
+    keys = ApiKeys()
     check = partial(check_limits, has_prices=bool(options.prices), has_database=bool(options.database))
-    followed_keys = None if options.api_keys is None else follow_keys(options.api_keys, tenants, check=check)
+    followed_keys = None if options.api_keys is None else follow_keys(options.api_keys, keys, check=check)
     router_options = RouterOptions(
         instance=options.instance,
         region_ms=parse_region_ms(options.region_ms),
@@ -132,7 +132,7 @@ async def serve(options: RouterSettings) -> None:
         client_tls=options.client_tls(),
         secret=options.cluster_secret(),
         server_names=parse_endpoints(options.server_names),
-        tenants=tenants,
+        keys=keys,
         salts=_salts(options, card),
         max_requests=options.max_requests,
         allow_pinning=options.allow_pinning,

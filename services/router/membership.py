@@ -22,14 +22,14 @@ class RouterMembership:
         self,
         discovery: Discovery,
         record: Worker,
-        runs: RequestManager,
+        manager: RequestManager,
         fleet: RouterFleet,
         *,
         hosts: Sequence[ServiceHost],
     ) -> None:
         self._discovery = discovery
         self._record = record
-        self._runs = runs
+        self._manager = manager
         self._fleet = fleet
         self._hosts = hosts
         self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
@@ -40,18 +40,18 @@ class RouterMembership:
 
     async def drain(self) -> None:
         """Refuse new requests, and hand over those that another router can continue."""
-        self._runs.drain()
+        self._manager.drain()
         await self._report()
         await self._discovery.withdraw(self._record)
         # Streams of the SDK continue at another router; many end before.
         loop = asyncio.get_running_loop()
-        self._hand_over = loop.call_later(HAND_OVER_AFTER_S, self._runs.hand_over)
+        self._hand_over = loop.call_later(HAND_OVER_AFTER_S, self._manager.hand_over)
 
     async def undrain(self) -> None:
         """Take requests again."""
         if self._hand_over is not None:
             self._hand_over.cancel()
-        self._runs.undrain()
+        self._manager.undrain()
         self.join()
         await self._report()
 
@@ -63,6 +63,6 @@ class RouterMembership:
             await self._fleet.wait_changed(seen)
 
     async def _report(self) -> None:
-        serves = readiness_of(self._runs, self._fleet).serves
+        serves = readiness_of(self._manager, self._fleet).serves
         for host in self._hosts:
             await host.set_ready(serves)

@@ -41,7 +41,7 @@ class RouterOptions:
     allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     access_log: AccessLog = field(default_factory=AccessLog)
-    tenants: ApiKeys = field(default_factory=ApiKeys)
+    keys: ApiKeys = field(default_factory=ApiKeys)
     salts: PromptSalts = field(default_factory=PromptSalts)
     max_requests: int = service_bounds.MAX_RUNNING_REQUESTS
     allow_pinning: bool = False

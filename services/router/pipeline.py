@@ -78,7 +78,7 @@ class RequestPipeline:
             salts=options.salts,
             metering=make_metering(options, card.names, self.counters, self.members),
         )
-        self.runs = RequestManager(
+        self.manager = RequestManager(
             context, max_requests=options.max_requests, allow_pinning=options.allow_pinning
         )
 

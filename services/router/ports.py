@@ -39,7 +39,7 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
     Raises Unavailable for an address in use, InvalidArgument for one that anyone could call.
     """
     _warn_of_shared_trust(options)
-    keys = options.tenants
+    keys = options.keys
     shared = [("grpc.so_reuseport", int(options.share_ports))]
     public = ServiceHost(
         options.listen,

@@ -95,21 +95,21 @@ class RouterServer:
         )
         self.pipeline = RequestPipeline(card, discovery, placements, options, exit_reports=exit_reports)
         self.counters, self.fleet = self.pipeline.counters, self.pipeline.fleet
-        self.runs, self.recorder = self.pipeline.runs, self.pipeline.recorder
+        self.manager, self.recorder = self.pipeline.manager, self.pipeline.recorder
         self.loop_delay = EventLoopLag(asyncio.get_running_loop().time)
         self._rates = RequestRates(self.counters, time.monotonic)
         self._membership = RouterMembership(
-            discovery, self._record, self.runs, self.fleet, hosts=(self.host, self.admin)
+            discovery, self._record, self.manager, self.fleet, hosts=(self.host, self.admin)
         )
         self.metrics = ProcessMetrics(Role.ROUTER, self.counters, self._measure)
         self.metrics.model = self.pipeline.card.name
         begin_series(self.counters)
         access_log = replace(options.access_log, counters=self.counters)
         self._grpc = self._make_grpc(access_log)
-        self.jobs = RouterJobs(options, self.runs, self.fleet)
+        self.jobs = RouterJobs(options, self.manager, self.fleet)
         self.jobs.serve(self.host.server, self._grpc)
         self._http = self._make_http(access_log)
-        self._tasks = add_families(self._http, self.runs, self.pipeline.card, options, self.jobs)
+        self._tasks = add_families(self._http, self.manager, self.pipeline.card, options, self.jobs)
         calls = ProcessCalls(self.pipeline.dial, options.secret)
         self._worker_service = self._make_worker_service()
         self._operator_services = self._add_operator_services(calls)
@@ -117,7 +117,7 @@ class RouterServer:
         http_tls = options.tls if options.http_tls else None
         self._admin_http = make_admin_server(
             self.ports.admin_http,
-            self.runs,
+            self.manager,
             fleet=self.fleet,
             metrics=self.metrics,
             routes=self.console.routes(),
@@ -134,11 +134,11 @@ class RouterServer:
     def _make_grpc(self, access_log: AccessLog) -> GrpcServer:
         """RouterService at the public port."""
         server = GrpcServer(
-            self.runs,
+            self.manager,
             fleet=self.fleet,
             sessions=self.pipeline.sessions,
             card=self.pipeline.card,
-            tenants=self._options.tenants,
+            keys=self._options.keys,
             access_log=access_log,
             write_stall_s=self._options.write_stall_s,
         )
@@ -148,10 +148,10 @@ class RouterServer:
     def _make_http(self, access_log: AccessLog) -> HttpServer:
         options = self._options
         return HttpServer(
-            self.runs,
+            self.manager,
             fleet=self.fleet,
             card=self.pipeline.card,
-            tenants=options.tenants,
+            keys=options.keys,
             guard=HttpGuard.of(
                 options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
             ),
@@ -166,7 +166,7 @@ class RouterServer:
         service = WorkerService(
             self._identity,
             load=self._load,
-            ledger=lambda: worker_pb2.Ledger(sequences=self.runs.held),
+            ledger=lambda: worker_pb2.Ledger(sequences=self.manager.held),
             counters=self.metrics.snapshot,
             on_drain=self._membership.drain,
             on_undrain=self._membership.undrain,
@@ -214,7 +214,7 @@ class RouterServer:
         )
         return make_console(
             identity,
-            self.runs,
+            self.manager,
             pipeline.members,
             pipeline.peers,
             dial=pipeline.dial,
@@ -259,10 +259,10 @@ class RouterServer:
         """Refuse new requests, give running ones `grace_s` to end, abort the others, release everything."""
         await self._worker_service.drain(is_final=True)
         deadline_s = time.monotonic() + grace_s
-        while self.runs.held and time.monotonic() < deadline_s:
+        while self.manager.held and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
         await self.jobs.close()
-        await self.runs.close()
+        await self.manager.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -277,7 +277,7 @@ class RouterServer:
         """The message of an accepted call, within its tenant's shares of connections and messages."""
         self._grpc.name_call(context)
         tenant = current_caller().tenant
-        if not self._options.tenants.open:  # else all clients are one tenant
+        if not self._options.keys.open:  # else all clients are one tenant
             self._count_connection(context.peer(), tenant)
         async with self._received.receiving(tenant):
             return await read_request(context)
@@ -300,34 +300,34 @@ class RouterServer:
         """End what runs by keys that were revoked or have expired."""
         while True:
             await asyncio.sleep(_KEYS_CHECK_S)
-            self.runs.end_revoked(self._options.tenants.counts)
+            self.manager.end_revoked(self._options.keys.counts)
 
     async def _end_keyless(self) -> None:
         """End connections that show no key; where none are configured, all clients are one tenant."""
-        if not self._options.tenants.open:
+        if not self._options.keys.open:
             await end_keyless(self._connections, self.counters, listen=self.host.bound)
 
     def _measure(self, counters: Counters) -> Mapping[str, float]:
         measure_fleet(counters, self.fleet)
         return {
             **self.loop_delay.gauges(),
-            **self.runs.gate.gauges(),
+            **self.manager.gate.gauges(),
             **self.jobs.gauges(),
             **self.fleet.index.gauges(),
             **self.pipeline.token_cache.gauges(),
             **self._placements.figures(),
-            **membership_figures(is_draining=self.runs.draining, has_lapsed=self._discovery.has_lapsed),
+            **membership_figures(is_draining=self.manager.draining, has_lapsed=self._discovery.has_lapsed),
             **self.host.figures(),
             "slipstream_grpc_malformed_total": self.host.malformed.count + self.admin.malformed.count,
         }
 
     def _load(self) -> worker_pb2.LoadReport:
-        admission = self.runs.gate.controller
+        admission = self.manager.gate.controller
         report = worker_pb2.LoadReport(
             requests_running=admission.running,
             requests_waiting=admission.waiting,
             prefill_tokens_in_flight=admission.waiting_tokens,
-            draining=self.runs.draining,
+            draining=self.manager.draining,
             busy_share=self.loop_delay.busy_share(),
             event_loop_delay_ms=self.loop_delay.window.mean_ms,
             requests_unplaced=self.fleet.unplaced.count,

@@ -54,7 +54,7 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 def lose_patience(router: RouterServer, *, limit_s: float = 0.5) -> None:
     """Limit how long clients over HTTP may leave a response unread, those of running requests included."""
     router._http.generation.write_stall_s = limit_s
-    for run in router.runs.running:
+    for run in router.manager.running:
         if isinstance(stream := run.sink.direct_writer, EventStream):
             stream._write_stall_s = limit_s
             shorten_timers(stream._cut_off, limit_s)
@@ -150,7 +150,7 @@ class open_router:
             ),
         )
         self._server.fleet.worker_models = FixedSpeeds()
-        self._server.runs.context.failover.hedge_policy = HedgePolicy(NEVER_HEDGE)
+        self._server.manager.context.failover.hedge_policy = HedgePolicy(NEVER_HEDGE)
 
     async def __aenter__(self) -> RouterServer:
         await self._server.start()

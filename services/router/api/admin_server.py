@@ -19,7 +19,7 @@ from slipstream.rpc.tls import TlsFiles
 
 def make_admin_server(
     port: AdminPort,
-    runs: RequestManager,
+    manager: RequestManager,
     *,
     fleet: RouterFleet,
     metrics: ProcessMetrics,
@@ -33,12 +33,12 @@ def make_admin_server(
 
     async def health(request: web.Request) -> web.Response:
         workers = {f"{link.worker.role}/{link.worker.instance}": link.ready for link in fleet.links()}
-        return health_page(readiness_of(runs, fleet), {"workers": workers})
+        return health_page(readiness_of(manager, fleet), {"workers": workers})
 
     return AdminServer(
         port,
         metrics=metrics,
-        read_health=partial(readiness_of, runs, fleet),
+        read_health=partial(readiness_of, manager, fleet),
         routes=[web.get("/healthz", health), *routes],
         complete_headers=complete_headers,
         max_body_bytes=bounds.MAX_BODY_BYTES,

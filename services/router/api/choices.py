@@ -28,7 +28,7 @@ class ChoiceRuns:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         requests: Sequence[GenerationRequest],
         caller: Caller,
         *,
@@ -36,7 +36,7 @@ class ChoiceRuns:
         wants_stats: bool,
         is_streamed: bool = True,
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._requests = requests
         self._caller = caller
         self._n_bytes = n_bytes
@@ -124,7 +124,7 @@ class ChoiceRuns:
 
     async def _begin(self, index: int) -> RunningRequest:
         is_leader = self._leaders[index] == index
-        run = await self._runs.begin(
+        run = await self._manager.begin(
             self._requests[index],
             self._caller,
             n_bytes=self._n_bytes,

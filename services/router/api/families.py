@@ -30,7 +30,7 @@ class StoreOptions(Protocol):
 
 
 def add_families(
-    http: HttpServer, runs: RequestManager, card: ModelCard, options: StoreOptions, jobs: RouterJobs
+    http: HttpServer, manager: RequestManager, card: ModelCard, options: StoreOptions, jobs: RouterJobs
 ) -> list[asyncio.Task[None]]:
     """Add their routes, before the server listens, and the formats that jobs may name.
 
@@ -39,15 +39,17 @@ def add_families(
     database, store = options.database, None
     if database is not None:
         store = ResponseStore(database, wall_clock_s=time.time, ttl_s=options.response_ttl_s)
-    responses = ResponsesRoutes(runs, http.reader, http.generation, card, store=store, jobs=jobs.store)
+    responses = ResponsesRoutes(manager, http.reader, http.generation, card, store=store, jobs=jobs.store)
     jobs.formats[RESPONSES_PATH] = responses.format
-    http.add(MessagesRoutes(runs, http.reader, http.generation, card))
+    http.add(MessagesRoutes(manager, http.reader, http.generation, card))
     http.add(responses)
     batches, runner = make_batches(
-        runs, http.reader, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time
+        manager, http.reader, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time
     )
     http.add(batches)
     http.add(
-        RunEndpoints(runs, http.reader, http.generation, jobs.store, formats=jobs.formats, models=http.models)
+        RunEndpoints(
+            manager, http.reader, http.generation, jobs.store, formats=jobs.formats, models=http.models
+        )
     )
     return [] if runner is None else [asyncio.create_task(runner.run(), name="batches")]

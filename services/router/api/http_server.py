@@ -44,29 +44,29 @@ class HttpServer:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         *,
         fleet: RouterFleet,
         card: ModelCard,
-        tenants: ApiKeys,
+        keys: ApiKeys,
         guard: HttpGuard | None = None,
         access_log: AccessLog | None = None,
         received: ReceiveSlots,
         body_read_s: float = bounds.BODY_READ_S,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._fleet = fleet
         self._card = card
         self._guard = guard or HttpGuard()
         self._access_log = access_log or AccessLog()
         self._clock = asyncio.get_running_loop().time
-        self.reader = RequestReader(tenants, received, body_read_s=body_read_s, clock=self._clock)
+        self.reader = RequestReader(keys, received, body_read_s=body_read_s, clock=self._clock)
         self.generation = GenerationEndpoint(
-            runs, self.reader, clock=self._clock, write_stall_s=write_stall_s
+            manager, self.reader, clock=self._clock, write_stall_s=write_stall_s
         )
-        self._tokens = TokenEndpoint(runs, self.reader, card)
-        self._usage = UsageEndpoint(runs.context.metering, self.reader)
+        self._tokens = TokenEndpoint(manager, self.reader, card)
+        self._usage = UsageEndpoint(manager.context.metering, self.reader)
         self._families: list[RouteFamily] = []
 
     def add(self, family: RouteFamily) -> None:
@@ -84,14 +84,14 @@ class HttpServer:
         middleware = RequestMiddleware(
             self._guard,
             self._access_log,
-            is_draining=lambda: self._runs.draining,
+            is_draining=lambda: self._manager.draining,
             error_shapes={start: shape for f in self._families for start, shape in f.error_shapes().items()},
-            metering=self._runs.context.metering,
+            metering=self._manager.context.metering,
         )
         application = web.Application(middlewares=[middleware.serve], client_max_size=bounds.MAX_BODY_BYTES)
         application.on_response_prepare.append(middleware.complete_headers)
         application.add_routes(self.routes())
-        malformed = MalformedMessages(self._runs.context.counters, clock=self._clock)
+        malformed = MalformedMessages(self._manager.context.counters, clock=self._clock)
         return HttpListener(application, listening, tls=tls, malformed=malformed, keepalive_s=keepalive_s)
 
     def routes(self) -> list[web.RouteDef]:
@@ -116,7 +116,7 @@ class HttpServer:
     def admin_chat(self, path: str) -> Handler:
         """Chat completions for a route of the admin port, which has judged the page and its caller."""
         guard = HttpGuard(origins=frozenset({ANY}))
-        middleware = RequestMiddleware(guard, self._access_log, is_draining=lambda: self._runs.draining)
+        middleware = RequestMiddleware(guard, self._access_log, is_draining=lambda: self._manager.draining)
         generate = partial(self.generation.generate, path=path, answer_format=CHAT_COMPLETIONS)
 
         async def chat(request: web.Request) -> web.StreamResponse:
@@ -153,7 +153,7 @@ class HttpServer:
         if anthropic.VERSION_HEADER in request.headers:
             created = self._card.created_unix_s
             return anthropic.model_object(name, created_unix_s=created, max_context_tokens=context)
-        price = price_of(self._runs.context.metering)
+        price = price_of(self._manager.context.metering)
         return {
             "id": name,
             "object": "model",
@@ -170,7 +170,7 @@ class HttpServer:
         return web.json_response({"status": "alive"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return health_page(readiness_of(self._runs, self._fleet))
+        return health_page(readiness_of(self._manager, self._fleet))
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": __version__})

@@ -16,9 +16,9 @@ DRAINING = HealthState(
 )
 
 
-def readiness_of(runs: RequestManager, fleet: RouterFleet) -> HealthState:
+def readiness_of(manager: RequestManager, fleet: RouterFleet) -> HealthState:
     """The state of a router with these requests and workers."""
-    if runs.draining:
+    if manager.draining:
         return DRAINING
     if not fleet.can_serve:
         return WAITING

@@ -20,7 +20,7 @@ from slipstream.rpc.dial import Dial
 
 def make_console(
     identity: RouterIdentity,
-    runs: RequestManager,
+    manager: RequestManager,
     members: Fleet,
     peers: RouterPeers,
     *,
@@ -33,11 +33,11 @@ def make_console(
 
     `jobs` is None on a router without a database.
     """
-    context = runs.context
+    context = manager.context
     statuses = WorkerStatuses(members, dial=dial, clock=context.clock)
     return Console(
         context,
-        FleetView(identity, runs, members, peers, statuses, clock=context.clock),
+        FleetView(identity, manager, members, peers, statuses, clock=context.clock),
         CacheView(context.fleet, context.sessions, context.recorder, statuses),
         statuses,
         WorkerDrains(members, calls),

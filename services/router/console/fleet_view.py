@@ -35,7 +35,7 @@ class FleetView:
     def __init__(
         self,
         identity: RouterIdentity,
-        runs: RequestManager,
+        manager: RequestManager,
         members: Fleet,
         peers: RouterPeers,
         statuses: WorkerStatuses,
@@ -43,7 +43,7 @@ class FleetView:
         clock: Callable[[], float],
     ) -> None:
         self._identity = identity
-        self._runs = runs
+        self._manager = manager
         self._members = members
         self._peers = peers
         self._statuses = statuses
@@ -60,7 +60,7 @@ class FleetView:
         }
 
     def _own(self, routers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        identity, admission = self._identity, self._runs.gate.controller
+        identity, admission = self._identity, self._manager.gate.controller
         siblings = [row["instance"] for row in routers if row["sibling"]]
         return {
             "instance": identity.instance,
@@ -72,7 +72,7 @@ class FleetView:
             "uptime_ms": int((self._clock() - identity.started_s) * 1e3),
             "processes": 1 + len(siblings),
             "siblings": siblings,
-            "draining": self._runs.draining,
+            "draining": self._manager.draining,
             "requests_running": admission.running,
             "requests_queued": admission.waiting,
         }
@@ -84,7 +84,7 @@ class FleetView:
                 "instance": identity.instance,
                 "endpoint": identity.endpoint,
                 "admin_http": identity.admin_http,
-                "draining": self._runs.draining,
+                "draining": self._manager.draining,
                 "own": True,
                 "sibling": False,
             }
@@ -106,7 +106,7 @@ class FleetView:
         return rows
 
     def _workers(self) -> Iterator[dict[str, Any]]:
-        fleet, seen = self._runs.context.fleet, set()
+        fleet, seen = self._manager.context.fleet, set()
         for link in fleet.links():
             seen.add(link.worker.key)
             yield {

@@ -66,7 +66,7 @@ class MeteringOptions(Protocol):
         """What keeps usage, and shares limits."""
 
     @property
-    def tenants(self) -> LimitSource:
+    def keys(self) -> LimitSource:
         """The API keys."""
 
 
@@ -85,7 +85,7 @@ def make_metering(
     # No other process has this name, not even the next one of this instance.
     writer = f"{options.instance}.{os.urandom(8).hex()}"
     limiter = Limiter(
-        options.tenants,
+        options.keys,
         wall_clock_s=wall_clock_s,
         n_routers=lambda: len(members.current.with_role(Role.ROUTER)),
         is_shared=options.database is not None,
@@ -98,7 +98,7 @@ def make_metering(
         renewal = LeaseRenewal(limiter, LeaseStore(options.database, writer), counters)
     tasks = MeteringTasks(renewal, ledger)
     metering = Metering(
-        options.tenants,
+        options.keys,
         names=names,
         limiter=limiter,
         ledger=ledger,

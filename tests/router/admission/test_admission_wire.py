@@ -41,7 +41,7 @@ async def full_router(
         AsyncClient(router.host.endpoint) as client,
     ):
         first = asyncio.create_task(client.chat(HELLO, request_id="first"))
-        await eventually(lambda: router.runs.gate.controller.running == 1)
+        await eventually(lambda: router.manager.gate.controller.running == 1)
         await eventually(lambda: any(prefill.requests for prefill in cluster.prefills))
         try:
             yield router, client
@@ -54,13 +54,13 @@ async def full_router(
 async def test_a_request_beyond_the_limit_waits(cluster: FakeCluster, card: ModelCard) -> None:
     async with full_router(cluster, card) as (router, client):
         second = asyncio.create_task(client.chat(HELLO))
-        await eventually(lambda: router.runs.gate.controller.waiting == 1)
+        await eventually(lambda: router.manager.gate.controller.waiting == 1)
         assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
         for prefill in cluster.prefills:
             prefill.gate.set()
         assert (await asyncio.wait_for(second, 60)).finish_reason == "stop"
-        await eventually(lambda: not router.runs.held)
-        assert (router.runs.gate.controller.running, router.runs.gate.controller.waiting) == (0, 0)
+        await eventually(lambda: not router.manager.held)
+        assert (router.manager.gate.controller.running, router.manager.gate.controller.waiting) == (0, 0)
 
 
 async def test_a_request_that_rejects_waiting_gets_the_same_error_over_grpc_and_http(
@@ -102,7 +102,7 @@ async def test_a_request_that_rejects_waiting_gets_the_same_error_over_grpc_and_
         ):
             rows = (await metrics.text()).splitlines()
         assert "slipstream_refusal_seconds_count 4.0" in rows
-        assert router.runs.held == 1
+        assert router.manager.held == 1
 
 
 async def test_answers_and_refusals_leave_no_reference_cycles(cluster: FakeCluster, card: ModelCard) -> None:
@@ -135,7 +135,7 @@ async def test_answers_and_refusals_leave_no_reference_cycles(cluster: FakeClust
                 if not busy:
                     for prefill in cluster.prefills:
                         prefill.gate.set()
-                    await eventually(lambda: not router.runs.held)
+                    await eventually(lambda: not router.manager.held)
                 for _ in range(10):
                     await ask()
                 await eventually(lambda: calls() <= before + 2)
@@ -160,7 +160,7 @@ async def test_a_full_router_refuses_a_request_before_validating_it(
             assert answer.status == 429
         for prefill in cluster.prefills:
             prefill.gate.set()
-        await eventually(lambda: not router.runs.held)
+        await eventually(lambda: not router.manager.held)
         async with http.post("/v1/chat/completions", json=body) as answer:
             assert answer.status == 400
             assert "parameters" in (await answer.json())["error"]["param"]
@@ -175,7 +175,7 @@ async def test_a_prompt_beyond_the_context_is_an_invalid_argument_even_when_busy
             await client.chat(too_long, reject_if_busy=True)
         with pytest.raises(errors.Overloaded):
             await client.chat(HELLO, reject_if_busy=True)
-        assert router.runs.held == 1
+        assert router.manager.held == 1
 
 
 async def test_a_prompt_beyond_the_context_is_not_queued(cluster: FakeCluster, card: ModelCard) -> None:
@@ -183,15 +183,15 @@ async def test_a_prompt_beyond_the_context_is_not_queued(cluster: FakeCluster, c
     too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
     async with full_router(cluster, card) as (router, client):
         waiting = [asyncio.create_task(client.chat(HELLO)) for _ in range(2)]
-        await eventually(lambda: router.runs.gate.controller.waiting == 2)
+        await eventually(lambda: router.manager.gate.controller.waiting == 2)
         results = await asyncio.gather(*(client.chat(too_long) for _ in range(3)), return_exceptions=True)
         assert [type(error) for error in results] == [errors.ContextExceeded] * 3
         assert all("context" in str(error) for error in results)
-        assert (router.runs.gate.controller.waiting, router.runs.held) == (2, 3)
+        assert (router.manager.gate.controller.waiting, router.manager.held) == (2, 3)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        await eventually(lambda: router.runs.held == 1)
+        await eventually(lambda: router.manager.held == 1)
 
 
 async def test_few_prompts_wait_for_measuring_and_the_others_in_the_queue(
@@ -200,16 +200,16 @@ async def test_few_prompts_wait_for_measuring_and_the_others_in_the_queue(
     monkeypatch.setattr("libs.common.service_bounds.MAX_MEASURED", 2)
     too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
     async with full_router(cluster, card) as (router, client):
-        async with router.runs._measuring:  # stands for a measurement that does not end
+        async with router.manager._measuring:  # stands for a measurement that does not end
             asked = [asyncio.create_task(client.chat(too_long)) for _ in range(5)]
-            await eventually(lambda: router.runs.gate.controller.waiting == 3)
+            await eventually(lambda: router.manager.gate.controller.waiting == 3)
         await eventually(lambda: sum(task.done() for task in asked) == 2)
         done, queued = await asyncio.wait(asked, timeout=0)
         assert {type(task.exception()) for task in done} == {errors.ContextExceeded}
         for task in queued:
             task.cancel()
         await asyncio.gather(*queued, return_exceptions=True)
-        await eventually(lambda: router.runs.held == 1)
+        await eventually(lambda: router.manager.held == 1)
 
 
 async def test_an_interactive_request_preempts_one_without_output(
@@ -236,7 +236,7 @@ async def test_an_interactive_request_preempts_one_without_output(
         again = await asyncio.wait_for(alone, 60)
         assert again.finish_reason == "stop"
         assert again.text == (await client.chat(HELLO, seed=7)).text
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
 
 
 async def test_a_cancelled_waiting_request_holds_nothing_and_deadlines_count_while_waiting(
@@ -244,13 +244,13 @@ async def test_a_cancelled_waiting_request_holds_nothing_and_deadlines_count_whi
 ) -> None:
     async with full_router(cluster, card) as (router, client):
         cancelled = asyncio.create_task(client.chat(HELLO))
-        await eventually(lambda: router.runs.gate.controller.waiting == 1)
+        await eventually(lambda: router.manager.gate.controller.waiting == 1)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
-        await eventually(lambda: router.runs.gate.controller.waiting == 0)
+        await eventually(lambda: router.manager.gate.controller.waiting == 0)
         with pytest.raises((errors.Overloaded, errors.DeadlineExceeded)):
             await client.chat(HELLO, timeout_s=0.3)
-        await eventually(lambda: router.runs.held == 1)
+        await eventually(lambda: router.manager.held == 1)
         assert sum(len(prefill.requests) for prefill in cluster.prefills) == 1
 
 

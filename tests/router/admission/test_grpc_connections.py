@@ -251,7 +251,7 @@ async def test_calls_on_connections_beyond_the_share_are_refused_and_these_are_c
     open_s = 5.0  # a slow machine makes the calls within this time, while all connections are open
     monkeypatch.setattr(ports, "GRPC_IDLE_CONNECTION_S", open_s)
     keys = tenant_keys({"key-a": "a", "key-b": "b"})
-    async with open_router(cluster, card, tenants=keys) as router, contextlib.AsyncExitStack() as stack:
+    async with open_router(cluster, card, keys=keys) as router, contextlib.AsyncExitStack() as stack:
         connections = router._connections
         connections.shares.most_tenant, connections.closed_after_s = 2, open_s
 
@@ -284,7 +284,7 @@ async def test_connections_of_an_address_beyond_its_share_end_unless_they_have_s
     monkeypatch.setattr(grpc_connections, "is_loopback", lambda host: False)
     monkeypatch.setattr(ports, "GRPC_IDLE_CONNECTION_S", 600)
     keys = tenant_keys({"key-a": "a"})
-    async with open_router(cluster, card, tenants=keys) as router, contextlib.AsyncExitStack() as stack:
+    async with open_router(cluster, card, keys=keys) as router, contextlib.AsyncExitStack() as stack:
         router._connections.most_address = 2
         host, port = host_of(router.host.endpoint), router.host.port
         channels = [

@@ -48,7 +48,7 @@ def lines() -> Lines:
 @pytest.fixture
 async def logging_router(cluster: FakeCluster, card: ModelCard, lines: Lines) -> AsyncIterator[RouterServer]:
     keys = tenant_keys({"sesame": "ali"})
-    async with open_router(cluster, card, tenants=keys, access_log=lines.log) as router:
+    async with open_router(cluster, card, keys=keys, access_log=lines.log) as router:
         yield router
 
 

@@ -240,7 +240,7 @@ async def test_errors_are_the_clients_own_classes(
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.chat.completions.create(model="huge", messages=HELLO)
     assert unknown.value.code == "model_not_found"
-    async with open_router(cluster, card, tenants=tenant_keys({"sesame": "ali"})) as locked:
+    async with open_router(cluster, card, keys=tenant_keys({"sesame": "ali"})) as locked:
         url = f"http://{locked.http_endpoint}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as other:
             with pytest.raises(openai.AuthenticationError) as refused:
@@ -253,7 +253,7 @@ async def test_errors_are_the_clients_own_classes(
 
 async def test_keys_of_other_apis_headers_are_taken(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
-        open_router(cluster, card, tenants=tenant_keys({"sesame": "ali"})) as locked,
+        open_router(cluster, card, keys=tenant_keys({"sesame": "ali"})) as locked,
         aiohttp.ClientSession(f"http://{locked.http_endpoint}") as session,
     ):
         for header, value in (

@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_takes_its_waiting_work_along(
     router: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its message is neither parsed, checked nor encoded once a thread is free."""
-    threads, release = router.runs.context.threads, threading.Event()
+    threads, release = router.manager.context.threads, threading.Event()
     recorded = Threads(monkeypatch)
     recorded.watch(openai_request, "decode_body")
     held = [asyncio.create_task(threads.run("other", lambda: release.wait(60))) for _ in range(threads.size)]
@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_takes_its_waiting_work_along(
 
 
 async def test_a_deadline_ends_the_wait_for_a_thread(router: RouterServer) -> None:
-    threads, release = router.runs.context.threads, threading.Event()
+    threads, release = router.manager.context.threads, threading.Event()
     held = [asyncio.create_task(threads.run("other", lambda: release.wait(60))) for _ in range(threads.size)]
     try:
         url = f"http://{router.http_endpoint}/v1/chat/completions"

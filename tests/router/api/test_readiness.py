@@ -99,7 +99,7 @@ async def test_a_drain_rpc_is_seen_at_once_by_all(
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         drained = asyncio.ensure_future(stub.Drain(worker_pb2.DrainRequest(), timeout=60))
         try:
-            await eventually(lambda: router.runs.draining)
+            await eventually(lambda: router.manager.draining)
             assert await http_health(router) == (503, "draining", "1")
             assert await grpc_health(router) == [NOT_SERVING] * 3 + [SERVING]
             assert router.metrics.snapshot()["slipstream_draining"] == 1
@@ -118,7 +118,7 @@ async def test_a_stop_lets_streams_end_and_refuses_new_requests(
         async with http.post(f"{url}{CHAT}", json={**BODY, "stream": True}) as stream:
             first = await stream.content.readline()
             stopping = asyncio.create_task(router.stop(grace_s=1000))
-            await eventually(lambda: router.runs.draining)
+            await eventually(lambda: router.manager.draining)
             assert await http_health(router) == (503, "draining", "1")
             assert (await grpc_health(router))[:3] == [NOT_SERVING] * 3
             async with http.post(f"{url}{CHAT}", json=BODY) as refused:

@@ -28,7 +28,7 @@ async def test_the_answer_explains_each_tier_and_ranks_the_workers(card: ModelCa
         # prefill-0 has unique KV, prefill-1 a session, prefill-2 only what prefill-0 has too.
         router.fleet.index.view(keys[0]).stored(1, [key(number) for number in range(10)])
         router.fleet.index.view(keys[2]).stored(1, [key(number) for number in range(4)])
-        router.runs.context.sessions._placements.put(
+        router.manager.context.sessions._placements.put(
             SessionId("anna", "s1"), Placement(prefill="prefill-1", block_count=32, tail_hash=key(0))
         )
         async with dial(router.admin.endpoint) as channel:

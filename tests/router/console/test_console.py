@@ -45,7 +45,7 @@ async def chat(router: RouterServer, *, session: str = "s-1", **body: Any) -> st
         assert answer.status == 200, await answer.text()
         await answer.read()
         request_id = answer.headers["x-request-id"]
-    await eventually(lambda: router.runs.held == 0)
+    await eventually(lambda: router.manager.held == 0)
     return request_id
 
 

@@ -93,7 +93,7 @@ async def test_pages_of_other_origins_neither_read_nor_change(cluster: FakeClust
             for path, body in ((DRAIN, {}), (CHAT, BODY)):
                 status, _ = await post(http, path, body, {**POST, **headers})
                 assert status == 403, (name, path)
-        assert not cluster.decodes[0].service.draining and router.runs.context.recorder.began == 0
+        assert not cluster.decodes[0].service.draining and router.manager.context.recorder.began == 0
         for headers in ({}, {"Origin": own}, {"Origin": own, "Sec-Fetch-Site": "same-origin"}):
             for path in READS:
                 async with http.get(path, headers=headers) as answer:
@@ -121,7 +121,7 @@ async def test_on_loopback_all_read_and_operators_change(
     cluster: FakeCluster, card: ModelCard, has_secret: bool
 ) -> None:
     secret = SECRET if has_secret else None
-    async with console_of(cluster, card, secret=secret, tenants=two_keys()) as (router, http):
+    async with console_of(cluster, card, secret=secret, keys=two_keys()) as (router, http):
         for path in READS:
             async with http.get(path) as answer:
                 assert answer.status in (200, 404), path

@@ -16,7 +16,7 @@ from tests.router.support.fake_cluster import FakeCluster
 
 async def ended(router: RouterServer) -> RequestTimeline:
     """The newest request, once the router has released it."""
-    await eventually(lambda: router.runs.held == 0)
+    await eventually(lambda: router.manager.held == 0)
     return next(router.recorder.newest_first())
 
 

@@ -33,7 +33,7 @@ def instant_prefill(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> No
 
 async def begin(router: RouterServer) -> RunningRequest:
     request = GenerationRequest(input=ChatInput(messages=HELLO), sampling=Sampling(max_tokens=20))
-    return await router.runs.begin(request, Caller(tenant="default"))
+    return await router.manager.begin(request, Caller(tenant="default"))
 
 
 async def read_first(run: RunningRequest) -> None:
@@ -86,7 +86,7 @@ async def test_a_move_to_another_worker_ends_before_its_client_reads(
         draining = asyncio.create_task(busy.service.drain())
         await eventually(lambda: prompts(cluster) == 2)
         await eventually(lambda: run.sink.waiting_bytes >= _UNREAD_BYTES)
-        await eventually(lambda: router.runs.context.failover.drain_limiter.moving == 0)
+        await eventually(lambda: router.manager.context.failover.drain_limiter.moving == 0)
         run.end()
         await run.released.wait()
         await draining

@@ -18,7 +18,7 @@ async def test_the_trace_of_a_request_is_sent_on_demand(
 ) -> None:
     request = GenerationRequest(PromptInput("in order"), sampling=Sampling(max_tokens=4))
     async with open_router(cluster, card) as router, asyncio.timeout(60):
-        run = await router.runs.begin(request, Caller())
+        run = await router.manager.begin(request, Caller())
         run.sink.wants_stats = wants_stats
         events = []
         while more := await run.sink.next_events():

@@ -66,7 +66,7 @@ async def test_a_sibling_is_placed_by_the_predicted_blocks_of_a_running_prompt(
         await eventually(lambda: any(worker.requests for worker in cluster.prefills))
         asked.append(asyncio.create_task(client.chat(LONG, request_id="second")))
         await eventually(lambda: sum(len(worker.requests) for worker in cluster.prefills) == 2)
-        decisions = [run.decision() for run in router.runs.running]
+        decisions = [run.decision() for run in router.manager.running]
         first, second = (decision for decision in decisions if decision is not None)
         for decision, is_held in ((first, False), (second, True)):
             held = {
@@ -96,7 +96,7 @@ async def test_simultaneous_siblings_are_placed_by_predicted_blocks(
             worker.gate.clear()
         router = await stack.enter_async_context(open_router(cluster, card))
         asked = GenerationRequest(input=ChatInput(messages=LONG), sampling=Sampling(max_tokens=4))
-        runs = [await router.runs.begin(asked, Caller(tenant="default")) for _ in range(3)]
+        runs = [await router.manager.begin(asked, Caller(tenant="default")) for _ in range(3)]
         await eventually(lambda: all(run.decision() is not None for run in runs))
         part = "prefill" if prefills else "local"
         held = []

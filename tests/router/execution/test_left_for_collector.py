@@ -77,7 +77,7 @@ async def test_a_request_leaves_no_reference_cycle(
             before = held()
             for _ in range(5):
                 await ask()
-            await eventually(lambda: not router.runs.held)
+            await eventually(lambda: not router.manager.held)
             await eventually(lambda: not held() - before)
         finally:
             gc.enable()

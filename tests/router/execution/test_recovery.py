@@ -133,7 +133,7 @@ async def test_a_request_that_crashes_two_workers_is_quarantined(
     assert sum(len(worker.starts) for worker in cluster.decodes) == 2
     assert (await client.chat([{"role": "user", "content": "Something else"}])).finish_reason == "stop"
     await eventually(lambda: not cluster.held)
-    assert not router.runs.context.failover.quarantine.unproven
+    assert not router.manager.context.failover.quarantine.unproven
 
 
 async def test_attempts_with_progress_do_not_count_against_the_attempt_limit(
@@ -193,7 +193,7 @@ async def test_a_new_request_waits_for_workers_that_were_there_a_moment_ago(
         await cluster.discovery.withdraw(record)
         await eventually(lambda: not router.fleet.ready)
         waiting = asyncio.create_task(client.chat(HELLO, seed=1))
-        await eventually(lambda: router.runs.held == 1)
+        await eventually(lambda: router.manager.held == 1)
         assert not waiting.done()
         cluster.discovery.announce(record)
         assert (await waiting).text == text
@@ -210,7 +210,7 @@ async def test_an_outage_that_lasts_refuses_new_requests(model: FakeModel, card:
         await eventually(lambda: router.fleet.outage_s > 0.2)
         with pytest.raises(errors.Unavailable, match="no decode worker is ready"):
             await client.chat(HELLO, seed=1)
-        await eventually(lambda: not router.runs.held)
+        await eventually(lambda: not router.manager.held)
 
 
 async def test_a_new_router_knows_the_running_cluster_before_it_serves(
@@ -265,7 +265,7 @@ async def test_a_disconnected_client_ends_its_request_on_all_workers(
     await eventually(lambda: any(worker.held for worker in holders))
     stream.close()
     await asyncio.gather(task, return_exceptions=True)
-    await eventually(lambda: not cluster.held and not router.runs.held)
+    await eventually(lambda: not cluster.held and not router.manager.held)
     assert not router.fleet.tokens_in_flight
 
 
@@ -277,7 +277,7 @@ async def test_stopping_the_router_ends_and_releases_all_requests(
     async with open_router(cluster, card) as router:
         client = AsyncClient(router.host.endpoint, resume_within_s=0)  # no other router exists
         running = asyncio.create_task(client.chat(HELLO))
-        await eventually(lambda: router.runs.held == 1)
+        await eventually(lambda: router.manager.held == 1)
     with pytest.raises(errors.SlipstreamError):
         await running
     await eventually(lambda: not cluster.held)

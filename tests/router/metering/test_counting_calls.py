@@ -31,7 +31,7 @@ async def test_calls_that_count_tokens_are_limited_as_requests(
     tenants = keys(laptop=RateLimits(**limits))
     headers, metadata = {"x-api-key": "laptop"}, (("x-api-key", "laptop"),)
     async with (
-        open_router(cluster, card, tenants=tenants) as router,
+        open_router(cluster, card, keys=tenants) as router,
         aiohttp.ClientSession(f"http://{router.http_endpoint}", headers=headers) as session,
         grpc.aio.insecure_channel(router.host.endpoint) as channel,
     ):

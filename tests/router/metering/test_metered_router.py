@@ -116,7 +116,7 @@ async def test_calls_state_limits_and_costs_in_their_metadata(
     limits = RateLimits(requests_per_minute=4, tokens_per_minute=100_000)
     key = (("x-api-key", "laptop"),)
     async with (
-        open_router(cluster, card, tenants=keys(laptop=limits), prices=prices) as router,
+        open_router(cluster, card, keys=keys(laptop=limits), prices=prices) as router,
         grpc.aio.insecure_channel(router.host.endpoint) as channel,
     ):
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)
@@ -161,7 +161,7 @@ async def test_answers_streams_and_models_state_the_cost(
 ) -> None:
     script(cluster.model, text_ids(card, "It is on its way."))
     tenants = keys(laptop=NO_LIMITS)
-    async with open_router(cluster, card, tenants=tenants, prices=prices) as router:
+    async with open_router(cluster, card, keys=tenants, prices=prices) as router:
         client = api(router, "laptop")
         whole = await client.chat.completions.create(model="tiny", messages=HELLO)
         assert whole.usage.completion_tokens > 0
@@ -278,9 +278,9 @@ async def test_a_client_that_leaves_is_charged_for_what_it_got(
             model="tiny", messages=HELLO, stream=True
         )
         await anext(aiter(stream))
-        await eventually(lambda: any(run.sink.completion_tokens for run in router.runs.running))
+        await eventually(lambda: any(run.sink.completion_tokens for run in router.manager.running))
         await stream.close()
-        await eventually(lambda: not router.runs.held)
+        await eventually(lambda: not router.manager.held)
         (row,) = (await usage(router, "laptop"))["data"]
         assert row["prompt_tokens"] > 0 and row["completion_tokens"] > 0 and float(row["cost"]) > 0
 
@@ -290,7 +290,7 @@ async def test_a_limit_of_requests_is_stated_in_headers_and_refused_by_code(
     cluster: FakeCluster, card: ModelCard, api: Api
 ) -> None:
     tenants = keys(laptop=RateLimits(requests_per_minute=2, tokens_per_minute=100_000), phone=NO_LIMITS)
-    async with open_router(cluster, card, tenants=tenants) as router:
+    async with open_router(cluster, card, keys=tenants) as router:
         create = api(router, "laptop").chat.completions.with_raw_response.create
         first = await create(model="tiny", messages=HELLO)
         assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -329,7 +329,7 @@ async def test_concurrent_requests_of_a_tenant_are_limited_and_end(
     for worker in cluster.decodes:
         worker.gate.clear()
     tenants = keys(RateLimits(concurrent_requests=1), laptop=NO_LIMITS, phone=NO_LIMITS)
-    async with open_router(cluster, card, tenants=tenants) as router:
+    async with open_router(cluster, card, keys=tenants) as router:
         stream = await api(router, "laptop").chat.completions.create(
             model="tiny", messages=HELLO, stream=True
         )
@@ -338,7 +338,7 @@ async def test_concurrent_requests_of_a_tenant_are_limited_and_end(
         await stream.close()
         for worker in cluster.decodes:
             worker.gate.set()
-        await eventually(lambda: not router.runs.held)
+        await eventually(lambda: not router.manager.held)
         await api(router, "phone").chat.completions.create(model="tiny", messages=HELLO)
 
 
@@ -412,7 +412,7 @@ async def test_limits_of_a_key_hold_its_jobs_and_its_usage_has_them(
     body = json.dumps({"messages": HELLO, "max_tokens": 3}).encode()
     submit = jobs_pb2.SubmitJobsRequest(jobs=[jobs_pb2.NewJob(path="/v1/chat/completions", body=body)])
     async with (
-        open_router(cluster, card, tenants=tenants, database=database) as router,
+        open_router(cluster, card, keys=tenants, database=database) as router,
         dial(router.host.endpoint) as channel,
     ):
         stub: Any = JobServiceStub(channel)

@@ -106,7 +106,7 @@ async def test_operators_reach_the_router_itself_and_no_peer_gets_in(card: Model
         async with client_of(router, operator).process_dial()("router/router-0") as channel:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
             await stub.Drain(worker_pb2.DrainRequest(), timeout=WAIT_S)
-        assert router.runs.draining
+        assert router.manager.draining
         with pytest.raises(Unauthenticated, match="class operator"):
             await client_of(router, peer).get()
         with pytest.raises(Unauthenticated):

@@ -81,7 +81,7 @@ async def check(
     inputs: int,
 ) -> None:
     async def nothing_held() -> None:
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
 
     host = router.host if fuzzed.is_public else router.admin
     async with dial(host.endpoint) as channel:

@@ -52,7 +52,7 @@ async def test_a_million_malformed_messages_are_refused(
 
 async def check(port: str, router: RouterServer, cluster: FakeCluster, *, inputs: int) -> None:
     async def nothing_held() -> None:
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
 
     is_public = port == "public"
     endpoint = router.http_endpoint if is_public else router.admin_http_endpoint

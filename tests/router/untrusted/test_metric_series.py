@@ -45,7 +45,7 @@ def _odd_request(kind: int, number: int) -> tuple[str, str, dict[str, Any]]:
 async def test_a_thousand_odd_requests_make_no_series(cluster: FakeCluster, card: ModelCard) -> None:
     script(cluster.model, text_ids(card, "Yes."))
     async with (
-        open_router(cluster, card, tenants=tenant_keys({"key-a": "a"})) as router,
+        open_router(cluster, card, keys=tenant_keys({"key-a": "a"})) as router,
         aiohttp.ClientSession(f"http://{router.http_endpoint}", headers={"x-api-key": "key-a"}) as session,
         grpc.aio.insecure_channel(router.host.endpoint) as channel,
     ):
@@ -90,7 +90,7 @@ async def test_one_cache_key_of_two_tenants_is_two_sessions(cluster: FakeCluster
     text = "where is my order " * 100
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "prompt_cache_key": "mine"}
     async with (
-        open_router(cluster, card, tenants=keys) as router,
+        open_router(cluster, card, keys=keys) as router,
         aiohttp.ClientSession(f"http://{router.http_endpoint}") as session,
     ):
         cached: dict[str, list[int]] = {"a": [], "b": []}
@@ -100,8 +100,8 @@ async def test_one_cache_key_of_two_tenants_is_two_sessions(cluster: FakeCluster
             async with session.post("/v1/chat/completions", json=body, headers=headers) as response:
                 usage = (await response.json())["usage"]
             cached[tenant].append((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
-            placed.append({session_id.tenant for session_id in router.runs.context.sessions.all()})
+            placed.append({session_id.tenant for session_id in router.manager.context.sessions.all()})
         assert placed == [{"a"}, {"a"}, {"a", "b"}]
-        ids = {(each.tenant, each.session) for each in router.runs.context.sessions.all()}
+        ids = {(each.tenant, each.session) for each in router.manager.context.sessions.all()}
         assert {tenant for tenant, _ in ids} == {"a", "b"} and len({name for _, name in ids}) == 1
         assert cached["b"] == [0]

@@ -48,7 +48,7 @@ async def router(cluster: FakeCluster, card: ModelCard, keys: Keys) -> AsyncIter
     """A router whose streams stand still after their first frame."""
     for worker in cluster.decodes:
         worker.gate.clear()
-    async with open_router(cluster, card, tenants=keys.known) as running:
+    async with open_router(cluster, card, keys=keys.known) as running:
         yield running
 
 
@@ -64,7 +64,7 @@ async def test_a_grpc_stream_ends_and_that_of_another_key_goes_on(
         AsyncClient(router.host.endpoint, api_key=keys.kept) as kept,
     ):
         reads = [asyncio.create_task(read(client.stream_chat(HELLO))) for client in (lost, kept)]
-        await eventually(lambda: router.runs.held == 2)
+        await eventually(lambda: router.manager.held == 2)
         await keys.revoke()
         with pytest.raises(Unauthenticated, match="revoked"):
             await asyncio.wait_for(reads[0], WAIT_S)
@@ -72,7 +72,7 @@ async def test_a_grpc_stream_ends_and_that_of_another_key_goes_on(
         for worker in cluster.decodes:
             worker.gate.set()
         assert await asyncio.wait_for(reads[1], WAIT_S)
-    await eventually(lambda: not router.runs.held and not cluster.held)
+    await eventually(lambda: not router.manager.held and not cluster.held)
 
 
 async def test_an_http_stream_and_a_whole_answer_end(
@@ -87,14 +87,14 @@ async def test_an_http_stream_and_a_whole_answer_end(
                 return response.status, await response.text()
 
         asked = [asyncio.create_task(post(stream)) for stream in (True, False)]
-        await eventually(lambda: router.runs.held == 2)
-        await eventually(lambda: all(run.sink.completion_tokens for run in router.runs.running))
+        await eventually(lambda: router.manager.held == 2)
+        await eventually(lambda: all(run.sink.completion_tokens for run in router.manager.running))
         await keys.revoke()
         (stream_status, events), (status, answer) = await asyncio.wait_for(asyncio.gather(*asked), WAIT_S)
     last = json.loads(events.rstrip().rpartition("data: ")[2])
     assert (stream_status, last["error"]["code"]) == (200, "invalid_api_key")
     assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
-    await eventually(lambda: not router.runs.held and not cluster.held)
+    await eventually(lambda: not router.manager.held and not cluster.held)
 
 
 def test_an_expired_key_counts_no_longer() -> None:

@@ -48,7 +48,7 @@ async def unread_call(router: RouterServer, model: Any, card: ModelCard) -> Asyn
         await stub.ListModels(router_pb2.ListModelsRequest())  # gRPC keeps the first call of a server
         call = stub.Generate(REQUEST)
         await call.initial_metadata()
-        await eventually(lambda: any(run.sink.is_full for run in router.runs.running))
+        await eventually(lambda: any(run.sink.is_full for run in router.manager.running))
         yield call
 
 
@@ -58,12 +58,12 @@ async def abort(router: RouterServer) -> None:
 
 
 async def pass_deadline(router: RouterServer) -> None:
-    for run in router.runs.running:
+    for run in router.manager.running:
         run.end_at_deadline()
 
 
 async def hand_over(router: RouterServer) -> None:
-    for run in router.runs.running:
+    for run in router.manager.running:
         run.end(errors.Draining("this router is draining"))
 
 
@@ -73,7 +73,7 @@ async def test_a_call_that_ends_while_its_client_reads_nothing_leaves_no_task(
 ) -> None:
     async with open_router(cluster, card) as router, unread_call(router, cluster.model, card) as call:
         await end(router)
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
         assert call_tasks() == 1  # the client may still read its status
         router._grpc.generation.reset_s = 0.1
         hasten_writes(stall_s=WAIT_S, reset_s=0.1)
@@ -103,7 +103,7 @@ async def test_other_calls_of_the_connection_go_on(cluster: FakeCluster, card: M
         async with grpc.aio.insecure_channel(router.host.endpoint, options=SMALL_WINDOW) as channel:
             stub: Any = router_pb2_grpc.RouterServiceStub(channel)
             unread = stub.Generate(REQUEST)
-            await eventually(lambda: any(run.sink.is_full for run in router.runs.running))
+            await eventually(lambda: any(run.sink.is_full for run in router.manager.running))
             await abort(router)
             router._grpc.generation.reset_s = 0.1
             hasten_writes(stall_s=WAIT_S, reset_s=0.1)

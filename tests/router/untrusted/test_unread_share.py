@@ -37,7 +37,7 @@ async def crowded(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[Router
     keys = tenant_keys(KEYS)
     # No client is cut off in the time of this test.
     async with open_router(
-        cluster, card, tenants=keys, max_requests=STREAMS, write_stall_s=10 * WAIT_S
+        cluster, card, keys=keys, max_requests=STREAMS, write_stall_s=10 * WAIT_S
     ) as router:
         yield router
 
@@ -46,9 +46,9 @@ async def check_others(router: RouterServer) -> None:
     """Another tenant is served while the unread streams wait."""
     async with AsyncClient(router.host.endpoint, api_key="key-b", timeout_s=WAIT_S) as other:
         assert (await other.complete("y", max_tokens=5)).finish_reason == "length"
-    assert router.runs.held == STREAMS  # none of the unread ones was ended for it
-    await eventually(lambda: all(run.is_suspended for run in router.runs.running))
-    assert router.runs.gate.controller.running == 0
+    assert router.manager.held == STREAMS  # none of the unread ones was ended for it
+    await eventually(lambda: all(run.is_suspended for run in router.manager.running))
+    assert router.manager.gate.controller.running == 0
 
 
 @pytest.fixture(params=[1, 3], ids=["one connection", "three connections"])
@@ -72,13 +72,13 @@ async def test_unread_grpc_streams_hold_up_no_other_tenant(
             sampling = router_pb2.Sampling(top_logprobs=20)
             request = router_pb2.GenerateRequest(prompt=f"x{index}", sampling=sampling)
             calls.append(stub.Generate(request, metadata=(("x-api-key", "key-a"),), timeout=10 * WAIT_S))
-        await eventually(lambda: router.runs.held == STREAMS)
+        await eventually(lambda: router.manager.held == STREAMS)
         await check_others(router)
         async with asyncio.timeout(WAIT_S):
             texts = await asyncio.gather(*map(read_text, calls))
         expected = "".join(LETTERS[index % 8] for index in range(TOKENS))
         assert texts == [expected] * STREAMS
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
         for timeline in router.recorder.newest_first():
             if timeline.tenant == "a":
                 kinds = [entry.kind for entry in timeline.entries]
@@ -111,7 +111,7 @@ async def test_suspended_streams_go_on_where_their_workers_have_died(
         for index, client in enumerate(clients):
             messages = [{"role": "user", "content": f"x{index}"}]
             await client.post(router.http_endpoint, {**BODY, "messages": messages})
-        await eventually(lambda: router.runs.held == STREAMS)
+        await eventually(lambda: router.manager.held == STREAMS)
         await check_others(router)
         for worker in (cluster.prefills[0], cluster.decodes[0]):
             await worker.stop()
@@ -122,7 +122,7 @@ async def test_suspended_streams_go_on_where_their_workers_have_died(
             text = "".join(choice["delta"].get("content") or "" for choice in choices)
             assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
             client.socket.close()
-        await eventually(lambda: not router.runs.held)
+        await eventually(lambda: not router.manager.held)
 
 
 async def test_unread_http_streams_hold_up_no_other_tenant(cluster: FakeCluster, card: ModelCard) -> None:
@@ -132,7 +132,7 @@ async def test_unread_http_streams_hold_up_no_other_tenant(cluster: FakeCluster,
         for index, client in enumerate(clients):
             messages = [{"role": "user", "content": f"x{index}"}]
             await client.post(router.http_endpoint, {**BODY, "messages": messages})
-        await eventually(lambda: router.runs.held == STREAMS)
+        await eventually(lambda: router.manager.held == STREAMS)
         await check_others(router)
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*[client.read_all() for client in clients])
@@ -141,7 +141,7 @@ async def test_unread_http_streams_hold_up_no_other_tenant(cluster: FakeCluster,
             text = "".join(choice["delta"].get("content") or "" for choice in choices)
             assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
             client.socket.close()
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
@@ -162,7 +162,7 @@ async def test_unread_streams_of_the_other_apis_hold_up_no_other_tenant(
             else:
                 body |= {"messages": [{"role": "user", "content": f"x{index}"}], "max_tokens": TOKENS + 1}
             await client.post(router.http_endpoint, body, path=path)
-        await eventually(lambda: router.runs.held == STREAMS)
+        await eventually(lambda: router.manager.held == STREAMS)
         await check_others(router)
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*[client.read_all() for client in clients])
@@ -172,4 +172,4 @@ async def test_unread_streams_of_the_other_apis_hold_up_no_other_tenant(
             text = "".join(each if isinstance(each, str) else each.get("text", "") for each in deltas)
             assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
             client.socket.close()
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)

@@ -54,8 +54,8 @@ async def test_an_unread_stream_over_tls_keeps_little_and_goes_on_when_it_is_rea
         async with open_router(cluster, card, tls=PEERS, write_stall_s=10 * WAIT_S) as router:
             router.ports.http.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
             connection = await asyncio.to_thread(ask, router.http_endpoint, BODY)
-            await eventually(lambda: router.runs.held == 1)
-            (run,) = router.runs.running
+            await eventually(lambda: router.manager.held == 1)
+            (run,) = router.manager.running
             await eventually(lambda: run.is_suspended)
             server = router._http_listener._runner.server
             assert server is not None
@@ -66,4 +66,4 @@ async def test_an_unread_stream_over_tls_keeps_little_and_goes_on_when_it_is_rea
             said = await asyncio.to_thread(read_all, connection)
             assert said.count(b'"finish_reason":"stop"') == 1 and b"data: [DONE]" in said
             connection.close()
-            await eventually(lambda: not router.runs.held and not cluster.held)
+            await eventually(lambda: not router.manager.held and not cluster.held)

@@ -65,7 +65,7 @@ async def test_a_worker_with_a_small_context_gets_none_of_the_requests_beyond_it
             for index in range(12):
                 reply = await client.complete(f"{index}" + " word" * 20, max_tokens=3)
                 assert reply.finish_reason == "length"
-        assert router.runs.context.card.max_context_tokens == MAX_CONTEXT_TOKENS
+        assert router.manager.context.card.max_context_tokens == MAX_CONTEXT_TOKENS
         placed = {
             name
             for timeline in router.recorder.newest_first()
@@ -101,7 +101,7 @@ async def test_the_models_page_and_the_refusal_name_the_bound_of_the_workers(
             with pytest.raises(InvalidArgument, match="64 tokens"):
                 await client.complete("word " * 100)
             await large.stop()
-            await eventually(lambda: router.runs.context.card.max_context_tokens == 32)
+            await eventually(lambda: router.manager.context.card.max_context_tokens == 32)
             assert await _context(http) == 32
 
 

@@ -120,7 +120,7 @@ async def test_workers_that_forgot_are_sent_the_whole_prompt_in_the_same_attempt
 
 async def test_a_tenants_prompt_is_not_named_for_another(cluster: FakeCluster, card: ModelCard) -> None:
     tenants = tenant_keys({"key-a": "a", "key-b": "b"})
-    async with cluster, open_router(cluster, card, tenants=tenants) as router:
+    async with cluster, open_router(cluster, card, keys=tenants) as router:
         for key in ("key-a", "key-b"):
             async with AsyncClient(router.host.endpoint, api_key=key) as client:
                 await turns(client, 2)

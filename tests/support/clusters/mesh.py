@@ -96,7 +96,7 @@ class Mesh:
     async def idle(self) -> None:
         """Wait until router and workers are idle. Raises TimeoutError at the deadline."""
         async with asyncio.timeout(WAIT_S):
-            while self.router.runs.held or self.router.fleet.tokens_in_flight or await self._held():
+            while self.router.manager.held or self.router.fleet.tokens_in_flight or await self._held():
                 await asyncio.sleep(0.1)
 
     async def _held(self) -> list[str]:

@@ -41,7 +41,7 @@ class Exchange:
 
 
 async def read_exchange(
-    runs: RequestManager,
+    manager: RequestManager,
     answer_format: AnswerFormat,
     caller: Caller,
     data: bytes,
@@ -55,13 +55,13 @@ async def read_exchange(
     `encoding` is the body's Content-Encoding. The request's id is the body's own, if it has a valid one.
     """
     n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-    counters = runs.context.counters
+    counters = manager.context.counters
     try:
         if encoding:
-            data = await runs.read(caller, partial(decompress, data, encoding), n_bytes=n_bytes)
+            data = await manager.read(caller, partial(decompress, data, encoding), n_bytes=n_bytes)
         answer_format = await answer_format.for_body(caller, data)
         n_bytes += answer_format.n_further_bytes
-        body = await runs.read(caller, partial(answer_format.parse, data, request_id), n_bytes=n_bytes)
+        body = await manager.read(caller, partial(answer_format.parse, data, request_id), n_bytes=n_bytes)
     except errors.InvalidArgument:
         counters.add("slipstream_requests_refused_total")
         raise
@@ -72,6 +72,6 @@ async def read_exchange(
     context = AnswerContext(
         request_id=own_id if is_request_id(own_id) else request_id,
         with_stats=with_stats,
-        text_of=partial(runs.context.card.tokenizer.decode, keep_special=True),
+        text_of=partial(manager.context.card.tokenizer.decode, keep_special=True),
     )
     return Exchange(body, answer_format, caller.of_session(options.session), n_bytes, context)

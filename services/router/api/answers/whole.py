@@ -10,7 +10,7 @@ from services.router.execution.running_request import RunningRequest
 from slipstream import errors
 
 
-async def run_to_end(runs: RequestManager, exchange: Exchange) -> Json:
+async def run_to_end(manager: RequestManager, exchange: Exchange) -> Json:
     """Run a body's requests without a connection, and return the body of their answer.
 
     Raises what refuses or ends them: the typed errors of slipstream/errors.py. They end when the caller is
@@ -19,14 +19,14 @@ async def run_to_end(runs: RequestManager, exchange: Exchange) -> Json:
     requests = exchange.body.requests
     if len(requests) > 1:
         choices = ChoiceRuns(
-            runs, requests, exchange.caller, n_bytes=exchange.n_bytes, wants_stats=False, is_streamed=False
+            manager, requests, exchange.caller, n_bytes=exchange.n_bytes, wants_stats=False, is_streamed=False
         )
         try:
             await choices.start()
             return await whole_of_choices(exchange, choices)
         finally:
             choices.end()
-    run = await runs.begin(requests[0], exchange.caller, n_bytes=exchange.n_bytes)
+    run = await manager.begin(requests[0], exchange.caller, n_bytes=exchange.n_bytes)
     run.sink.holds_start = True
     try:
         return await whole_of(exchange, run)

@@ -27,9 +27,9 @@ class MessagesRoutes:
     """Serves /v1/messages, and counts the tokens of a body without running it."""
 
     def __init__(
-        self, runs: RequestManager, reader: RequestReader, generation: GenerationEndpoint, card: ModelCard
+        self, manager: RequestManager, reader: RequestReader, generation: GenerationEndpoint, card: ModelCard
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._reader = reader
         self._generation = generation
         self._card = card
@@ -47,16 +47,16 @@ class MessagesRoutes:
     async def _count(self, request: web.Request) -> web.Response:
         """The number of tokens of the prompt that a body makes."""
         caller = self._reader.caller(request, request.path)
-        with limited_call(self._runs.context.metering, caller):
+        with limited_call(self._manager.context.metering, caller):
             return web.json_response({"input_tokens": await self._tokens_of(request, caller)})
 
     async def _tokens_of(self, request: web.Request, caller: Caller) -> int:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-        body = await self._runs.read(
+        body = await self._manager.read(
             caller, lambda: parse_count_body(decompress(data, encoding)), n_bytes=n_bytes
         )
         body.paths.check(body.generation, self._card)
-        prompt = await self._runs.encode(body.generation, caller, n_bytes=n_bytes)
+        prompt = await self._manager.encode(body.generation, caller, n_bytes=n_bytes)
         return len(prompt.token_ids)

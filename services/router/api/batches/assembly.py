@@ -16,7 +16,7 @@ from services.router.jobs.store import JobStore
 
 
 def make_batches(
-    runs: RequestManager,
+    manager: RequestManager,
     reader: RequestReader,
     database: Database | None,
     jobs: JobStore | None,
@@ -29,10 +29,10 @@ def make_batches(
     Without a database the endpoints say so, and nothing works.
     """
     if database is None or jobs is None:
-        return BatchEndpoints(runs, reader, None, endpoints=paths, on_changed=lambda: None), None
+        return BatchEndpoints(manager, reader, None, endpoints=paths, on_changed=lambda: None), None
     files = FileStore(database, wall_clock_s=wall_clock_s)
     batches = BatchStore(database, wall_clock_s=wall_clock_s)
     runner = BatchRunner(
-        batches, files, jobs, run_piece=runs.context.threads.run, clock=asyncio.get_running_loop().time
+        batches, files, jobs, run_piece=manager.context.threads.run, clock=asyncio.get_running_loop().time
     )
-    return BatchEndpoints(runs, reader, (files, batches), endpoints=paths, on_changed=runner.wake), runner
+    return BatchEndpoints(manager, reader, (files, batches), endpoints=paths, on_changed=runner.wake), runner

@@ -43,7 +43,7 @@ class BatchEndpoints:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         reader: RequestReader,
         stores: tuple[FileStore, BatchStore] | None,
         *,
@@ -51,7 +51,7 @@ class BatchEndpoints:
         on_changed: Callable[[], None],
     ) -> None:
         """`endpoints`: those that a batch may call. `on_changed` is called when there is work to do."""
-        self._runs = runs
+        self._manager = manager
         self._reader = reader
         self._stores = stores
         self._endpoints = endpoints
@@ -141,7 +141,7 @@ class BatchEndpoints:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-        new = await self._runs.read(
+        new = await self._manager.read(
             caller, lambda: parse_batch(decompress(data, encoding), self._endpoints), n_bytes=n_bytes
         )
         file = await files.get(caller.tenant, new.input_file)
@@ -156,7 +156,7 @@ class BatchEndpoints:
         limit = _limit(request, _BATCHES_LIMIT, batch_bounds.LIMIT)
         records = await batches.page(tenant, after=_after(request, BATCH_PREFIX), limit=limit + 1)
         # A hundred batches that failed have ten megabytes of metadata and errors.
-        body = await self._runs.context.threads.run(tenant, partial(_batches_page, records, limit))
+        body = await self._manager.context.threads.run(tenant, partial(_batches_page, records, limit))
         return web.Response(body=body, content_type="application/json")
 
     async def _batch(self, request: web.Request) -> web.Response:

@@ -71,14 +71,14 @@ class GenerationEndpoint:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         reader: RequestReader,
         *,
         clock: Callable[[], float],
         write_stall_s: float,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._reader = reader
         self._clock = clock
         self.write_stall_s = write_stall_s
@@ -105,7 +105,7 @@ class GenerationEndpoint:
         arrived_s = self._clock()
         try:
             read = await read_exchange(
-                self._runs,
+                self._manager,
                 answer_format,
                 caller,
                 data,
@@ -117,7 +117,7 @@ class GenerationEndpoint:
             exchange = _HttpExchange(request, read)
             if len(read.body.requests) > 1:
                 return await self._answer_choices(exchange)
-            run = await self._runs.begin(read.body.requests[0], read.caller, n_bytes=read.n_bytes)
+            run = await self._manager.begin(read.body.requests[0], read.caller, n_bytes=read.n_bytes)
         except errors.Overloaded as error:
             return await self._refuse(request, answer_format, error, arrived_s)
         record.answer = run.sink
@@ -146,7 +146,7 @@ class GenerationEndpoint:
         refusal = failure_response(error, answer_format.error_body)
         await refusal.prepare(request)
         await refusal.write_eof()
-        self._runs.context.counters.observe("slipstream_refusal_seconds", self._clock() - arrived_s)
+        self._manager.context.counters.observe("slipstream_refusal_seconds", self._clock() - arrived_s)
         return refusal
 
     async def _stream(self, exchange: _HttpExchange, run: RunningRequest) -> web.StreamResponse:
@@ -156,10 +156,10 @@ class GenerationEndpoint:
             opening, *events = await self._waiting(stream, run.sink.next_events)
             stream.answer = exchange.exchange.writer(opening.started)
             run.sink.direct_writer = stream
-            salt = self._runs.context.salts.of_tenant(exchange.exchange.caller.tenant)
+            salt = self._manager.context.salts.of_tenant(exchange.exchange.caller.tenant)
             while events := events or await self._waiting(stream, run.sink.next_events):
                 is_last = events[-1].HasField("finished")
-                data = await self._runs.context.fleet.batcher.run(salt, partial(stream.encode, events))
+                data = await self._manager.context.fleet.batcher.run(salt, partial(stream.encode, events))
                 if is_last:
                     await exchange.exchange.body.before_end()
                 await stream.send(data, is_last=is_last)
@@ -197,7 +197,7 @@ class GenerationEndpoint:
     async def _answer_choices(self, exchange: _HttpExchange) -> web.StreamResponse:
         read = exchange.exchange
         choices = ChoiceRuns(
-            self._runs,
+            self._manager,
             read.body.requests,
             read.caller,
             n_bytes=read.n_bytes,

@@ -22,9 +22,9 @@ class RequestReader:
     """Bounds what a request may cost before it is parsed. Times are in seconds; see docs/bounds.md."""
 
     def __init__(
-        self, tenants: ApiKeys, received: ReceiveSlots, *, body_read_s: float, clock: Callable[[], float]
+        self, keys: ApiKeys, received: ReceiveSlots, *, body_read_s: float, clock: Callable[[], float]
     ) -> None:
-        self._tenants = tenants
+        self._keys = keys
         self._received = received
         self._body_read_s = body_read_s
         self._clock = clock
@@ -34,9 +34,9 @@ class RequestReader:
         if (caller := request.get(CALLER)) is not None:  # the admin port has judged the credential
             tenant = request[RECORD].tenant = caller.tenant or DEFAULT_TENANT
             return tenant
-        tenant = request[RECORD].tenant = self._tenants.tenant_of(request.headers, over_http=True)
+        tenant = request[RECORD].tenant = self._keys.tenant_of(request.headers, over_http=True)
         connection = request.protocol
-        if self._tenants.open or not isinstance(connection, HttpConnection) or connection.share is None:
+        if self._keys.open or not isinstance(connection, HttpConnection) or connection.share is None:
             return tenant
         try:
             connection.share.claim(tenant)
@@ -47,8 +47,8 @@ class RequestReader:
 
     def sees_all_tenants(self, request: web.Request) -> bool:
         """Whether the caller sees what belongs to other tenants, too. Raises Unauthenticated."""
-        scope = self._tenants.identify(request.headers, over_http=True).scope
-        return self._tenants.open or scope is KeyScope.OPERATOR
+        scope = self._keys.identify(request.headers, over_http=True).scope
+        return self._keys.open or scope is KeyScope.OPERATOR
 
     def caller(self, request: web.Request, path: str) -> Caller:
         """The tenant and the options of the headers. `path`: the endpoint that is called."""
@@ -60,7 +60,7 @@ class RequestReader:
         if timeout is not None:
             deadline_s = self._clock() + bounds.TIMEOUT.parse(timeout) / 1e3
         tenant = self.tenant(request)
-        key_sha256 = request[RECORD].key_sha256 = self._tenants.hash_of(headers)
+        key_sha256 = request[RECORD].key_sha256 = self._keys.hash_of(headers)
         return Caller(
             tenant=tenant,
             session=headers.get("x-session-affinity"),

@@ -29,21 +29,21 @@ class TokenEndpoint:
 
     It counts as a request where its key has limits."""
 
-    def __init__(self, runs: RequestManager, reader: RequestReader, card: ModelCard) -> None:
-        self._runs = runs
+    def __init__(self, manager: RequestManager, reader: RequestReader, card: ModelCard) -> None:
+        self._manager = manager
         self._reader = reader
         self._card = card
-        self._texts = TokenTexts(card, runs.context.threads)
+        self._texts = TokenTexts(card, manager.context.threads)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The ids of a text, or of a conversation as the chat template renders it."""
         caller = self._reader.caller(request, request.path)
-        with limited_call(self._runs.context.metering, caller):
+        with limited_call(self._manager.context.metering, caller):
             return web.json_response(await self._tokens(request, caller))
 
     async def _tokens(self, request: web.Request, caller: Caller) -> dict[str, object]:
         body, n_bytes = await self._read(request, caller, parse_tokenize)
-        ids = (await self._runs.encode(body.request, caller, n_bytes=n_bytes)).token_ids.tolist()
+        ids = (await self._manager.encode(body.request, caller, n_bytes=n_bytes)).token_ids.tolist()
         return {
             "count": len(ids),
             "max_model_len": self._card.max_context_tokens,
@@ -54,7 +54,7 @@ class TokenEndpoint:
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of token ids, with the names of control tokens."""
         caller = self._reader.caller(request, request.path)
-        with limited_call(self._runs.context.metering, caller):
+        with limited_call(self._manager.context.metering, caller):
             return web.json_response({"prompt": await self._text(request, caller)})
 
     async def _text(self, request: web.Request, caller: Caller) -> str:
@@ -66,5 +66,5 @@ class TokenEndpoint:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-        body = await self._runs.read(caller, lambda: parse(decompress(data, encoding)), n_bytes=n_bytes)
+        body = await self._manager.read(caller, lambda: parse(decompress(data, encoding)), n_bytes=n_bytes)
         return body, n_bytes

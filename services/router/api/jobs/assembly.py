@@ -58,13 +58,13 @@ class JobSettings(Protocol):
 class RouterJobs:
     """`store` is None without a database. `formats`: what a job may run; other APIs add theirs."""
 
-    def __init__(self, options: JobSettings, runs: RequestManager, fleet: RouterFleet) -> None:
-        clock, counters = asyncio.get_running_loop().time, runs.context.counters
-        self._runs, self._fleet, self._options = runs, fleet, options
+    def __init__(self, options: JobSettings, manager: RequestManager, fleet: RouterFleet) -> None:
+        clock, counters = asyncio.get_running_loop().time, manager.context.counters
+        self._manager, self._fleet, self._options = manager, fleet, options
         self.formats = dict(FORMATS)
         self.store: JobStore | None = None
         self.overview: JobOverview | None = None
-        self._executor = AnswerExecutor(runs, self.formats, clock=clock, wall_clock_s=time.time)
+        self._executor = AnswerExecutor(manager, self.formats, clock=clock, wall_clock_s=time.time)
         self._pacing = JobPacing(options.jobs_beside_live)
         self._puller: JobPuller | None = None
         self._webhooks: WebhookSender | None = None
@@ -81,14 +81,14 @@ class RouterJobs:
                 counters=counters,
                 longest_wait_s=options.jobs_longest_wait_s,
             )
-            runs.jobs.observer = self._pacing
+            manager.jobs.observer = self._pacing
             self._webhooks = WebhookSender(
                 database, options.webhook_hosts, wall_clock_s=time.time, counters=counters
             )
 
     def serve(self, server: grpc.aio.Server, api: GrpcServer) -> None:
         """Register JobService beside the router's own service."""
-        hosts, read = self._options.webhook_hosts, self._runs.read
+        hosts, read = self._options.webhook_hosts, self._manager.read
         service = JobService(self.store, self._executor, api.callers, hosts, read=read)
         server.add_generic_rpc_handlers((job_handlers(service, api.logged),))
 
@@ -110,9 +110,9 @@ class RouterJobs:
             return {}
         return {
             **self._puller.gauges(),
-            "slipstream_jobs_held": self._runs.jobs.held,
+            "slipstream_jobs_held": self._manager.jobs.held,
             "slipstream_jobs_overdue": self._puller.overdue,
-            "slipstream_job_holds_total": self._runs.jobs.n_held_total,
+            "slipstream_job_holds_total": self._manager.jobs.n_held_total,
             "slipstream_jobs_beside_live": self._pacing.beside,
             "slipstream_jobs_quiet_seconds": self._pacing.quiet_s,
         }
@@ -126,13 +126,13 @@ class RouterJobs:
         return report
 
     def _room(self) -> Headroom:
-        gate = self._runs.gate
+        gate = self._manager.gate
         capacity = gate.capacity()
         beside, overdue = self._pacing.beside, self._puller.overdue if self._puller is not None else 0
-        self._runs.jobs.beside = max(beside, overdue)
+        self._manager.jobs.beside = max(beside, overdue)
         live_running, live_waiting = gate.controller.above(Priority.JOB)
         return Headroom(
-            is_ready=readiness_of(self._runs, self._fleet) is READY,
+            is_ready=readiness_of(self._manager, self._fleet) is READY,
             live_running=live_running,
             live_waiting=live_waiting,
             places=capacity.decode_sequences,
@@ -140,6 +140,6 @@ class RouterJobs:
             live_ended_s=(gate.now_ms() - gate.controller.live_ended_ms) / 1e3,
             beside_live=beside,
             quiet_s=self._pacing.quiet_s,
-            is_draining=self._runs.draining,
+            is_draining=self._manager.draining,
             overdue=overdue,
         )

@@ -35,13 +35,13 @@ class AnswerExecutor:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         formats: Mapping[str, AnswerFormat],
         *,
         clock: Callable[[], float],
         wall_clock_s: Callable[[], float],
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._formats = formats
         self._clock = clock
         self._wall_clock_s = wall_clock_s
@@ -57,9 +57,9 @@ class AnswerExecutor:
         try:
             answer_format = await self._formats[path].for_body(caller, body)
             n_further_bytes = answer_format.n_further_bytes
-            read = partial(_check_body, answer_format, body, self._runs.context.card)
+            read = partial(_check_body, answer_format, body, self._manager.context.card)
             with self._checked.holding(tenant, n_further_bytes):
-                await self._runs.read(caller, read, n_bytes=n_bytes + n_further_bytes)
+                await self._manager.read(caller, read, n_bytes=n_bytes + n_further_bytes)
             return answer_format.n_read_bytes
         except errors.InvalidArgument as error:
             raise errors.InvalidArgument(f"{field}.body.{error.field}", error.reason) from None
@@ -77,9 +77,9 @@ class AnswerExecutor:
         self._ids.add(job.id)
         try:
             exchange = await read_exchange(
-                self._runs, answer_format, self._caller(job), job.body, request_id=job.id
+                self._manager, answer_format, self._caller(job), job.body, request_id=job.id
             )
-            body = await run_to_end(self._runs, exchange)
+            body = await run_to_end(self._manager, exchange)
             return JobOutcome(
                 200,
                 msgspec.json.encode(body),
@@ -96,13 +96,13 @@ class AnswerExecutor:
 
     def limit(self, n: int) -> None:
         """See JobExecutor."""
-        self._runs.jobs.set_limit(n)
+        self._manager.jobs.set_limit(n)
 
     def progress(self) -> Mapping[str, JobProgress]:
         """See JobExecutor. The choices of a job are held together."""
         return {
             run.request_id: JobProgress(run.sink.completion_tokens, run.hold is not None and run.hold.is_held)
-            for run in self._runs.running
+            for run in self._manager.running
             if run.request_id in self._ids
         }
 

@@ -43,21 +43,21 @@ class ResponsesFormat(AnswerFormat):
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         card: ModelCard,
         *,
         store: ResponseStore | None,
         background: BackgroundResponses | None,
         new_key: Callable[[], str],
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self.card = card
         self.store = store
         self._background = background
         self.new_key = new_key
 
     async def for_body(self, caller: Caller, data: bytes) -> _FormatOfBody:
-        draft = await self._runs.read(caller, lambda: decode_response(data), n_bytes=len(data))
+        draft = await self._manager.read(caller, lambda: decode_response(data), n_bytes=len(data))
         needs_store = draft.wants_store is True or draft.previous_id is not None or draft.references
         if draft.is_background and (self.store is None or draft.wants_store is False):
             raise api_bounds.BACKGROUND.refused()

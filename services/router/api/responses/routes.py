@@ -42,7 +42,7 @@ class ResponsesRoutes:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         reader: RequestReader,
         generation: GenerationEndpoint,
         card: ModelCard,
@@ -50,7 +50,7 @@ class ResponsesRoutes:
         store: ResponseStore | None,
         jobs: JobStore | None,
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._reader = reader
         self._generation = generation
         self._store = store
@@ -60,7 +60,9 @@ class ResponsesRoutes:
         self._followers: Counter[str] = Counter()  # by tenant
         self.delivery = generation.delivery
         new_key = partial(secrets.token_hex, 16)
-        self.format = ResponsesFormat(runs, card, store=store, background=self._background, new_key=new_key)
+        self.format = ResponsesFormat(
+            manager, card, store=store, background=self._background, new_key=new_key
+        )
 
     def routes(self) -> Iterable[web.RouteDef]:
         """See RouteFamily."""
@@ -86,9 +88,9 @@ class ResponsesRoutes:
         if encoding or _BACKGROUND_WORD in data:
             if encoding:
                 unpack = partial(decompress, data, encoding)
-                data = await self._runs.read(caller, unpack, n_bytes=bounds.MAX_BODY_BYTES)
+                data = await self._manager.read(caller, unpack, n_bytes=bounds.MAX_BODY_BYTES)
             if _BACKGROUND_WORD in data:
-                read = await read_exchange(self._runs, self.format, caller, data, request_id="")
+                read = await read_exchange(self._manager, self.format, caller, data, request_id="")
                 if isinstance(read.body, ResponsesBody) and read.body.is_background:
                     return await self._begin(request, caller, data, is_streamed=read.options.stream)
         return await self._generation.generate(request, path=PATH, answer_format=self.format)
@@ -153,15 +155,15 @@ class ResponsesRoutes:
     async def _count(self, request: web.Request) -> web.Response:
         """The number of tokens of the prompt that a body makes."""
         caller = self._reader.caller(request, request.path)
-        with limited_call(self._runs.context.metering, caller):
+        with limited_call(self._manager.context.metering, caller):
             n_tokens = await self._tokens_of(request, caller)
         return web.json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def _tokens_of(self, request: web.Request, caller: Caller) -> int:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
-        read = await read_exchange(self._runs, self.format, caller, data, request_id="", encoding=encoding)
-        prompt = await self._runs.encode(read.body.requests[0], caller, n_bytes=read.n_bytes)
+        read = await read_exchange(self._manager, self.format, caller, data, request_id="", encoding=encoding)
+        prompt = await self._manager.encode(read.body.requests[0], caller, n_bytes=read.n_bytes)
         return len(prompt.token_ids)
 
     async def _show(self, request: web.Request) -> web.StreamResponse:

@@ -19,8 +19,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Callers:
     """Reads the metadata of calls."""
 
-    def __init__(self, tenants: ApiKeys, clock: Callable[[], float]) -> None:
-        self._tenants = tenants
+    def __init__(self, keys: ApiKeys, clock: Callable[[], float]) -> None:
+        self._keys = keys
         self._clock = clock
 
     def tenant(self, context: Context) -> str:
@@ -29,13 +29,13 @@ class Callers:
 
     def key_sha256(self, context: Context) -> bytes:
         """The hash of the call's API key; empty without one."""
-        return self._tenants.hash_of(metadata_of(context))
+        return self._keys.hash_of(metadata_of(context))
 
     def check_key(self, context: Context) -> None:
         """Raise Unauthenticated where the call's API key counts no more: the call began with it."""
         metadata = metadata_of(context)
-        if self._tenants.has_key(metadata):
-            self._tenants.tenant_of(metadata)
+        if self._keys.has_key(metadata):
+            self._keys.tenant_of(metadata)
 
     def caller(self, metadata: Mapping[str, str], context: Context, *, endpoint: str) -> Caller:
         """The tenant, deadline, session and placement wishes of a call."""
@@ -47,19 +47,19 @@ class Callers:
             pinned_prefill=metadata.get("x-slipstream-prefill"),
             attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
-            key_sha256=self._tenants.hash_of(metadata),
+            key_sha256=self._keys.hash_of(metadata),
             endpoint=endpoint,
         )
 
     def sees_all_tenants(self) -> bool:
         """Whether the caller sees what belongs to other tenants, too."""
-        return self._tenants.open or is_operator()
+        return self._keys.open or is_operator()
 
     def _tenant_of(self, metadata: Mapping[str, str]) -> str:
         tenant = current_caller().tenant
         if tenant:
             return tenant
-        return self._tenants.tenant_of(metadata) if self._tenants.has_key(metadata) else DEFAULT_TENANT
+        return self._keys.tenant_of(metadata) if self._keys.has_key(metadata) else DEFAULT_TENANT
 
 
 def is_operator() -> bool:

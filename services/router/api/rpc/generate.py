@@ -40,7 +40,7 @@ class GenerateMethod:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         callers: Callers,
         access_log: AccessLog,
         *,
@@ -48,7 +48,7 @@ class GenerateMethod:
         write_stall_s: float = service_bounds.WRITE_STALL_S,
         reset_s: float = service_bounds.GRPC_RESET_S,
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._callers = callers
         self._access_log = access_log
         self._clock = clock
@@ -84,10 +84,12 @@ class GenerateMethod:
                 record.request_id = request.request_id  # the one in the message goes before the metadata
                 context.set_trailing_metadata(trailing_id(request.request_id))
             if len(call.requests) > 1:
-                choices = ChoiceRuns(self._runs, call.requests, caller, n_bytes=len(data), wants_stats=True)
+                choices = ChoiceRuns(
+                    self._manager, call.requests, caller, n_bytes=len(data), wants_stats=True
+                )
                 record.answer = choices
                 return await self._answer_choices(call, choices, caller, context)
-            run = await self._runs.begin(request, caller, n_bytes=len(data))
+            run = await self._manager.begin(request, caller, n_bytes=len(data))
             record.request_id, record.answer = run.request_id, run.sink
         except errors.Overloaded as refusal:
             status = to_status(refusal)
@@ -101,7 +103,7 @@ class GenerateMethod:
                 await refused
             finally:  # it is written
                 elapsed_s = self._clock() - arrived_s
-                self._runs.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
+                self._manager.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
         answer = CallAnswer(call, prompt_texts(call, self._text_of))
         try:
             await self._answer(run, answer, self._limits(caller), context)
@@ -139,18 +141,18 @@ class GenerateMethod:
 
     def _limits(self, caller: Caller) -> Mapping[str, str]:
         """What the limits of the caller's key and tenant leave; nothing where there are none."""
-        metering = self._runs.context.metering
+        metering = self._manager.context.metering
         return {} if metering is None else metering.limit_headers(caller.tenant, caller.key_sha256)
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
-        return self._runs.context.card.tokenizer.decode(token_ids, keep_special=True)
+        return self._manager.context.card.tokenizer.decode(token_ids, keep_special=True)
 
     async def _read(self, data: bytes, caller: Caller, *, request_id: str) -> ParsedCall:
         parse = partial(parse_call, data, request_id)
         try:
-            return await self._runs.read(caller, parse, n_bytes=len(data))
+            return await self._manager.read(caller, parse, n_bytes=len(data))
         except errors.InvalidArgument:
-            self._runs.context.counters.add("slipstream_requests_refused_total")
+            self._manager.context.counters.add("slipstream_requests_refused_total")
             raise
 
     async def _answer(

@@ -36,26 +36,26 @@ class GrpcServer:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         *,
         fleet: RouterFleet,
         sessions: Sessions,
         card: ModelCard,
-        tenants: ApiKeys,
+        keys: ApiKeys,
         access_log: AccessLog | None = None,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
-        self._runs = runs
+        self._manager = manager
         self._access_log = access_log or AccessLog()
         clock = asyncio.get_running_loop().time
-        self.callers = Callers(tenants, clock)
+        self.callers = Callers(keys, clock)
         self.generation = GenerateMethod(
-            runs, self.callers, self._access_log, clock=clock, write_stall_s=write_stall_s
+            manager, self.callers, self._access_log, clock=clock, write_stall_s=write_stall_s
         )
-        metering = runs.context.metering
+        metering = manager.context.metering
         self._lists = ListMethods(self.callers, fleet=fleet, sessions=sessions, card=card, metering=metering)
         self._usage = UsageMethod(metering, self.callers)
-        self._tokens = TokenMethods(runs, self.callers, card)
+        self._tokens = TokenMethods(manager, self.callers, card)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service. Methods without a message type parse the raw bytes themselves."""
@@ -119,12 +119,12 @@ class GrpcServer:
 
     def _state_limits(self, record: AccessRecord, context: Context) -> None:
         """Let the call's trailing metadata say what the limits of its key and tenant leave."""
-        if (metering := self._runs.context.metering) is not None:
+        if (metering := self._manager.context.metering) is not None:
             limits = metering.limit_headers(record.tenant, self.callers.key_sha256(context))
             context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
 
     async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
-        await self._runs.abort(self.callers.tenant(context), request.request_id)
+        await self._manager.abort(self.callers.tenant(context), request.request_id)
         return router_pb2.AbortResponse()
 
 

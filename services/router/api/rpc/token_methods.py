@@ -20,26 +20,26 @@ from slipstream.v1 import router_pb2
 class TokenMethods:
     """The methods take raw bytes, so that a malformed message gets a typed error."""
 
-    def __init__(self, runs: RequestManager, callers: Callers, card: ModelCard) -> None:
-        self._runs = runs
+    def __init__(self, manager: RequestManager, callers: Callers, card: ModelCard) -> None:
+        self._manager = manager
         self._callers = callers
         self._card = card
-        self._texts = TokenTexts(card, runs.context.threads)
+        self._texts = TokenTexts(card, manager.context.threads)
 
     async def tokenize(self, data: bytes, context: Context) -> router_pb2.TokenizeResponse:
         """Tokenize."""
         caller = self._callers.caller(metadata_of(context), context, endpoint="Tokenize")
-        with limited_call(self._runs.context.metering, caller):
-            request = await self._runs.read(caller, partial(_generation, data), n_bytes=len(data))
-            prompt = await self._runs.encode(request, caller, n_bytes=len(data))
+        with limited_call(self._manager.context.metering, caller):
+            request = await self._manager.read(caller, partial(_generation, data), n_bytes=len(data))
+            prompt = await self._manager.encode(request, caller, n_bytes=len(data))
         ids = prompt.token_ids.tolist()
         return router_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=self._card.max_context_tokens)
 
     async def detokenize(self, data: bytes, context: Context) -> router_pb2.DetokenizeResponse:
         """Detokenize."""
         caller = self._callers.caller(metadata_of(context), context, endpoint="Detokenize")
-        with limited_call(self._runs.context.metering, caller):
-            token_ids = await self._runs.read(caller, partial(_token_ids, data), n_bytes=len(data))
+        with limited_call(self._manager.context.metering, caller):
+            token_ids = await self._manager.read(caller, partial(_token_ids, data), n_bytes=len(data))
             text = await self._texts.text(token_ids, tenant=caller.tenant, field="token_ids")
         return router_pb2.DetokenizeResponse(text=text)
 

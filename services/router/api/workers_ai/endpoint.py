@@ -64,7 +64,7 @@ class RunEndpoints:
 
     def __init__(
         self,
-        runs: RequestManager,
+        manager: RequestManager,
         reader: RequestReader,
         generation: GenerationEndpoint,
         jobs: JobStore | None,
@@ -73,10 +73,10 @@ class RunEndpoints:
         models: Handler,
     ) -> None:
         """`formats`: those of OpenAI's endpoints by their paths. `models` lists the models."""
-        self._runs = runs
+        self._manager = manager
         self._reader = reader
         self._generation = generation
-        self._queue = None if jobs is None else QueuedRuns(jobs, run_piece=runs.context.threads.run)
+        self._queue = None if jobs is None else QueuedRuns(jobs, run_piece=manager.context.threads.run)
         self._formats = formats
         self._models = models
 
@@ -117,7 +117,7 @@ class RunEndpoints:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         caller = self._reader.caller(request, RUN_PATH)
         model = request.match_info["model"]
-        if model not in self._runs.context.card.names:
+        if model not in self._manager.context.card.names:
             raise UnknownRunModel(f"No such model {shown(model)} or task", field="model")
         parsed = await self._read(request, caller, model)
         body = parsed.body
@@ -137,7 +137,7 @@ class RunEndpoints:
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
         try:
-            parsed = await self._runs.read(
+            parsed = await self._manager.read(
                 caller,
                 lambda: parse_run(decompress(data, encoding), model),
                 n_bytes=n_bytes,
@@ -146,7 +146,7 @@ class RunEndpoints:
             await self._check(caller, parsed.body, is_queued=is_queued)
             return ParsedRun(parsed.body, is_queued)
         except errors.InvalidArgument:
-            self._runs.context.counters.add("slipstream_requests_refused_total")
+            self._manager.context.counters.add("slipstream_requests_refused_total")
             raise
 
     async def _check(self, caller: Caller, body: RunBody | BatchBody | PollBody, *, is_queued: bool) -> None:
@@ -154,13 +154,13 @@ class RunEndpoints:
         if isinstance(body, BatchBody):
             n_bytes = sum([len(run.chat) for run in body.runs])  # many short ones take as long as a long one
             for index, run in enumerate(body.runs):
-                await self._runs.read(
+                await self._manager.read(
                     caller, partial(_check_run, run, f"requests[{index}]."), n_bytes=n_bytes
                 )
         elif isinstance(body, RunBody) and is_queued:
             if body.is_streamed:
                 raise batch_bounds.RUN_STREAM.refused()
-            await self._runs.read(caller, partial(_check_run, body, ""), n_bytes=len(body.chat))
+            await self._manager.read(caller, partial(_check_run, body, ""), n_bytes=len(body.chat))
 
     # ---- the queue
 
@@ -209,9 +209,9 @@ class RunEndpoints:
         item: dict[str, Any] = {"id": index, "success": False, "external_reference": run.reference}
         try:
             exchange = await read_exchange(
-                self._runs, RunFormat(run), caller, run.chat, request_id=request_id[-128:]
+                self._manager, RunFormat(run), caller, run.chat, request_id=request_id[-128:]
             )
-            answer = await run_to_end(self._runs, exchange)
+            answer = await run_to_end(self._manager, exchange)
         except errors.SlipstreamError as error:
             return item | {"errors": [error_item(failure_of(error))]}
         return item | {"success": True, "result": answer["result"]}

@@ -61,7 +61,7 @@ async def tenants(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> Asyn
     path = tmp_path / "keys.toml"
     keys = {tenant: add_key(path, name=tenant, tenant=tenant) for tenant in ("alice", "bob")}
     async with (
-        open_router(cluster, card, database=database, tenants=ApiKeys(read_keys(path))) as router,
+        open_router(cluster, card, database=database, keys=ApiKeys(read_keys(path))) as router,
         aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
     ):
         yield Tenants(router, http, keys)

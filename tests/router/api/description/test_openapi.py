@@ -43,7 +43,7 @@ def answer_of(card: ModelCard, *, reasoning: str = "", text: str = "", call: boo
 
 @pytest.fixture
 async def server(cluster: FakeCluster, card: ModelCard, database: Database) -> AsyncIterator[RouterServer]:
-    async with open_router(cluster, card, database=database, tenants=tenant_keys({"key": "anna"})) as opened:
+    async with open_router(cluster, card, database=database, keys=tenant_keys({"key": "anna"})) as opened:
         yield opened
 
 

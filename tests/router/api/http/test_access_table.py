@@ -54,7 +54,7 @@ async def test_every_route_has_a_class(router: RouterServer) -> None:
 
 async def test_the_public_port_asks_tenants_for_a_key(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
-        open_router(cluster, card, tenants=KEYS) as router,
+        open_router(cluster, card, keys=KEYS) as router,
         aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
     ):
         for route, needed in HTTP_CLASSES.items():
@@ -74,7 +74,7 @@ async def test_an_admin_port_beyond_loopback_asks_for_an_operator(
     port = AdminPort(listen_tcp("127.0.0.1:0"), access, scrape_token(SECRET))
     server = make_admin_server(
         port,
-        router.runs,
+        router.manager,
         fleet=router.fleet,
         metrics=router.metrics,
         routes=router.console.routes(),

@@ -41,7 +41,7 @@ def answer_of(card: ModelCard, text: str, arguments: str | None = None) -> Seque
 @pytest.fixture
 async def server(cluster: FakeCluster, card: ModelCard, database: Database) -> AsyncIterator[RouterServer]:
     keys = tenant_keys({"key-a": "anna", "key-b": "bert"})
-    async with open_router(cluster, card, database=database, tenants=keys) as opened:
+    async with open_router(cluster, card, database=database, keys=keys) as opened:
         yield opened
 
 
@@ -167,7 +167,7 @@ async def test_a_failure_amid_a_stream(
     try:
         async with http.post(path, json=body, headers={"x-request-id": "fails"}) as answer:
             data = await answer.content.readuntil(b"delta")
-            await server.runs.abort("anna", "fails")
+            await server.manager.abort("anna", "fails")
             data += await answer.read()
     finally:
         for worker in cluster.decodes:
@@ -269,9 +269,9 @@ async def test_a_client_that_leaves_ends_the_request(
         asyncio.create_task(ask(http, "/v1/responses", input="Hello.")),
         asyncio.create_task(ask(http, "/v1/messages", messages=USER, max_tokens=9)),
     ]
-    await eventually(lambda: server.runs.held == 2)
+    await eventually(lambda: server.manager.held == 2)
     for task in tasks:
         task.cancel()
     for worker in cluster.decodes:
         worker.gate.set()
-    await eventually(lambda: server.runs.held == 0)
+    await eventually(lambda: server.manager.held == 0)

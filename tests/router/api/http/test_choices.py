@@ -82,11 +82,11 @@ async def test_a_client_that_leaves_ends_all_choices(
     for worker in cluster.decodes:
         worker.gate.clear()
     asking = asyncio.create_task(ask(http, messages=HI, n=4))
-    await eventually(lambda: router.runs.held == 4)
+    await eventually(lambda: router.manager.held == 4)
     asking.cancel()
     for worker in cluster.decodes:
         worker.gate.set()
-    await eventually(lambda: router.runs.held == 0 and not cluster.held)
+    await eventually(lambda: router.manager.held == 0 and not cluster.held)
 
 
 async def test_choices_share_their_constraint_and_begin_one_in_a_turn_of_the_event_loop(
@@ -94,7 +94,7 @@ async def test_choices_share_their_constraint_and_begin_one_in_a_turn_of_the_eve
 ) -> None:
     """127 choices with a long schema held the loop for 0.2 s: each looked it up, all at the first token."""
     turns, began, made = 0, [], []
-    begin, make = router.runs.begin, OutputConstraints.make
+    begin, make = router.manager.begin, OutputConstraints.make
 
     async def count_turns() -> None:
         nonlocal turns
@@ -110,7 +110,7 @@ async def test_choices_share_their_constraint_and_begin_one_in_a_turn_of_the_eve
         made.append(given)
         return make(*given)
 
-    monkeypatch.setattr(router.runs, "begin", noted_begin)
+    monkeypatch.setattr(router.manager, "begin", noted_begin)
     monkeypatch.setattr(OutputConstraints, "make", noted_make)
     counting = asyncio.create_task(count_turns())
     try:
@@ -202,7 +202,7 @@ async def test_a_stream_that_waits_is_kept_alive_and_fails_with_an_event(
         async with http.post("/v1/chat/completions", json=body) as answer:
             assert answer.status == 200
             assert await answer.content.readuntil(b"\n\n") == b": keep-alive\n\n"
-            await router.runs.abort("default", "waits")
+            await router.manager.abort("default", "waits")
             rest = (await answer.read()).replace(b": keep-alive\n\n", b"")
     finally:
         for worker in cluster.prefills:

@@ -50,7 +50,7 @@ async def test_a_tenant_beyond_its_share_is_refused_and_others_are_not(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     keys = tenant_keys({"key-a": "a", "key-b": "b"})
-    async with open_router(cluster, card, tenants=keys) as router, contextlib.AsyncExitStack() as stack:
+    async with open_router(cluster, card, keys=keys) as router, contextlib.AsyncExitStack() as stack:
         shares = router._http_listener._shares
         shares.most_tenant = 2
         clients = [

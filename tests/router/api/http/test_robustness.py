@@ -117,7 +117,7 @@ async def test_what_fails_after_the_status_is_told_in_the_stream_and_the_connect
         writer.write(b"GET /healthz/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     writer.close()
-    await eventually(lambda: not cluster.held and not router.runs.held)
+    await eventually(lambda: not cluster.held and not router.manager.held)
 
 
 async def test_a_client_that_never_reads_is_cut_off_and_others_go_on(
@@ -135,14 +135,14 @@ async def test_a_client_that_never_reads_is_cut_off_and_others_go_on(
         await asyncio.get_running_loop().sock_connect(deaf, (host, int(port)))
         body = {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}
         await asyncio.get_running_loop().sock_sendall(deaf, post(json.dumps(body).encode()))
-        await eventually(lambda: router.runs.held == 1)
+        await eventually(lambda: router.manager.held == 1)
         async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
             short = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
             async with http.post("/v1/chat/completions", json=short) as answer:
                 assert answer.status == 200
-        assert router.runs.held == 1
+        assert router.manager.held == 1
         lose_patience(router)
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         deaf.close()
 
@@ -155,7 +155,7 @@ async def test_a_client_that_disconnects_ends_its_request(router: RouterServer, 
         writer.write(post(json.dumps({"messages": HELLO, "stream": stream}).encode()))
         await eventually(lambda: any(worker.held for worker in cluster.decodes))
         writer.transport.abort()
-        await eventually(lambda: not cluster.held and not router.runs.held)
+        await eventually(lambda: not cluster.held and not router.manager.held)
 
 
 async def test_garbage_is_refused_and_the_next_client_served(router: RouterServer) -> None:

@@ -89,8 +89,8 @@ async def slow_client(
         router.ports.http.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         client = RawClient()
         await client.post(router.http_endpoint, BODY)
-        await eventually(lambda: router.runs.held == 1, timeout_s=WAIT_S)
-        (run,) = router.runs.running
+        await eventually(lambda: router.manager.held == 1, timeout_s=WAIT_S)
+        (run,) = router.manager.running
         yield router, client, run
         client.socket.close()
 
@@ -110,7 +110,7 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
         await eventually(lambda: run.sink.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=WAIT_S)
         await others_are_served(router)
         # It stands still: its worker's tokens wait in the router, and nothing of the answer is lost.
-        assert router.runs.held == 1
+        assert router.manager.held == 1
         most = 0
 
         async def watch() -> None:
@@ -133,7 +133,7 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
         assert deltas[-1]["finish_reason"] == "stop"
         # One joined batch may stand above the bound, never a second one.
         assert most < 3 * MAX_WAITING_BYTES
-        await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=WAIT_S)
+        await eventually(lambda: not router.manager.held and not cluster.held, timeout_s=WAIT_S)
 
 
 async def test_a_reader_of_a_byte_at_a_time_is_cut_off(cluster: FakeCluster, card: ModelCard) -> None:
@@ -147,7 +147,7 @@ async def test_a_reader_of_a_byte_at_a_time_is_cut_off(cluster: FakeCluster, car
         reading = asyncio.create_task(trickle())
         await others_are_served(router)
         lose_patience(router)
-        await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=WAIT_S)
+        await eventually(lambda: not router.manager.held and not cluster.held, timeout_s=WAIT_S)
         assert run.sink.waiting_bytes < 3 * MAX_WAITING_BYTES
         counters = router.counters.snapshot()
         assert counters["slipstream_requests_aborted_total"] == 1

@@ -54,7 +54,7 @@ async def test_a_fault_is_named_and_jobs_go_on_after_it(
     async with dial(router.host.endpoint) as channel:
         stub: Any = JobServiceStub(channel)
         await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job(max_tokens=6)]))
-        await eventually(lambda: router.runs.jobs.running == 1)
+        await eventually(lambda: router.manager.jobs.running == 1)
         heal = _delete(tmp_path / "router.db") if fault == "deleted" else None
         if fault == "full":
             await _pragma(database, "max_page_count = 1")

@@ -51,23 +51,23 @@ async def test_a_held_job_leaves_its_workers_and_gives_the_same_text(
     for engine in engines:
         engine.gate.clear()
     task = _run_job(router, 1, n=n)
-    await eventually(lambda: bool(cluster.held) and router.runs.jobs.running == 1)
+    await eventually(lambda: bool(cluster.held) and router.manager.jobs.running == 1)
     if stage == "decode":
-        await eventually(lambda: any(run.sink.completion_tokens for run in router.runs.running))
-    router.runs.jobs.set_limit(0)
-    await eventually(lambda: not cluster.held and router.runs.gate.controller.running == 0)
-    assert (router.runs.jobs.running, router.runs.jobs.held) == (0, 1)
+        await eventually(lambda: any(run.sink.completion_tokens for run in router.manager.running))
+    router.manager.jobs.set_limit(0)
+    await eventually(lambda: not cluster.held and router.manager.gate.controller.running == 0)
+    assert (router.manager.jobs.running, router.manager.jobs.held) == (0, 1)
     assert not task.done()
     for engine in engines:
         engine.gate.set()
-    router.runs.jobs.set_limit(1)
+    router.manager.jobs.set_limit(1)
     async with asyncio.timeout(WAIT_S):
         assert _choices(await task) == expected
-    assert router.runs.jobs.held == 0 and not cluster.held
+    assert router.manager.jobs.held == 0 and not cluster.held
 
 
 async def test_a_live_request_holds_jobs_when_it_comes(router: RouterServer, cluster: FakeCluster) -> None:
-    jobs, samples = router.runs.jobs, list[LiveSample]()
+    jobs, samples = router.manager.jobs, list[LiveSample]()
 
     class Observer:
         def observe(self, sample: LiveSample) -> None:
@@ -99,16 +99,16 @@ async def test_a_live_request_holds_jobs_when_it_comes(router: RouterServer, clu
 
 
 async def test_a_held_job_can_be_cancelled(router: RouterServer, cluster: FakeCluster) -> None:
-    router.runs.jobs.set_limit(0)
+    router.manager.jobs.set_limit(0)
     task = _run_job(router, 1)
-    await eventually(lambda: router.runs.jobs.held == 1)
+    await eventually(lambda: router.manager.jobs.held == 1)
     task.cancel()
-    await eventually(lambda: not router.runs.held and router.runs.jobs.held == 0)
+    await eventually(lambda: not router.manager.held and router.manager.jobs.held == 0)
 
 
 async def test_a_request_that_is_refused_holds_no_job(router: RouterServer, cluster: FakeCluster) -> None:
     """Else a client without a right to anything would keep the jobs of all tenants from their workers."""
-    jobs = router.runs.jobs
+    jobs = router.manager.jobs
     for decode in cluster.decodes:
         decode.gate.clear()
     tasks = [_run_job(router, number) for number in range(3)]
@@ -131,13 +131,13 @@ async def test_a_job_whose_deadline_passes_runs_again_only_if_it_was_held(
     for decode in cluster.decodes:
         decode.gate.clear()
     task = _run_job(router, 1)
-    await eventually(lambda: bool(cluster.held) and router.runs.jobs.running == 1)
+    await eventually(lambda: bool(cluster.held) and router.manager.jobs.running == 1)
     if is_held:
-        router.runs.jobs.set_limit(0)
+        router.manager.jobs.set_limit(0)
         await eventually(lambda: not cluster.held)
     if is_freed:
-        router.runs.jobs.set_limit(None)
-    [run] = router.runs.running
+        router.manager.jobs.set_limit(None)
+    [run] = router.manager.running
     run.end_at_deadline()
     async with asyncio.timeout(WAIT_S):
         outcome = await task

@@ -82,7 +82,7 @@ async def test_a_job_has_the_answer_of_its_endpoint(stub: Any, router: RouterSer
     assert json.loads(plain.result)["object"] == "text_completion"
     assert len(json.loads(several.result)["choices"]) == 2
     assert json.loads(response.result)["usage"]["output_tokens"] == 3
-    assert router.runs.held == 0
+    assert router.manager.held == 0
 
 
 async def test_an_answer_is_the_same_in_each_attempt(stub: Any, router: RouterServer) -> None:
@@ -174,7 +174,7 @@ async def test_calls_about_no_job_are_refused(stub: Any) -> None:
 
 
 async def test_groups_are_listed_followed_and_cancelled(stub: Any, router: RouterServer) -> None:
-    router.runs.drain()  # nothing is pulled
+    router.manager.drain()  # nothing is pulled
     jobs = [jobs_pb2.NewJob(path=CHAT, body=new_job().body, group_id="g", reference=str(i)) for i in range(3)]
     await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs))
     listed = (await stub.ListJobs(jobs_pb2.ListJobsRequest(group_id="g", limit=2))).jobs
@@ -204,13 +204,13 @@ async def test_many_short_bodies_leave_the_event_loop(
     stub: Any, router: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[int] = []
-    run = router.runs.context.threads.run
+    run = router.manager.context.threads.run
 
     async def counted(tenant: str, piece: Any, **options: Any) -> Any:
         checked.append(1)
         return await run(tenant, piece, **options)
 
-    monkeypatch.setattr(router.runs.context.threads, "run", counted)
+    monkeypatch.setattr(router.manager.context.threads, "run", counted)
     content = "a" * 1000
     jobs = [new_job(messages=[{"role": "user", "content": content}], max_tokens=1) for _ in range(100)]
     await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs))
@@ -229,10 +229,10 @@ async def test_a_revoked_key_follows_no_job(cluster: FakeCluster, card: ModelCar
     database, keys = open_database(f"sqlite:{tmp_path}/jobs.db"), tenant_keys({"sesame": "ali"})
     metadata = [("authorization", "Bearer sesame")]
     async with (
-        open_router(cluster, card, database=database, tenants=keys) as router,
+        open_router(cluster, card, database=database, keys=keys) as router,
         dial(router.host.endpoint) as channel,
     ):
-        router.runs.drain()  # nothing is pulled
+        router.manager.drain()  # nothing is pulled
         stub: Any = JobServiceStub(channel)
         request = jobs_pb2.SubmitJobsRequest(jobs=[new_job()])
         [job] = (await stub.SubmitJobs(request, metadata=metadata)).jobs

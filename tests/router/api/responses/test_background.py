@@ -34,7 +34,7 @@ BODY: dict[str, Any] = {"input": "Hello.", "background": True, "metadata": {"a":
 async def server(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncIterator[RouterServer]:
     database = open_database(f"sqlite:{tmp_path}/test.db")
     keys = tenant_keys({"key-a": "anna", "key-b": "bert"})
-    async with open_router(cluster, card, database=database, tenants=keys) as opened:
+    async with open_router(cluster, card, database=database, keys=keys) as opened:
         yield opened
     await database.close()
 
@@ -102,7 +102,7 @@ async def test_a_stream_is_read_again_from_any_event(
         first = await answer.content.readuntil(b"\n\n")
         [created] = objects(first)
         assert (created["type"], created["response"]["status"]) == ("response.created", "queued")
-        await eventually(lambda: bool(server.runs.running))
+        await eventually(lambda: bool(server.manager.running))
         for decode in cluster.decodes:
             decode.gate.set()
         async with asyncio.timeout(WAIT_S):
@@ -142,7 +142,7 @@ async def test_a_response_that_runs_is_cancelled(
     assert (cancelled["status"], cancelled["output"]) == ("cancelled", [])
     for decode in cluster.decodes:
         decode.gate.set()
-    await eventually(lambda: not server.runs.running)
+    await eventually(lambda: not server.manager.running)
     assert await ask(http, "GET", path) == cancelled  # what ended after it is not stored
     assert (await events(http, f"{path}?stream=true"))[-1]["response"] == cancelled
     assert (await ask(http, "DELETE", path))["deleted"]
@@ -154,7 +154,7 @@ async def test_a_response_without_an_answer_has_its_input_and_cannot_be_continue
 ) -> None:
     first = await ask(http, "POST", PATH, json={"input": "Hello."})
     said = {"type": "item_reference", "id": first["output"][0]["id"]}
-    server.runs.drain()  # nothing is pulled
+    server.manager.drain()  # nothing is pulled
     begun = await ask(
         http, "POST", PATH, json={**BODY, "input": [said, {"role": "user", "content": "Go on."}]}
     )
@@ -168,15 +168,15 @@ async def test_a_response_without_an_answer_has_its_input_and_cannot_be_continue
         error = (await ask(http, "POST", PATH, 400, json=body))["error"]
         assert error["param"] == "previous_response_id" and "can be continued" in error["message"]
     await ask(http, "POST", PATH, 404, json=going_on, headers={"x-api-key": "key-b"})
-    server.runs.undrain()
+    server.manager.undrain()
     assert (await ended(http, begun))["status"] == "completed"
     assert await ask(http, "GET", f"{path}/input_items?order=asc") == waiting
     assert (await ask(http, "POST", PATH, json=going_on))["status"] == "completed"
-    server.runs.drain()
+    server.manager.drain()
     begun = await ask(http, "POST", PATH, json=BODY)
     await ask(http, "POST", f"{PATH}/{begun['id']}/cancel")
     assert len((await ask(http, "GET", f"{PATH}/{begun['id']}/input_items"))["data"]) == 1
-    server.runs.undrain()
+    server.manager.undrain()
     refused = await ask(http, "POST", PATH, 400, json={**going_on, "previous_response_id": begun["id"]})
     assert "is cancelled" in refused["error"]["message"]
 
@@ -184,7 +184,7 @@ async def test_a_response_without_an_answer_has_its_input_and_cannot_be_continue
 async def test_inputs_of_one_tenant_are_read_a_few_at_a_time(
     http: aiohttp.ClientSession, server: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.runs.drain()  # nothing is pulled
+    server.manager.drain()  # nothing is pulled
     path = f"{PATH}/{(await ask(http, 'POST', PATH, json=BODY))['id']}/input_items"
     read, may_read = JobStore.request, asyncio.Event()
     n_reading, most = 0, 0

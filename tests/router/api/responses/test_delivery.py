@@ -153,7 +153,7 @@ async def test_unread_whole_answers_are_bounded_by_tenant_like_stored_ones(
                 while (begun := peek(client)) != b"HTTP/1.1 200":
                     assert begun is None
                     await asyncio.sleep(0.02)
-        assert router.runs.held == 0  # an answer on its way takes no place of a request
+        assert router.manager.held == 0  # an answer on its way takes no place of a request
 
         async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as session:
 

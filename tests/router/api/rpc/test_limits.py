@@ -38,11 +38,11 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
         await call.initial_metadata()
         reply = await other.chat([{"role": "user", "content": "hi"}], max_tokens=5)
         assert reply.finish_reason == "length"
-        assert router.runs.held == 1
+        assert router.manager.held == 1
         # From now on a client may leave an answer unread for so long; no other one is there.
         router._grpc.generation.write_stall_s = 0.5
         await eventually(lambda: hasten_writes(stall_s=0.5) > 0)
-        await eventually(lambda: not router.runs.held and not cluster.held)
+        await eventually(lambda: not router.manager.held and not cluster.held)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 1
         with pytest.raises(grpc.aio.AioRpcError) as cut:
             async for _ in call:
@@ -85,7 +85,7 @@ async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
 
     taking = asyncio.create_task(take_over())
     await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
-    router.runs.drain()
+    router.manager.drain()
     for prefill in cluster.prefills:
         prefill.gate.set()
         prefill.abort_gate.set()
@@ -93,7 +93,7 @@ async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
         await taking
     with pytest.raises(errors.Aborted):
         await running
-    await eventually(lambda: not cluster.held and not router.runs.held)
+    await eventually(lambda: not cluster.held and not router.manager.held)
 
 
 async def test_a_withdrawn_worker_keeps_its_connection_until_its_abort_is_answered(
@@ -127,7 +127,7 @@ async def test_a_withdrawn_worker_keeps_its_connection_until_its_abort_is_answer
     await eventually(lambda: (instance, False) in polls)
     with pytest.raises(errors.Aborted):
         await running
-    await eventually(lambda: not cluster.held and not router.runs.held)
+    await eventually(lambda: not cluster.held and not router.manager.held)
 
 
 async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(

@@ -36,7 +36,7 @@ KEY = ("x-api-key", "key-a")
 async def keyed(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[grpc.aio.Channel]:
     keys = tenant_keys({"key-a": "a"})
     async with (
-        open_router(cluster, card, tenants=keys) as router,
+        open_router(cluster, card, keys=keys) as router,
         grpc.aio.insecure_channel(router.host.endpoint) as channel,
     ):
         yield channel

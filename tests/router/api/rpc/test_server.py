@@ -224,7 +224,7 @@ async def test_the_callers_deadline_ends_the_request_everywhere(
     for timeout_s in (0.3, 3.0, 30.0):  # until it is longer than a slow machine takes to a worker
         with pytest.raises(errors.DeadlineExceeded):
             await client.chat(HELLO, timeout_s=timeout_s)
-        await eventually(lambda: not cluster.held and not router.runs.held)
+        await eventually(lambda: not cluster.held and not router.manager.held)
         if sent := [request for worker in cluster.prefills for request in worker.requests]:
             break
     assert 0 < sent[0].deadline_ms <= timeout_s * 1e3
@@ -282,7 +282,7 @@ async def test_the_routers_own_status_and_models(client: AsyncClient, router: Ro
     assert await client.models() == ["tiny"]
     async with dial(router.admin.endpoint) as channel:
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-        await eventually(lambda: not router.runs.held)
+        await eventually(lambda: not router.manager.held)
         status = await stub.GetStatus(worker_pb2.GetStatusRequest())
     assert (status.role, status.instance) == (common_pb2.WORKER_ROLE_ROUTER, "router-0")
     assert status.counters["slipstream_requests_finished_total"] == 1
@@ -292,7 +292,7 @@ async def test_the_routers_own_status_and_models(client: AsyncClient, router: Ro
 async def test_api_keys_name_tenants_whose_blocks_never_meet(cluster: FakeCluster, card: ModelCard) -> None:
     tenants = tenant_keys({"key-a": "anna", "key-b": "bert"})
     words = [{"role": "user", "content": "order " * 40}]
-    async with open_router(cluster, card, tenants=tenants) as router:
+    async with open_router(cluster, card, keys=tenants) as router:
         endpoint = router.host.endpoint
         async with AsyncClient(endpoint) as nobody:
             with pytest.raises(errors.Unauthenticated):
@@ -324,7 +324,7 @@ async def test_tenants_share_the_blocks_of_the_configured_prefix_only(
     talk = [{"role": "system", "content": text}, {"role": "user", "content": "order " * 40}]
     cached: dict[str, list[int]] = {}
     tenants = tenant_keys({"key-a": "anna", "key-b": "bert"})
-    async with open_router(cluster, card, tenants=tenants, salts=salts) as router:
+    async with open_router(cluster, card, keys=tenants, salts=salts) as router:
         for key in ("key-a", "key-b", "key-b"):
             async with AsyncClient(router.host.endpoint, api_key=key) as client:
                 usage = (await client.chat(talk)).usage

@@ -37,8 +37,10 @@ async def unread(
         # Log probabilities make the answer so long.
         request = router_pb2.GenerateRequest(prompt="x", sampling=router_pb2.Sampling(top_logprobs=20))
         call = stub.Generate(request, timeout=100)
-        await eventually(lambda: any(run.sink.completion_tokens for run in router.runs.running), timeout_s=60)
-        (run,) = router.runs.running
+        await eventually(
+            lambda: any(run.sink.completion_tokens for run in router.manager.running), timeout_s=60
+        )
+        (run,) = router.manager.running
         yield call, run
 
 
@@ -68,7 +70,7 @@ async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
         # One joined batch may stand above the bound, never a second one; nor is any message longer.
         assert most < 3 * MAX_WAITING_BYTES
         assert max(sizes) < 3 * MAX_WAITING_BYTES
-        await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
+        await eventually(lambda: not router.manager.held and not cluster.held, timeout_s=60)
 
 
 async def test_a_client_that_leaves_while_it_is_written_to_is_no_failure(
@@ -78,7 +80,7 @@ async def test_a_client_that_leaves_while_it_is_written_to_is_no_failure(
         async with unread(router, cluster, card) as (call, run):
             await eventually(lambda: run.sink.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
             call.cancel()
-            await eventually(lambda: not router.runs.held and not cluster.held, timeout_s=60)
+            await eventually(lambda: not router.manager.held and not cluster.held, timeout_s=60)
 
     async with open_router(cluster, card) as router:
         for _ in range(3):

@@ -62,7 +62,7 @@ async def test_requests_without_max_tokens_use_all_workers_and_end_at_the_bound_
     endless: FakeModel, card: ModelCard
 ) -> None:
     async with opened(endless, card, [(SMALL, SMALL), (LARGE, LARGE)]) as (cluster, router, client):
-        assert router.runs.context.card.max_context_tokens == LARGE
+        assert router.manager.context.card.max_context_tokens == LARGE
         totals = await asyncio.gather(*(total_tokens(client, f"{i} {PROMPT}") for i in range(12)))
         small, large = cluster.decodes
         assert small.starts and large.starts
@@ -79,7 +79,7 @@ async def test_false_workers_in_both_tiers_draw_no_more_than_their_share(
     endless: FakeModel, card: ModelCard
 ) -> None:
     async with opened(endless, card, [(SMALL, HUGE), (SMALL, SMALL)]) as (cluster, router, client):
-        assert router.runs.context.card.max_context_tokens == MAX_CONTEXT_TOKENS
+        assert router.manager.context.card.max_context_tokens == MAX_CONTEXT_TOKENS
         false, honest = cluster.decodes
         for (
             worker
@@ -192,4 +192,4 @@ async def test_a_pinned_prefill_worker_that_is_too_small_is_a_typed_error_at_onc
             await client.complete(PROMPT, max_tokens=1, headers=pinned)
         assert refused.value.field == "prompt"
         assert not small.requests
-        await eventually(lambda: not cluster.held and not router.runs.held)
+        await eventually(lambda: not cluster.held and not router.manager.held)

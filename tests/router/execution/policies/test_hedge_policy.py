@@ -81,7 +81,7 @@ def test_the_budget_bounds_the_number_of_hedges(actions: list[bool]) -> None:
 async def test_a_hedge_overtakes_a_slow_prefill_worker(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
         # On a slow machine the other worker's prompts are hedged too, from the same budget.
-        router.runs.context.failover.hedge_policy = policy_with_long_tail(
+        router.manager.context.failover.hedge_policy = policy_with_long_tail(
             HedgeLimits(budget_share=8.0, max_saved_hedges=100.0)
         )
         slow = cluster.prefills[0]
@@ -103,7 +103,7 @@ async def test_a_hedge_overtakes_a_slow_prefill_worker(cluster: FakeCluster, car
         else:
             raise AssertionError("no prompt started on the slow worker")
         assert router.counters.snapshot()["slipstream_hedges_total"] >= 1
-        await eventually(lambda: not cluster.held and not router.runs.held)
+        await eventually(lambda: not cluster.held and not router.manager.held)
         assert not router.fleet.tokens_in_flight
 
 
@@ -111,7 +111,7 @@ async def test_a_losing_hedge_is_released_and_the_statistics_name_the_winner(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
-        router.runs.context.failover.hedge_policy = policy_with_long_tail()
+        router.manager.context.failover.hedge_policy = policy_with_long_tail()
         for prefill in cluster.prefills:
             prefill.gate.clear()
         asked = asyncio.create_task(client.chat([{"role": "user", "content": "Where is it?"}], seed=1))
@@ -124,7 +124,7 @@ async def test_a_losing_hedge_is_released_and_the_statistics_name_the_winner(
         assert (reply.stats.prefill_worker, reply.stats.attempts) == (first.instance, 2)
         for prefill in cluster.prefills:
             prefill.gate.set()
-        await eventually(lambda: not cluster.held and not router.runs.held)
+        await eventually(lambda: not cluster.held and not router.manager.held)
 
 
 async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelCard) -> None:
@@ -133,7 +133,7 @@ async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelC
         open_router(cluster, card, allow_pinning=True) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
-        hedges = router.runs.context.failover.hedge_policy = policy_with_long_tail()
+        hedges = router.manager.context.failover.hedge_policy = policy_with_long_tail()
         asked: list[int] = []
         wait_ms = hedges.wait_ms
 
@@ -149,4 +149,4 @@ async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelC
         assert (reply.stats.prefill_worker, asked) == (worker, [])
         await client.chat(question, seed=1)
         assert asked == [len(cluster.prefills) - 1]
-        await eventually(lambda: not cluster.held and not router.runs.held)
+        await eventually(lambda: not cluster.held and not router.manager.held)

@@ -43,7 +43,7 @@ async def test_the_ends_of_silent_workers_quarantine_their_request(
             worker.gate.clear()
             worker.service.load_gate.clear()
         answer = asyncio.create_task(client.chat(HELLO, seed=1))
-        quarantine = router.runs.context.failover.quarantine
+        quarantine = router.manager.context.failover.quarantine
         await eventually(lambda: len(quarantine._silent) == len(silent))
         assert not answer.done()
         if way == "stood still":
@@ -71,11 +71,11 @@ async def test_the_ends_of_silent_workers_quarantine_their_request(
 
 async def test_a_router_that_closes_waits_for_no_exit_report(model: FakeModel, card: ModelCard) -> None:
     async with FakeCluster(model) as cluster, open_router(cluster, card, silence_s=SILENCE_S) as router:
-        failover, asked = router.runs.context.failover, asyncio.Event()
+        failover, asked = router.manager.context.failover, asyncio.Event()
         failover.exit_reports = _Unanswered(asked)
         failover._settled("decode/decode-0/run", True)
         await asked.wait()
-        await router.runs.close()
+        await router.manager.close()
         await eventually(lambda: not failover._checks)
 
 
@@ -85,7 +85,7 @@ async def test_a_worker_that_crashes_under_a_cancelled_request_is_a_strike(
 ) -> None:
     """The client leaves, and the worker crashes before it has released the request."""
     async with FakeCluster(model) as cluster, open_router(cluster, card) as router:
-        quarantine = router.runs.context.failover.quarantine
+        quarantine = router.manager.context.failover.quarantine
         for worker in cluster.prefills:
             worker.gate.clear()
         for _ in range(len(cluster.prefills)):

@@ -67,12 +67,12 @@ async def test_an_invalid_id_of_the_header_is_refused_by_the_headers_name(
 
 async def test_refusals_of_every_kind_have_an_id(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
-        open_router(cluster, card, tenants=tenant_keys({"sesame": "ali"})) as router,
+        open_router(cluster, card, keys=tenant_keys({"sesame": "ali"})) as router,
         aiohttp.ClientSession(f"http://{router.http_endpoint}") as http,
     ):
         async with http.post(CHAT, json=BODY, headers={"x-request-id": "mine"}) as answer:
             assert (answer.status, answer.headers["x-request-id"]) == (401, "mine")
-        router.runs.drain()
+        router.manager.drain()
         headers = {"x-request-id": "mine", "Authorization": "Bearer sesame"}
         async with http.post(CHAT, json=BODY, headers=headers) as answer:
             assert (answer.status, answer.headers["x-request-id"]) == (503, "mine")
