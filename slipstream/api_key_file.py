@@ -51,7 +51,7 @@ _HEADER = "# API keys by their hashes. `slipstream keys` writes this file.\n"
 
 
 class KeyScope(StrEnum):
-    """What a key may do. An operator's key may do all that a tenant's may."""
+    """The rights of a key. An operator's key may do all that a tenant's may."""
 
     TENANT = "tenant"
     OPERATOR = "operator"
@@ -87,7 +87,7 @@ def key_hash(key: str) -> bytes:
 
 
 def parse_key_file(text: str, *, source: str) -> KeyFile:
-    """What a file's text says. Raises ValueError that begins with `source:line`."""
+    """Parse the text of a file. Raises ValueError that begins with `source:line`."""
     try:
         document = tomllib.loads(text, parse_float=Decimal)
     except (ValueError, RecursionError, ArithmeticError) as error:
@@ -156,7 +156,7 @@ def format_keys(records: Sequence[KeyRecord], tenants: Mapping[str, RateLimits] 
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """What a file says. Raises ValueError that names the file and the line."""
+    """Read and parse a file. Raises ValueError that names the file and the line."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_KEY_FILE_BYTES + 1)

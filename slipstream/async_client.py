@@ -52,7 +52,7 @@ class AsyncStream:
 
     @property
     def reply(self) -> Reply:
-        """What has arrived so far; whole after the iteration has ended."""
+        """The reply as far as it has arrived; whole after the iteration has ended."""
         return self._resumption.reply
 
     @property
@@ -211,7 +211,7 @@ class AsyncClient:
         tenant: str = "",
         timeout_s: float = 10.0,
     ) -> list[UsageRecord]:
-        """What the key's tenant has used, grouped by day, tenant, key, model or endpoint."""
+        """The usage of the key's tenant, grouped by day, tenant, key, model or endpoint."""
         request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
         _, channel = self._endpoints.current()
         return usage_records(await self._unary(channel, "GetUsage", request, timeout_s))
@@ -277,7 +277,7 @@ class AsyncClient:
 
 
 async def _result(loop: ToolLoop, call: ToolCall) -> Any:
-    """What the function answers, or its ToolError."""
+    """The answer of the function, or its ToolError."""
     try:
         made = loop.start(call)
         return await made if inspect.isawaitable(made) else made

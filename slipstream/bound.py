@@ -31,7 +31,7 @@ class Range:
 
     @property
     def words(self) -> str:
-        """What is allowed: the error's message without the value."""
+        """The rule in words: the error's message without the value."""
         if self.low == self.high:
             return f"must be {shown(self.low)}"
         kind = "whole number" if self.whole else "number"
@@ -64,7 +64,7 @@ class Size:
 
     @property
     def words(self) -> str:
-        """What is allowed: the error's message without the count."""
+        """The rule in words: the error's message without the count."""
         many = f"{self.low} to {self.high}" if self.low else f"at most {self.high}"
         return f"must have {many} {self.unit}"
 

@@ -92,7 +92,7 @@ class Stream:
 
     @property
     def reply(self) -> Reply:
-        """What has arrived so far; whole after the iteration has ended."""
+        """The reply as far as it has arrived; whole after the iteration has ended."""
         return self._resumption.reply
 
     @property
@@ -268,7 +268,7 @@ class Client:
         tenant: str = "",
         timeout_s: float = 10.0,
     ) -> list[UsageRecord]:
-        """What the key's tenant has used, grouped by day, tenant, key, model or endpoint."""
+        """The usage of the key's tenant, grouped by day, tenant, key, model or endpoint."""
         request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
         _, channel = self._endpoints.current()
         return usage_records(self._unary(channel, "GetUsage", request, timeout_s))

@@ -1,4 +1,4 @@
-"""What runs in a run directory, as its supervisor records it in `cluster.json`. Only reads."""
+"""The processes of a run directory, as its supervisor records them in `cluster.json`. Only reads."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _certificates_of(run_dir: Path) -> TlsFiles | None:
 
 
 def _user() -> str:
-    """Who runs the command, as logs name them."""
+    """The user that runs the command, as logs name it."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # an id without a name

@@ -1,4 +1,4 @@
-"""What a request answers: events while it streams, one `Reply` at its end. Pure."""
+"""The answer to a request: events while it streams, one `Reply` at its end. Pure."""
 
 from __future__ import annotations
 

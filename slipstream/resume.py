@@ -147,7 +147,7 @@ class Resumption:
 
     @property
     def reply(self) -> Reply:
-        """What has arrived so far."""
+        """The reply as far as it has arrived."""
         return self._builder.reply
 
     @property
@@ -156,7 +156,7 @@ class Resumption:
         return {ATTEMPT_HEADER: str(self.attempt)} if self._within_s else {}
 
     def request(self) -> router_pb2.GenerateRequest:
-        """What to send for this attempt."""
+        """The message to send for this attempt."""
         request = router_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.resume_after_tokens = self._offset

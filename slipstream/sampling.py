@@ -15,7 +15,7 @@ from slipstream.bound import Range
 
 
 class SamplingArguments(TypedDict, total=False):
-    """What a client may state; what it leaves out takes the default."""
+    """The arguments that a client may state; those it leaves out take the default."""
 
     temperature: float
     top_p: float
@@ -36,7 +36,7 @@ class SamplingArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """What the tokens of an answer may be (docs/structured-output.md).
+    """The constraint of an answer's tokens (docs/structured-output.md).
 
     The grammar, in llguidance's JSON form, holds the answer, or with `awaits_calls` only its tool calls.
     """

@@ -103,7 +103,7 @@ class ClusterSupervisor:
         await self._stop()
 
     def record(self) -> ClusterRecord:
-        """What runs now, as in cluster.json."""
+        """The running processes, as in cluster.json."""
         router = next(plan for plan in self._plans if plan.role == Role.ROUTER)
         return ClusterRecord(
             supervisor_pid=os.getpid(),

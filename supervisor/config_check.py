@@ -1,4 +1,4 @@
-"""What of a configuration can be refused before any process is started, each with the flag to blame."""
+"""The checks of a configuration before any process is started, each with the flag to blame."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_config(config: ClusterConfig) -> None:
 
 
 def why_no_mooncake() -> str | None:
-    """What Mooncake lacks on this machine; None where it has everything."""
+    """The part that Mooncake lacks on this machine; None where it has all."""
     if importlib.util.find_spec("mooncake") is None:
         return "the package mooncake-transfer-engine is not installed"
     for package, library in _MOONCAKE_LIBRARIES.items():
@@ -95,7 +95,7 @@ def _check_model(flag: str, path: Path) -> None:
 
 
 def _check_cut(flag: str, sizes: ParallelSizes, config: ClusterConfig) -> None:
-    """What a worker refuses as --parallel."""
+    """Refuse what a worker would refuse as --parallel."""
     try:
         model = load_config(config.model)
     except InvalidArgument:

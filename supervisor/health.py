@@ -57,7 +57,7 @@ async def until_pool_ready(endpoint: str) -> None:
 
 
 def _health(endpoint: str) -> bytes:
-    """What GET /health says, nothing when it does not answer."""
+    """The body of GET /health, empty without an answer."""
     try:
         with urllib.request.urlopen(f"http://{endpoint}/health", timeout=_ASK_S) as response:
             return bytes(response.read(1024))

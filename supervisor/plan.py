@@ -34,7 +34,7 @@ ACCESS_LOG = ("on", "off")
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """What the user asked for. Addresses are "host:port"; None: any free loopback port."""
+    """The cluster that the user asked for. Addresses are "host:port"; None: any free loopback port."""
 
     run_dir: Path = Path(".run")
     model: Path = DEFAULT_MODEL
@@ -93,8 +93,8 @@ class ClusterConfig:
     def head_place(self) -> str:
         """REMOTE or LOCAL. By default the head runs in decode workers that compute on the processor.
 
-        There a step is short, and a message to a drafter costs more than a draft. Who asks for drafters, or
-        for devices or ranks, whose steps are long, gets the service.
+        There a step is short, and a message to a drafter costs more than a draft. A cluster
+        with drafters, or with devices or ranks, whose steps are long, gets the service.
         """
         if self.drafts_from != "auto":
             return self.drafts_from
@@ -272,7 +272,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
 
 
 def _of_one_process(config: ClusterConfig, role: Role, instance: str, http: str | None) -> list[str]:
-    """What the file cannot say, because each process has its own."""
+    """The arguments that the file cannot state, because each process has its own."""
     arguments = ["--run-dir", str(config.run_dir)]
     if role is Role.KVSTORE:
         arguments += ["--data-dir", str(config.run_dir / "data" / instance)]

@@ -1,4 +1,4 @@
-"""What /proc says of a process: when it began, its memory, its children."""
+"""The facts of /proc about a process: when it began, its memory, its children."""
 
 from __future__ import annotations
 

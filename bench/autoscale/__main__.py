@@ -2,7 +2,7 @@
 
     python -m bench.autoscale [--trace conversation_trace.jsonl] [--requests 40000] [--json]
 
-Who serves which share of the requests within the limits, and for how many worker hours: the router's
+The share of the requests within the limits, and the worker hours, of four sides: the router's
 decisions behind HPA's formula, fixed fleets of the least, the mean and the most workers that these used, and
 Dynamo's published planner rules. Without a trace the load is generated agent sessions. No wall clock enters.
 """

@@ -77,7 +77,7 @@ def hit_ratio(requests: Iterable[Request], cache: Cache) -> float:
 
 
 def caches(capacity: int, requests: Sequence[Request]) -> dict[str, Callable[[], Cache]]:
-    """What is compared at one capacity, by column."""
+    """The caches to compare at one capacity, by column."""
     return {
         "lru": lambda: Lru(capacity),
         "s3fifo": lambda: S3Fifo(capacity),

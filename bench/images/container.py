@@ -19,7 +19,7 @@ _READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tr
 
 @dataclass(frozen=True)
 class ContainerLimits:
-    """What a container may use, beside its image."""
+    """The limits of a container, beside its image."""
 
     memory_bytes: int
     writable: tuple[tuple[Path, str], ...] = ()  # folder of the machine, folder in the container

@@ -43,7 +43,7 @@ class Image:
 
 
 def why_no_containers() -> str:
-    """What this machine lacks to run images, or "" where it lacks nothing."""
+    """The part that this machine lacks to run images, or "" where it lacks nothing."""
     missing = [tool for tool in ("buildah", "runc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not installed"

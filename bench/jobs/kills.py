@@ -243,7 +243,7 @@ class ResultWatcher:
 
 
 def judge(ids: list[str], watcher: ResultWatcher) -> dict[str, object]:
-    """What became of the jobs."""
+    """The verdict on the jobs."""
     states = Counter(watcher.states.get(job_id, "lost") for job_id in ids)
     pairs = [(ids[i], ids[i + 1]) for i in range(0, len(ids) - 1, 2)]
     unequal = [pair for pair in pairs if watcher.answers.get(pair[0]) != watcher.answers.get(pair[1])]

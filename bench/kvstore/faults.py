@@ -51,7 +51,7 @@ _KEEPS_PROMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class FaultWorkload:
-    """What is asked: so many prompts of so many tokens for each fault."""
+    """The requests: so many prompts of so many tokens for each fault."""
 
     prompt_tokens: int
     rounds: int

@@ -46,7 +46,7 @@ CHAINS = 6  # different batches, read in turn
 
 @dataclass(frozen=True, slots=True)
 class ReadShape:
-    """What is read: `batch_blocks` blocks of `block_bytes` at a time, `batches` times a turn."""
+    """The blocks to read: `batch_blocks` blocks of `block_bytes` at a time, `batches` times a turn."""
 
     block_bytes: int = MIB
     batch_blocks: int = 16

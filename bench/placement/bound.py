@@ -1,4 +1,4 @@
-"""What rules are measured against: one cache of the same total size, common to all workers.
+"""The bound that rules are measured against: one cache of the same total size, common to all workers.
 
 With one queue in front, first come, first served: a rule may be ahead of that where work piles up and short
 prompts go first. With no queue at all: no rule can be ahead of that by its order.

@@ -16,7 +16,7 @@ from bench.placement.model import Hardware, Run
 
 
 class DecodeWorld(Protocol):
-    """What a decode worker needs of the simulation that it is in."""
+    """The interface that a decode worker needs of its simulation."""
 
     hardware: Hardware
     now_ms: float

@@ -1,4 +1,4 @@
-"""What the placement simulation is made of: the hardware, a request on its way, percentiles."""
+"""The parts of the placement simulation: the hardware, a request on its way, percentiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KV_BYTES_PER_TOKEN = 61 * 576 * 2  # Kimi K2.5: 61 layers of 576 values, bfloat1
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the workers of the simulation are. Defaults: one 8-GPU node a worker, without wide expert
+    """The hardware of the simulated workers. Defaults: one 8-GPU node a worker, without wide expert
     parallelism; prefill 6.7k tokens/s at short context, a decode step of 12 ms when idle. KV is read from a
     kvstore's memory or from another prefill worker at 17.5 GB/s."""
 

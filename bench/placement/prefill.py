@@ -30,7 +30,7 @@ _PATIENCE_STEP_MS = 1.0
 
 
 class PrefillWorld(Protocol):
-    """What a prefill worker needs of the simulation that it is in."""
+    """The interface that a prefill worker needs of its simulation."""
 
     hardware: Hardware
     now_ms: float
@@ -142,10 +142,10 @@ class PrefillNode(ABC):
 
     @abstractmethod
     def _share(self, runnable: Sequence[Run]) -> list[tuple[Run, float]]:
-        """Who of these, the oldest first, is computed now; the shares sum to 1."""
+        """The runs of these, the oldest first, that are computed now; the shares sum to 1."""
 
     def _patience_ms(self, runnable: Sequence[Run]) -> float:
-        """Until somebody's wait changes the shares."""
+        """The time until a run's wait changes the shares."""
         return math.inf
 
     def _advance(self) -> None:
@@ -159,7 +159,7 @@ class PrefillNode(ABC):
             run.waits_from += done[run.request.number]
 
     def _plan(self) -> None:
-        """Who is computed from now on, and when that is to be thought over at the latest."""
+        """Choose the runs to compute from now on, and the latest time of the next choice."""
         self._version += 1
         self._rates = []
         runnable = [run for run in self.line if run.request.number not in self._reading]
@@ -182,7 +182,7 @@ class PrefillNode(ABC):
         self._sim.at(self._sim.now_ms + until_ms, lambda: self._think_over(version))
 
     def _leader(self, run: Run) -> tuple[Run, float]:
-        """Who computes the next block of `run`, itself or another one, and the least time in which that one
+        """The run that computes the next block of `run`, and the least time in which that one
         has computed all that both need."""
         if run.takes_ms:
             return run, math.inf

@@ -1,4 +1,4 @@
-"""What every service needs: discovery, RPC, transfers, errors, bounds.
+"""Shared parts of all services: discovery, RPC, transfers, errors, bounds.
 
 Must not import torch, `libs.engine`, `libs.worker` or `services`.
 """

@@ -26,7 +26,7 @@ class DatabaseDamaged(DataCorrupt):
 
 
 class DatabaseFault(enum.Enum):
-    """What a driver's exception means."""
+    """The meaning of a driver's exception."""
 
     BUSY = "locked by others"  # the transaction did not happen and may run again
     LOST = "connection lost"  # likewise, after a reconnect

@@ -54,7 +54,7 @@ class PostgresDriver:
         return PostgresConnection(self._url, is_read_only=is_read_only)
 
     def fault_of(self, error: Exception) -> DatabaseFault:
-        """What the driver's exception means."""
+        """The meaning of the driver's exception."""
         state = getattr(error, "sqlstate", None) or ""
         for length in (5, 3, 2):
             if state[:length] in _FAULTS:

@@ -75,7 +75,7 @@ class SqliteDriver:
             raise FileMoved("the file was deleted or replaced")
 
     def fault_of(self, error: Exception) -> DatabaseFault:
-        """What the driver's exception means."""
+        """The meaning of the driver's exception."""
         if isinstance(error, FileMoved):
             return DatabaseFault.MOVED
         code = getattr(error, "sqlite_errorcode", 0)

@@ -1,4 +1,4 @@
-"""What a work function sees of its transaction, the same on both databases."""
+"""A work function's view of its transaction, the same on both databases."""
 
 from __future__ import annotations
 
@@ -61,4 +61,4 @@ class SqlDriver(Protocol):
         """A connection for the calling thread. Raises `errors`."""
 
     def fault_of(self, error: Exception) -> DatabaseFault:
-        """What one of `errors` means."""
+        """The meaning of one of `errors`."""

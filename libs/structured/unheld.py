@@ -1,4 +1,4 @@
-"""What llguidance takes and does not hold: a schema with such a part is refused by its path. Pure."""
+"""Parts of schemas that llguidance takes and does not hold: they are refused by their path. Pure."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cached_tools_text(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """What `tools_text` returns, if a recent call made it; None: making it takes up to 0.2 s."""
+    """The result of `tools_text`, if a recent call made it; None: making it takes up to 0.2 s."""
     return _texts.get(digest_of(tools))
 
 

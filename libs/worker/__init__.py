@@ -1,4 +1,4 @@
-"""What prefill and decode workers share around an engine.
+"""Shared parts of prefill and decode workers, around an engine.
 
 Must not import `services`.
 """

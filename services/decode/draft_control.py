@@ -1,4 +1,4 @@
-"""What a step does about drafts: the gate's question before a step, and its measurement after it.
+"""The drafts of a step: the gate's question before a step, and its measurement after it.
 
 Time counts from the end of one step to the end of the next one, as long as the same sequences run: that
 covers all that drafts cost a decode worker, also between its steps. Not thread-safe.

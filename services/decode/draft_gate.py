@@ -14,7 +14,7 @@ from services.decode.step_costs import StepWindow
 
 
 class DraftMode(Enum):
-    """What a step does. FEATURES computes what a drafter needs, and asks for nothing."""
+    """The drafts of a step. FEATURES computes what a drafter needs, and asks for nothing."""
 
     OFF = "off"
     FEATURES = "features"

@@ -1,4 +1,4 @@
-"""What the drafter received, what it answered, and how long a step may wait for it. Pure; time is given.
+"""The state of the exchange with the drafter, and how long a step may wait for it. Pure; time is given.
 
 Rows of a sequence wait in `pending` until they are sent; only the last FEATURE_WINDOW_TOKENS of them
 are kept. A request is `in flight` until all its sequences were answered. At most `max_in_flight`
@@ -153,7 +153,7 @@ class DraftState:
         )
 
     def take_message(self, now_ms: float) -> DraftMessage | None:
-        """What to send now; None when nothing waits, no drafter is connected, or too much is in flight."""
+        """The message to send now; None if none waits, no drafter is connected, or too much is in flight."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
             return None
         rows: tuple[ContextRows, ...] = ()

@@ -76,7 +76,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     # ---- what is held
 
     def ledger(self) -> worker_pb2.Ledger:
-        """What this worker holds for requests. Idle streams of routers do not count."""
+        """This worker's holdings for requests. Idle streams of routers do not count."""
         ledger = self._core.ledger()
         ledger.sequences = max(ledger.sequences, self._attempts.running)
         ledger.streams = sum(bool(stream.running) for stream in self._router_streams.streams)

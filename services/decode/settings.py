@@ -21,7 +21,7 @@ def check_drafter(text: str) -> None:
 
 @dataclass(frozen=True)
 class DecodeSettings(EngineSettings):
-    """What a decode worker is given."""
+    """The settings of a decode worker."""
 
     draft_tokens: int = setting("most drafts for each sequence and step; 0 = none", default=8)
     drafts: str = setting(

@@ -53,7 +53,7 @@ class StepWindow:
 
     @property
     def draft_ms(self) -> float | None:
-        """What one more draft costs a step: the slope of time over drafts; None where they hardly differ."""
+        """Cost of one more draft in a step: the slope of time over drafts; None where they hardly differ."""
         if len(self._steps) < 2:
             return None
         drafts = [float(step.n_drafts) for step in self._steps]

@@ -231,7 +231,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         )
 
     def measure(self) -> dict[str, float]:
-        """What verifications found, by metric name."""
+        """The findings of verifications, by metric name."""
         return {"slipstream_kvstore_corrupt_blocks_dram_total": self._operations.corrupt_blocks_dram}
 
     def _end_pin(self, name_or_lease: str) -> None:

@@ -25,7 +25,7 @@ MIN_DISK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a node runs with. `disk_bytes` is of each disk; 0 means no disk tier."""
+    """The options of a node. `disk_bytes` is of each disk; 0 means no disk tier."""
 
     instance: str
     listen: str
@@ -68,7 +68,7 @@ class Options:
 
 @dataclass(frozen=True)
 class NodeSettings(TierSettings):
-    """What a node is given; `options_of` makes Options of it."""
+    """The settings of a node; `options_of` makes Options of it."""
 
     etcd_lease_s: int = setting("lifetime of a silent node's fleet membership", default=LEASE_TTL_S, least=1)
     dram_bytes: int = setting("memory for blocks, in bytes", default=256 << 20)

@@ -126,7 +126,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     # ---- what is held
 
     def ledger(self) -> worker_pb2.Ledger:
-        """What this worker holds for requests."""
+        """This worker's holdings for requests."""
         ledger = self._core.ledger()
         ledger.sequences = max(ledger.sequences, self._attempts.running)
         ledger.handoffs = self._handoffs.live

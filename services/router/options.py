@@ -1,4 +1,4 @@
-"""What a router runs with, apart from the parts that its caller hands in."""
+"""The options of a router, apart from the parts that its caller hands in."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ class RouterOptions:
     prices: Path | None = None
 
     def peer_tokens(self) -> TokenMinter | None:
-        """What mints this router's tokens towards workers and other routers; None without a secret."""
+        """The minter of this router's tokens towards workers and other routers; None without a secret."""
         return None if self.secret is None else TokenMinter(self.secret, self.instance)

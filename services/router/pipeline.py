@@ -1,4 +1,4 @@
-"""What executes a router's requests, whichever port they come by: the fleet, placement and the manager."""
+"""The execution of a router's requests, whichever port they come by: the fleet, placement and the manager."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class RouterServer:
         )
 
     def _make_worker_service(self) -> WorkerService:
-        """What every process of the cluster serves: status, draining, counters."""
+        """Make the service that every process of the cluster has: status, draining, counters."""
         service = WorkerService(
             self._identity,
             load=self._load,

@@ -184,7 +184,7 @@ class RouterSettings(ServiceSettings):
         return parse_model_names(self.served_model_name) if self.served_model_name else []
 
     def thinks(self) -> bool | None:
-        """What --thinking says; None = as the model says."""
+        """The value of --thinking; None = as the model says."""
         return None if self.thinking == "model" else self.thinking == "on"
 
     def client_tls(self) -> TlsFiles | None:

@@ -52,7 +52,7 @@ OperatorKeyFile = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class OperatorAccess:
-    """What the flags say. `routers`: the admin ports that are named, none for the local cluster."""
+    """The values of the flags. `routers`: the admin ports that are named, none for the local cluster."""
 
     run_dir: Path
     routers: tuple[str, ...]

@@ -57,7 +57,7 @@ _FLAGS: Mapping[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ClientAccess:
-    """What the flags say. `endpoint` None: the router of the cluster in `run_dir`."""
+    """The values of the flags. `endpoint` None: the router of the cluster in `run_dir`."""
 
     run_dir: Path
     endpoint: str | None = None

@@ -23,7 +23,7 @@ _ROLE = "kvstore"
 
 @dataclass(frozen=True, slots=True)
 class NodeReply(Generic[AnswerT]):
-    """What a node said, or why it said nothing."""
+    """The reply of a node, or why there is none."""
 
     node: str
     said: AnswerT | None
@@ -32,7 +32,7 @@ class NodeReply(Generic[AnswerT]):
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """What `dial` opens a channel to, by name: an endpoint, or "role/instance" through a router."""
+    """The targets of `dial`, by name: an endpoint, or "role/instance" through a router."""
 
     endpoints: Mapping[str, str]
     dial: OpenChannel

@@ -113,7 +113,7 @@ def _print_tiers(shown: Sequence[Mapping[str, Any]]) -> None:
 
 
 async def _held(channel: grpc.aio.Channel) -> dict[int, set[bytes]]:
-    """What a node holds by tier, from the snapshot that a new watcher gets."""
+    """The blocks of a node by tier, from the snapshot that a new watcher gets."""
     view = BlockView()
     call = kv_events_pb2_grpc.KvEventServiceStub(channel).WatchBlocks(view.resume(), timeout=_LIST_S)
     async for response in call:

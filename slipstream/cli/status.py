@@ -89,7 +89,7 @@ async def show_fleet(client: FleetClient, *, as_json: bool) -> None:
 
 
 async def ask_status(endpoint: str, dial: OpenChannel) -> worker_pb2.GetStatusResponse | SlipstreamError:
-    """What the process says of itself, or why it says nothing within ASK_TIMEOUT_S."""
+    """The status of the process, or why it gives none within ASK_TIMEOUT_S."""
     async with dial(endpoint) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:

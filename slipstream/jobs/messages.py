@@ -83,7 +83,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What holds for all jobs of one submission. 0 = the router's default.
+    """The options of all jobs of one submission. 0 = the router's default.
 
     A submission that is repeated with the same `idempotency_key` finds the jobs of the first one.
     """

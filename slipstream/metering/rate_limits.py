@@ -24,7 +24,7 @@ _SPEND_DECIMALS = 6
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """What one key or tenant may use; None = any amount. Spend is in 10^-12 of the currency."""
+    """The limits of one key or tenant; None = any amount. Spend is in 10^-12 of the currency."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None

@@ -1,4 +1,4 @@
-"""What tenants have used, as `Client.usage` returns it.
+"""The usage of tenants, as `Client.usage` returns it.
 
 with Client("127.0.0.1:7000", api_key=key) as client:
     for row in client.usage(group_by=["day", "model"]):

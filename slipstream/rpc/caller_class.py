@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class CallerClass(StrEnum):
-    """Who calls, and who may call a method. An operator may call everything, a peer nothing of a tenant."""
+    """Classes of callers and of methods. An operator may call everything, a peer nothing of a tenant."""
 
     PUBLIC = "public"  # no credential
     TENANT = "tenant"  # an API key
@@ -21,7 +21,7 @@ class CallerClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallerIdentity:
-    """Who calls: a class, a name, which is an instance's, a key's or empty, and the tenant of an API key."""
+    """A caller: a class, a name, which is an instance's, a key's or empty, and the tenant of an API key."""
 
     kind: CallerClass
     name: str = ""

@@ -44,7 +44,7 @@ def lasting_fault(error: grpc.aio.AioRpcError) -> str:
 
 
 def with_tls_hint(details: str) -> str:
-    """What gRPC says of a failed connection, with a hint where the cause may be TLS."""
+    """The text of gRPC about a failed connection, with a hint where the cause may be TLS."""
     if _OTHER_NAME in details:
         return f"{details}: {_NAME_HINT}"
     if any(words in details for words in _CLOSED):

@@ -47,10 +47,10 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 
 class Credentials(Protocol):
-    """What says who calls: tokens of a process (TokenMinter), or an API key."""
+    """The credentials of a caller: tokens of a process (TokenMinter), or an API key."""
 
     def tokens_for(self, endpoint: str) -> CallMetadata:
-        """What the calls to the server at the endpoint carry."""
+        """The tokens of calls to the server at the endpoint."""
         ...
 
 

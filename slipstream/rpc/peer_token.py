@@ -105,7 +105,7 @@ class CallTokens:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedToken:
-    """What a token of this cluster states. The caller judges whether the audience is this server."""
+    """The statements of a token of this cluster. The caller judges whether the audience is this server."""
 
     caller: CallerIdentity
     audience: str
@@ -147,7 +147,7 @@ class TokenVerifier:
 
 
 def claimed_caller(token: str) -> str:
-    """Who made a token, as the token says; not verified, and fit for a log line."""
+    """The maker of a token, as the token states it; not verified, and fit for a log line."""
     kind, _, rest = token[:MAX_TOKEN_CHARS].partition(":")
     instance = rest.partition(":")[0]
     if kind in _MINTED and _INSTANCE.fullmatch(instance):

@@ -76,7 +76,7 @@ _last_usable: dict[TlsFiles, tuple[FilesVersion | None, _Pem]] = {}
 
 
 def _usable(files: TlsFiles) -> _Pem:
-    """What the files hold, or held when they last belonged together. Raises OSError if they never did."""
+    """Read the files, or take what they held when they last belonged together. Raises OSError if never."""
     version = files.version()
     known = _last_usable.get(files)
     if known is not None and known[0] == version:
@@ -102,7 +102,7 @@ class ServerCertificates:
         self._seen = files.version()
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """What the files hold now. Raises OSError."""
+        """The present contents of the files. Raises OSError."""
         pair = (self._files.key.read_bytes(), self._files.certificate.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], self._files.ca.read_bytes())
 

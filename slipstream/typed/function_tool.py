@@ -128,7 +128,7 @@ def _hoisted(properties: dict[str, Schema], required: list[str]) -> Schema:
 
 
 def _documentation(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter."""
+    """The text of a docstring about the function, and about each parameter."""
     lines, notes, section = [], {}, ""
     for line in text.splitlines():
         heading, sphinx = _SECTION.match(line), _SPHINX.match(line)

@@ -72,7 +72,7 @@ async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
 async def _ask(
     process: ProcessRecord, dial: Dial
 ) -> list[worker_pb2.GetStatusResponse] | list[SlipstreamError]:
-    """What the process says about itself; of a router that runs as several on one port, what each says.
+    """The status of the process; of a router that runs as several on one port, that of each.
 
     If none answers, why.
 

@@ -1,4 +1,4 @@
-"""What the supervisor sends to a fork server: one JSON message a datagram, with open files beside it."""
+"""The messages of the supervisor to a fork server: one JSON message a datagram, with open files beside it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Request = StartService | BranchServer
 def environment_change(
     old: Mapping[str, str], new: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]] | None:
-    """What to set and to unset so that `old` becomes `new`; None if only a new interpreter reads it all."""
+    """Variables to set and to unset so that `old` becomes `new`; None if only a new interpreter reads all."""
     to_set = {name: text for name, text in new.items() if old.get(name) != text}
     to_unset = tuple(name for name in old if name not in new)
     if all(name.startswith(_READ_AT_RUN) for name in (*to_set, *to_unset)):

@@ -150,5 +150,5 @@ async def _complete_headers(request: web.Request, response: web.StreamResponse) 
 
 
 def caller_of(request: web.Request) -> CallerIdentity:
-    """Who makes a request of an admin port."""
+    """The caller of a request to an admin port."""
     return request[CALLER]

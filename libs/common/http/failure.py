@@ -1,4 +1,4 @@
-"""What a failed HTTP request says: the facts that each API puts in its own error shape."""
+"""Facts of a failed HTTP request, which each API puts in its own error shape."""
 
 from __future__ import annotations
 

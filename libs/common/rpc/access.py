@@ -1,4 +1,4 @@
-"""Who calls, and whether they may: the rule of one port, and the interceptor that enforces it on every call.
+"""Callers and their rights: the rule of one port, and the interceptor that enforces it on every call.
 
     access = AccessControl(secret=secret, has_peer_certificates=tls is not None)
     ServiceHost(listen, access=access)
@@ -96,7 +96,7 @@ class AccessControl:
         return self._verifier is None and not self.has_peer_certificates
 
     def class_of(self, method: str) -> CallerClass:
-        """Who may call the method at this port."""
+        """The class of callers that may call the method at this port."""
         if method in self.public_methods:
             return CallerClass.PUBLIC
         return METHOD_CLASSES.get(method, CallerClass.OPERATOR)
@@ -185,7 +185,7 @@ def ignore_refusal(
 
 
 def current_caller() -> CallerIdentity:
-    """Who made the call that this task handles."""
+    """The caller of the call that this task handles."""
     return _caller.get()
 
 

@@ -1,4 +1,4 @@
-"""Who may call what: the class of every RPC and of every HTTP route, as `docs/security.md` shows it.
+"""The rights of callers: the class of every RPC and of every HTTP route. `docs/security.md` shows it.
 
 A test compares these tables with the contract and with the routes. An RPC without a class is an operator's.
 The bound of each RPC's message is here, too.

@@ -1,4 +1,4 @@
-"""What others dial: the advertised address of a port, where it is not the one it is bound to. Pure."""
+"""The advertised address of a port, for others to dial, where it is not the bound one. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slipstream.rpc.hosts import is_wildcard
 
 
 def advertised_endpoint(bound: str, advertise: str) -> str:
-    """What others dial for the port bound at `bound`; port 0 of `advertise` is the bound one."""
+    """The address to dial for the port bound at `bound`; port 0 of `advertise` is the bound one."""
     if not advertise:
         return bound
     host, _, port = advertise.rpartition(":")
@@ -14,7 +14,7 @@ def advertised_endpoint(bound: str, advertise: str) -> str:
 
 
 def endpoint_beside(bound: str, advertised: str) -> str:
-    """What others dial for another port of the same process: the host of `advertised` where `bound` has none.
+    """The address to dial for another port of a process: the host of `advertised` where `bound` has none.
 
     A port on one address, such as a loopback address, is announced as it is: only that address reaches it.
     """

@@ -6,7 +6,7 @@ _OWN = ("libs", "services", "slipstream", "supervisor")
 
 
 def missing_package(error: ModuleNotFoundError, extra: str) -> str:
-    """What to install for a failed import. Raises the error again for a module of this repository."""
+    """The message for a failed import. Raises the error again for a module of this repository."""
     name = (error.name or "").partition(".")[0]
     if not name or name in _OWN:
         raise error

@@ -78,7 +78,7 @@ def find_settings(
     environment: Mapping[str, str],
     checks_files: bool = True,
 ) -> dict[str, SettingOrigin]:
-    """What is set, by name, without defaults. `flags`: values by name, and the file as "config". Raises
+    """Stated settings by name, without defaults. `flags`: values by name, and the file as "config". Raises
     ValueError."""
     source = "--config" if "config" in flags else CONFIG_VARIABLE
     config = flags.get("config") or environment.get(CONFIG_VARIABLE)

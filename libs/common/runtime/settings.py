@@ -26,7 +26,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Described:
-    """What a field is beside its type. `check` raises ValueError for a value that cannot work."""
+    """The description of a field, beside its type. `check` raises ValueError for a value that cannot work."""
 
     help: str
     default_text: str

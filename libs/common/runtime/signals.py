@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do to a service: end it before it serves, drain it after, end it the second time.
+"""Effects of SIGTERM and SIGINT on a service: end it before it serves, drain it after, then end it.
 
 As process 1 of a container a service has to end itself, because the kernel gives process 1 no default action.
 A service imports this module before any other, so the module imports little.

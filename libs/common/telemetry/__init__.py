@@ -1,1 +1,1 @@
-"""What a process reports of itself: metrics, logs, traces. It imports nothing of `libs` but this package."""
+"""A process's reports of itself: metrics, logs, traces. It imports nothing of `libs` but this package."""

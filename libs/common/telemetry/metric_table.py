@@ -82,5 +82,5 @@ METRICS: Mapping[str, Metric] = {metric.name: metric for section in SECTIONS for
 
 
 def metrics_of(service: str) -> tuple[Metric, ...]:
-    """What a service exports, in the order of the table."""
+    """The metrics that a service exports, in the order of the table."""
     return tuple(metric for section in SECTIONS if service in section.services for metric in section.metrics)

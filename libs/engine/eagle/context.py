@@ -22,7 +22,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What `attend` needs of rows: residuals [T, H] and queries [T, n_heads, key_width]."""
+    """The inputs of `attend` for rows: residuals [T, H] and queries [T, n_heads, key_width]."""
 
     residual: torch.Tensor
     q: torch.Tensor

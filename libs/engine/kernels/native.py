@@ -62,7 +62,7 @@ class NativeKernels:
         return tensor
 
     def packer_into(self, memory: TensorMemory) -> PanelPacker:
-        """What packs weights for these kernels into another memory than theirs."""
+        """A packer of weights for these kernels into another memory than theirs."""
         return PanelPacker(self._library, memory)
 
     def pack(self, matrix: _Packable) -> Packed:

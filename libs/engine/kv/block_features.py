@@ -17,7 +17,7 @@ _MAX_BYTES = 256 << 20
 
 
 def feature_bytes(kv_bytes: int) -> int:
-    """What an engine with so much KV keeps of features."""
+    """The bytes of features that an engine with so much KV keeps."""
     return min(kv_bytes // _SHARE_OF_KV, _MAX_BYTES)
 
 

@@ -21,7 +21,7 @@ _JOB_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """What the cuts of one tensor share. `check` raises CheckpointError for values out of range."""
+    """The part that all cuts of one tensor share. `check` raises CheckpointError for values out of range."""
 
     name: str
     header: TensorHeader

@@ -139,7 +139,7 @@ class WeightLoader:
         return self._config.n_heads * self._config.qk_head_dim
 
     def _a_proj(self, name: str) -> Matrix:
-        """What reads the residual stream: the first projection of the queries above that of the latent."""
+        """The reader of the residual stream: the first projection of the queries above that of the latent."""
         c = self._config
         if c.q_lora_rank is None:
             first = self._unpacked(f"{name}.q_proj", self._q_rows, c.hidden_size)

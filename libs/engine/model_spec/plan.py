@@ -1,4 +1,4 @@
-"""What every layer of one forward pass needs to know about the batch, worked out and checked once."""
+"""The facts about the batch that every layer of one forward pass needs, worked out and checked once."""
 
 from __future__ import annotations
 

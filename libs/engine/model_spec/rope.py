@@ -11,7 +11,7 @@ from libs.engine.model_spec.rope_config import YarnConfig
 
 
 class RotaryConfig(Protocol):
-    """What of a model's or a draft head's configuration makes the angles."""
+    """The part of a model's or a draft head's configuration that makes the angles."""
 
     @property
     def qk_rope_head_dim(self) -> int: ...

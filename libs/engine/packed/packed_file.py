@@ -66,7 +66,7 @@ class PackedMatrix(msgspec.Struct, frozen=True):
 
 
 class PackedIndex(msgspec.Struct, frozen=True):
-    """What a file holds. `key` states of which weights, for which kernels (`packed_key`)."""
+    """The contents of a file. `key` states of which weights, for which kernels (`packed_key`)."""
 
     key: str
     n_bytes: int  # of the tensors

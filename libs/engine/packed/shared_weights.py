@@ -29,7 +29,7 @@ _FREE_SHARE = 0.5  # of a disk's free space: how much of it a new file may take
 
 @dataclass(frozen=True, slots=True)
 class PackedSource:
-    """What a loader knows before it reads values. `expected_bytes`: about the weights' size in memory."""
+    """A loader's knowledge before it reads values. `expected_bytes`: about the weights' size in memory."""
 
     path: Path
     key: Callable[[], str]

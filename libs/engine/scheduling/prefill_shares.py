@@ -1,4 +1,4 @@
-"""Whose prompts come first: tenants share a worker's prefill by tokens. Pure.
+"""The order of tenants' prompts: tenants share a worker's prefill by tokens. Pure.
 
 The tenant with the lowest tag goes first, and the rows of a step move the tags of their tenants on. A tenant
 that returns begins at the lowest tag of those that wait: it has no credit and no debt. So tenants whose

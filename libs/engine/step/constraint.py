@@ -51,7 +51,7 @@ class TokenConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """What the sampled rows of a step may not sample. `masked` are the rows of `masks`, in order."""
+    """Tokens that the sampled rows of a step may not take. `masked` are the rows of `masks`, in order."""
 
     masked: Sequence[int]
     masks: MaskRows

@@ -1,4 +1,4 @@
-"""What drafting needs of a draft head, whether a drafter's service runs it or a decode worker."""
+"""The interface of a draft head for drafting, whether a drafter's service runs it or a decode worker."""
 
 from __future__ import annotations
 

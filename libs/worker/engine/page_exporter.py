@@ -1,4 +1,4 @@
-"""What peers read of a worker's pages: staged copies, so that no peer can write to the pages themselves.
+"""Staged copies of a worker's pages for peers, so that no peer can write to the pages themselves.
 
 The staging memory is registered with the transport, and with Mooncake a process that reaches its port may
 write there. The checksum of a copy is that of the private page, so that its reader finds such a write. With

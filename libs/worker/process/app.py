@@ -48,7 +48,7 @@ class WorkerApp(ABC):
 
     @abstractmethod
     def ledger(self) -> worker_pb2.Ledger:
-        """What the worker holds for requests."""
+        """The worker's holdings for requests."""
 
     @abstractmethod
     def measure(self) -> Mapping[str, float]:

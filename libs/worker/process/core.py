@@ -1,4 +1,4 @@
-"""What prefill and decode share around an engine: its thread, pages, transport, and where outputs go.
+"""Shared core of prefill and decode, around an engine: its thread, pages, transport, and where outputs go.
 
 core = WorkerCore(build, transport, instance=instance)
 await core.open(fingerprint_of, max_waiting=max_waiting, max_running=max_running)
@@ -203,7 +203,7 @@ class WorkerCore:
         await self.peers.close()
 
     def ledger(self) -> worker_pb2.Ledger:
-        """What the worker holds; the service adds its own holdings."""
+        """The worker's holdings; the service adds its own."""
         held = self.thread.ledger
         pins = self.writer.pinned_blocks + self.fetcher.quarantined_pages + self.lender.leased_blocks
         owned = self.pages.running or self.pages.waiting or pins

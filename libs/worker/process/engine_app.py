@@ -54,7 +54,7 @@ class EngineApp(WorkerApp):
         return None
 
     def make_builder(self) -> Callable[[], Engine]:
-        """What builds the engine, on the thread that will own it; called after `make_draft_source`."""
+        """The builder of the engine, on the thread that will own it; called after `make_draft_source`."""
         return engine_builder(self.options, self.progress)
 
     @abstractmethod

@@ -34,7 +34,7 @@ class ModelUnusable(FailedPrecondition):
 
 @contextlib.contextmanager
 def unusable_models(options: ServiceSettings) -> Iterator[None]:
-    """What a load refuses is ModelUnusable, which no further start mends."""
+    """Raise the refusals of a load as ModelUnusable, which no further start mends."""
     try:
         yield
     except (FailedPrecondition, InvalidArgument) as error:
@@ -43,7 +43,7 @@ def unusable_models(options: ServiceSettings) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WorkerSettings(TierSettings):
-    """What every worker of this kind is given."""
+    """The settings of every worker of this kind."""
 
     model: Path | None = setting("checkpoint directory", default=None)
     draft_model: Path | None = setting("EAGLE-3 head directory; none = no draft features", default=None)
@@ -57,7 +57,7 @@ class WorkerSettings(TierSettings):
 
 @dataclass(frozen=True)
 class EngineSettings(WorkerSettings):
-    """What workers that own KV pages are given."""
+    """The settings of workers that own KV pages."""
 
     device: str = setting(
         "where the model runs: cpu, cuda or cuda:N (docs/gpu.md)", default=CPU, check=cuda_index
@@ -130,7 +130,7 @@ class EngineSettings(WorkerSettings):
 
 
 def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[[], Engine]:
-    """What builds the engine, on the thread that will own it, which writes `progress`. Torch is imported
+    """The builder of the engine, on the thread that will own it, which writes `progress`. Torch is imported
     there, or not at all."""
     if options.engine == "fake":
         return lambda: _fake(options)

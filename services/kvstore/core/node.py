@@ -81,7 +81,7 @@ class Node:
         )
 
     def measure(self) -> dict[str, float]:
-        """What the tiers hold and count, by metric name."""
+        """The gauges and counters of the tiers, by metric name."""
         return {
             **tier_metrics(self.store),
             "slipstream_requests_running": self.store.pins + self.puts.reservations,

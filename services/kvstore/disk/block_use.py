@@ -1,4 +1,4 @@
-"""What a disk's table knows of the use of its blocks: chains, policy, quota, and which goes next. Pure."""
+"""The use of the blocks in a disk's table: chains, policy, quota, and which goes next. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How much of a disk each tenant may fill, for millions of blocks: a number a block, a sum a tenant. Pure.
 
 As `policy/quota.py` has it for memory: a block that a second tenant wants is public and counts for nobody, as
-do blocks of no tenant. Whose a block is that was found at a start is not known; who wants it first has it.
+do blocks of no tenant. The tenant of a block that a start found is unknown: the first that wants it has it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DiskQuota:
         self._used = np.zeros(_MAX_TENANTS + 1, np.int64)
 
     def used_bytes(self, tenant: bytes) -> int:
-        """What counts for the tenant."""
+        """The bytes that count for the tenant."""
         return int(self._used[self._numbers[tenant]]) if tenant in self._numbers else 0
 
     def number_of(self, tenant: bytes) -> int:

@@ -55,7 +55,7 @@ class AcceptedSockets:
             os.close(self._nothing)
 
     def clients(self) -> list[Address]:
-        """Who is connected."""
+        """The addresses of the connected clients."""
         return [client for number in _numbers() if (client := self._client_of(number)) is not None]
 
     def shut_down(self, clients: Collection[Address]) -> None:

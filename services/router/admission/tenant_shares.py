@@ -1,4 +1,4 @@
-"""What one tenant may take of a router's memory: prompts that are held, and messages on their way in."""
+"""The shares of one tenant in a router's memory: prompts that are held, and messages on their way in."""
 
 from __future__ import annotations
 

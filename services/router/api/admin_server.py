@@ -1,4 +1,4 @@
-"""What a router's admin port has beside that of every service: health of its workers, and the console."""
+"""A router's part of the admin port, beside that of every service: health of its workers, and the console."""
 
 from __future__ import annotations
 

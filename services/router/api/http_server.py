@@ -80,7 +80,7 @@ class HttpServer:
         tls: TlsFiles | None = None,
         keepalive_s: float = service_bounds.IDLE_CONNECTION_S,
     ) -> HttpListener:
-        """What serves the routes on a socket. A client that disconnects ends its request."""
+        """The server of the routes on a socket. A client that disconnects ends its request."""
         middleware = RequestMiddleware(
             self._guard,
             self._access_log,

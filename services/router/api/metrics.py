@@ -1,4 +1,4 @@
-"""What a router measures of its fleet when its metrics are read: from load reports, never by a call."""
+"""The metrics of a router's fleet, measured when they are read: from load reports, never by a call."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _COST_SCALE = 256  # a loss far below it has cost 0
 
 @dataclass(frozen=True, slots=True)
 class WorkerHoldings:
-    """What a worker has that the fleet uses. `endpoint` is that of its WorkerService."""
+    """The holdings of a worker that the fleet uses. `endpoint` is that of its WorkerService."""
 
     role: Role
     instance: str
@@ -34,7 +34,7 @@ class WorkerHoldings:
 
     @property
     def lost_tokens(self) -> int:
-        """What its removal costs."""
+        """The tokens that its removal costs."""
         session_tokens = self.session_blocks * self.block_tokens
         unique_tokens = self.unique_blocks * self.block_tokens
         return int(self.tokens_in_flight + unique_tokens + session_tokens * _READ_COST)

@@ -49,7 +49,7 @@ class FleetSignals:
         return loads
 
     async def holdings(self) -> list[WorkerHoldings]:
-        """What each process has that the fleet uses, without those that drain."""
+        """The holdings of each process that the fleet uses, without processes that drain."""
         counts, blocks = self._placed()
         found = []
         for role in _WORKERS:

@@ -1,4 +1,4 @@
-"""What autoscaling decides on, and what it recommends. Pure."""
+"""The inputs and the recommendations of autoscaling. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tiers of KV hold and serve, and where sessions lie, as JSON."""
+"""The tiers of KV with their contents and reads, and the places of sessions, as JSON."""
 
 from __future__ import annotations
 

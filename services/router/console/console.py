@@ -69,7 +69,7 @@ class Console:
         await self._statuses.close()
 
     def routes(self) -> list[web.RouteDef]:
-        """What the admin port serves below /console."""
+        """The routes of the admin port below /console."""
         get, post = web.get, web.post
         return [
             get("/console", self._redirect),

@@ -185,7 +185,7 @@ def tokens_per_s(report: worker_pb2.LoadReport) -> float:
 
 
 def store_load(worker: Worker, status: Status | None) -> dict[str, Any]:
-    """What a kvstore node holds of what it may hold, beside its load report."""
+    """The used and the total bytes of a kvstore node, beside its load report."""
     if worker.role is not Role.KVSTORE:
         return {}
     counters = {} if status is None else status.counters

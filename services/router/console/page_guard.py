@@ -1,4 +1,4 @@
-"""What keeps foreign pages out of the console, and the headers of its answers. Pure.
+"""The guard that keeps foreign pages out of the console, and the headers of its answers. Pure.
 
 The admin port has checked Host, Origin and the caller before (`libs/common/http/`).
 """

@@ -18,7 +18,7 @@ _TTFT, _ITL = "slipstream_time_to_first_token_seconds", "slipstream_inter_token_
 
 
 class CounterState(msgspec.Struct, frozen=True, gc=False):
-    """What the rates need of the counters at one moment."""
+    """The counters that the rates need, at one moment."""
 
     at_s: float
     requests: float = 0

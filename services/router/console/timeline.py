@@ -84,7 +84,7 @@ def summaries_json(timelines: Sequence[RequestTimeline], *, now_s: float) -> lis
 
 
 def sentence(entry: TimelineEntry) -> str:
-    """What an entry says."""
+    """The sentence of an entry."""
     text = _SOURCES.get(entry.text, entry.text) if entry.kind == "restored" else entry.text
     return _SENTENCES.get(entry.kind, "{text}").format(
         attempt=entry.attempt,

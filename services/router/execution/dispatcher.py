@@ -136,7 +136,7 @@ class Dispatcher:
         )
 
     def request(self, query: PlacementQuery, now_s: float) -> PlacementRequest:
-        """What placement needs to know of a request: the query, and who holds how much of its prompt."""
+        """The input of placement for a request: the query, and how much of its prompt each holder has."""
         block_tokens = query.fingerprint.block_tokens
         index, session, known_tokens = self._fleet.index, query.session, query.known_tokens
         found = index.find(query.hashes, tenant=query.tenant, now_s=now_s)

@@ -322,7 +322,7 @@ class GenerationTask:
         self.context.dispatcher.ended(end.assignment, hashes, tenant=self.caller.tenant)
 
     def _usage(self, state: RequestState) -> router_pb2.Usage:
-        """What the answer has used until now."""
+        """The usage of the answer until now."""
         return state.stats.usage(
             prompt_tokens=len(self._prompt.token_ids),
             completion_tokens=len(state.output.tokens),

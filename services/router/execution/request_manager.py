@@ -80,7 +80,7 @@ class RequestManager:
         return list(self._runs.values())
 
     async def read(self, caller: Caller, parse: Callable[[], T], *, n_bytes: int) -> T:
-        """What `parse` makes of a message of so many bytes; a long one is parsed off the event loop.
+        """Parse a message of so many bytes with `parse`; a long one is parsed off the event loop.
 
         Raises what `parse` raises, Overloaded and DeadlineExceeded.
         """
@@ -280,7 +280,7 @@ class RequestManager:
         return generation
 
     async def _constrain(self, request: GenerationRequest, caller: Caller) -> OutputConstraint | None:
-        """What the answer may be. A schema or grammar that is new here is checked off the event loop."""
+        """The answer's constraint. A schema or grammar that is new here is checked off the event loop."""
         if self._constraints.is_known(request):
             return self._constraints.make(request)
         chars = request.text_chars  # held meanwhile, as while it runs

@@ -131,7 +131,7 @@ class RequestState:
         is_last: bool = False,
     ) -> None:
         """Write tokens now, or when the sink has room. The last ones wait for `last_events`."""
-        if self.prompt_rows is not None and not self.prompt_rows.is_complete:  # an older worker sends none
+        if self.prompt_rows is not None and not self.prompt_rows.is_complete:
             raise Internal("a worker sent tokens before all log probabilities of the prompt")
         waits = self._unread_tokens or self._has_rows or self.sink.is_full
         if not (is_last or waits or len(tokens) > _PIECE_TOKENS):

@@ -30,7 +30,7 @@ Receiver = tuple[str, str]  # of webhooks: a tenant and a host
 
 @dataclass(frozen=True, slots=True)
 class NextState:
-    """What a job becomes after an attempt. QUEUED comes with the pause before the next attempt."""
+    """The state of a job after an attempt. QUEUED comes with the pause before the next attempt."""
 
     state: JobState
     delay_s: float = 0.0
@@ -38,7 +38,7 @@ class NextState:
 
 
 def after_attempt(outcome: JobOutcome, *, failures: int, jitter: float) -> NextState:
-    """What follows the outcome of an attempt; `failures` counts those before it, `jitter` is in [0, 1].
+    """The next state after an attempt's outcome; `failures` counts those before it, `jitter` is in [0, 1].
 
     A server error counts; a lack of capacity (429) or of workers (503) does not.
     """
@@ -54,7 +54,7 @@ def after_attempt(outcome: JobOutcome, *, failures: int, jitter: float) -> NextS
 
 
 def after_loss(failures: int, jitter: float) -> NextState:
-    """What follows when the router that ran the job is gone: the job itself may have ended it."""
+    """The next state when the router that ran the job is gone: the job itself may have ended it."""
     if failures + 1 >= MAX_FAILURES:
         return NextState(JobState.FAILED, is_failure=True)
     return NextState(JobState.QUEUED, 0.0 if not failures else retry_delay_s(failures, jitter), True)
@@ -119,7 +119,7 @@ def in_claim_order(oldest: Sequence[tuple[str, str]], alike: Sequence[str]) -> l
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What admission knows of the cluster's room. `places` is 0 where a worker does not report it."""
+    """The cluster's room, as admission knows it. `places` is 0 where a worker does not report it."""
 
     is_ready: bool
     live_running: int  # requests that are no jobs

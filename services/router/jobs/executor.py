@@ -1,4 +1,4 @@
-"""What runs the body of a job. The API that has the formats of bodies implements it."""
+"""The interface that runs the body of a job. The API that has the formats of bodies implements it."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class JobExecutor(Protocol):
         """Let the oldest `n` jobs run. The others leave their workers, keep their tokens and wait."""
 
     def progress(self) -> Mapping[str, JobProgress]:
-        """What the running jobs have come to, by id."""
+        """The progress of the running jobs, by id."""

@@ -1,4 +1,4 @@
-"""What routers do with jobs: claim, end, give back. Each call is a transaction fenced by owner and attempt.
+"""Calls of routers about jobs: claim, end, give back. A call is a transaction fenced by owner and attempt.
 
 A router is an owner with a beat that it raises. Other routers watch the beat by their own monotonic clocks:
 an owner whose beat stands still has its row removed and its jobs queued again. A router without its row ends

@@ -1,4 +1,4 @@
-"""What operators see of the jobs of all tenants, without bodies and results, and what they end."""
+"""The operators' view of all tenants' jobs, without bodies and results, and their way to end jobs."""
 
 from __future__ import annotations
 

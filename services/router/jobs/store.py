@@ -1,4 +1,4 @@
-"""What tenants do with jobs: submit, get, list, follow, cancel. Every call is one transaction."""
+"""The calls of tenants about jobs: submit, get, list, follow, cancel. Every call is one transaction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLACES = ", ".join("?" * 26)
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """What one tenant may have in the database."""
+    """The most that one tenant may have in the database."""
 
     max_live: int = service_bounds.MAX_TENANT_JOBS
     max_stored_bytes: int = service_bounds.MAX_TENANT_JOB_BYTES
@@ -263,7 +263,7 @@ def _new_row(job_id: str, tenant: str, request: JobRequest, now_s: float) -> tup
 
 
 def _stored_bytes(request: JobRequest) -> int:
-    """What a job takes of its tenant's share. A short body has a row and entries in indexes beside it."""
+    """The bytes of a job in its tenant's share. A short body has a row and entries in indexes beside it."""
     texts = (request.reference, request.group_id, request.idempotency_key)
     return _ROW_BYTES + len(request.body) + sum(4 * len(text) for text in texts)
 

@@ -1,4 +1,4 @@
-"""What a job is, to its tenant and to the router that runs it. Pure."""
+"""The types of a job, for its tenant and to the router that runs it. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class JobRequest:
 
     @property
     def digest(self) -> str:
-        """What a repeated submission under the same idempotency key must equal."""
+        """The digest that a repeated submission under the same idempotency key must equal."""
         return hashlib.blake2b(self.path.encode() + b"\0" + self.body, digest_size=16).hexdigest()
 
 
@@ -133,7 +133,7 @@ class ClaimedJob:
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """What a running job has come to. One that is held waits for live requests, with its tokens."""
+    """The progress of a running job. One that is held waits for live requests, with its tokens."""
 
     output_tokens: int = 0
     is_held: bool = False
@@ -141,7 +141,7 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What an attempt came to. `is_final` is False where another attempt may give an answer.
+    """The outcome of an attempt. `is_final` is False where another attempt may give an answer.
 
     `stored_with_end` writes in the transaction that makes this outcome the job's result, and in no other.
     """

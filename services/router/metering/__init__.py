@@ -1,4 +1,4 @@
-"""What requests cost, what tenants have used, and the limits that they may use.
+"""The costs of requests, the usage of tenants, and their limits.
 
 Only `usage_store` and `lease_store` write to the database. Must not import `api` or `execution`.
 """

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class MeteringTasks:
-    """What runs in the background. `close` ends it, and writes what there is."""
+    """The background tasks. `close` ends them, and writes what there is."""
 
     def __init__(self, renewal: LeaseRenewal | None, ledger: UsageLedger | None) -> None:
         self._renewal = renewal
@@ -63,7 +63,7 @@ class MeteringOptions(Protocol):
 
     @property
     def database(self) -> Database | None:
-        """What keeps usage, and shares limits."""
+        """The database that keeps usage, and shares limits."""
 
     @property
     def keys(self) -> LimitSource:

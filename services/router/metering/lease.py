@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 
 def overdraft(limit: int, n_routers: int) -> int:
-    """What a router may use beyond its lease. One router alone shares with no other."""
+    """The amount that a router may use beyond its lease. One router alone shares with no other."""
     return limit if n_routers <= 1 else max(1, limit // (4 * n_routers))
 
 
 def wanted(limit: int, *, used: int, recent: int, others: int, n_routers: int) -> int:
-    """What a router asks for: what it has used and what it expects to use, and never all that is free.
+    """The amount that a router asks for: its past and expected use, and never all that is free.
 
     `recent`: what requests asked for since the last renewal. `others`: what the others hold. A router that is
     alone or idle holds nothing in advance: the overdraft is enough for its next requests.
@@ -29,7 +29,7 @@ def wanted(limit: int, *, used: int, recent: int, others: int, n_routers: int) -
 
 
 def granted_of(limit: int, *, used: int, asked: int, held: int, others: int) -> int:
-    """What a router gets that holds `held`: what it has used, and more only of what the others leave."""
+    """The amount for a router that holds `held`: what it has used, and more only of what the others leave."""
     return max(used, min(asked, max(held, limit - others)))
 
 
@@ -49,18 +49,18 @@ class Lease:
 
     @property
     def free(self) -> int:
-        """What no router held at the last renewal."""
+        """The amount that no router held at the last renewal."""
         return max(0, self.limit - self.others_granted - self.granted)
 
     @property
     def room(self) -> int:
-        """What may be used now, within what the others leave: a lease may record an overdraft."""
+        """The amount that may be used now, within what the others leave: a lease may record an overdraft."""
         held = self.granted + min(self.free, overdraft(self.limit, self.n_routers))
         return min(held, max(0, self.limit - self.others_granted)) - self.used
 
     @property
     def remaining(self) -> int:
-        """What all routers together have left, as far as this one knows."""
+        """The amount that all routers together have left, as far as this one knows."""
         return max(0, self.limit - self.others_used - self.used)
 
     @property
@@ -79,7 +79,7 @@ class Lease:
         self.is_changed = True
 
     def begin_renewal(self) -> tuple[int, int]:
-        """What to report as used and what to ask for. What it does not ask for, it holds no longer."""
+        """The amounts to report as used and to ask for. The lease gives up what it does not ask for."""
         asked = wanted(
             self.limit,
             used=self.used,

@@ -43,7 +43,7 @@ _WRITE = (
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What a router asks for of one limit in one window. `asked` 0 gives the lease back."""
+    """A router's request for a part of one limit in one window. `asked` 0 gives the lease back."""
 
     subject: str
     kind: str
@@ -56,7 +56,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """What it got, and what the other routers hold and have used."""
+    """The part that it got, and what the other routers hold and have used."""
 
     granted: int
     others_granted: int

@@ -1,4 +1,4 @@
-"""What answers of limited keys say of the limits, in the headers of two APIs. Pure."""
+"""The headers of answers to limited keys about the limits, in the headers of two APIs. Pure."""
 
 from __future__ import annotations
 

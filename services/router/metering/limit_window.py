@@ -11,7 +11,7 @@ _DAY_S = 86_400
 
 
 class LimitKind(StrEnum):
-    """What a limit counts. The values are the fields of the file of API keys."""
+    """The quantity that a limit counts. The values are the fields of the file of API keys."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"

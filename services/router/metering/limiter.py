@@ -56,7 +56,7 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class LimitedUse:
-    """What one request takes: estimates until it ends. `n_requests` 0: a further choice of a request."""
+    """Amounts of one request: estimates until it ends. `n_requests` 0: a further choice of a request."""
 
     n_requests: int
     prompt_tokens: int
@@ -64,7 +64,7 @@ class LimitedUse:
     spend_pico: int
 
     def amount(self, kind: LimitKind) -> int:
-        """What counts for a kind of limit."""
+        """The amount that counts for a kind of limit."""
         if kind is LimitKind.REQUESTS:
             return self.n_requests
         if kind is LimitKind.TOKENS:
@@ -74,7 +74,7 @@ class LimitedUse:
 
 @dataclass(slots=True)
 class Reservation:
-    """What a running request holds of its limits. `end` settles it, once."""
+    """A running request's part of its limits. `end` settles it, once."""
 
     _limiter: Limiter
     _held: Sequence[tuple[str, LimitKind, int, LimitWindow, int]]

@@ -26,7 +26,7 @@ _CHARGED = (errors.Aborted, errors.DeadlineExceeded, errors.Unauthenticated)
 
 
 class BackgroundTasks(Protocol):
-    """What renews leases and writes usage."""
+    """The tasks that renew leases and write usage."""
 
     async def close(self) -> None:
         """Write what there is, and end."""
@@ -46,7 +46,7 @@ class MeteredRequest:
     usage: router_pb2.Usage | None = None
 
     def cost_pico(self, usage: router_pb2.Usage) -> int:
-        """What the answer costs."""
+        """The cost of the answer."""
         if self.price is None:
             return 0
         return self.price.cost_pico(
@@ -130,7 +130,7 @@ class Metering:
         return datetime.fromtimestamp(self._wall_clock_s(), UTC).date()
 
     async def usage(self, query: UsageQuery) -> list[UsageSum]:
-        """What was used, with what this router counted until now. Raises FailedPrecondition."""
+        """The usage, with what this router counted until now. Raises FailedPrecondition."""
         if self._ledger is None:
             raise errors.FailedPrecondition("usage is kept by routers with --database; this one has none")
         return await self._ledger.read(query)

@@ -40,7 +40,7 @@ class TokenPrice:
     output_pico: int
 
     def cost_pico(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
-        """What so many tokens cost; `prompt_tokens` include the cached ones."""
+        """The cost of so many tokens; `prompt_tokens` include the cached ones."""
         return (
             (prompt_tokens - cached_tokens) * self.input_pico
             + cached_tokens * self.cached_input_pico

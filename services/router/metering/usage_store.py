@@ -52,7 +52,7 @@ _SUMS = ", ".join(f"SUM({name})" for name in _COUNTS)
 
 
 class UsageKey(NamedTuple):
-    """What a counter counts for. `day` is of UTC, as 2027-01-31; `currency` empty: without a price."""
+    """The key of a counter. `day` is of UTC, as 2027-01-31; `currency` empty: without a price."""
 
     tenant: str
     key_name: str

@@ -44,7 +44,7 @@ class ProcessCalls:
         self._secret = secret
 
     async def report(self, worker: Worker) -> worker_pb2.LoadReport | None:
-        """What the process says of its load; None without a quick answer."""
+        """The load report of the process; None without a quick answer."""
         async with self._dial(worker.admin or worker.endpoint) as channel:
             try:
                 status = await _status(channel)

@@ -28,7 +28,7 @@ Predictions = tuple[tuple[int, float], ...]
 
 @dataclass(eq=False, slots=True)
 class ConfirmedBlocks:
-    """What one holder reported for one tier: `n_blocks` in all, spread over `nodes`.
+    """The blocks that one holder reported for one tier: `n_blocks` in all, spread over `nodes`.
 
     `open_detached`: the detached node that takes the next block whose place in a chain is unknown.
     """
@@ -40,7 +40,7 @@ class ConfirmedBlocks:
 
 @dataclass(eq=False, slots=True)
 class PredictedBlocks:
-    """What one holder was sent: leading blocks of `nodes`."""
+    """The blocks that one holder was sent: leading blocks of `nodes`."""
 
     nodes: set[BlockNode] = field(default_factory=set)
 

@@ -1,4 +1,4 @@
-"""What the last requests of a router did, for its operators: times, workers and placements, never text.
+"""The records of a router's last requests, for its operators: times, workers and placements, never text.
 
 Pure: no I/O. Must import nothing of the router but `placement`.
 """

@@ -1,4 +1,4 @@
-"""What happened to one request, as it happens: a bounded timeline, its placements and its tokens.
+"""A bounded timeline of one request while it runs, with its placements and its tokens.
 
 A timeline has no text of a prompt or an answer and no key. Its writers are the hooks of `execution`.
 """

@@ -50,7 +50,7 @@ class ModelCard:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call the model."""
+        """The names by which requests may call the model."""
         return (self.name, *self.aliases)
 
     def fits(self, fingerprint: common_pb2.Fingerprint) -> bool:

@@ -1,4 +1,4 @@
-"""What the answers to requests may be: made from the request, and checked to compile.
+"""The constraints of answers: made from the request, and checked to compile.
 
 Names of tools are always held: a call of a function that is not declared cannot happen. The arguments of
 strict tools, and of tools that must be called, are held to their parameters; others to a JSON object.

@@ -36,7 +36,7 @@ class SequenceListener(Protocol):
 
 
 class SequenceHost(Protocol):
-    """What a sequence needs of the stream it runs on."""
+    """The interface that a sequence needs of its stream."""
 
     def abort(self, sequence: RemoteSequence) -> None:
         """Stop the sequence on the worker."""
@@ -159,7 +159,7 @@ class RemoteSequence:
                 self._listener.on_listener_error(error)
 
     def _take(self, *, in_pieces: bool) -> tuple[list[int], decode_pb2.SequenceDelta | None]:
-        """What waits, or a piece of it: log probabilities cost a hundred times as much as their tokens."""
+        """Take waiting tokens, or a piece of them: log probabilities cost a hundred times as much."""
         rest, piece = self._rest, MAX_LOGPROBS_PIECE
         if not in_pieces or rest is None or min(len(rest.logprobs), len(self._tokens)) <= piece:
             tokens, self._tokens, self._rest = self._tokens.tolist(), array("I"), None

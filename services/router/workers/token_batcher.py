@@ -37,7 +37,7 @@ class PendingDelivery(Protocol):
 
     @property
     def tenant(self) -> Hashable:
-        """Whose tokens they are."""
+        """The tenant of the tokens."""
 
     def deliver(self) -> None:
         """Push the tokens."""

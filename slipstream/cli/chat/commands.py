@@ -1,4 +1,4 @@
-"""What a typed line asks for: a message to the model, or a command that begins with a slash. Pure."""
+"""The meaning of a typed line: a message to the model, or a command that begins with a slash. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TypedLine:
 
 
 def read_line(line: str) -> TypedLine:
-    """What the line asks for. A message that begins with a slash is typed with two."""
+    """Parse a typed line. A message that begins with a slash is typed with two."""
     line = line.strip()
     if line.startswith("//"):
         return TypedLine("", line[1:])

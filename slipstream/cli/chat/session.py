@@ -29,7 +29,7 @@ FAILED = '{"error": "failed"}'
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     access: ClientAccess
     system: str | None
@@ -146,7 +146,7 @@ class _Conversation:
                 turn.append({"role": "tool", "tool_call_id": call.id, "content": self._result(call)})
 
     def _result(self, call: ToolCall) -> str:
-        """What the user answers in place of a tool."""
+        """The user's answer in place of a tool."""
         print(harmless_line(f"The model calls {call.name}({call.arguments})."))
         if not self._explained:
             self._explained = True

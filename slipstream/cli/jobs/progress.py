@@ -1,4 +1,4 @@
-"""What `slipstream jobs` shows: the progress of a group, a table of jobs."""
+"""The output of `slipstream jobs`: the progress of a group, a table of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keys do to the fleet view. Pure: the answer to a question is acted on elsewhere."""
+"""The effects of keys on the fleet view. Pure: the answer to a question is acted on elsewhere."""
 
 from __future__ import annotations
 

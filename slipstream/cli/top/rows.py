@@ -49,7 +49,7 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class FleetRows:
-    """What one answer of a router shows."""
+    """The rows that show one answer of a router."""
 
     router: str
     model: str

@@ -20,7 +20,7 @@ KEYS = "q quit  p pause  s sort  arrows choose  d drain  u undrain"
 
 @dataclass(frozen=True, slots=True)
 class DrainQuestion:
-    """What the user is asked before a process is drained or takes work again."""
+    """The question to the user before a process is drained or takes work again."""
 
     row: ProcessRow
     drains: bool  # False: undrains
@@ -35,7 +35,7 @@ class DrainQuestion:
 
 @dataclass(frozen=True, slots=True)
 class ScreenState:
-    """What the user chose, and what the view is worth. `trouble`: why no router answers, "" = one does."""
+    """The choices of the user, and the state of the view. `trouble`: why no router answers, "" = one does."""
 
     endpoint: str
     time_text: str

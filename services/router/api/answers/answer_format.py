@@ -33,7 +33,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What a writer gets beside the body. `with_stats`: the client asked for the request's statistics.
+    """A writer's input beside the body. `with_stats`: the client asked for the request's statistics.
 
     `text_of` decodes token ids, with the names of control tokens.
     """
@@ -113,7 +113,7 @@ class ParsedBody(abc.ABC):
         return
 
     def stored_with_end(self) -> Callable[[SqlTransaction], None] | None:
-        """What a job that ran this body stores in the transaction of its end, beside its result."""
+        """The function that stores more than the result in the transaction of a job's end."""
         return None
 
 

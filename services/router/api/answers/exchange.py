@@ -22,7 +22,7 @@ from slipstream.v1 import router_pb2
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What runs a body's requests and writes their answer. `n_bytes`: of all that is read for it, at most."""
+    """Parts that run a body's requests and write their answer. `n_bytes`: the most that is read for it."""
 
     body: ParsedBody
     format: AnswerFormat
@@ -36,7 +36,7 @@ class Exchange:
         return self.body.options
 
     def writer(self, started: router_pb2.Started, index: int = 0) -> AnswerWriter:
-        """What writes a choice of the answer."""
+        """The writer of a choice of the answer."""
         return self.body.writer(started, self.context, index)
 
 

@@ -29,7 +29,7 @@ _DELTAS: Mapping[str, tuple[str, str]] = {
 
 
 class MessageShape(msgspec.Struct, frozen=True, gc=False):
-    """What the writer needs of the request. `shows_thinking` False keeps the thinking's text back."""
+    """Parts of the request that the writer needs. `shows_thinking` False keeps the thinking's text back."""
 
     max_tokens: int
     shows_thinking: bool = True

@@ -22,7 +22,7 @@ _ACTIVE = ", ".join(f"'{state.value}'" for state in ACTIVE)
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """What is known of a file before its content. Files that end a batch are not bounded."""
+    """The known facts of a file before its content. Files that end a batch are not bounded."""
 
     tenant: str
     name: str

@@ -28,7 +28,7 @@ class StoredFile(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewBatch(msgspec.Struct, frozen=True, gc=False):
-    """What a client asks for, checked."""
+    """A client's request for a batch, checked."""
 
     endpoint: str
     input_file: str

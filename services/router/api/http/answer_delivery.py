@@ -23,7 +23,7 @@ _JSON = {"Content-Type": "application/json; charset=utf-8"}
 
 
 class AnswerDelivery:
-    """What the clients of each tenant are being sent: whole answers, and stored responses."""
+    """Answers on their way to the clients of each tenant: whole answers, and stored responses."""
 
     def __init__(self) -> None:
         # Each tenant has its share whatever the others hold.

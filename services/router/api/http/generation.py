@@ -184,7 +184,7 @@ class GenerationEndpoint:
         return stream.response
 
     async def _waiting(self, stream: EventStream, read: Callable[[], Awaitable[T]]) -> T:
-        """What `read` returns. Until the first event is written, comments keep the connection open."""
+        """Return `read`'s result. Until the first event is written, comments keep the connection open."""
         while not stream.has_events:
             try:
                 async with asyncio.timeout(self.keep_alive_s):

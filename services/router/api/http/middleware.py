@@ -1,4 +1,4 @@
-"""What every HTTP request gets around its handler: the guard, an id, a log line, headers, errors."""
+"""The middleware around every HTTP handler: the guard, an id, a log line, headers, errors."""
 
 from __future__ import annotations
 

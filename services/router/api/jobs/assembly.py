@@ -32,7 +32,7 @@ JOB_SERVICE_NAME = SERVICE_NAME
 
 
 class JobSettings(Protocol):
-    """What an operator sets."""
+    """The settings that an operator states."""
 
     @property
     def instance(self) -> str:

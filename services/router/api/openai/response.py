@@ -208,7 +208,7 @@ class ResponseWriter(AnswerWriter):
         return "length" if self._shape.prompt_alone else finish_reason(finished)
 
     def _head(self, kind: str = "") -> Json:
-        """What a whole body and each chunk of a stream begin with. `kind`: ".chunk" for a chunk."""
+        """The first fields of a whole body and of each chunk of a stream. `kind`: ".chunk" for a chunk."""
         name, prefix = ("chat.completion" + kind, "chatcmpl") if self._chat else ("text_completion", "cmpl")
         started = self._started
         return {

@@ -40,7 +40,7 @@ _DETOKENIZE = msgspec.json.Decoder(_DetokenizeBody)
 
 
 class Tokenize(msgspec.Struct, frozen=True):
-    """What to encode; `with_texts` asks for the text of each token."""
+    """The request to encode; `with_texts` asks for the text of each token."""
 
     request: GenerationRequest
     with_texts: bool

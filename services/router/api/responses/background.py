@@ -39,7 +39,7 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class BackgroundResponses:
-    """What tenants run in the background. A job whose answer is whole has ended with its stored response."""
+    """Background responses of tenants. A job whose answer is whole has ended with its stored response."""
 
     def __init__(self, jobs: JobStore, store: ResponseStore, card: ModelCard) -> None:
         self._jobs = jobs

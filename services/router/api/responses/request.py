@@ -133,7 +133,7 @@ class ResponseDraft(msgspec.Struct, frozen=True):
 
 
 class EarlierItems(msgspec.Struct, frozen=True):
-    """What the database supplies: the items before the input, and those referred to, by id.
+    """The items that the database supplies: those before the input, and those referred to, by id.
 
     `n_bytes` is the length of all of them as JSON, each as often as the body refers to it. `n_read_bytes` is
     that of all stored responses that were read for them.

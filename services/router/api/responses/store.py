@@ -112,7 +112,7 @@ class ResponseStore:
         return self._slots.slot(tenant)
 
     async def insertion(self, tenant: str, response: StoredResponse) -> Callable[[SqlTransaction], None]:
-        """What stores a response in a transaction of the caller. Raises InvalidArgument for a long one."""
+        """A function that stores a response in a transaction. Raises InvalidArgument for a long response."""
         blobs = await asyncio.to_thread(_packed, response)
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
@@ -229,7 +229,7 @@ def _inflated(blob: bytes) -> bytes:
 
 
 def _conversation_of(blobs: Sequence[bytes], field: str) -> _StoredConversation:
-    """What a body continues costs as much as if the body had it: a turn adds to it, so it is bounded here.
+    """Unpack what a body continues. It costs as much as if the body had it, and grows, so it is bounded here.
 
     A part is decoded only once it is known to be short.
     """

@@ -1,4 +1,4 @@
-"""Who calls a method: the tenant of its credential, and the options of its metadata."""
+"""The caller of a method: the tenant of its credential, and the options of its metadata."""
 
 from __future__ import annotations
 

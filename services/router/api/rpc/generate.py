@@ -184,7 +184,7 @@ class GenerateMethod:
 
 @contextlib.contextmanager
 def _ending_with_call() -> Iterator[None]:
-    """What gRPC raises inside means that the call is over, and this task is about to be cancelled for it."""
+    """Turn an error of gRPC into a cancellation: the call is over, and this task is about to be cancelled."""
     try:
         yield
     except grpc.aio.BaseError:

@@ -69,7 +69,7 @@ class _Failed(msgspec.Struct, gc=False):
 
 
 class QueuedRuns:
-    """What a client queued, by tenant. The model of each run is in its body."""
+    """The runs that clients queued, by tenant. The model of each run is in its body."""
 
     def __init__(self, jobs: JobStore, *, run_piece: RunPiece) -> None:
         self._jobs = jobs
@@ -148,7 +148,7 @@ def _outcome(kind: str, result: JobResult, usage: RunUsage) -> dict[str, Any]:
 
 
 def reference_of(run: RunBody) -> str:
-    """What a job keeps of a run beside its body. Raises InvalidArgument for a reference that is too long."""
+    """A run's reference, which its job keeps. Raises InvalidArgument for a reference that is too long."""
     kind = (_NATIVE_JSON if run.is_json else _NATIVE) if run.is_native else _OPENAI
     if run.reference is None:
         return kind

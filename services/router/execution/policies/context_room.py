@@ -58,7 +58,7 @@ def wished_lengths(
 def rooms(
     wish: OutputWish, *, prompt_tokens: int, emitted_tokens: int, max_tokens: int
 ) -> Sequence[ContextRoom]:
-    """What to ask of the workers of the next attempt; the first room that they have counts.
+    """The rooms to ask of the workers of the next attempt; the first room that they have counts.
 
     `max_tokens` is the bound of the whole answer, of which `emitted_tokens` were emitted.
     """

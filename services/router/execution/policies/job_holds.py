@@ -18,7 +18,7 @@ _LEAST_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class MetJobs:
-    """What a live request met when it came: jobs that ran, and those of them that went on."""
+    """The jobs that a live request met when it came: those that ran, and those of them that went on."""
 
     began_s: float = 0.0
     met: int = 0
