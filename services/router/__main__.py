@@ -106,17 +106,9 @@ def _salts(options: RouterSettings, card: ModelCard) -> PromptSalts:
     return PromptSalts(key, system_prompt_ids(card.tokenizer, _shared_prefix(options.shared_prefix)))
 
 
-async def serve(options: RouterSettings) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    log_loop_errors()
-    with _naming("--model"):
-        card = await asyncio.to_thread(
-            load_model_card, options.model, names=options.model_names(), thinks=options.thinks()
-        )
-    keys = ApiKeys()
-    check = partial(check_limits, has_prices=bool(options.prices), has_database=bool(options.database))
-    followed_keys = None if options.api_keys is None else follow_keys(options.api_keys, keys, check=check)
-    router_options = RouterOptions(
+def _router_options(options: RouterSettings, card: ModelCard, keys: ApiKeys) -> RouterOptions:
+    """The options of a router by its settings; opens the database."""
+    return RouterOptions(
         instance=options.instance,
         region_ms=parse_region_ms(options.region_ms),
         listen=options.listen,
@@ -146,6 +138,19 @@ async def serve(options: RouterSettings) -> None:
         response_ttl_s=options.response_ttl_s,
         prices=options.prices,
     )
+
+
+async def serve(options: RouterSettings) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    log_loop_errors()
+    with _naming("--model"):
+        card = await asyncio.to_thread(
+            load_model_card, options.model, names=options.model_names(), thinks=options.thinks()
+        )
+    keys = ApiKeys()
+    check = partial(check_limits, has_prices=bool(options.prices), has_database=bool(options.database))
+    followed_keys = None if options.api_keys is None else follow_keys(options.api_keys, keys, check=check)
+    router_options = _router_options(options, card, keys)
     async with contextlib.AsyncExitStack() as stack:
         if router_options.database is not None:
             stack.push_async_callback(router_options.database.close)
