@@ -205,7 +205,7 @@ async def test_a_tenant_that_saves_thousands_delays_another_one_by_a_few(databas
     )
     assert 50 <= n_stored < 200
     await store.find_body("bob", "resp_first")
-    assert not store._turns._tenants
+    assert not store._slots._tenants
 
 
 async def test_a_response_that_could_not_be_read_again_is_refused(database: Database) -> None:
@@ -322,7 +322,7 @@ async def test_conversations_of_many_tenants_are_read_a_few_at_a_time(
         asyncio.create_task(store.earlier_items(tenant, draft(previous_response_id="resp_a")))
         for tenant in tenants
     ]
-    while store._turns._users.total() < len(tenants):
+    while store._slots._users.total() < len(tenants):
         await asyncio.sleep(0)
     for _ in range(100):
         await asyncio.sleep(0)
