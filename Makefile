@@ -48,7 +48,7 @@ test-k8s: $(VENV)/.dev native ## deploy/k8s, and its end-to-end suite on the clu
 	@$(BIN)/python -m pytest -q -m 'k8s or not k8s' tests/k8s
 
 test-console: $(VENV)/.dev native ## the console in Chromium; ARGS=--screenshots writes the images of docs/console.md again
-	@$(BIN)/python -c 'import playwright' 2>/dev/null || PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip -q --disable-pip-version-check install -e 'server[browser]' || true
+	@$(BIN)/python -c 'import playwright' 2>/dev/null || PIP_CONSTRAINT=$(VENV)/.constraints.txt $(BIN)/python -m pip -q --disable-pip-version-check install -e 'server[browser]' || true
 	@if $(BIN)/python -c 'import playwright' 2>/dev/null; then $(BIN)/python -m pytest -q -m browser tests/router/console/browser $(ARGS); \
 	else echo "console: playwright is missing and cannot be installed, so nothing was tested"; fi
 

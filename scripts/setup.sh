@@ -48,8 +48,13 @@ if ! $pip show torch >/dev/null 2>&1; then
   install_torch
 fi
 say "installing slipstream and slipstream-server[$extra]"
-# Pins for the isolated build environment too.
-PIP_CONSTRAINT=constraints.txt
+# Pins for the isolated build environment too. A CUDA build of torch brings the one Triton that fits it.
+names_triton='import importlib.metadata as m; raise SystemExit(not any("triton" in r for r in m.requires("torch") or []))'
+PIP_CONSTRAINT=$venv/.constraints.txt
+cp constraints.txt "$PIP_CONSTRAINT"
+if "$venv/bin/python" -c "$names_triton" 2>/dev/null; then
+  grep -v '^triton==' constraints.txt > "$PIP_CONSTRAINT"
+fi
 export PIP_CONSTRAINT
 $pip install -q -e . -e "server[$extra]"
 if has_gpu; then

@@ -48,7 +48,9 @@ mkdir -p "$wheelhouse"
 download "$wheelhouse/pip" --no-deps pip
 download_torch
 check_torch
-download "$wheelhouse/all" -c constraints.txt --find-links dist --find-links "$wheelhouse/all" \
+# The CUDA build of torch names the one Triton that fits it; without that build an image has none.
+grep -v '^triton==' constraints.txt > "$wheelhouse/all/constraints.txt"
+download "$wheelhouse/all" -c "$wheelhouse/all/constraints.txt" --find-links dist --find-links "$wheelhouse/all" \
   "slipstream-server[router,kvstore,engine]"
 for extra in router kvstore engine; do
   download "$wheelhouse/$extra" --no-index --find-links "$wheelhouse/all" "slipstream-server[$extra]"

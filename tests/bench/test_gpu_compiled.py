@@ -37,5 +37,7 @@ def test_programs_fit_and_use_matrix_units() -> None:
     for program in programs:
         assert program["shared_bytes"] <= _SHARED_LIMIT_BYTES, program
         if program["name"] in ("_split_program", "_grouped_program", "_chunk_program"):
-            assert program["matrix_instructions"] == "wgmma", program
+            # A pair of a token and an expert is a product with one column, which is too narrow for wgmma.
+            has_few_rows = program["case"] == "int4_experts, 1 tokens"
+            assert program["matrix_instructions"] == ("mma" if has_few_rows else "wgmma"), program
             assert program["spilled_bytes"] <= 512, program
