@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,6 +82,24 @@ def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -
         raise InvalidArgument("--api-key-file", f"{file} cannot be read: {why}") from None
     if not text or len(text.split()) != 1:
         raise InvalidArgument("--api-key-file", f"{file} must hold one key and nothing else")
+    return text
+
+
+def read_secret(variable: str, file: Path | None, flag: str) -> str:
+    """The secret of the file, else that of the environment; "" without both.
+
+    No flag takes it itself: every process of a machine can read the arguments of others. Raises
+    InvalidArgument for a file that cannot be read or holds no single word.
+    """
+    if file is None:
+        return os.environ.get(variable, "")
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "is no text"
+        raise InvalidArgument(flag, f"{file} cannot be read: {why}") from None
+    if not text or len(text.split()) != 1:
+        raise InvalidArgument(flag, f"{file} must hold one secret and nothing else")
     return text
 
 

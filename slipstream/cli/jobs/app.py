@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.client_access import ClientAccess, takes_client
-from slipstream.cli.options import AsJson
+from slipstream.cli.options import AsJson, read_secret
 from slipstream.errors import InvalidArgument, SlipstreamError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ jobs_app = typer.Typer(
     help="Store requests that a cluster runs when it has room, and read their answers.",
 )
 
+WEBHOOK_SECRET = "SLIPSTREAM_WEBHOOK_SECRET"
 Group = Annotated[str, typer.Option(help="Name that jobs have in common.")]
 JobId = Annotated[str, typer.Argument(help="Id of a job.")]
 
@@ -44,6 +45,12 @@ def submit(
         Path | None, typer.Option(help="File for the answers, one a line in the order of the bodies.")
     ] = None,
     expires_s: Annotated[float, typer.Option(min=0, help="Give up jobs that take longer; 0 = a day.")] = 0.0,
+    retention_s: Annotated[float, typer.Option(min=0, help="Keep ended jobs so long; 0 = a week.")] = 0.0,
+    webhook: Annotated[str, typer.Option(help="URL that gets the end of each job.")] = "",
+    webhook_secret_file: Annotated[
+        Path | None,
+        typer.Option(help=f"File with the webhook's whsec_... secret; without it {WEBHOOK_SECRET}."),
+    ] = None,
     *,
     access: ClientAccess,
 ) -> None:
@@ -62,7 +69,15 @@ def submit(
     if output is not None:
         check_output(output, file)
     name = group or f"{file.stem[:80]}-{int(time.time())}"
-    options = JobOptions(path, group_id=name, idempotency_key=name[:100], expires_s=expires_s)
+    options = JobOptions(
+        path,
+        group_id=name,
+        idempotency_key=name[:100],
+        expires_s=expires_s,
+        retention_s=retention_s,
+        webhook_url=webhook,
+        webhook_secret=_webhook_secret(webhook, webhook_secret_file),
+    )
     with access.open() as client:
         jobs = _submit(client, found, options)
         print(f"group {name}: {len(jobs)} jobs")
@@ -131,6 +146,18 @@ def cancel(
         raise InvalidArgument("JOB_ID", "must be given, or --group, and not both")
     with access.open() as client:
         print(f"{client.jobs.cancel(job_id, group_id=group)} cancelled")
+
+
+def _webhook_secret(webhook: str, file: Path | None) -> str:
+    """The secret that signs webhooks. Raises InvalidArgument where one of URL and secret is missing."""
+    if not webhook:
+        if file is not None:
+            raise InvalidArgument("--webhook-secret-file", "goes with --webhook")
+        return ""
+    secret = read_secret(WEBHOOK_SECRET, file, "--webhook-secret-file")
+    if not secret:
+        raise InvalidArgument("--webhook", f"needs a secret: --webhook-secret-file, or {WEBHOOK_SECRET}")
+    return secret
 
 
 def _submit(client: Client, found: BodyFile, options: JobOptions) -> list[SubmittedJob]:

@@ -13,7 +13,14 @@ from slipstream.errors import InvalidArgument
 from slipstream.jobs.messages import index_in
 
 # Fields of a job that the command's flags state, the same for all lines.
-_FLAGS = {"path": "--path", "group_id": "--group", "idempotency_key": "--group", "expires_ms": "--expires-s"}
+_FLAGS = {
+    "path": "--path",
+    "group_id": "--group",
+    "idempotency_key": "--group",
+    "expires_ms": "--expires-s",
+    "retention_ms": "--retention-s",
+    "webhook": "--webhook",
+}
 
 
 @dataclass(frozen=True, slots=True)

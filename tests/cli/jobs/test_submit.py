@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from libs.database.database import Database
+from services.router.jobs.webhook_policy import parse_webhook_hosts
+from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.cli.app import build_app
 from slipstream.errors import InvalidArgument
-from tests.router.conftest import HELLO, MAX_CONTEXT_TOKENS, WAIT_S
+from tests.router.conftest import HELLO, MAX_CONTEXT_TOKENS, WAIT_S, open_router
+from tests.router.support.fake_cluster import FakeCluster
 
 BODY = {"messages": HELLO, "max_tokens": 4}
 
@@ -63,7 +68,14 @@ async def test_an_unknown_model_is_named_once(router: RouterServer, file: Path) 
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--path", "/v1/embeddings"), ("--group", "g" * 200), ("--expires-s", "1e9")]
+    ("flag", "value"),
+    [
+        ("--path", "/v1/embeddings"),
+        ("--group", "g" * 200),
+        ("--expires-s", "1e9"),
+        ("--retention-s", "1e9"),
+        ("--webhook", "https://elsewhere.example.com/"),
+    ],
 )
 async def test_what_a_flag_states_for_all_lines_is_refused_by_the_flag(
     router: RouterServer, file: Path, flag: str, value: str
@@ -96,3 +108,64 @@ async def test_the_reasons_of_failed_jobs_are_shown(router: RouterServer, file: 
     assert [reason.split(":")[:2] for reason in reasons] == [["failed", f" {line}"] for line in (2, 3, 4)]
     assert all("context" in reason and "`slipstream jobs show job-" in reason for reason in reasons)
     assert "`slipstream jobs ls --group night --state failed`" in last
+
+
+BOTH = ["--webhook", "x", "--webhook-secret-file"]
+SECRET = "whsec_" + "c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0"
+
+
+@pytest.fixture
+async def hooked(cluster: FakeCluster, card: ModelCard, database: Database) -> AsyncIterator[RouterServer]:
+    """A router that may send to one host."""
+    hosts = parse_webhook_hosts("hooks.example.com")
+    async with open_router(cluster, card, database=database, webhook_hosts=hosts) as server:
+        yield server
+
+
+@pytest.mark.parametrize("source", ["file", "environment"])
+async def test_a_webhook_and_a_retention_are_stored_with_the_jobs(
+    hooked: RouterServer, database: Database, file: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    _write(file, BODY)
+    flags = ["--webhook", "https://hooks.example.com/end", "--retention-s", "7200", "--no-wait"]
+    if source == "file":
+        (file.parent / "secret").write_text(f"{SECRET}\n")
+        flags += ["--webhook-secret-file", str(file.parent / "secret")]
+    else:
+        monkeypatch.setenv("SLIPSTREAM_WEBHOOK_SECRET", SECRET)
+    result = await _submitted(hooked, file, *flags)
+    assert result.exit_code == 0, result.output
+    stored = "SELECT webhook_url, webhook_secret, retention_s FROM jobs"
+    (row,) = await database.read(lambda tx: tx.execute(stored))
+    assert row == ("https://hooks.example.com/end", SECRET, 7200.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "field", "words"),
+    [
+        (["--webhook", "https://hooks.example.com/"], None, "--webhook", "needs a secret"),
+        (["--webhook-secret-file", "{file}"], SECRET, "--webhook-secret-file", "goes with --webhook"),
+        (
+            ["--webhook", "x", "--webhook-secret-file", "{file}"],
+            None,
+            "--webhook-secret-file",
+            "cannot be read",
+        ),
+        (
+            ["--webhook", "x", "--webhook-secret-file", "{file}"],
+            "a b",
+            "--webhook-secret-file",
+            "must hold one",
+        ),
+    ],
+)
+def test_a_secret_that_is_missing_or_unreadable_is_refused_by_its_flag(
+    file: Path, flags: list[str], content: str | None, field: str, words: str
+) -> None:
+    _write(file, BODY)
+    secret = file.with_name("secret")
+    if content is not None:
+        secret.write_text(content)
+    error = _submit(file, *[flag.replace("{file}", str(secret)) for flag in flags]).exception
+    assert isinstance(error, InvalidArgument) and error.field == field
+    assert words in error.reason
