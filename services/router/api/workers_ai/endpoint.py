@@ -6,6 +6,7 @@ The account of the path is a name that clients have to send: the key alone says 
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from services.router.api.http.middleware import RECORD
 from services.router.api.http.piece_stream import send_pieces
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.workers_ai.envelope import (
+    InvalidRunModel,
     RunBodyMissing,
     RunTimedOut,
     UnknownRunModel,
@@ -53,6 +55,8 @@ _MATCHED = "/client/v4/accounts/{account:[^/]+}/ai"
 RUN_PATH = _ACCOUNT + "/run/{model}"
 # Runs of one call that run at the same time.
 _TOGETHER = 8
+# What a model may be called: parts such as @cf/moonshotai/kimi-k2.5.
+_MODEL_NAME = re.compile(r"@?[\w.:+-]{1,128}(/[\w.:+-]{1,128}){0,7}", re.ASCII)
 
 
 class _ModelName(msgspec.Struct, gc=False):
@@ -118,6 +122,8 @@ class RunEndpoints:
         caller = self._reader.caller(request, RUN_PATH)
         model = request.match_info["model"]
         if model not in self._manager.context.card.names:
+            if _MODEL_NAME.fullmatch(model) is None:
+                raise InvalidRunModel("The model name is invalid", field="model")
             raise UnknownRunModel(f"No such model {shown(model)} or task", field="model")
         parsed = await self._read(request, caller, model)
         body = parsed.body

@@ -23,6 +23,19 @@ class UnknownRunModel(errors.NotFound):
     http_status = 400
 
 
+class InvalidRunModel(errors.NotFound):
+    """The path names what no model can be called."""
+
+
+class JsonModeUnmet(errors.FailedPrecondition):
+    """The answer to a request for JSON ended before its JSON did. The same request would end so again."""
+
+    http_status = 422
+
+    def __init__(self) -> None:
+        super().__init__("JSON Mode couldn't be met: the answer ended at its limit of tokens")
+
+
 class RunTimedOut(errors.DeadlineExceeded):
     """The run's time limit passed. This API has 408 for it."""
 
@@ -35,6 +48,7 @@ _CODES: tuple[tuple[type[errors.SlipstreamError], int], ...] = (
     (LoraUnsupported, 5005),
     (errors.BodyTooLarge, 3006),
     (errors.InvalidArgument, BAD_INPUT),
+    (InvalidRunModel, 3042),
     (UnknownRunModel, 5007),
     (errors.Overloaded, 3040),
     (errors.DeadlineExceeded, 3007),

@@ -12,9 +12,9 @@ import msgspec
 from libs.common import batch_bounds
 from services.router.admission.fair_threads import RunPiece
 from services.router.api.batches.results import groups_of
-from services.router.api.workers_ai.envelope import BAD_INPUT, envelope
+from services.router.api.workers_ai.envelope import BAD_INPUT, JsonModeUnmet, envelope
 from services.router.api.workers_ai.run_body import RunBody
-from services.router.api.workers_ai.run_format import native_fields
+from services.router.api.workers_ai.run_format import is_json_met, native_fields
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job, JobRequest, JobResult
 from slipstream import errors
@@ -27,7 +27,7 @@ _OK = 200
 _UNFINISHED = {"cancelled": "the request was cancelled", "expired": "the request was not run in time"}
 _FAILED_CODE = 5001
 # The form of a run's answer, kept with its job.
-_OPENAI, _NATIVE, _NATIVE_JSON = "openai", "native", "native-json"
+_OPENAI, _OPENAI_JSON, _NATIVE, _NATIVE_JSON = "openai", "openai-json", "native", "native-json"
 # The code of a failed run by the status that it would have had over HTTP.
 _CODES = {400: BAD_INPUT, 413: 3006, 429: 3040, 504: 3007}
 
@@ -142,14 +142,20 @@ def _outcome(kind: str, result: JobResult, usage: RunUsage) -> dict[str, Any]:
     if not answer.choices:
         raise msgspec.DecodeError("no choice")
     said = answer.choices[0].message
-    fields = native_fields(said.content, said.tool_calls or (), is_json=kind == _NATIVE_JSON)
+    is_json = kind in (_OPENAI_JSON, _NATIVE_JSON)
+    if is_json and len(answer.choices) == 1 and not is_json_met(msgspec.structs.asdict(said)):
+        return {"errors": [{"code": _FAILED_CODE, "message": JsonModeUnmet().message}]}
+    if kind == _OPENAI_JSON:
+        return {"success": True, "result": msgspec.Raw(result.body)}
+    fields = native_fields(said.content, said.tool_calls or (), is_json=is_json)
     plain = msgspec.json.decode(result.body, type=dict[str, msgspec.Raw])
     return {"success": True, "result": {**plain, **fields}}
 
 
 def reference_of(run: RunBody) -> str:
     """A run's reference, which its job keeps. Raises InvalidArgument for a reference that is too long."""
-    kind = (_NATIVE_JSON if run.is_json else _NATIVE) if run.is_native else _OPENAI
+    plain, as_json = (_NATIVE, _NATIVE_JSON) if run.is_native else (_OPENAI, _OPENAI_JSON)
+    kind = as_json if run.is_json else plain
     if run.reference is None:
         return kind
     batch_bounds.RUN_REFERENCE.check(len(run.reference))

@@ -21,7 +21,7 @@ from services.router.api.answers.answer_format import (
 from services.router.api.openai.answer_format import OpenAiBody
 from services.router.api.openai.request import parse_chat
 from services.router.api.openai.response import DONE, ResponseShape, finish_reason, sse, usage_object
-from services.router.api.workers_ai.envelope import envelope, error_envelope
+from services.router.api.workers_ai.envelope import JsonModeUnmet, envelope, error_envelope
 from services.router.api.workers_ai.run_body import RunBody
 from services.router.request.types import GenerationRequest
 from slipstream.v1 import router_pb2
@@ -76,7 +76,10 @@ class RunAnswer(ParsedBody):
 
 
 class RunWriter(AnswerWriter):
-    """A chat completion in the envelope; the events of its stream have none."""
+    """A chat completion in the envelope; the events of its stream have none.
+
+    `is_json`: a whole answer that is no JSON fails. A stream is sent by then, and its finish reason says so.
+    """
 
     def __init__(self, chat: AnswerWriter, *, is_native: bool, is_json: bool) -> None:
         self._chat = chat
@@ -100,6 +103,8 @@ class RunWriter(AnswerWriter):
 
     def body(self, finished: router_pb2.Finished) -> Json:
         result = self._chat.body(finished)
+        if self._is_json and not is_json_met(result["choices"][0]["message"]):
+            raise JsonModeUnmet
         return envelope(native_result(result, is_json=self._is_json) if self._is_native else result)
 
 
@@ -120,6 +125,19 @@ class RunChoicesWriter(ChoicesWriter):
 
     def body(self, leaders: frozenset[int]) -> Json:
         return envelope(self._chat.body(leaders))
+
+
+def is_json_met(message: Mapping[str, Any]) -> bool:
+    """Whether the message is one JSON value, or calls tools instead."""
+    if message.get("tool_calls"):
+        return True
+    try:
+        json.loads(message["content"] or "")
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def native_delta(delta: router_pb2.Delta) -> Json:

@@ -18,8 +18,9 @@ from services.router.api.workers_ai.endpoint import RUN_PATH
 from services.router.execution.request_manager import INLINE_BYTES
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from tests.router.conftest import open_router
+from tests.router.conftest import open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
 
 HI: Any = [{"role": "user", "content": "Where is my order?"}]
 LOOK: Any = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
@@ -191,11 +192,27 @@ async def test_a_bad_run_is_refused_in_the_envelope(
     assert error["code"] == code and words in error["message"]
 
 
+async def test_json_that_ends_too_early_fails_and_a_stream_says_so(
+    http: aiohttp.ClientSession, card: ModelCard, model: FakeModel
+) -> None:
+    script(model, text_ids(card, '{"a": 1'))
+    for form in ({"prompt": "a"}, {"messages": HI}):
+        body = {**form, "response_format": {"type": "json_object"}}
+        failed = await ask(http, path_of(card), body, status=422)
+        assert failed["code"] == 5001
+        assert "JSON Mode couldn't be met" in failed["message"]
+        assert await stream(http, path_of(card), body)
+        assert await ask(http, path_of(card), form)
+
+
 async def test_statuses_are_those_of_workers_ai(
     http: aiohttp.ClientSession, card: ModelCard, cluster: FakeCluster
 ) -> None:
     unknown = await ask(http, RUN_PATH.format(account="a", model="@cf/no/no"), {"prompt": "a"}, status=400)
     assert unknown["code"] == 5007
+    for name in ("a b", "@cf//x", "x" * 200, "..%2F%00"):
+        invalid = await ask(http, RUN_PATH.format(account="a", model=name), {"prompt": "a"}, status=404)
+        assert (invalid["code"], invalid["message"]) == (3042, "The model name is invalid")
     embeddings = "/client/v4/accounts/a/ai/v1/embeddings"
     for body in ({"model": card.name, "input": "a"}, {"input": ["a"]}, {"model": 5}):
         assert (await ask(http, embeddings, body, status=400))["code"] == 5007

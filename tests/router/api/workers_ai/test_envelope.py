@@ -6,6 +6,8 @@ import pytest
 
 from libs.common.http.failure import HttpRefusal, failure_of
 from services.router.api.workers_ai.envelope import (
+    InvalidRunModel,
+    JsonModeUnmet,
     RunBodyMissing,
     RunTimedOut,
     UnknownRunModel,
@@ -25,6 +27,8 @@ from slipstream import errors
         (LoraUnsupported("lora", "is not supported"), 5005, 405),
         (errors.BodyTooLarge("body", "too large"), 3006, 413),
         (UnknownRunModel("no such model", field="model"), 5007, 400),
+        (InvalidRunModel("The model name is invalid", field="model"), 3042, 404),
+        (JsonModeUnmet(), 5001, 422),
         (errors.NotFound("no such request", field="request_id"), 5001, 404),
         (errors.Overloaded("full"), 3040, 429),
         (errors.OutOfPages("full"), 3040, 429),

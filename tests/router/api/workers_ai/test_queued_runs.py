@@ -40,7 +40,18 @@ def test_json_is_parsed_where_it_was_asked_for() -> None:
     asked = RunBody(b"", is_native=True, is_json=True)
     assert item_of(native, answer('{"a": 1}'))["result"]["response"] == '{"a": 1}'
     assert item_of(asked, answer('{"a": 1}'))["result"]["response"] == {"a": 1}
-    assert item_of(asked, answer('{"a": '))["result"]["response"] == '{"a": '  # cut by its length
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_json_that_was_cut_fails_its_run(is_native: bool) -> None:
+    asked = RunBody(b"", is_native=is_native, is_json=True)
+    item = item_of(asked, answer('{"a": '))
+    assert (item["success"], item["errors"][0]["code"]) == (False, 5001)
+    assert "JSON Mode couldn't be met" in item["errors"][0]["message"]
+    assert item_of(asked, answer('{"a": 1}'))["success"]
+    assert item_of(asked, answer(None, tool_calls=[CALL]))["success"]
+    plain = RunBody(b"", is_native=is_native)
+    assert item_of(plain, answer('{"a": '))["success"]
 
 
 @pytest.mark.parametrize(
