@@ -91,6 +91,31 @@ async def test_a_batch_goes_from_end_to_end(tenants: Tenants, card: ModelCard) -
     )
 
 
+async def test_a_batch_of_responses_stores_them_and_counts_their_tokens(tenants: Tenants) -> None:
+    path = "/v1/responses"
+    lines = [
+        line("a", url=path, body={"input": "Where is it?", "max_output_tokens": 3}),
+        line("b", url=path, body={"input": [{"role": "user", "content": "hi"}], "store": False}),
+        line("bad", url=path, body={"input": "a", "top_p": 7}),
+    ]
+    file = await tenants.upload(b"".join(lines))
+    batch = await tenants.create(file["id"], endpoint=path)
+    async with asyncio.timeout(60):
+        while batch["status"] not in ("completed", "failed"):
+            await asyncio.sleep(0.05)
+            batch = await tenants.ask("GET", f"/v1/batches/{batch['id']}")
+    assert (batch["endpoint"], batch["request_counts"]) == (path, {"total": 3, "completed": 2, "failed": 1})
+    output = await tenants.ask("GET", f"/v1/files/{batch['output_file_id']}/content")
+    answers = {item["custom_id"]: item["response"]["body"] for item in map(json.loads, output.splitlines())}
+    assert answers["a"]["object"] == "response"
+    assert answers["a"]["output"][0]["content"][0]["text"]
+    assert await tenants.ask("GET", f"{path}/{answers['a']['id']}") == answers["a"]
+    await tenants.ask("GET", f"{path}/{answers['b']['id']}", status=404)
+    assert batch["usage"]["output_tokens"] == sum(each["usage"]["output_tokens"] for each in answers.values())
+    (failed,) = (await tenants.ask("GET", f"/v1/files/{batch['error_file_id']}/content")).splitlines()
+    assert json.loads(failed)["response"]["body"]["error"]["param"] == "top_p"
+
+
 async def test_a_tenant_sees_its_own_alone(tenants: Tenants) -> None:
     file = await tenants.upload(line("a"))
     batch = await tenants.create(file["id"])
