@@ -33,6 +33,11 @@ class ClientScript:
         """Such as run_openai-responses."""
         return "-".join(part for part in (self.environment, Path(self.file).stem, self.argument) if part)
 
+    @property
+    def is_set_up(self) -> bool:
+        """Whether somebody has made the environment: the script then runs, or its test fails."""
+        return (NODE_MODULES if self.environment == "node" else VENVS / self.environment).is_dir()
+
     def command(self) -> list[str]:
         """The command line, or an empty list where the interpreter or its packages are missing."""
         if self.environment == "node":

@@ -50,8 +50,9 @@ def reports() -> Iterator[list[dict[str, Any]]]:
 def test_a_client_passes_its_scenarios(
     cluster: LocalCluster, script: ClientScript, reports: list[dict[str, Any]]
 ) -> None:
-    if not script.command():
+    if not script.is_set_up:
         pytest.skip(f"the environment {script.environment} is missing: make test-clients sets it up")
+    assert script.command(), f"the environment {script.environment} is there, and nothing runs its scripts"
     report = script.run(cluster.http)
     reports.append(report)
     results = report["results"]
@@ -80,9 +81,10 @@ def test_the_recorded_requests_of_a_load_generator_are_answered(cluster: LocalCl
 
 
 def test_the_node_example_runs(cluster: LocalCluster) -> None:
+    if not NODE_MODULES.is_dir():
+        pytest.skip("the packages of node are missing: make test-clients sets them up")
     node = shutil.which("node")
-    if node is None or not NODE_MODULES.is_dir():
-        pytest.skip("node or its packages are missing: make test-clients sets them up")
+    assert node, "the packages of node are there, and node is not"
     done = subprocess.run(
         [node, str(ROOT / "examples" / "node" / "chat.cjs"), cluster.grpc],
         capture_output=True,
