@@ -136,10 +136,11 @@ async def test_calls_state_limits_and_costs_in_their_metadata(
             amount = sum(usage.cost.amount_pico for usage in ends)
             assert int(Decimal(last["x-slipstream-cost"]) * 10**12) == amount > 0
             costs.append(amount)
-        tokenize = stub.Tokenize(router_pb2.TokenizeRequest(request={"prompt": "a"}), metadata=key)
+        asked = router_pb2.TokenizeRequest(request=router_pb2.GenerateRequest(prompt="a"))
+        tokenize = stub.Tokenize(asked, metadata=key)
         await tokenize
         assert dict(await tokenize.trailing_metadata())["x-ratelimit-remaining-requests"] == "1"
-        await stub.Tokenize(router_pb2.TokenizeRequest(request={"prompt": "a"}), metadata=key)
+        await stub.Tokenize(asked, metadata=key)
         refused = stub.Generate(router_pb2.GenerateRequest(chat=chat_of(HELLO)), metadata=key)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await refused.read()

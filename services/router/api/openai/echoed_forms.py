@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.router.api.json_body import Json
-from slipstream import bounds
 
 # The fields of a reasoning object that hold its text; others, such as an effort, hold none.
 _REASONING_TEXTS = ("text", "content", "thinking", "summary")
@@ -37,11 +36,8 @@ class PastCalls:
 
 
 def json_text(given: object) -> str:
-    """A value that a client parsed, as the text of JSON. Raises InvalidArgument where it is too deep."""
-    try:
-        return json.dumps(given, ensure_ascii=False)
-    except RecursionError as error:
-        raise bounds.BODY_JSON.refused(reason="nested too deep", at="its beginning") from error
+    """A value that a client parsed, as the text of JSON."""
+    return json.dumps(given, ensure_ascii=False)
 
 
 def is_json_result(content: object) -> bool:

@@ -140,7 +140,7 @@ def test_a_part_of_a_call_needs_an_id_and_a_name() -> None:
         assert refused.value.field == f"messages[1].content[0].{name}"
 
 
-@pytest.mark.parametrize("depth", [400, 900, 990, 999])
+@pytest.mark.parametrize("depth", [500, 900, 999])
 def test_values_that_are_nested_deep_are_taken_or_refused(depth: int) -> None:
     deep = "[" * depth + "]" * depth
     for message in (
@@ -148,7 +148,9 @@ def test_values_that_are_nested_deep_are_taken_or_refused(depth: int) -> None:
         f'{{"role": "assistant", "content": "a", "reasoning": {deep}}}',
         f'{{"role": "assistant", "tool_calls": [{{"function": {{"name": "a", "arguments": {deep}}}}}]}}',
     ):
-        try:
-            parse_chat(f'{{"messages": [{message}]}}'.encode())
-        except InvalidArgument as refused:
-            assert "nested too deep" in refused.message  # noqa: PT017
+        body = f'{{"messages": [{message}]}}'.encode()
+        if depth < 510:
+            parse_chat(body)
+        else:
+            with pytest.raises(InvalidArgument, match="inside each other"):
+                parse_chat(body)

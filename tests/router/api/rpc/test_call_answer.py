@@ -23,7 +23,9 @@ async def test_an_echoed_prompt_stands_before_each_answer(
     plain = await client.complete(PROMPT, n=n, temperature=0.0)
     echoed = await client.complete(PROMPT, n=n, temperature=0.0, echo=True)
     assert [each.text for each in echoed.choices] == [PROMPT + each.text for each in plain.choices]
-    assert echoed.usage == plain.usage or echoed.usage.completion_tokens == plain.usage.completion_tokens
+    for each, of_plain in zip(echoed.choices, plain.choices, strict=True):
+        assert each.usage is not None and of_plain.usage is not None
+        assert each.usage.completion_tokens == of_plain.usage.completion_tokens
 
 
 async def test_the_echo_of_token_ids_is_their_text_and_one_delta(
@@ -60,7 +62,7 @@ async def test_without_parallel_calls_the_answer_ends_after_the_first(
         ids += [names[special.TOOL_CALL_BEGIN], *encode(f"functions.look:{number}")]
         ids += [names[special.TOOL_CALL_ARGUMENT_BEGIN], *encode("{}"), names[special.TOOL_CALL_END]]
     script(model, [*ids, names[special.TOOL_CALLS_SECTION_END], names[special.IM_END]])
-    for parallel, n_calls in ((None, 2), (True, 2), (False, 1)):
-        options = {} if parallel is None else {"parallel_tool_calls": parallel}
-        reply = await client.chat(HELLO, tools=[TOOL], **options)
+    assert len((await client.chat(HELLO, tools=[TOOL])).tool_calls) == 2
+    for parallel, n_calls in ((True, 2), (False, 1)):
+        reply = await client.chat(HELLO, tools=[TOOL], parallel_tool_calls=parallel)
         assert (len(reply.tool_calls), reply.finish_reason) == (n_calls, "tool_calls")
