@@ -66,11 +66,7 @@ UNKNOWN_FIELD = _request.add(
     Rule("any field", "is not a known field", "HTTP ignores it and names it in the answer.", apis="gRPC")
 )
 UNSUPPORTED = _request.add(
-    Rule(
-        "any field",
-        "is not supported",
-        "It would change the answer, and is not there. On gRPC: echo of a chat.",
-    )
+    Rule("any field", "is not supported", "It would change the answer. On gRPC: echo of a chat.")
 )
 TYPE = _request.add(
     Rule("any field", "must be {expected}", "On gRPC the schema of the message has the types.", "HTTP")
@@ -270,7 +266,7 @@ PROMPT_ALONE = _messages.add(
 
 _tools = Section("Tools")
 TOOLS = _tools.add(
-    Rule("tools", f"at most {MAX_TOOLS} tools are allowed, not {{count}}", "They are part of the prompt.")
+    Rule("tools", f"at most {MAX_TOOLS} tools are allowed, not {{count}}", "Part of the prompt.")
 )
 TOOL_BYTES = _tools.add(
     Rule(
@@ -295,11 +291,7 @@ TOOL_TWICE = _tools.add(
     Rule("tools[i].function.name", "{name!r} is declared twice", "A call must name one tool.")
 )
 TOOL_JSON = _tools.add(
-    Rule(
-        "tools[i].function.parameters",
-        "must be a JSON Schema object",
-        "Of any draft: it is text for the model.",
-    )
+    Rule("tools[i].function.parameters", "must be a JSON Schema object", "Of any draft: text for the model.")
 )
 TOOL_CHOICE = _tools.add(
     Rule(
@@ -312,12 +304,7 @@ TOOL_CHOICE_FUNCTION = _tools.add(
     Rule("tool_choice.function.name", "{name} is not declared in tools", "It cannot be called.")
 )
 TOOL_STRICT = _tools.add(
-    Rule(
-        "tools[i].function.strict",
-        "must be true or false",
-        "true holds the arguments to the parameters.",
-        "HTTP",
-    )
+    Rule("tools[i].function.strict", "must be true or false", "true holds the arguments to them.", "HTTP")
 )
 TOOL_CHOICE_TOOLS = _tools.add(
     Rule("tool_choice", "needs tools", "required and a function choose among tools.")

@@ -32,11 +32,7 @@ OPENAI_TOOL: dict[str, Any] = {
     "function": {"name": "look", "parameters": {"type": "object"}},
 }
 CALL = {"id": "functions.look:0", "name": "look", "arguments": "{}"}
-OPENAI_CALL = {
-    "id": "functions.look:0",
-    "type": "function",
-    "function": {"name": "look", "arguments": "{}"},
-}
+OPENAI_CALL = {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 def _nested(depth: int) -> dict[str, Any]:
@@ -46,6 +42,7 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+_LEAP = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "leap"}]}
 # A third of the values that all tools together may have.
 _ENUM = {"type": "object", "enum": [0] * 11_000}
 
@@ -58,10 +55,7 @@ def _assistant(**call: Any) -> tuple[Any, Any]:
     """An assistant message with one tool call, in both shapes."""
     made = {**CALL, **call}
     function = {"name": made["name"], "arguments": made["arguments"]}
-    http = {
-        "role": "assistant",
-        "tool_calls": [{"id": made["id"], "type": "function", "function": function}],
-    }
+    http = {"role": "assistant", "tool_calls": [{"id": made["id"], "type": "function", "function": function}]}
     return http, {"role": "assistant", "toolCalls": [made]}
 
 
@@ -243,9 +237,7 @@ CASES: dict[str, Case] = {
     "LOGIT_BIAS_TOKEN": both(f"logit_bias.{VOCAB_SIZE}", logit_bias={str(VOCAB_SIZE): 1}),
     "SEED": Case("seed", http={"seed": 1 << 63}),
     "TOP_LOGPROBS": Case(
-        "top_logprobs",
-        http={"logprobs": True, "top_logprobs": 21},
-        grpc={"sampling": {"topLogprobs": 21}},
+        "top_logprobs", http={"logprobs": True, "top_logprobs": 21}, grpc={"sampling": {"topLogprobs": 21}}
     ),
     "PROMPT_LOGPROBS": both("prompt_logprobs", prompt_logprobs=21),
     "TOP_LOGPROBS_OFF": Case("top_logprobs", http={"top_logprobs": 3}),
@@ -282,13 +274,7 @@ MORE: list[tuple[str, Case]] = [
     ("TYPE", Case("guided_choice", http={"guided_choice": [1]}, words="must be a list of strings")),
     (
         "TOOL_CHOICE_FUNCTION",
-        Case(
-            "tool_choice.function.name",
-            http={
-                "tools": [OPENAI_TOOL],
-                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "leap"}]},
-            },
-        ),
+        Case("tool_choice.function.name", http={"tools": [OPENAI_TOOL], "tool_choice": _LEAP}),
     ),
     ("TYPE", Case("top_k", http={"top_k": "3"}, words="must be a whole number")),
     ("TYPE", Case("messages", http={"messages": "hi"}, words="must be a list")),

@@ -303,7 +303,7 @@ class RunErrorItem(_Strict):
     message: str
 
 
-class RunAnswer(_Strict):
+class RunEnvelope(_Strict):
     """Workers AI's envelope, of answers and of errors."""
 
     result: Any

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from services.router.api.description.answers import Error, MessagesError, RunAnswer
+from services.router.api.description.answers import Error, MessagesError, RunEnvelope
 from services.router.api.description.operations import OPERATIONS, Operation
 from slipstream import __version__
 
@@ -52,7 +52,7 @@ def _error_of(operation: Operation) -> type[msgspec.Struct]:
     is_run = operation.path.startswith("/client/") and (
         "/ai/v1/" not in operation.path or operation.path.endswith("/embeddings")
     )
-    return RunAnswer if is_run else Error
+    return RunEnvelope if is_run else Error
 
 
 def _described(operation: Operation, schema_of: Mapping[type[msgspec.Struct], Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ OPERATIONS: Sequence[Operation] = (
         "post",
         f"{_RUNS}/run/{{model}}",
         "A run in Workers AI's form, several (requests), or the answer of queued ones (request_id)",
-        answer=answers.RunAnswer,
+        answer=answers.RunEnvelope,
         has_object=True,
         is_streamed=True,
     ),

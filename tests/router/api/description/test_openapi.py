@@ -152,13 +152,13 @@ async def test_counts_and_errors_have_their_types(http: aiohttp.ClientSession) -
     await give(http, "/v1/responses/input_tokens", answers.InputTokens, input="Where?")
     tokens = await give(http, "/tokenize", answers.Tokens, prompt="Where", return_token_strs=True)
     assert (await give(http, "/detokenize", answers.TokensText, tokens=tokens.tokens)).prompt == "Where"
-    await give(http, f"{RUNS}/run/tiny", answers.RunAnswer, prompt="Where", max_tokens=2)
+    await give(http, f"{RUNS}/run/tiny", answers.RunEnvelope, prompt="Where", max_tokens=2)
     for path, kind in (
         ("/v1/chat/completions", answers.Error),
         ("/v1/responses", answers.Error),
         ("/v1/messages", answers.MessagesError),
-        (f"{RUNS}/run/tiny", answers.RunAnswer),
-        (f"{RUNS}/v1/embeddings", answers.RunAnswer),
+        (f"{RUNS}/run/tiny", answers.RunEnvelope),
+        (f"{RUNS}/v1/embeddings", answers.RunEnvelope),
     ):
         await give(http, path, kind, status=400, temperature=9)
         reference = json.loads(openapi_json())["paths"][
