@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from libs.structured.schema_walk import Json, walk
+from libs.structured.schema_walk import Json, Parts
 
 # The keyword by which a grammar states the number. llguidance takes it for an annotation.
 DISTINCT_KEYS = "x-slipstream-distinct-keys"
@@ -17,9 +17,9 @@ _ESCAPES_AND_CLASSES = re.compile(r"\\[wdsWDSpP]|\[(?:\\.|[^\]\\])*\]")
 _REPEATS = re.compile(r"[.*+{]")
 
 
-def count_distinct_keys(schema: Json | bool) -> int:
+def count_distinct_keys(parts: Parts) -> int:
     """How many keys an object has to have that repeats one; 0 where no key needs to be told apart."""
-    return max((_least(part) for _, part in walk(schema)), default=0)
+    return max((_least(part) for _, part in parts if "minProperties" in part), default=0)
 
 
 def stated_distinct_keys(grammar: str) -> int:
@@ -27,13 +27,13 @@ def stated_distinct_keys(grammar: str) -> int:
     return max((int(found) for found in _STATED.findall(grammar)), default=0)
 
 
-def find_few_keys(schema: Json | bool) -> str | None:
+def find_few_keys(parts: Parts) -> str | None:
     """The path of patterns that allow fewer keys, in a schema whose repeated keys need more.
 
     An answer that repeats all of them could not end.
     """
-    n_distinct = count_distinct_keys(schema)
-    for path, part in walk(schema):
+    n_distinct = count_distinct_keys(parts)
+    for path, part in parts:
         patterns = part.get("patternProperties")
         is_closed = part.get("additionalProperties") is False
         if isinstance(patterns, dict) and patterns and is_closed and all(map(_is_list, patterns)):

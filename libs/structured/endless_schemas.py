@@ -8,19 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from libs.structured.schema_walk import Json, resolve, walk
+from libs.structured.schema_walk import Json, Parts, resolve
 
 _Ends = Callable[[object], bool]
 
 
-def is_endless(schema: Json | bool) -> bool:
-    """Whether the schema has no finite value."""
-    return id(schema) in _endless_parts(schema)
-
-
-def without_endless(schema: Json | bool) -> Any:
+def without_endless(schema: Json | bool, parts: Parts) -> Any:
     """The same schema, with false for each part that has no finite value."""
-    endless = _endless_parts(schema)
+    endless = find_endless(schema, parts)
     return _pruned(schema, endless) if endless else schema
 
 
@@ -30,19 +25,18 @@ def _pruned(value: Any, endless: frozenset[int]) -> Any:
     return [_pruned(item, endless) for item in value] if isinstance(value, list) else value
 
 
-def _endless_parts(schema: Json | bool) -> frozenset[int]:
+def find_endless(schema: Json | bool, parts: Parts) -> frozenset[int]:
     """The identities of the parts without a finite value.
 
     The finite ones are found from the leaves up, so a part that needs itself is never among them.
     Contradictions between keywords are not looked for.
     """
-    parts = [part for _, part in walk(schema)]
     finite: set[int] = set()
 
     def ends(part: object) -> bool:
         return not isinstance(part, Mapping) or id(part) in finite
 
-    waiting = parts[::-1]
+    waiting = [part for _, part in reversed(parts)]
     while True:
         left = []
         for part in waiting:

@@ -7,7 +7,7 @@ from typing import Any
 
 from libs.structured.array_places import has_items_as_places, with_one_form
 from libs.structured.number_bounds import with_exact_bounds
-from libs.structured.open_keys import needs_codes, with_spelled_keys
+from libs.structured.open_keys import with_spelled_keys
 from libs.structured.string_formats import with_pattern
 
 # Keywords whose values are data and no schemas, and those whose values are schemas by name.
@@ -16,9 +16,9 @@ _BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"}
 _Part = dict[str, Any]
 
 
-def exact_schema(schema: Any) -> Any:
-    """A copy of the schema with what llguidance would leave open."""
-    is_old, spells_keys = has_items_as_places(schema), needs_codes(schema)
+def exact_schema(schema: Any, *, spells_keys: bool) -> Any:
+    """A copy of the schema with what llguidance would leave open, and with `spells_keys` those keys."""
+    is_old = has_items_as_places(schema)
 
     def exact(part: _Part) -> _Part:
         made = with_one_form(with_exact_bounds(with_pattern(part)), is_old=is_old)

@@ -11,7 +11,7 @@ from typing import Any
 from libs.structured.distinct_keys import DISTINCT_KEYS, count_distinct_keys
 from libs.structured.endless_schemas import without_endless
 from libs.structured.exact_schema import exact_schema
-from libs.structured.open_keys import forbids_unicode_escapes
+from libs.structured.open_keys import forbids_unicode_escapes, needs_codes
 from libs.structured.schema_walk import Json, walk
 
 # White space between two parts of JSON: enough for indented text, and never an endless run.
@@ -48,15 +48,19 @@ FORMATS = frozenset(
 
 def json_grammar(schema: Json | bool) -> Json:
     """The grammar of the texts that are valid under the schema, as one of llguidance's `grammars`."""
-    schema = without_endless(schema)
+    parts = list(walk(schema))
+    pruned = without_endless(schema, parts)
+    if pruned is not schema:
+        schema, parts = pruned, list(walk(pruned))
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    n_distinct = count_distinct_keys(schema)
-    if n_distinct or forbids_unicode_escapes(schema):
+    n_distinct = count_distinct_keys(parts)
+    if n_distinct or forbids_unicode_escapes(parts):
         options["json_allowed_escapes"] = _PLAIN_ESCAPES
     stated = {DISTINCT_KEYS: n_distinct} if n_distinct else {}
-    return {"json_schema": {**exact_schema(schema), **stated, "x-guidance": options}}
+    made = exact_schema(schema, spells_keys=needs_codes(parts))
+    return {"json_schema": {**made, **stated, "x-guidance": options}}
 
 
 def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:

@@ -6,30 +6,31 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libs.structured.schema_walk import Json, walk
+from libs.structured.schema_walk import Json, Parts
 
 # Control characters that JSON spells by \u alone.
 _SPELLED_BY_CODE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONSTANTS = frozenset(("const", "enum"))
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 _CONTROL_CLASS = r"\x{0}-\x{1F}\x{7F}"
 # The pattern of other keys nests a group for each character, and regex crates bound the nesting.
 _MAX_NAME_CHARS = 100
 
 
-def forbids_unicode_escapes(schema: Json | bool) -> bool:
+def forbids_unicode_escapes(parts: Parts) -> bool:
     r"""Whether the grammar has no \u, by which a key could spell a declared one, or one of a pattern."""
-    return not needs_codes(schema) and any(_is_open(part) for _, part in walk(schema))
+    return not needs_codes(parts) and any(_is_open(part) for _, part in parts)
 
 
-def needs_codes(schema: Json | bool) -> bool:
+def needs_codes(parts: Parts) -> bool:
     r"""Whether a constant has a control character, which JSON spells by \u alone."""
-    return find_control_character(schema) is not None
+    return find_control_character(parts) is not None
 
 
-def find_control_character(schema: Json | bool) -> str | None:
+def find_control_character(parts: Parts) -> str | None:
     """The path of the first constant with such a character."""
-    for path, part in walk(schema):
-        for name in ("const", "enum"):
+    for path, part in parts:
+        for name in _CONSTANTS & part.keys():
             if any(
                 isinstance(text, str) and _SPELLED_BY_CODE.search(text) for text in values(part.get(name))
             ):
@@ -37,13 +38,13 @@ def find_control_character(schema: Json | bool) -> str | None:
     return None
 
 
-def can_spell_keys(schema: Json | bool) -> bool:
+def can_spell_keys(parts: Parts) -> bool:
     """Whether `with_spelled_keys` has a pattern for all undeclared keys."""
-    parts = [part for _, part in walk(schema) if _is_open(part)]
     return all(
         not part.get("patternProperties")
         and all(len(str(name)) <= _MAX_NAME_CHARS for name in part.get("properties") or ())
-        for part in parts
+        for _, part in parts
+        if _is_open(part)
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 Json = Mapping[str, Any]
+# Parts of a schema with their paths, as `walk` finds them.
+Parts = Sequence[tuple[str, Json]]
 
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from libs.structured.distinct_keys import find_few_keys
-from libs.structured.endless_schemas import is_endless
+from libs.structured.endless_schemas import find_endless
 from libs.structured.open_keys import can_spell_keys, find_control_character, values
 from libs.structured.schema_walk import Json, walk
 
@@ -17,15 +17,16 @@ _NOTHING = ("", "")
 
 def find_unheld(schema: Json | bool) -> _Found:
     """The path of the first such part, and why it is refused; None without one."""
-    for path, part in walk(schema):
+    parts = list(walk(schema))
+    for path, part in parts:
         for name, reason in (_old_keyword(part), _large(part)):
             if name:
                 return _joined(path, name), reason
-    if (path := find_control_character(schema)) is not None and not can_spell_keys(schema):
+    if (path := find_control_character(parts)) is not None and not can_spell_keys(parts):
         return path, "has a control character, and the schema has keys beside patterns"
-    if (path := find_few_keys(schema)) is not None:
+    if (path := find_few_keys(parts)) is not None:
         return path, "is not supported beside minProperties of undeclared keys: it has only a few keys"
-    return ("", "has no value that ends") if is_endless(schema) else None
+    return ("", "has no value that ends") if id(schema) in find_endless(schema, parts) else None
 
 
 def _old_keyword(part: Json) -> tuple[str, str]:
