@@ -84,6 +84,12 @@ class GrammarConstraint:
                 return j + 1 - len(first) + self._count_held(held)
         return n
 
+    def needs_mask(self, drafts: Sequence[int]) -> bool:
+        """Whether the grammar holds the next token or one after a draft; free text has no masks."""
+        return self.phase is Phase.HELD or any(
+            token == self._think_end or token in self._call_begins for token in drafts
+        )
+
     def fill(self, drafts: Sequence[int], masks: MaskRows) -> list[Banned]:
         """Write the masks of the next token and of the one after each draft; the state does not change."""
         phase, failure, n_taken = self.phase, self.failure, 0

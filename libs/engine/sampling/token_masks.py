@@ -18,9 +18,16 @@ class MaskThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def begin(self, sequences: Sequence[SequenceRows], vocab_size: int) -> Callable[[], StepMasks | None]:
-        """Start to compute the masks of these rows; call the result to wait for them."""
-        if not any(s.constraint is not None and s.n_sampled for s in sequences):
+        """Start to compute the masks of these rows; call the result to wait for them.
+
+        The thread gets only work that takes longer than handing it over.
+        """
+        held = [s for s in sequences if s.constraint is not None and s.n_sampled]
+        if not held:
             return _no_masks
+        if not any(s.constraint is not None and s.constraint.needs_mask(s.drafts) for s in held):
+            free = compute_masks(sequences, vocab_size)
+            return lambda: free
         masks: Future[StepMasks | None] = self._thread.submit(compute_masks, sequences, vocab_size)
         return masks.result
 

@@ -44,6 +44,10 @@ class TokenConstraint(Protocol):
         """How many leading drafts the grammar allows."""
         ...
 
+    def needs_mask(self, drafts: Sequence[int]) -> bool:
+        """Whether the next token, or the one after a draft, has a mask that takes time to compute."""
+        ...
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Take emitted tokens."""
         ...
