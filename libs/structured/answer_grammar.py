@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from llguidance import LLMatcher
 
-from libs.structured.json_schema import json_grammar
+from libs.structured.schema.json_schema import json_grammar
 from libs.structured.tool_grammar import ANY_OBJECT, CallableTool, calls_rules
 
 FormatKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]

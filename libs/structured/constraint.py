@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from libs.structured.distinct_keys import stated_distinct_keys
 from libs.structured.grammar_cache import first_lines
 from libs.structured.key_guard import KeyGuard
+from libs.structured.schema.distinct_keys import stated_distinct_keys
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.special_tokens import THINK_END, TOOL_CALL_BEGIN, TOOL_CALLS_SECTION_BEGIN
 from slipstream.sampling import OutputConstraint

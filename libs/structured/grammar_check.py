@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
 from libs.structured.grammar_cache import compile_grammar, first_lines
-from libs.structured.json_schema import find_unsupported
-from libs.structured.unheld import find_unheld, locate
+from libs.structured.schema.json_schema import find_unsupported
+from libs.structured.schema.unheld import find_unheld, locate
 from libs.structured.vocabulary import GrammarVocabulary
 from slipstream.errors import InvalidArgument
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from libs.structured.json_schema import json_grammar
+from libs.structured.schema.json_schema import json_grammar
 from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
     TOOL_CALL_BEGIN,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libs.structured.answer_grammar import OutputFormat
-from libs.structured.schema_walk import is_shallow
+from libs.structured.schema.schema_walk import is_shallow
 from libs.text.tool_schema import validate_tools
 from services.router.admission.types import PRIORITIES
 from services.router.request.model_card import ModelCard

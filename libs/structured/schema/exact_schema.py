@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from libs.structured.array_places import has_items_as_places, with_one_form
-from libs.structured.number_bounds import with_exact_bounds
-from libs.structured.open_keys import with_spelled_keys
-from libs.structured.string_formats import with_pattern
+from libs.structured.schema.array_places import has_items_as_places, with_one_form
+from libs.structured.schema.number_bounds import with_exact_bounds
+from libs.structured.schema.open_keys import with_spelled_keys
+from libs.structured.schema.string_formats import with_pattern
 
 # Keywords whose values are data and no schemas, and those whose values are schemas by name.
 _DATA = frozenset({"const", "default", "enum", "examples"})

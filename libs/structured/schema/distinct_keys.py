@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from libs.structured.schema_walk import Json, Parts
+from libs.structured.schema.schema_walk import Json, Parts
 
 # The keyword by which a grammar states the number. llguidance takes it for an annotation.
 DISTINCT_KEYS = "x-slipstream-distinct-keys"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from libs.structured.distinct_keys import DISTINCT_KEYS, count_distinct_keys
-from libs.structured.endless_schemas import without_endless
-from libs.structured.exact_schema import exact_schema
-from libs.structured.open_keys import forbids_unicode_escapes, needs_codes
-from libs.structured.schema_walk import Json, walk
+from libs.structured.schema.distinct_keys import DISTINCT_KEYS, count_distinct_keys
+from libs.structured.schema.endless_schemas import without_endless
+from libs.structured.schema.exact_schema import exact_schema
+from libs.structured.schema.open_keys import forbids_unicode_escapes, needs_codes
+from libs.structured.schema.schema_walk import Json, walk
 
 # White space between two parts of JSON: enough for indented text, and never an endless run.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from libs.structured.schema_walk import Json, Parts, resolve
+from libs.structured.schema.schema_walk import Json, Parts, resolve
 
 _Ends = Callable[[object], bool]
 

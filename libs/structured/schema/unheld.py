@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from libs.structured.distinct_keys import find_few_keys
-from libs.structured.endless_schemas import find_endless
-from libs.structured.open_keys import can_spell_keys, find_control_character, values
-from libs.structured.schema_walk import Json, walk
+from libs.structured.schema.distinct_keys import find_few_keys
+from libs.structured.schema.endless_schemas import find_endless
+from libs.structured.schema.open_keys import can_spell_keys, find_control_character, values
+from libs.structured.schema.schema_walk import Json, walk
 
 # Integers up to here are exact as doubles.
 _MAX_EXACT = 2**53

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libs.structured.schema_walk import Json, Parts
+from libs.structured.schema.schema_walk import Json, Parts
 
 # Control characters that JSON spells by \u alone.
 _SPELLED_BY_CODE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")

@@ -1,0 +1,4 @@
+"""JSON Schema as llguidance has to see it, and what of it no grammar holds.
+
+Pure functions of the schema. May not import llguidance.
+"""
