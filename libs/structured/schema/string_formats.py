@@ -9,18 +9,18 @@ _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
 _DAY = f"(?:{_YEAR}-(?:(?:0[13-9]|1[0-2])-[0-9]{{2}}|02-(?:[01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-_FRACTION = "(?:\\.[0-9]+)?"
+_FRACTION = "[.0-9]*"  # of the form that llguidance's own format gives it
 
 
 def _leap_second(hour: int) -> str:
-    """The leap second at this local hour: it is 23:59:60 UTC, and offsets are whole quarters of an hour."""
+    """The leap second at this local hour, 23:59:60 UTC, with the offsets of time zones: :00, :30 and :45."""
     west = 23 - hour
-    quarters = [f"59:60{_FRACTION}(?:\\+{(hour + 1) % 24:02}|-{west:02}):00"]
-    quarters += [
-        f"{minutes - 1:02}:60{_FRACTION}(?:\\+{hour:02}:{minutes:02}|-{west:02}:{60 - minutes:02})"
-        for minutes in (15, 30, 45)
+    zones = [f"59:60{_FRACTION}(?:\\+{(hour + 1) % 24:02}|-{west:02}):00"]
+    zones += [
+        f"{minutes - 1}:60{_FRACTION}\\+{hour:02}:{minutes}|{59 - minutes}:60{_FRACTION}-{west:02}:{minutes}"
+        for minutes in (30, 45)
     ]
-    return f"{hour:02}:(?:{'|'.join(quarters)})"
+    return f"{hour:02}:(?:{'|'.join(zones)})"
 
 
 _LEAP_SECONDS = "|".join(map(_leap_second, range(24)))
