@@ -22,10 +22,10 @@ def find_unheld(schema: Json | bool) -> _Found:
         for name, reason in (_old_keyword(part), _large(part)):
             if name:
                 return _joined(path, name), reason
-    if (path := find_control_character(parts)) is not None and not can_spell_keys(parts):
-        return path, "has a control character, and the schema has keys beside patterns"
-    if (path := find_few_keys(parts)) is not None:
-        return path, "is not supported beside minProperties of undeclared keys: it has only a few keys"
+    if (character := find_control_character(parts)) is not None and not can_spell_keys(parts):
+        return character, "has a control character, and the schema has keys beside patterns"
+    if (few := find_few_keys(parts)) is not None:
+        return few, "is not supported beside minProperties of undeclared keys: it has only a few keys"
     return ("", "has no value that ends") if id(schema) in find_endless(schema, parts) else None
 
 
