@@ -19,9 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = tuple(sorted(f"overlays/{path.parent.name}" for path in K8S.glob("overlays/*/kustomization.yaml")))
 COMPONENTS = tuple(sorted(path.parent.name for path in K8S.glob("components/*/kustomization.yaml")))
-# What a component is used together with.
-NEEDED = {"keda": ("tls",), "inference-pool": ("gateway",), "pod-costs": ("network-policies",)}
-RENDERS = ("base", *OVERLAYS, *(f"components/{name}" for name in COMPONENTS))
+# What a component is used together with, and listed after.
+NEEDED = {
+    "keda": ("tls",),
+    "keda-groups": ("gpu-groups", "tls"),
+    "inference-pool": ("gateway",),
+    "pod-costs": ("network-policies",),
+}
+# The overlays whose engine tiers are groups.
+GROUPS = tuple(name for name in OVERLAYS if "gpu-groups" in (K8S / name / "kustomization.yaml").read_text())
+# Overlays with the component that scales them. Those of groups have component tls already.
+SCALED_OVERLAYS = tuple(f"{name}+keda-groups" if name in GROUPS else f"{name}+tls+keda" for name in OVERLAYS)
+RENDERS = ("base", *OVERLAYS, *(f"components/{name}" for name in COMPONENTS), *SCALED_OVERLAYS)
 TIERS = ("router", "prefill", "decode", "kvstore", "drafter")
 
 Object = Mapping[str, Any]
@@ -74,18 +83,20 @@ def needs_kubectl() -> str:
 
 @functools.cache
 def render(name: str) -> tuple[Object, ...]:
-    """The objects of the base, of an overlay, or of components (`components/a+b`) on top of the base."""
+    """The objects of the base, of an overlay, or of either with components.
+
+    `components/a+b` has the base and what its components need; `overlays/name+a` has just what it names.
+    """
     kubectl = needs_kubectl()
     with tempfile.TemporaryDirectory() as made:
         folder = K8S / name
-        if name.startswith("components/"):
+        if "+" in name or name.startswith("components/"):
             folder = Path(made).resolve()
-            components = name.partition("/")[2].split("+")
+            resource, components = _parts(name)
             relative = os.path.relpath(K8S, folder)
-            components += [needed for each in components for needed in NEEDED.get(each, ())]
             used = [f"{relative}/components/{each}" for each in components]
             text = yaml.safe_dump(
-                {"namespace": "slipstream", "resources": [f"{relative}/base"], "components": used}
+                {"namespace": "slipstream", "resources": [f"{relative}/{resource}"], "components": used}
             )
             (folder / "kustomization.yaml").write_text(text)
         done = subprocess.run(
@@ -94,6 +105,15 @@ def render(name: str) -> tuple[Object, ...]:
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
     return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+
+
+def _parts(name: str) -> tuple[str, list[str]]:
+    """What a combination builds on, and its components in the order to list them."""
+    first, *others = name.split("+")
+    if first.startswith("overlays/"):
+        return first, others
+    named = [first.removeprefix("components/"), *others]
+    return "base", [each for own in named for each in (*NEEDED.get(own, ()), own)]
 
 
 def name_of(item: Object) -> str:

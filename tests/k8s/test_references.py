@@ -8,7 +8,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.k8s.renders import K8S, RENDERS, TIERS, Object, config_maps, name_of, of_kind, pods, render
+from tests.k8s.renders import (
+    COMPONENTS,
+    GROUPS,
+    K8S,
+    RENDERS,
+    SCALED_OVERLAYS,
+    TIERS,
+    Object,
+    config_maps,
+    name_of,
+    of_kind,
+    pods,
+    render,
+)
+
+SCALED = ("components/keda", "components/keda-groups", *SCALED_OVERLAYS)
 
 # What README.md says how to make, because it is secret or belongs to the site.
 MADE_BY_HAND = {
@@ -26,7 +41,16 @@ def existing(objects: tuple[Object, ...]) -> set[str]:
     """What the render makes, with the Secrets of certificates and the claims of StatefulSets."""
     found = {name_of(item) for item in objects}
     found |= {f"Secret/{item['spec']['secretName']}" for item in of_kind(objects, "Certificate")}
-    return found
+    return found | {scaler for item in of_kind(objects, "DisaggregatedSet") for scaler in role_scalers(item)}
+
+
+def role_scalers(item: Object) -> dict[str, Object]:
+    """What the controller of a DisaggregatedSet makes to scale its External roles, with their specs."""
+    return {
+        f"DisaggregatedSetRoleScaler/{item['metadata']['name']}-{role['name']}": role["spec"]
+        for role in item["spec"]["roles"]
+        if role["scaling"]["mode"] == "External"
+    }
 
 
 def of_pods(objects: tuple[Object, ...]) -> Iterator[str]:
@@ -119,16 +143,32 @@ def test_names_in_addresses_exist(name: str) -> None:
     assert members is not None and len(members.group(1).split(",")) == etcd["spec"]["replicas"]
 
 
-def test_keda_scales_each_tier_by_its_own_metric() -> None:
-    objects = render("components/keda")
+@pytest.mark.parametrize("name", SCALED)
+def test_keda_scales_each_tier_by_its_own_metric(name: str) -> None:
+    objects = render(name)
+    targets = {name_of(item): item["spec"] for item in of_kind(objects, "Deployment", "StatefulSet")}
+    for item in of_kind(objects, "DisaggregatedSet"):
+        targets |= role_scalers(item)
+        assert item["spec"].get("slices", 1) == 1, "External roles have one slice only"
     scaled = of_kind(objects, "ScaledObject")
     assert sorted(item["metadata"]["name"] for item in scaled) == sorted(f"slipstream-{t}" for t in TIERS)
     for item in scaled:
         (trigger,) = item["spec"]["triggers"]
         assert item["metadata"]["name"] == f"slipstream-{trigger['metadata']['tier']}"
         assert item["spec"]["minReplicaCount"] <= item["spec"]["maxReplicaCount"]
-        target = next(each for each in objects if name_of(each) == name_of_target(item))
-        assert "replicas" not in target["spec"], "an apply would set the replicas back"
+        assert "replicas" not in targets[name_of_target(item)], "an apply would set the replicas back"
+
+
+def test_component_keda_by_itself_does_not_fit_groups() -> None:
+    objects = render(f"{GROUPS[0]}+keda")
+    missing = {name_of_target(item) for item in of_kind(objects, "ScaledObject")} - existing(objects)
+    assert missing == {"Deployment/slipstream-prefill", "Deployment/slipstream-decode"}
+
+
+def test_every_component_that_scales_is_in_a_tested_combination() -> None:
+    for name in COMPONENTS:
+        if of_kind(render(f"components/{name}"), "ScaledObject"):
+            assert f"components/{name}" in SCALED, name
 
 
 def name_of_target(item: Object) -> str:
