@@ -103,6 +103,7 @@ def test_every_service_has_its_own_name_and_address_and_the_secret(name: str) ->
         assert settings["listen"] == "0.0.0.0:7000" and settings["advertise"] == "$(POD_IP):7000"
         assert settings["admin_http"] == "0.0.0.0:9090"
         assert settings["etcd"] == "slipstream-etcd:2379"
+        assert settings["log_format"] == "json", pod.owner
         mounts = [mount["mountPath"] for mount in pod.main["volumeMounts"]]
         files = [settings["cluster_secret_file"], settings["run_dir"], settings.get("api_keys", "/tmp/")]
         files += [
