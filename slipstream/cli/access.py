@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from slipstream.cli.fleet.fleet_client import FleetClient
     from slipstream.rpc.dial import Dial
 
-_ROUTER_VARIABLE = "SLIPSTREAM_ROUTER"
+ROUTER_VARIABLE = "SLIPSTREAM_ROUTER"
 Router = Annotated[
     str | None,
     typer.Option(
-        envvar=_ROUTER_VARIABLE,
+        envvar=ROUTER_VARIABLE,
         help="HOST:PORT[,HOST:PORT..] of routers' gRPC admin ports (--admin); default: those of the cluster "
         "in --run-dir.",
     ),
@@ -100,10 +100,15 @@ def takes_access(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _access_of(flags: Mapping[str, Any]) -> OperatorAccess:
+    return OperatorAccess(flags["run_dir"], routers_of(flags), flags)
+
+
+def routers_of(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """The admin ports that --router or its variable names. Raises InvalidArgument for no host:port."""
     routers = tuple(filter(None, (flags["router"] or "").split(",")))
-    is_variable = flags["router"] == os.environ.get(_ROUTER_VARIABLE)
-    check_endpoints(routers, flag=_ROUTER_VARIABLE if is_variable else "--router")
-    return OperatorAccess(flags["run_dir"], routers, flags)
+    is_variable = flags["router"] == os.environ.get(ROUTER_VARIABLE)
+    check_endpoints(routers, flag=ROUTER_VARIABLE if is_variable else "--router")
+    return routers
 
 
 def with_flags(

@@ -8,6 +8,7 @@ has the flags of a client in the place of `access`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.access import with_flags
+from slipstream.cli.access import ROUTER_VARIABLE, routers_of, with_flags
 from slipstream.cli.options import (
     RunDir,
     TlsCa,
@@ -26,7 +27,7 @@ from slipstream.cli.options import (
     read_api_key,
     tls_from,
 )
-from slipstream.errors import InvalidArgument
+from slipstream.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from slipstream.client import Client
@@ -34,7 +35,15 @@ if TYPE_CHECKING:
 
 Endpoint = Annotated[
     str | None,
-    typer.Option(help="host:port of a router, or of several; default: that of the cluster in --run-dir."),
+    typer.Option(help="host:port of a router's port for clients, or of several; comes before --router."),
+]
+Router = Annotated[
+    str | None,
+    typer.Option(
+        envvar=ROUTER_VARIABLE,
+        help="HOST:PORT[,HOST:PORT..] of routers' gRPC admin ports (--admin), which name the ports for clients "
+        "to a key of scope operator; default: the cluster in --run-dir.",
+    ),
 ]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key of a tenant or an operator.")
@@ -46,6 +55,7 @@ ApiKeyFile = Annotated[
 _FLAGS: Mapping[str, tuple[Any, Any]] = {
     "run_dir": (RunDir, Path(".run")),
     "endpoint": (Endpoint, None),
+    "router": (Router, None),
     "api_key": (ApiKey, None),
     "api_key_file": (ApiKeyFile, None),
     "tls_ca": (TlsCa, None),
@@ -57,23 +67,30 @@ _FLAGS: Mapping[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ClientAccess:
-    """The values of the flags. `endpoint` None: the router of the cluster in `run_dir`."""
+    """The values of the flags. `routers`: admin ports that name the routers, if no `endpoint` does.
+
+    Without either it is the router of the cluster in `run_dir`.
+    """
 
     run_dir: Path
     endpoint: str | None = None
     api_key: str | None = None
     tls: TlsFiles | None = None
+    routers: tuple[str, ...] = ()
 
     def router(self) -> tuple[str, TlsFiles | None]:
-        """The router's host:port, and the files of the connection.
+        """The router's host:port, or those of several, and the files of the connection.
 
-        Raises NotFound where no cluster runs, InvalidArgument where its routers want another certificate.
+        Raises NotFound where no cluster runs or names a router, InvalidArgument where its routers want
+        another certificate, and what an admin port answers.
         """
         from slipstream.cluster_record import read_record
 
         if self.endpoint is not None:
             return self.endpoint, self.tls
-        record = read_record(self.run_dir, instead="--endpoint HOST:PORT")
+        if self.routers:
+            return asyncio.run(self._ask_routers()), self.tls
+        record = read_record(self.run_dir, instead="--router or --endpoint HOST:PORT")
         if record.client_ca and self.tls is None:
             raise InvalidArgument(
                 "--tls-certificate",
@@ -81,6 +98,20 @@ class ClientAccess:
                 "--tls-certificate and --tls-key, or SLIPSTREAM_TLS_CA, _CERTIFICATE and _KEY",
             )
         return record.router_grpc, self.tls or record.tls_files()
+
+    async def _ask_routers(self) -> str:
+        """The ports for clients of the routers that an admin port sees ready."""
+        from slipstream.cli.fleet.fleet_client import FleetClient
+        from slipstream.operator_access import operator_dial
+        from slipstream.v1 import fleet_pb2
+
+        dial = operator_dial(tls=self.tls, api_key=self.api_key, is_remote=True)
+        fleet = await FleetClient(self.routers, dial).get()
+        ready = [each for each in fleet.processes if each.state == fleet_pb2.PROCESS_STATE_READY]
+        found = [each.client_endpoint for each in ready if each.client_endpoint]
+        if not found:
+            raise NotFound(f"{self.routers[0]} names no router that is ready for clients: give --endpoint")
+        return ",".join(dict.fromkeys(found))  # the processes of a router share its ports
 
     def open(self) -> Client:
         """A client of that router. Raises as `router` does."""
@@ -100,4 +131,4 @@ def _access_of(flags: Mapping[str, Any]) -> ClientAccess:
     check_endpoints(endpoint.split(",") if endpoint else ())
     tls = tls_from(flags["tls_ca"], flags["tls_certificate"], flags["tls_key"], flags["tls_server_name"])
     key = read_api_key(flags["api_key"], flags["api_key_file"])
-    return ClientAccess(flags["run_dir"], endpoint or None, key, tls)
+    return ClientAccess(flags["run_dir"], endpoint or None, key, tls, routers_of(flags))

@@ -26,7 +26,7 @@ from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 from slipstream.v1 import worker_pb2 as slipstream_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19slipstream/v1/fleet.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\x1a\x1aslipstream/v1/worker.proto\"\x11\n\x0fGetFleetRequest\"a\n\x10GetFleetResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\tprocesses\x18\x03 \x03(\x0b\x32\x1b.slipstream.v1.FleetProcess\"\xd7\x02\n\x0c\x46leetProcess\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x0e\n\x06region\x18\x05 \x01(\t\x12*\n\x05state\x18\x06 \x01(\x0e\x32\x1b.slipstream.v1.ProcessState\x12\'\n\x04load\x18\x07 \x01(\x0b\x32\x19.slipstream.v1.LoadReport\x12;\n\x08\x63\x61pacity\x18\x08 \x03(\x0b\x32).slipstream.v1.FleetProcess.CapacityEntry\x12\x12\n\nadmin_http\x18\t \x01(\t\x1a/\n\rCapacityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"p\n\x12\x43\x61llProcessRequest\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\x0c\"&\n\x13\x43\x61llProcessResponse\x12\x0f\n\x07message\x18\x01 \x01(\x0c*|\n\x0cProcessState\x12\x1d\n\x19PROCESS_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13PROCESS_STATE_READY\x10\x01\x12\x18\n\x14PROCESS_STATE_SILENT\x10\x02\x12\x1a\n\x16PROCESS_STATE_DRAINING\x10\x03\x32\xb3\x01\n\x0c\x46leetService\x12K\n\x08GetFleet\x12\x1e.slipstream.v1.GetFleetRequest\x1a\x1f.slipstream.v1.GetFleetResponse\x12V\n\x0b\x43\x61llProcess\x12!.slipstream.v1.CallProcessRequest\x1a\".slipstream.v1.CallProcessResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19slipstream/v1/fleet.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\x1a\x1aslipstream/v1/worker.proto\"\x11\n\x0fGetFleetRequest\"a\n\x10GetFleetResponse\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12.\n\tprocesses\x18\x03 \x03(\x0b\x32\x1b.slipstream.v1.FleetProcess\"\xf0\x02\n\x0c\x46leetProcess\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\x0e\n\x06region\x18\x05 \x01(\t\x12*\n\x05state\x18\x06 \x01(\x0e\x32\x1b.slipstream.v1.ProcessState\x12\'\n\x04load\x18\x07 \x01(\x0b\x32\x19.slipstream.v1.LoadReport\x12;\n\x08\x63\x61pacity\x18\x08 \x03(\x0b\x32).slipstream.v1.FleetProcess.CapacityEntry\x12\x12\n\nadmin_http\x18\t \x01(\t\x12\x17\n\x0f\x63lient_endpoint\x18\n \x01(\t\x1a/\n\rCapacityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"p\n\x12\x43\x61llProcessRequest\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0e\n\x06method\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\x0c\"&\n\x13\x43\x61llProcessResponse\x12\x0f\n\x07message\x18\x01 \x01(\x0c*|\n\x0cProcessState\x12\x1d\n\x19PROCESS_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13PROCESS_STATE_READY\x10\x01\x12\x18\n\x14PROCESS_STATE_SILENT\x10\x02\x12\x1a\n\x16PROCESS_STATE_DRAINING\x10\x03\x32\xb3\x01\n\x0c\x46leetService\x12K\n\x08GetFleet\x12\x1e.slipstream.v1.GetFleetRequest\x1a\x1f.slipstream.v1.GetFleetResponse\x12V\n\x0b\x43\x61llProcess\x12!.slipstream.v1.CallProcessRequest\x1a\".slipstream.v1.CallProcessResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,20 +35,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FLEETPROCESS_CAPACITYENTRY']._loaded_options = None
   _globals['_FLEETPROCESS_CAPACITYENTRY']._serialized_options = b'8\001'
-  _globals['_PROCESSSTATE']._serialized_start=718
-  _globals['_PROCESSSTATE']._serialized_end=842
+  _globals['_PROCESSSTATE']._serialized_start=743
+  _globals['_PROCESSSTATE']._serialized_end=867
   _globals['_GETFLEETREQUEST']._serialized_start=100
   _globals['_GETFLEETREQUEST']._serialized_end=117
   _globals['_GETFLEETRESPONSE']._serialized_start=119
   _globals['_GETFLEETRESPONSE']._serialized_end=216
   _globals['_FLEETPROCESS']._serialized_start=219
-  _globals['_FLEETPROCESS']._serialized_end=562
-  _globals['_FLEETPROCESS_CAPACITYENTRY']._serialized_start=515
-  _globals['_FLEETPROCESS_CAPACITYENTRY']._serialized_end=562
-  _globals['_CALLPROCESSREQUEST']._serialized_start=564
-  _globals['_CALLPROCESSREQUEST']._serialized_end=676
-  _globals['_CALLPROCESSRESPONSE']._serialized_start=678
-  _globals['_CALLPROCESSRESPONSE']._serialized_end=716
-  _globals['_FLEETSERVICE']._serialized_start=845
-  _globals['_FLEETSERVICE']._serialized_end=1024
+  _globals['_FLEETPROCESS']._serialized_end=587
+  _globals['_FLEETPROCESS_CAPACITYENTRY']._serialized_start=540
+  _globals['_FLEETPROCESS_CAPACITYENTRY']._serialized_end=587
+  _globals['_CALLPROCESSREQUEST']._serialized_start=589
+  _globals['_CALLPROCESSREQUEST']._serialized_end=701
+  _globals['_CALLPROCESSRESPONSE']._serialized_start=703
+  _globals['_CALLPROCESSRESPONSE']._serialized_end=741
+  _globals['_FLEETSERVICE']._serialized_start=870
+  _globals['_FLEETSERVICE']._serialized_end=1049
 # @@protoc_insertion_point(module_scope)

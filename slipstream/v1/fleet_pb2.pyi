@@ -123,6 +123,7 @@ class FleetProcess(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     ADMIN_HTTP_FIELD_NUMBER: _builtins.int
+    CLIENT_ENDPOINT_FIELD_NUMBER: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
     instance: _builtins.str
     incarnation: _builtins.str
@@ -132,6 +133,8 @@ class FleetProcess(_message.Message):
     state: Global___ProcessState.ValueType
     admin_http: _builtins.str
     """metrics and health"""
+    client_endpoint: _builtins.str
+    """of a router: where clients call RouterService and JobService"""
     @_builtins.property
     def load(self) -> _worker_pb2.LoadReport:
         """absent where the last report is older than 3 s"""
@@ -152,10 +155,11 @@ class FleetProcess(_message.Message):
         load: _worker_pb2.LoadReport | None = ...,
         capacity: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         admin_http: _builtins.str = ...,
+        client_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin_http", b"admin_http", "capacity", b"capacity", "endpoint", b"endpoint", "incarnation", b"incarnation", "instance", b"instance", "load", b"load", "region", b"region", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin_http", b"admin_http", "capacity", b"capacity", "client_endpoint", b"client_endpoint", "endpoint", b"endpoint", "incarnation", b"incarnation", "instance", b"instance", "load", b"load", "region", b"region", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,10 +11,13 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app
 from slipstream.cli.client_access import ClientAccess
 from slipstream.cluster_record import ClusterRecord
-from slipstream.errors import InvalidArgument, NotFound
+from slipstream.errors import InvalidArgument, NotFound, Unavailable
 from slipstream.rpc.tls import TlsFiles
+from slipstream.v1 import fleet_pb2
 from supervisor.run_directory import RunDirLock, write_record
+from tests.cli.fleet.fleet_port import FleetPort, process
 
+SILENT = fleet_pb2.PROCESS_STATE_SILENT
 COMMANDS = (["chat"], ["usage"], ["jobs", "ls"])
 NOWHERE = "127.0.0.1:1"
 PEERS = {"ca": "ca.pem", "certificate": "peer.pem", "key": "peer.key"}
@@ -43,7 +46,34 @@ def test_a_ca_of_clients_asks_for_such_a_certificate(running: Path, command: lis
 def test_a_missing_cluster_names_the_flag_that_replaces_it(tmp_path: Path, command: list[str]) -> None:
     answer = CliRunner().invoke(app, [*command, "--run-dir", str(tmp_path)])
     assert isinstance(answer.exception, NotFound)
-    assert "--endpoint HOST:PORT" in answer.exception.message
+    assert "--router or --endpoint HOST:PORT" in answer.exception.message
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_admin_port_that_a_command_names_is_asked_for_the_port_of_clients(
+    tmp_path: Path, command: list[str]
+) -> None:
+    """SLIPSTREAM_ROUTER means the same cluster to every command."""
+    with FleetPort(process("prefill")).serving() as port:
+        for flags, env in (["--router", port.endpoint], {}), ([], {"SLIPSTREAM_ROUTER": port.endpoint}):
+            given = [*command, "--run-dir", str(tmp_path), *flags]
+            answer = CliRunner().invoke(app, given, env={**env, "SLIPSTREAM_API_KEY": "sk-slip-ops"})
+            assert isinstance(answer.exception, NotFound), answer.exception
+            assert f"{port.endpoint} names no router that is ready" in answer.exception.message
+            assert port.metadata["authorization"] == "Bearer sk-slip-ops"
+
+
+def test_routers_that_are_ready_are_called_at_their_ports_for_clients(tmp_path: Path) -> None:
+    routers = [process("router", number) for number in range(4)]
+    for router, at in zip(routers, ("a:7000", "a:7000", "b:7000", "c:7000"), strict=True):
+        router.client_endpoint = at
+    routers[3].state = SILENT
+    with FleetPort(process("prefill"), *routers).serving() as port:
+        assert ClientAccess(tmp_path, routers=(port.endpoint,)).router() == ("a:7000,b:7000", None)
+        named = ClientAccess(tmp_path, "d:7000", routers=(port.endpoint,))
+        assert named.router() == ("d:7000", None)
+    with pytest.raises(Unavailable):
+        ClientAccess(tmp_path, routers=(NOWHERE,)).router()
 
 
 def test_a_named_router_or_certificate_comes_before_those_of_the_run_directory(running: Path) -> None:

@@ -67,4 +67,5 @@ def _process(
         load=report,
         capacity=worker.capacity,
         admin_http=worker.admin_http,
+        client_endpoint=worker.endpoint if worker.role is Role.ROUTER else "",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,8 +98,34 @@ def test_drain_undrain_and_restart(operated: Operated) -> None:
     assert operated.cluster.pid("decode-0") != before
 
 
+def test_a_rolling_restart_replaces_every_process(operated: Operated) -> None:
+    until(lambda: set(operated.states().values()) == {"ready"}, what=lambda: str(operated.states()))
+    before = {name: operated.cluster.pid(name) for name in operated.states()}
+    restarted = operated.run("restart", "--rolling", "--timeout-s", "300")
+    assert restarted.exit_code == 0, restarted.exception
+    for name, pid in before.items():
+        assert f"restarted {name} " in restarted.output
+        assert operated.cluster.pid(name) != pid
+    assert operated.states() == dict.fromkeys(before, "ready")
+
+
+def test_jobs_and_usage_by_the_same_address_and_key(operated: Operated, tmp_path: Path) -> None:
+    bodies, answers = tmp_path / "bodies.jsonl", tmp_path / "answers.jsonl"
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    bodies.write_text(f"{json.dumps(body)}\n" * 2)
+    submit = operated.run("jobs", "submit", str(bodies), "--group", "night", "--output", str(answers))
+    assert submit.exit_code == 0, submit.exception
+    assert len(answers.read_text().splitlines()) == 2
+    listed = json.loads(operated.run("jobs", "ls", "--group", "night", "--json").output)
+    assert [job["state"] for job in listed] == ["succeeded", "succeeded"]
+    shown = json.loads(operated.run("jobs", "show", listed[0]["id"]).output)
+    assert shown["answer"]["choices"][0]["message"]["role"] == "assistant"
+    assert operated.run("jobs", "cancel", "--group", "night").output == "0 cancelled\n"
+    assert operated.run("usage", "--json").exit_code == 0
+
+
 def test_a_tenants_key_and_a_certificate_alone_are_refused(operated: Operated) -> None:
-    for arguments in (("status",), ("drain", "decode-0"), ("top", "--once")):
+    for arguments in (("status",), ("drain", "decode-0"), ("top", "--once"), ("jobs", "ls")):
         refused = operated.run(*arguments, key=operated.tenant_key)
         assert isinstance(refused.exception, Unauthenticated), refused.output
         assert "class operator" in refused.exception.message
