@@ -1,1 +1,1 @@
-"""Tokens per second of the engine alone, beside transformers on the same weights."""
+"""Tokens per second of the engine alone, beside engines of others on the same weights."""

