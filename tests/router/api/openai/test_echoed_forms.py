@@ -11,6 +11,7 @@ from libs.text.chat_template import render_chat
 from services.router.api.openai.request import parse_chat
 from services.router.request.types import ChatInput
 from services.router.request.validation import validate
+from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
 HI: Any = {"role": "user", "content": "hi"}
@@ -149,8 +150,8 @@ def test_values_that_are_nested_deep_are_taken_or_refused(depth: int) -> None:
         f'{{"role": "assistant", "tool_calls": [{{"function": {{"name": "a", "arguments": {deep}}}}}]}}',
     ):
         body = f'{{"messages": [{message}]}}'.encode()
-        if depth < 510:
+        if depth < bounds.MAX_JSON_DEPTH - 10:
             parse_chat(body)
         else:
-            with pytest.raises(InvalidArgument, match="inside each other"):
+            with pytest.raises(InvalidArgument, match=bounds.BODY_DEPTH.words):
                 parse_chat(body)
