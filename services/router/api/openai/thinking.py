@@ -2,7 +2,8 @@
 
 Every server has another switch: vLLM and SGLang read `chat_template_kwargs`, Moonshot's API `thinking`,
 Qwen's `enable_thinking`, OpenRouter `reasoning`, and OpenAI's `reasoning_effort`. The first of them in this
-order counts. None of them: the model's default. A budget of reasoning has no effect and is refused by name.
+order counts. None of them: the model's default. Nothing bounds reasoning alone: a budget is refused by name,
+save Anthropic's `thinking.budget_tokens`, which is a target there and is named as ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from services.router.api.json_body import Flag, Json, Text, check_no_effect, path_of
+from services.router.api.json_body import Flag, Text, path_of
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
@@ -26,7 +27,7 @@ _TYPES: Mapping[object, bool | None] = {
     "auto": None,
     None: None,
 }
-_THINKING_FIELDS = frozenset({"type", "keep", "budget_tokens"})
+_THINKING_FIELDS = frozenset({"type", "keep"})
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,13 +101,6 @@ def _moonshot(given: Any, ignore: Callable[[str], None]) -> tuple[bool | None, b
         raise bounds.THINKING.refused()
     if given.get("keep") not in ("all", None):
         raise bounds.THINKING.refused("thinking.keep")
-    _check_budget(given, kind)
-    for name in given.keys() - _THINKING_FIELDS:
+    for name in sorted(given.keys() - _THINKING_FIELDS):
         ignore(path_of("thinking", name))
     return _TYPES[kind], given.get("keep") == "all"
-
-
-def _check_budget(given: Json, kind: str | None) -> None:
-    """A budget asks for nothing where the model does not reason."""
-    if kind != "disabled":
-        check_no_effect("budget_tokens", given.get("budget_tokens"), (), "thinking")

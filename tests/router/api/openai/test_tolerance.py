@@ -143,7 +143,6 @@ def test_a_field_of_chat_alone_is_refused_elsewhere(name: str) -> None:
 
 
 REFUSED_BY_NAME: list[tuple[dict[str, Any], str]] = [
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
     ({"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
     ({"reasoning": {"effort": "low", "exclude": True}}, "reasoning.exclude"),
     (
@@ -174,10 +173,10 @@ def test_an_option_that_would_change_the_answer_is_refused_by_its_path(
 def test_values_that_ask_for_nothing_pass_and_other_fields_of_a_switch_are_named() -> None:
     chat(do_sample=True, models=[], min_new_tokens=0, reasoning={"exclude": False, "max_tokens": None})
     chat(structured_outputs={"json": {}, "disable_any_whitespace": False, "whitespace_pattern": None})
-    request, options = chat(thinking={"type": "disabled", "budget_tokens": 0, "display": "x"})
+    request, options = chat(thinking={"type": "disabled", "budget_tokens": 1024, "display": "x"})
     assert isinstance(request.input, ChatInput)
     assert request.input.thinking is False
-    assert options.ignored == "thinking.display"
+    assert options.ignored == "thinking.budget_tokens,thinking.display"
 
 
 @pytest.mark.parametrize("name", sorted(SWITCHES_OF_CHAT))
