@@ -45,6 +45,7 @@ class KeyGuard:
         self.place = _Place()
         self._n_distinct = n_distinct
         self._tokens = tokens
+        tokens.prepare()  # no step of the engine should wait for the tables
 
     def take(self, token: int) -> bool:
         """Read a token; False for one that ends an object too early."""
