@@ -35,7 +35,7 @@ class RunFormat(AnswerFormat):
     def __init__(self, run: RunBody) -> None:
         self._run = run
 
-    def parse(self, data: bytes, request_id: str) -> RunAnswer:
+    def parse(self, data: bytes, request_id: str) -> ParsedRunBody:
         """`data` is the body that was read."""
         return read_run(self._run, request_id)
 
@@ -47,17 +47,17 @@ class RunFormat(AnswerFormat):
         return sse(error_envelope(failure))
 
 
-def read_run(run: RunBody, request_id: str) -> RunAnswer:
+def read_run(run: RunBody, request_id: str) -> ParsedRunBody:
     """The requests of a run. Raises InvalidArgument naming the field."""
     requests, options = parse_chat(run.chat, request_id)
     # Clients of this API take the usage from the stream and never ask for it.
     options = msgspec.structs.replace(options, stream=run.is_streamed, include_usage=run.is_streamed)
     is_native = run.is_native and len(requests) == 1
     chat = OpenAiBody(requests, options, chat=True)
-    return RunAnswer(chat, is_native=is_native, is_json=run.is_json)
+    return ParsedRunBody(chat, is_native=is_native, is_json=run.is_json)
 
 
-class RunAnswer(ParsedBody):
+class ParsedRunBody(ParsedBody):
     """A run as its chat completion. `is_json`: the answer's text is one JSON value."""
 
     def __init__(self, chat: OpenAiBody, *, is_native: bool, is_json: bool) -> None:
