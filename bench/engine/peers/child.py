@@ -36,7 +36,7 @@ class PeerOptions:
     max_tokens: int  # of a sequence
 
 
-class Peer(Protocol):
+class EnginePeer(Protocol):
     """An engine in this process. Greedy, end tokens ignored. Times are of `clock`."""
 
     version: str
@@ -50,7 +50,7 @@ class Peer(Protocol):
         ...
 
 
-def serve(peer: Peer, requests: TextIO, answers: TextIO, clock: Callable[[], float]) -> None:
+def serve(peer: EnginePeer, requests: TextIO, answers: TextIO, clock: Callable[[], float]) -> None:
     """Answer until the end of the input."""
     _answer(answers, {"ready": peer.version})
     for line in requests:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     try:
         module = importlib.import_module(f"bench.engine.peers.{_MODULES[options.peer]}")
-        peer: Peer = module.load(
+        peer: EnginePeer = module.load(
             PeerOptions(options.model, options.threads, options.max_batch, options.max_tokens)
         )
         serve(peer, sys.stdin, answers, clock)
