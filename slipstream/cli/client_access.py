@@ -41,8 +41,8 @@ Router = Annotated[
     str | None,
     typer.Option(
         envvar=ROUTER_VARIABLE,
-        help="HOST:PORT[,HOST:PORT..] of routers' gRPC admin ports (--admin), which name the ports for clients "
-        "to a key of scope operator; default: the cluster in --run-dir.",
+        help="HOST:PORT[,HOST:PORT..] of routers' gRPC admin ports (--admin), which name the ports for "
+        "clients to a key of scope operator; default: the cluster in --run-dir.",
     ),
 ]
 ApiKey = Annotated[
