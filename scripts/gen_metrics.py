@@ -34,8 +34,9 @@ it. The log names the port at the start; `slipstream status --json` and the serv
 _ALIASES = """## Names of vLLM
 
 The same values under the names that vLLM's dashboards and the inference gateway's endpoint pickers read, with
-the label `model_name`. A router has all of them; prefill and decode workers have those of requests and pages,
-with the name of the model's directory. Do not add a router's and its workers' together.
+the label `model_name`. A router has all of them but those of drafts (`spec_decode`), which decode workers
+have. Prefill and decode workers have those of requests and pages too, with the name of the model's directory.
+Do not add a router's and its workers' together. A preemption is a request that went back to a queue.
 
 | Name | Value of | Labels |
 |---|---|---|"""
@@ -65,7 +66,8 @@ def _alias_lines() -> Iterator[str]:
 
 
 def _labels(alias: Alias) -> str:
-    return ", ".join(f"`{name}`" for name in (*alias.labels.values(), "model_name"))
+    added = [f'{name}="{value}"' for name, value in alias.adds.items()]
+    return ", ".join(f"`{name}`" for name in (*alias.labels.values(), *added, "model_name"))
 
 
 if __name__ == "__main__":

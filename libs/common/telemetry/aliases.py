@@ -13,12 +13,16 @@ MODEL_LABEL = "model_name"
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another name for a metric. `labels`: their names for our labels; `only`: a label's one value."""
+    """Another name for a metric.
+
+    `labels`: their names for our labels; `only`: a label's one value; `adds`: labels that ours does not need.
+    """
 
     name: str
     source: str
     labels: Mapping[str, str] = field(default_factory=dict)
     only: tuple[str, str] | None = None
+    adds: Mapping[str, str] = field(default_factory=dict)
 
 
 def _of_request(name: str, source: str) -> Alias:
@@ -28,6 +32,8 @@ def _of_request(name: str, source: str) -> Alias:
 ALIASES: tuple[Alias, ...] = (
     _of_request("num_requests_running", "requests_running"),
     _of_request("num_requests_waiting", "requests_waiting"),
+    Alias("vllm:num_requests_waiting_by_reason", "slipstream_requests_waiting", adds={"reason": "capacity"}),
+    _of_request("num_preemptions_total", "admission_preempted_total"),
     _of_request("kv_cache_usage_perc", "decode_kv_occupancy_ratio"),
     Alias("vllm:kv_cache_usage_perc", "slipstream_kv_occupancy_ratio", only=("tier", "worker")),
     Alias(
@@ -49,6 +55,15 @@ ALIASES: tuple[Alias, ...] = (
     _of_request("generation_tokens_total", "completion_tokens_total"),
     _of_request("prefix_cache_queries_total", "prompt_tokens_total"),
     _of_request("prefix_cache_hits_total", "cached_tokens_total"),
+    _of_request("prompt_tokens_cached_total", "cached_tokens_total"),
+    _of_request("spec_decode_num_drafts_total", "drafts_verified_total"),
+    _of_request("spec_decode_num_draft_tokens_total", "draft_tokens_proposed_total"),
+    _of_request("spec_decode_num_accepted_tokens_total", "draft_tokens_accepted_total"),
+    Alias(
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "slipstream_draft_tokens_accepted_by_position_total",
+        {"position": "position"},
+    ),
     Alias(
         "vllm:request_success_total",
         "slipstream_requests_finished_total",

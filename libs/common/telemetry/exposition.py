@@ -109,6 +109,6 @@ def _aliases(families: Mapping[str, MetricFamily], model: str) -> Iterable[Metri
                 if alias.only is None or name != alias.only[0]
             }
             name = family.name + sample.name.removeprefix(source.name)
-            family.add_sample(name, {**labels, MODEL_LABEL: model}, sample.value)
+            family.add_sample(name, {**labels, **alias.adds, MODEL_LABEL: model}, sample.value)
         if family.samples:
             yield family

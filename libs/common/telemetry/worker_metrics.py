@@ -42,6 +42,12 @@ DECODE_METRICS: tuple[Metric, ...] = (
     histogram("draft_wait_seconds", "Time that a step waits for drafts.", STEP_S),
     counter("draft_tokens_proposed_total", "Draft tokens verified."),
     counter("draft_tokens_accepted_total", "Draft tokens accepted."),
+    counter("drafts_verified_total", "Drafts verified: a draft has the draft tokens of one sequence's step."),
+    counter(
+        "draft_tokens_accepted_by_position_total",
+        "Draft tokens accepted, by their position in the draft, from 0 on.",
+        "position",
+    ),
     counter("drafts_proposed_by_context_total", "Draft tokens verified, by tokens of context.", "context"),
     counter("drafts_accepted_by_context_total", "Draft tokens accepted, by tokens of context.", "context"),
     counter("draft_waits_missed_total", "Steps that ran without waiting longer for drafts."),

@@ -64,6 +64,11 @@ class StepStats:
             proposed += output.proposed_drafts
             accepted += output.accepted_drafts
             if output.proposed_drafts:
+                self._counters.add("slipstream_drafts_verified_total")
+                for position in range(output.accepted_drafts):
+                    self._counters.add(
+                        "slipstream_draft_tokens_accepted_by_position_total", 1, (str(position),)
+                    )
                 labels = (context_label(output.computed_tokens),)
                 self._counters.add(
                     "slipstream_drafts_proposed_by_context_total", output.proposed_drafts, labels

@@ -1,100 +1,39 @@
-"""vLLM's published dashboard and the inference gateway's picker work on a router's scrape.
+"""vLLM's published dashboards and the inference gateway's picker work on our scrapes.
 
-The expressions below are facts of vLLM's Grafana dashboard: names, functions and labels that it reads.
-A small evaluator of just these functions runs them over two scrapes; promtool checks the text.
+The gateway's gauges are of a router. An evaluator of our own runs the dashboards' expressions; promtool
+checks the text.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import subprocess
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from libs.common.telemetry.aliases import ALIASES
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.exposition import render_metrics
 from libs.common.telemetry.metric_table import METRICS
+from libs.engine.step.types import StepOutput
+from libs.worker.engine.step_stats import StepStats
+from tests.support.promql.evaluation import Vector, evaluate
+from tests.support.promql.series import Series
+from tests.support.vllm_dashboards import (
+    FINISHES,
+    MEANS,
+    OF_ROUTERS,
+    OF_SPECULATION,
+    QUANTILES,
+    RATES,
+    promql,
+)
 
 MODEL = "kimi"
-WINDOW_S = 60.0
-_SECONDS = (
-    *("time_to_first_token", "inter_token_latency", "time_per_output_token", "e2e_request_latency"),
-    *("request_queue_time", "request_prefill_time", "request_decode_time"),
-)
-QUANTILES = [
-    f"histogram_quantile({q}, sum by(le) (rate(vllm:{name}_seconds_bucket{{model_name=MODEL}}[WINDOW])))"
-    for name in _SECONDS[:4]
-    for q in ("0.99", "0.95", "0.9", "0.5")
-]
-MEANS = [
-    f"rate(vllm:{name}_seconds_sum{{model_name=MODEL}}[WINDOW])"
-    f" / rate(vllm:{name}_seconds_count{{model_name=MODEL}}[WINDOW])"
-    for name in _SECONDS
-]
-RATES = [
-    f"rate(vllm:{name}{{model_name=MODEL}}[WINDOW])"
-    for name in (
-        *("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total"),
-        *("prefix_cache_hits_total", "request_queue_time_seconds_sum", "request_prefill_time_seconds_sum"),
-        *("request_decode_time_seconds_sum", "request_max_num_generation_tokens_sum"),
-    )
-]
-HEATMAPS = [
-    f"sum by(le) (increase(vllm:{name}_bucket{{model_name=MODEL}}[WINDOW]))"
-    for name in ("request_prompt_tokens", "request_generation_tokens")
-]
-FINISHES = "sum by(finished_reason) (increase(vllm:request_success_total{model_name=MODEL}[WINDOW]))"
 GATEWAY = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
-
-Vector = dict[frozenset[tuple[str, str]], float]
-Scrape = dict[str, Vector]
-
-
-def scrape(counters: Counters) -> Scrape:
-    """What Prometheus keeps of one scrape: samples by name and labels."""
-    found: Scrape = {}
-    text = render_metrics(counters, service="router", model=MODEL)[0].decode()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
-    return found
-
-
-def evaluate(expression: str, before: Scrape, after: Scrape) -> Vector:
-    """The value of an expression of the forms above."""
-    if match := re.fullmatch(r"(.*\S) / (.*)", expression):
-        left, right = (evaluate(part, before, after) for part in match.groups())
-        return {labels: value / right[labels] for labels, value in left.items()}
-    if match := re.fullmatch(r"histogram_quantile\(([\d.]+), (.*)\)", expression):
-        return {frozenset(): quantile(float(match[1]), evaluate(match[2], before, after))}
-    if match := re.fullmatch(r"sum by\((\w+)\) \((.*)\)", expression):
-        sums: Vector = {}
-        for labels, value in evaluate(match[2], before, after).items():
-            kept = frozenset(pair for pair in labels if pair[0] == match[1])
-            sums[kept] = sums.get(kept, 0.0) + value
-        return sums
-    if match := re.fullmatch(r"(rate|increase)\((.*)\[WINDOW\]\)", expression):
-        early, late = (evaluate(match[2], side, side) for side in (before, after))
-        per = WINDOW_S if match[1] == "rate" else 1.0
-        return {labels: (value - early[labels]) / per for labels, value in late.items()}
-    match = re.fullmatch(r"([\w:]+)(\{model_name=MODEL\})?", expression)
-    assert match is not None, expression
-    return {labels: value for labels, value in after[match[1]].items() if ("model_name", MODEL) in labels}
-
-
-def quantile(q: float, buckets: Vector) -> float:
-    """histogram_quantile of cumulative buckets by `le`."""
-    rows = sorted((float(dict(labels)["le"]), count) for labels, count in buckets.items())
-    rank, low, below = q * rows[-1][1], 0.0, 0.0
-    for end, count in rows:
-        if count >= rank and count > below:
-            return low if math.isinf(end) else low + (end - low) * (rank - below) / (count - below)
-        low, below = end, count
-    return math.nan
+SCRAPES_S = (0, 15, 30, 45, 60)  # one request a second
+BEFORE = 10  # requests that were answered before the first scrape
 
 
 def router(n_requests: int) -> Counters:
@@ -114,41 +53,96 @@ def router(n_requests: int) -> Counters:
         counters.observe("slipstream_inter_token_latency_seconds", 0.012, count=49)
         for name in ("time_to_first_token", "request_queue", "request_prefill", "request_decode"):
             counters.observe(f"slipstream_{name}_seconds", 0.3)
+        counters.add("slipstream_admission_preempted_total")
         counters.observe("slipstream_request_duration_seconds", 0.9)
     counters.add("slipstream_requests_finished_total", 0, ("length",))
     return counters
 
 
-BEFORE, AFTER = scrape(router(10)), scrape(router(70))
+def decode_worker(n_steps: int) -> Counters:
+    """A decode worker that has verified so many drafts of three tokens, and accepted two, none, two, .."""
+    counters = Counters()
+    stats = StepStats(counters)
+    stats.open("a", computed_tokens=10, prefilling=False)
+    for number in range(n_steps):
+        accepted = 2 * (number % 2 == 0)
+        output = StepOutput(
+            "a",
+            tokens=(1,) * (accepted + 1),
+            computed_tokens=11 + number,
+            accepted_drafts=accepted,
+            proposed_drafts=3,
+        )
+        stats.record([output], 1.0)
+    return counters
 
 
-@pytest.mark.parametrize("expression", [*QUANTILES, *MEANS, *RATES, *HEATMAPS, FINISHES])
-def test_every_panel_of_vllms_dashboard_has_a_value(expression: str) -> None:
-    values = evaluate(expression, BEFORE, AFTER)
+def scraped() -> Series:
+    """A router and a decode worker, scraped for a minute."""
+    series = Series()
+    for at_s in SCRAPES_S:
+        for service, counters in (
+            ("router", router(BEFORE + at_s)),
+            ("decode", decode_worker(2 * (BEFORE + at_s))),
+        ):
+            text = render_metrics(counters, service=service, model=MODEL)[0].decode()
+            series.add_scrape(text, {"instance": f"{service}:9090", "job": "slipstream"}, at_s)
+    return series
+
+
+SERIES = scraped()
+
+
+def ask(expression: str, **variables: str) -> Vector:
+    """The value after the last scrape."""
+    return evaluate(promql(expression, **variables), SERIES, SCRAPES_S[-1])
+
+
+@pytest.mark.parametrize("expression", OF_ROUTERS)
+def test_every_panel_of_vllms_dashboards_has_a_value(expression: str) -> None:
+    values = ask(expression, instance="router.*")
     assert values and all(math.isfinite(value) for value in values.values())
     assert any(value > 0 for value in values.values())
 
 
+@pytest.mark.parametrize("expression", OF_SPECULATION)
+def test_every_panel_of_speculative_decoding_has_a_value(expression: str) -> None:
+    values = ask(expression)
+    assert values and all(math.isfinite(value) and value >= 0 for value in values.values())
+
+
 def test_the_panels_have_the_values_of_our_metrics() -> None:
     def one(expression: str) -> float:
-        (value,) = evaluate(expression, BEFORE, AFTER).values()
+        (value,) = ask(expression, instance="router.*").values()
         return value
 
-    assert one(RATES[0]) == 1000.0 and one(RATES[1]) == 50.0
+    assert one(RATES[0]) == pytest.approx(1000.0) and one(RATES[1]) == pytest.approx(50.0)
     assert one(MEANS[0]) == pytest.approx(0.3) and one(MEANS[1]) == pytest.approx(0.012)
     assert 0.25 < one(QUANTILES[0]) <= 0.5
-    finishes = evaluate(FINISHES, BEFORE, AFTER)
-    assert finishes == {
-        frozenset({("finished_reason", "stop")}): 60.0,
-        frozenset({("finished_reason", "length")}): 0.0,
+    finishes = ask(FINISHES)
+    assert finishes[frozenset({("finished_reason", "stop")})] == pytest.approx(60.0)
+    assert finishes[frozenset({("finished_reason", "length")})] == 0.0
+
+
+def test_the_panels_of_speculation_have_the_values_of_the_steps() -> None:
+    """Two drafts a second of three tokens each, of which every other one has two tokens accepted."""
+    by_title = {title: ask(expression) for expression, title in OF_SPECULATION.items()}
+    assert by_title["Draft tokens / s"] == {frozenset(): pytest.approx(6.0)}
+    assert by_title["Drafts / s"] == {frozenset(): pytest.approx(2.0)}
+    assert by_title["Draft acceptance rate"] == {frozenset(): pytest.approx(1 / 3)}
+    assert by_title["Acceptance length"] == {frozenset(): pytest.approx(2.0)}
+    assert by_title["Acceptance rate by draft position"] == {
+        frozenset({("position", "0")}): pytest.approx(0.5),
+        frozenset({("position", "1")}): pytest.approx(0.5),
     }
 
 
 def test_the_gateways_three_gauges_are_there() -> None:
-    gauges = {name: list(evaluate(name, BEFORE, AFTER).values()) for name in GATEWAY}
+    gauges = {name: list(ask(f'{name}{{instance=~"router.*"}}').values()) for name in GATEWAY}
     assert gauges == dict(zip(GATEWAY, ([2.0], [7.0], [0.25]), strict=True))
-    (labels,) = AFTER["vllm:cache_config_info"]
-    assert dict(labels) == {"block_size": "64", "num_gpu_blocks": "1024", "model_name": MODEL}
+    (labels,) = ask("vllm:cache_config_info")
+    wanted = {"block_size": "64", "num_gpu_blocks": "1024", "model_name": MODEL}
+    assert dict(labels) == {**wanted, "instance": "router:9090", "job": "slipstream"}
 
 
 def test_a_worker_has_the_gauges_of_its_own_pages() -> None:

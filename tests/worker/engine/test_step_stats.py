@@ -28,6 +28,9 @@ def test_prefill_and_decode_are_counted_separately() -> None:
     assert "slipstream_draft_wait_seconds_count" not in values  # there is no drafter
     assert values["slipstream_draft_tokens_proposed_total"] == 3
     assert values["slipstream_draft_tokens_accepted_total"] == 1
+    assert values["slipstream_drafts_verified_total"] == 1
+    positions = "slipstream_draft_tokens_accepted_by_position_total"
+    assert [labels for name, labels, _ in counters.values() if name == positions] == [("0",)]
     stats.close("p")
     stats.record([StepOutput("p", (8,), 203)], 10.0)
     assert counters.snapshot()["slipstream_decode_step_seconds_count"] == 2
