@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from libs.common.telemetry.metric_table import METRICS
-from tests.monitoring.rules import MONITORING, ROOT, run_promtool, unknown_names
-
-SCRIPT = runpy.run_path(str(ROOT / "scripts" / "gen_dashboards.py"))
-DASHBOARDS: dict[str, dict[str, Any]] = SCRIPT["dashboards"]()
-NAMES = sorted(DASHBOARDS)
-# Values of Grafana's variables, so that an expression is PromQL.
-VARIABLES = {"$__rate_interval": "1m", "$namespace": ".*", "$instance": ".*"}
-
-
-def expressions(dashboard: dict[str, Any]) -> list[str]:
-    """The queries of all panels."""
-    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-
-
-def promql(expression: str) -> str:
-    """The expression with values in place of variables. Raises AssertionError for an unknown one."""
-    for name, value in VARIABLES.items():
-        expression = expression.replace(name, value)
-    assert "$" not in expression, expression
-    return expression
+from tests.monitoring.queries import DASHBOARDS, NAMES, SCRIPT, expressions, promql
+from tests.monitoring.rules import MONITORING, run_promtool, unknown_names
+from tests.support.promql.alerting import seconds_of
+from tests.support.promql.evaluation import evaluate
+from tests.support.promql.series import Series
 
 
 def test_the_files_are_those_of_the_script() -> None:
@@ -90,37 +73,56 @@ def test_promtool_takes_every_query(name: str, tmp_path: Path) -> None:
     run_promtool("check", "rules", str(file))
 
 
-def test_a_share_is_a_share(tmp_path: Path) -> None:
-    """promtool evaluates three kinds of queries on series of two routers and a worker."""
-    overview = {panel["title"]: panel for panel in DASHBOARDS["overview"]["panels"]}
-    asked: dict[str, list[tuple[str, float]]] = {
-        "Share that fails": [("{}", 0.01)],
-        "Running and waiting at routers": [('{instance="a"}', 3), ('{instance="b"}', 4)],
-        "Ready workers": [('{worker_role="decode"}', 2)],
-    }
-    series = {
-        'slipstream_requests_failed_total{instance="a"}': "0+1x20",
-        'slipstream_requests_failed_total{instance="b"}': "0+1x20",
-        'slipstream_requests_finished_total{instance="a",finish_reason="stop"}': "0+99x20",
-        'slipstream_requests_finished_total{instance="b",finish_reason="stop"}': "0+99x20",
-        'slipstream_requests_running{instance="a"}': "3x20",
-        'slipstream_requests_running{instance="b"}': "4x20",
-        'slipstream_requests_running{instance="worker"}': "7x20",
-        'slipstream_prefix_index_blocks{instance="a"}': "1x20",
-        'slipstream_prefix_index_blocks{instance="b"}': "1x20",
-        'slipstream_workers{instance="a",worker_role="decode"}': "2x20",
-        'slipstream_workers{instance="b",worker_role="decode"}': "2x20",
-    }
+# Three kinds of queries by the titles of their panels, and their values on SERIES: two routers and a worker.
+ASKED: dict[str, list[tuple[str, float]]] = {
+    "Share that fails": [("{}", 0.01)],
+    "Running and waiting at routers": [('{instance="a"}', 3), ('{instance="b"}', 4)],
+    "Ready workers": [('{worker_role="decode"}', 2)],
+}
+SERIES = {
+    'slipstream_requests_failed_total{instance="a"}': "0+1x20",
+    'slipstream_requests_failed_total{instance="b"}': "0+1x20",
+    'slipstream_requests_finished_total{instance="a",finish_reason="stop"}': "0+99x20",
+    'slipstream_requests_finished_total{instance="b",finish_reason="stop"}': "0+99x20",
+    'slipstream_requests_running{instance="a"}': "3x20",
+    'slipstream_requests_running{instance="b"}': "4x20",
+    'slipstream_requests_running{instance="worker"}': "7x20",
+    'slipstream_prefix_index_blocks{instance="a"}': "1x20",
+    'slipstream_prefix_index_blocks{instance="b"}': "1x20",
+    'slipstream_workers{instance="a",worker_role="decode"}': "2x20",
+    'slipstream_workers{instance="b",worker_role="decode"}': "2x20",
+}
+
+
+def asked_of(title: str) -> str:
+    """The query of a panel of the overview."""
+    panels = {panel["title"]: panel for panel in DASHBOARDS["overview"]["panels"]}
+    return promql(panels[title]["targets"][0]["expr"])
+
+
+@pytest.mark.parametrize("title", ASKED)
+def test_a_share_is_a_share(title: str) -> None:
+    series = Series()
+    for name, values in SERIES.items():
+        series.add_notation(name, values, 15.0)
+    found = evaluate(asked_of(title), series, seconds_of("4m"))
+    assert len(found) == len(ASKED[title])
+    for labels, value in ASKED[title]:
+        key = frozenset(re.findall(r'(\w+)="(\w+)"', labels))
+        assert found[key] == pytest.approx(value)
+
+
+def test_promtool_has_the_same_shares(tmp_path: Path) -> None:
     test = {
         "interval": "15s",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "input_series": [{"series": name, "values": values} for name, values in SERIES.items()],
         "promql_expr_test": [
             {
-                "expr": promql(overview[title]["targets"][0]["expr"]),
+                "expr": asked_of(title),
                 "eval_time": "4m",
                 "exp_samples": [{"labels": labels, "value": value} for labels, value in samples],
             }
-            for title, samples in asked.items()
+            for title, samples in ASKED.items()
         ],
     }
     file = tmp_path / "test.yaml"
