@@ -3,7 +3,8 @@
     python -m bench.cache.compare --seed 1 --json
 
 Rows are loads and capacities; columns LRU, ARC, S3-FIFO, hit density alone, and the tier. `gap` is what the
-tier lacks to the best of the others, `under_lru` what it lacks to LRU, both in percent of the blocks.
+tier lacks to the best of the others, `under_lru` what it lacks to LRU, both in percent of the blocks; `lost`
+is the gap in capacities of blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 from collections.abc import Sequence
 
 from bench.cache.baselines import Arc, Cache, Lru, S3Fifo
+from bench.cache.changing import CHANGING
 from bench.cache.policy import Production
 from bench.cache.traces import LOADS
 from bench.cache.workloads import WORKLOADS
@@ -22,6 +24,7 @@ from services.kvstore.policy.adaptive import HIT_DENSITY
 
 CAPACITIES = (300, 1_000, 3_000)
 SCALE_BLOCKS = 1_000
+ALL_LOADS = {**WORKLOADS, **LOADS, **CHANGING}
 COLUMNS = ("lru", "arc", "s3fifo", "hit_density", "adaptive")
 
 
@@ -35,8 +38,7 @@ class HitDensity(Production):
 
 def row(load: str, seed: int, n_requests: int, capacity: int) -> dict[str, float | str]:
     """The hit ratios of one load at one capacity, in percent."""
-    make = WORKLOADS.get(load) or LOADS[load]
-    chains = make(random.Random(f"{load}{seed}"), n_requests, SCALE_BLOCKS)
+    chains = ALL_LOADS[load](random.Random(f"{load}{seed}"), n_requests, SCALE_BLOCKS)
     total = sum(map(len, chains))
     caches: list[Cache] = [
         Lru(capacity),
@@ -53,22 +55,23 @@ def row(load: str, seed: int, n_requests: int, capacity: int) -> dict[str, float
         **{name: round(value, 2) for name, value in zip(COLUMNS, found, strict=True)},
         "gap": round(max(found[:-1]) - found[-1], 2),
         "under_lru": round(found[0] - found[-1], 2),
+        "lost": round((max(found[:-1]) - found[-1]) / 100 * total / capacity, 2),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a row for each load and capacity."""
     parser = argparse.ArgumentParser(prog="python -m bench.cache.compare", description=__doc__)
-    parser.add_argument("--load", action="append", choices=[*WORKLOADS, *LOADS], help="repeat for several")
+    parser.add_argument("--load", action="append", choices=ALL_LOADS, help="repeat for several")
     parser.add_argument("--capacity", type=int, action="append", help="in blocks; repeat for several")
     parser.add_argument("--requests", type=int, default=6_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
     asked = parser.parse_args(argv)
-    columns = (*COLUMNS, "gap", "under_lru")
+    columns = (*COLUMNS, "gap", "under_lru", "lost")
     if not asked.json:
         print("load".ljust(19) + "blocks".rjust(7) + "".join(name.rjust(12) for name in columns))
-    for load in asked.load or [*WORKLOADS, *LOADS]:
+    for load in asked.load or ALL_LOADS:
         for capacity in asked.capacity or CAPACITIES:
             found = row(load, asked.seed, asked.requests, capacity)
             if asked.json:

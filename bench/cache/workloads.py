@@ -13,18 +13,20 @@ from collections.abc import Sequence
 from bench.cache.traces import Chain, Load
 
 
-class _Blocks:
+class Blocks:
     """Numbers of blocks that no chain has yet."""
 
     def __init__(self, first: int = 1 << 24) -> None:
         self._next = first
 
     def take(self, n_blocks: int) -> Chain:
+        """A chain of blocks that are new."""
         self._next += n_blocks
         return tuple(range(self._next - n_blocks, self._next))
 
 
-def _zipf(n: int, exponent: float) -> list[float]:
+def zipf_weights(n: int, exponent: float) -> list[float]:
+    """Cumulative weights of ranks."""
     return list(itertools.accumulate((rank + 1) ** -exponent for rank in range(n)))
 
 
@@ -48,7 +50,7 @@ class _Sessions:
 
 def chats(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Sessions of growing chains with lognormal times to think; few of them last long."""
-    blocks, sessions, chains = _Blocks(), _Sessions(), list[Chain]()
+    blocks, sessions, chains = Blocks(), _Sessions(), list[Chain]()
     mean_think, now = capacity / 20 * rng.choice([0.5, 1.5, 4]), 0.0
     for _ in range(n_requests):
         now += rng.expovariate(1)
@@ -65,8 +67,8 @@ def chats(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
 
 def tool_agents(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Tools' long prompts by Zipf, and behind them tasks of several quick steps."""
-    blocks, sessions, chains = _Blocks(), _Sessions(), list[Chain]()
-    prompts, weights = [blocks.take(rng.randint(4, 40)) for _ in range(40)], _zipf(40, 1.1)
+    blocks, sessions, chains = Blocks(), _Sessions(), list[Chain]()
+    prompts, weights = [blocks.take(rng.randint(4, 40)) for _ in range(40)], zipf_weights(40, 1.1)
     for now in range(n_requests):
         chain, _ = sessions.due(now) or (rng.choices(prompts, cum_weights=weights)[0], 0)
         chain += blocks.take(rng.randint(1, 12))
@@ -78,7 +80,7 @@ def tool_agents(rng: random.Random, n_requests: int, capacity: int) -> list[Chai
 
 def long_thinkers(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Agents wait for their tools for about one time: a young block is useless, an old one comes back."""
-    blocks, sessions, chains = _Blocks(), _Sessions(), list[Chain]()
+    blocks, sessions, chains = Blocks(), _Sessions(), list[Chain]()
     mean_think = capacity / 8 * rng.uniform(0.8, 1.6)
     for now in range(n_requests):
         chain, turns = sessions.due(now) or (blocks.take(rng.randint(2, 6)), 0)
@@ -91,11 +93,11 @@ def long_thinkers(rng: random.Random, n_requests: int, capacity: int) -> list[Ch
 
 def tenants(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Tenants by Zipf, each with its prompt, its length of sessions and its time to think."""
-    blocks, sessions, chains = _Blocks(), _Sessions(), list[Chain]()
+    blocks, sessions, chains = Blocks(), _Sessions(), list[Chain]()
     prompts = [blocks.take(rng.randint(2, 30)) for _ in range(30)]
     goes_on = [rng.uniform(0.2, 0.95) for _ in prompts]
     thinks = [capacity / 15 * rng.lognormvariate(-1, 1) for _ in prompts]
-    grows, weights = [rng.randint(1, 10) for _ in prompts], _zipf(30, 0.9)
+    grows, weights = [rng.randint(1, 10) for _ in prompts], zipf_weights(30, 0.9)
     for now in range(n_requests):
         found = sessions.due(now)
         if found is None:
@@ -111,18 +113,18 @@ def tenants(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
 
 def retrieval(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """One system prompt, a document by Zipf, and a question that is new."""
-    blocks = _Blocks()
+    blocks = Blocks()
     prompt = blocks.take(3)
     documents = [prompt + blocks.take(rng.randint(2, 16)) for _ in range(max(20, capacity // 3))]
-    picked = rng.choices(documents, cum_weights=_zipf(len(documents), 0.8), k=n_requests)
+    picked = rng.choices(documents, cum_weights=zipf_weights(len(documents), 0.8), k=n_requests)
     return [document + blocks.take(rng.randint(1, 3)) for document in picked]
 
 
 def popularity_shifts(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Documents by Zipf whose ranks are drawn again six times."""
-    blocks, chains = _Blocks(), list[Chain]()
+    blocks, chains = Blocks(), list[Chain]()
     documents = [blocks.take(rng.randint(1, 12)) for _ in range(max(30, capacity // 3))]
-    weights = _zipf(len(documents), 1.0)
+    weights = zipf_weights(len(documents), 1.0)
     while len(chains) < n_requests:
         rng.shuffle(documents)
         chains += rng.choices(documents, cum_weights=weights, k=max(50, n_requests // 6))
@@ -131,7 +133,7 @@ def popularity_shifts(rng: random.Random, n_requests: int, capacity: int) -> lis
 
 def evaluations(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Batches of questions, each behind one few-shot prompt; some prompts come again."""
-    blocks, prompts, chains = _Blocks(), list[Chain](), list[Chain]()
+    blocks, prompts, chains = Blocks(), list[Chain](), list[Chain]()
     while len(chains) < n_requests:
         if prompts and rng.random() < 0.4:
             prompt = rng.choice(prompts)
@@ -145,7 +147,7 @@ def evaluations(rng: random.Random, n_requests: int, capacity: int) -> list[Chai
 
 def chats_and_scans(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Sessions with time to think, and crawls through a corpus between them."""
-    turns, blocks, chains, at = chats(rng, n_requests, capacity), _Blocks(1 << 40), list[Chain](), 0
+    turns, blocks, chains, at = chats(rng, n_requests, capacity), Blocks(1 << 40), list[Chain](), 0
     while len(chains) < n_requests:
         n_turns = rng.randint(20, 200)
         chains += turns[at : at + n_turns]
@@ -156,11 +158,11 @@ def chats_and_scans(rng: random.Random, n_requests: int, capacity: int) -> list[
 
 def hot_set_and_sweep(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """A hot set by Zipf, and a corpus about as large as the capacity that is swept again and again."""
-    blocks = _Blocks()
+    blocks = Blocks()
     hot = [blocks.take(rng.randint(1, 8)) for _ in range(max(5, capacity // 16))]
     n_corpus = int(capacity * rng.uniform(0.7, 1.6)) // 10
     corpus = itertools.cycle([blocks.take(rng.randint(4, 16)) for _ in range(n_corpus + 1)])
-    weights = _zipf(len(hot), 0.7)
+    weights = zipf_weights(len(hot), 0.7)
     return [
         rng.choices(hot, cum_weights=weights)[0] if rng.random() < 0.5 else next(corpus)
         for _ in range(n_requests)
@@ -169,7 +171,7 @@ def hot_set_and_sweep(rng: random.Random, n_requests: int, capacity: int) -> lis
 
 def one_shot_flood(rng: random.Random, n_requests: int, capacity: int) -> list[Chain]:
     """Three requests of four never come again; the others are of a working set that nearly fits."""
-    blocks = _Blocks()
+    blocks = Blocks()
     working = [blocks.take(rng.randint(1, 10)) for _ in range(max(4, capacity // 7))]
     return [
         rng.choice(working) if rng.random() < 0.25 else blocks.take(rng.randint(1, 14))

@@ -52,7 +52,7 @@ def test_a_policy_that_samples_a_quarter_of_the_blocks_still_beats_lru(
     hits = sum(map(disk.serve, chains))
     policy = disk.table.policy
     assert policy is not None and policy.rate == 4
-    assert policy.changes and hits > 0.2 * sum(map(len, chains))
+    assert hits > 0.2 * sum(map(len, chains))
     assert policy.rewanted[0] > 0
     check_table(disk.table)
 

@@ -1,0 +1,48 @@
+"""The tier lacks little to the best of its candidate policies, whichever that is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.cache.baselines import Arc, Cache, Lru, S3Fifo
+from bench.cache.changing import CHANGING
+from bench.cache.compare import HitDensity
+from bench.cache.policy import Production
+from bench.cache.traces import LOADS, Chain
+
+CAPACITY = 100
+# What finding the best policy may cost, in blocks: warm-up and changes, whatever the length of the load.
+LOST_BLOCKS = CAPACITY
+LOST_TO_LRU_BLOCKS = CAPACITY // 2
+# On `nightly` the best policy alternates with day and night, and each turn costs.
+NAMES = sorted({*LOADS, *CHANGING} - {"nightly"})
+
+
+def rows(name: str, seed: int, n_requests: int) -> tuple[list[Chain], dict[str, int]]:
+    chains = (LOADS | CHANGING)[name](random.Random(f"{name}{seed}"), n_requests, CAPACITY)
+    caches: dict[str, Cache] = {
+        "lru": Lru(CAPACITY),
+        "arc": Arc(CAPACITY),
+        "s3fifo": S3Fifo(CAPACITY),
+        "hit_density": HitDensity(CAPACITY),
+        "tier": Production(CAPACITY),
+    }
+    return chains, {column: sum(map(cache.serve, chains)) for column, cache in caches.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tier_lacks_a_bounded_number_of_hits_to_the_best_policy(name: str) -> None:
+    chains, hits = rows(name, 5, 1200)
+    blocks, tier = sum(map(len, chains)), hits.pop("tier")
+    assert tier >= max(hits.values()) - 0.003 * blocks - LOST_BLOCKS, hits
+    assert tier >= hits["lru"] - 0.001 * blocks - LOST_TO_LRU_BLOCKS, hits
+
+
+@pytest.mark.parametrize("name", ["loop", "long_loop"])
+def test_a_loop_beyond_the_capacity_loses_nothing_to_the_best_policy(name: str) -> None:
+    """A tier that first holds what LRU holds loses it when it changes."""
+    chains, hits = rows(name, 5, 1200)
+    assert hits["hit_density"] > hits["lru"] + CAPACITY
+    assert hits["tier"] >= hits["hit_density"] - 0.003 * sum(map(len, chains)) - CAPACITY // 5
