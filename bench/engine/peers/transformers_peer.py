@@ -26,7 +26,7 @@ class TransformersPeer:
             config=transformers.DeepseekV3Config(**stated),
             dtype="auto",
             attn_implementation="sdpa",
-        ).eval()
+        )
 
     def prefill_s(self, prompt: list[int], clock: Callable[[], float]) -> float:
         ids = self._torch.tensor([prompt])

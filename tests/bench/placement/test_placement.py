@@ -42,7 +42,8 @@ def test_every_request_is_served_once_and_work_is_conserved(rule: type) -> None:
     runs = sim.run(requests)
     assert [run.request for run in runs] == requests
     assert all(run.request.at_ms <= run.first_token_ms <= run.done_ms < float("inf") for run in runs)
-    assert sum(node.busy_ms for node in (*sim.prefill, *sim.decode)) == pytest.approx(
+    busy_ms = sum(line.busy_ms for line in sim.prefill) + sum(node.busy_ms for node in sim.decode)
+    assert busy_ms == pytest.approx(
         sum(SMALL.prefill.compute_ms(run.uncached_tokens, run.request.prompt_tokens) for run in runs)
     )
     assert [(node.assigned, node.assigned_tokens, node.sequences) for node in sim.decode] == [(0, 0, 0)] * 2

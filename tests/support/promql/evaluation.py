@@ -114,7 +114,7 @@ class _At:
             found: Vector = {}
             for labels, value in vector.items():
                 pair = (value, right) if vector is left else (left, value)
-                computed = compute(*pair)  # type: ignore[arg-type]
+                computed = compute(*pair)
                 if not compares:
                     found[_without_name(labels)] = float(computed)
                 elif computed:

@@ -139,7 +139,8 @@ class _Parser:
             return self._single()
         left = self._binary(level + 1)
         while self._kind in ("sign", "name") and self._next in _LEVELS[level]:
-            operator, on, ignoring, many = self._take(), None, (), False
+            operator, on, many = self._take(), None, False
+            ignoring: tuple[str, ...] = ()
             if self._has("on"):
                 on = self._names()
             elif self._has("ignoring"):
