@@ -6,6 +6,8 @@ import contextlib
 import json
 import re
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,10 +57,36 @@ class Kubectl:
         """Return when the rollout of kind/name is complete."""
         self("rollout", "status", workload, f"--timeout={timeout_s:.0f}s", timeout_s=timeout_s + 10)
 
+    def evict(self, pod: str) -> tuple[int, Any]:
+        """The status and answer of the API server to one Eviction. A drain repeats refused ones."""
+        path = f"/api/v1/namespaces/{self._namespace}/pods/{pod}/eviction"
+        eviction = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": self._namespace},
+        }
+        with self._printing(["proxy", "--port=0"]) as proxy:
+            request = urllib.request.Request(
+                f"http://{proxy}{path}",
+                data=json.dumps(eviction).encode(),
+                headers={"Content-Type": "application/json"},
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=_CALL_S) as answer:
+                    return answer.status, json.load(answer)
+            except urllib.error.HTTPError as refused:
+                return refused.code, json.load(refused)
+
     @contextlib.contextmanager
     def forwarded(self, target: str, port: int) -> Iterator[str]:
         """A local endpoint that leads to a port of `target`, inside the block."""
-        command = [self._path, "--namespace", self._namespace, "port-forward", target, f":{port}"]
+        with self._printing(["port-forward", target, f":{port}"]) as endpoint:
+            yield endpoint
+
+    @contextlib.contextmanager
+    def _printing(self, arguments: list[str]) -> Iterator[str]:
+        """The local endpoint that a command prints in its first line. It ends with the block."""
+        command = [self._path, "--namespace", self._namespace, *arguments]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:

@@ -70,7 +70,7 @@ def autoscaled(deployed: Deployed, tmp_path: Path) -> Iterator[Kubectl]:
         kubectl("delete", "hpa", "--all")
         kubectl("delete", "apiservice", keda.API_SERVICE, "--ignore-not-found")
         kubectl("delete", "namespace", keda.NAMESPACE, timeout_s=START_S)
-        for tier in UP_AND_DOWN:
+        for tier in (*UP_AND_DOWN, "kvstore"):
             kubectl("scale", WORKLOADS[tier], f"--replicas={DECLARED.get(tier, 1)}")
 
 
@@ -147,3 +147,21 @@ def test_every_tier_follows_a_load_that_rises_and_falls(deployed: Deployed, auto
         load.wait_done(4)
         _finish(load)
     _wait_replicas(autoscaled, {"drafter": 1, "kvstore": 1})
+
+
+def test_the_kvstore_grows_by_the_scalers_answer_and_never_shrinks(
+    deployed: Deployed, autoscaled: Kubectl
+) -> None:
+    """Its signal, blocks that are wanted after their eviction, needs more KV than a small node has. So its
+    least number of nodes rises in place of the load, and falls again."""
+    with deployed.new_load(each=1, pause_s=PAUSE_S) as load:
+        _wait_replicas(autoscaled, {"kvstore": 1})
+        with _run_with(autoscaled, "router", f"--autoscale-limits=kvstore={MOST}:{MOST}"):
+            _wait_replicas(autoscaled, {"kvstore": MOST})
+        scaled_s = time.time()
+        # An HPA decides every 15 s; the window of the tiers that do shrink is over as well.
+        while time.time() < scaled_s + SETTLE_S + 30:
+            assert _ready(autoscaled)["kvstore"] == MOST, _states(autoscaled)
+            time.sleep(5.0)
+        load.wait_done(2)
+        _finish(load)

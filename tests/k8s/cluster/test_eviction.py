@@ -80,6 +80,28 @@ def test_an_evicted_pod_fails_no_stream_of_the_sdk(deployed: Deployed, tier: str
         assert counts["http"]["failed"] == 0, counts
 
 
+@pytest.mark.parametrize("tier", ["decode", "prefill"])
+def test_a_budget_refuses_the_second_eviction_of_a_tier(deployed: Deployed, tier: str) -> None:
+    """What `kubectl drain` asks for. It tries again until the pod that went first has a successor."""
+    kubectl, budget = deployed.kubectl, ("get", "poddisruptionbudget", f"slipstream-{tier}")
+    with doubled(kubectl, tier), deployed.new_load() as load:
+        load.wait_done(_MORE)
+        wait_for(lambda: kubectl.json(*budget)["status"]["disruptionsAllowed"] == 1, "no eviction is allowed")
+        first, second = kubectl.pods(tier)
+        status, _ = kubectl.evict(first)
+        assert status == 201
+        status, refusal = kubectl.evict(second)
+        assert (status, refusal["reason"]) == (429, "TooManyRequests"), refusal
+        causes = [cause["reason"] for cause in refusal["details"]["causes"]]
+        assert causes == ["DisruptionBudget"], refusal
+        kubectl.wait_rolled(WORKLOADS[tier], timeout_s=START_S)
+        assert second in kubectl.pods(tier)
+        load.wait_done(_MORE)
+        counts = load.finish()
+    for kind in ("sdk", "http"):
+        assert counts[kind]["failed"] == 0, counts
+
+
 def test_pressure_on_a_node_takes_a_drafter_first_and_fails_no_stream(deployed: Deployed) -> None:
     if not PRESSURE_COMMAND:
         pytest.skip("SLIPSTREAM_TEST_PRESSURE names no command that puts a node under memory pressure")
