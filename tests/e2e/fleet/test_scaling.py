@@ -149,4 +149,5 @@ def _stream(cluster: LocalCluster, number: int) -> int:
     """The tokens of one answer, in a session that stays at the worker that decodes it."""
     question = [{"role": "user", "content": f"question {number} " * 40}]
     reply = cluster.client.chat(question, session=f"session-{number}", max_tokens=TOKENS, ignore_eos=True)
+    assert reply.usage is not None
     return reply.usage.completion_tokens
