@@ -105,20 +105,36 @@ def test_the_hpa_starts_workers_for_a_load_and_drains_what_loses_least(scaled: L
             lambda: sum(map(scaled.sequences, WORKERS)) == N_STREAMS,
             what=lambda: f"streams at workers: {[scaled.sequences(name) for name in WORKERS]}",
         )
+        fewest = min(WORKERS, key=scaled.sequences)
         until(lambda: 2.0 < scaler.total() <= wanted, what=lambda: f"enough, by {scaler.total()}")
         now_s += PERIOD_S
         assert hpa.step(now_s, replicas=wanted, total=scaler.total()) == wanted, "the new workers suffice"
         gate.open()
         assert [stream.result(ANSWERED_S) for stream in streams] == [TOKENS] * N_STREAMS
 
-    _check_fall(scaled, scaler, hpa, now_s, replicas=wanted)
+    cheapest = _restarted(scaled, scaler, fewest, replicas=wanted)
+    _check_fall(scaled, scaler, hpa, now_s, cheapest, replicas=wanted)
+
+
+def _restarted(cluster: LocalCluster, scaler: Scaler, name: str, *, replicas: int) -> str:
+    """The worker, which ended and has nothing to lose. The others have sessions."""
+    cluster.assert_idle()
+    before = cluster.pid(name)
+    cluster.supervisor.kill(name)
+    cluster.until_running(name, but=before)
+    until(
+        lambda: scaler.replicas() == replicas and scaler.losses()[name] == 0,
+        what=lambda: f"{name} is back with nothing: {scaler.losses()}",
+    )
+    losses = scaler.losses()
+    assert min(losses[other] for other in WORKERS if other != name) > 0, losses
+    return name
 
 
 def _check_fall(
-    cluster: LocalCluster, scaler: Scaler, hpa: HpaController, busy_s: float, *, replicas: int
+    cluster: LocalCluster, scaler: Scaler, hpa: HpaController, busy_s: float, cheapest: str, *, replicas: int
 ) -> None:
     """The load is gone: as many are wanted until the window is over, and then the cheapest one goes."""
-    cluster.assert_idle()
     until(lambda: scaler.total() < LEAST, what=lambda: f"an idle tier wants less than {scaler.total()}")
     hpa.least = LEAST
     now_s = busy_s
@@ -127,20 +143,10 @@ def _check_fall(
         assert hpa.step(now_s, replicas=replicas, total=scaler.total()) == replicas, now_s - busy_s
     assert hpa.step(busy_s + WINDOW_S, replicas=replicas, total=scaler.total()) == LEAST
 
-    last = WORKERS[-1]  # a worker that has just started has nothing to lose
-    before = cluster.pid(last)
-    cluster.supervisor.kill(last)
-    cluster.until_running(last, but=before)
-    until(
-        lambda: scaler.replicas() == replicas and scaler.losses()[last] == 0,
-        what=lambda: f"{last} is back with nothing: {scaler.losses()}",
-    )
-    others = {name: scaler.losses()[name] for name in WORKERS[:-1]}
-    assert min(others.values()) > 0, f"the others have sessions: {others}"
     drained = CliRunner().invoke(
         app, ["autoscale", "--drain-one", "decode", "--yes", "--run-dir", str(cluster.run_dir)]
     )
-    assert f"{last} is drained" in drained.output, drained.exception
+    assert f"{cheapest} is drained" in drained.output, drained.exception
     until(lambda: scaler.replicas() == LEAST, what=lambda: f"{scaler.replicas()} are counted")
     assert hpa.step(busy_s + WINDOW_S + PERIOD_S, replicas=LEAST, total=scaler.total()) == LEAST
 
