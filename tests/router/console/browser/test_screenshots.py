@@ -45,6 +45,13 @@ def test_images_of_four_views(fake: ConsoleServer, open_page: OpenPage, save: Pa
     shoot(page, save / "console-jobs.png")
 
 
+def test_image_of_the_cache(fake: ConsoleServer, open_page: OpenPage, save: Path) -> None:
+    page = open_page(fake.url + "#/cache").page
+    page.set_viewport_size({"width": 1440, "height": 790})  # above a session whose name tries to be a script
+    expect(page.get_by_text("chat-00000").first).to_be_visible()
+    shoot(page, save / "console-cache.png")
+
+
 def test_image_of_the_playground(fake: ConsoleServer, open_page: OpenPage, save: Path) -> None:
     page = open_page(fake.url + "#/playground", theme="dark").page
     page.get_by_label("System prompt").fill("You answer the customers of Blue Harbor.")
