@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.autoscale.rules import UP_WINDOW_S
 from tests.k8s.renders import (
     COMPONENTS,
     GROUPS,
@@ -157,6 +158,8 @@ def test_keda_scales_each_tier_by_its_own_metric(name: str) -> None:
         assert item["metadata"]["name"] == f"slipstream-{trigger['metadata']['tier']}"
         assert item["spec"]["minReplicaCount"] <= item["spec"]["maxReplicaCount"]
         assert "replicas" not in targets[name_of_target(item)], "an apply would set the replicas back"
+        behavior = item["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        assert behavior["scaleUp"]["stabilizationWindowSeconds"] == UP_WINDOW_S, "as the figures of docs/"
 
 
 def test_component_keda_by_itself_does_not_fit_groups() -> None:
