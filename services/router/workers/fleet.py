@@ -186,7 +186,8 @@ class RouterFleet:
 
     def _decode_worker(self, link: WorkerConnection, refused: str) -> DecodeWorker:
         report, tokens, requests = link.load()
-        worker, capacity = link.worker, link.worker.capacity
+        worker = link.worker
+        capacity = worker.capacity
         return DecodeWorker(
             instance=worker.instance,
             fingerprint=link.digest,
@@ -195,7 +196,6 @@ class RouterFleet:
             refused=refused,
             context_tokens=tokens,
             sequences=requests,
-            decoding_tokens=report.decode_tokens_in_flight if report is not None else None,
             queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
             free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
             max_sequences=capacity.get("max_batch", 0),
