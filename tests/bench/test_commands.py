@@ -12,7 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Processes that a benchmark starts: their arguments are its business.
-CHILDREN = {"bench.kvstore.peer", "bench.kvstore.pool_node", "bench.fakes.worker", "bench.fakes.smg_worker"}
+CHILDREN = {
+    "bench.engine.peers.child",
+    "bench.fakes.smg_worker",
+    "bench.fakes.worker",
+    "bench.kvstore.peer",
+    "bench.kvstore.pool_node",
+}
 IMAGES = {"bench.images"}  # needs built images: tests/images runs it
 # {tmp}: a folder of the test, {trace}: a small trace in Mooncake's format.
 SHORTEST = {

@@ -33,7 +33,7 @@ def test_a_row_has_the_hits_of_each_cache_and_what_the_tier_lacks(capsys: pytest
 def test_the_table_has_a_line_for_each_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--load", "loop", *ASKED, "--capacity", "300"])
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["load", "blocks", *COLUMNS, "gap", "under_lru"]
+    assert head.split() == ["load", "blocks", *COLUMNS, "gap", "under_lru", "lost"]
     assert [line.split()[:2] for line in lines] == [["loop", "64"], ["loop", "300"]]
 
 
