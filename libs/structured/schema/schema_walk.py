@@ -37,13 +37,19 @@ def walk(schema: Json | bool) -> Iterator[tuple[str, Json]]:
     stack: list[tuple[str, object]] = [("", schema)]
     seen: set[int] = set()
     root = schema
+    is_expanded = False
     while stack:
         path, part = stack.pop()
         if not isinstance(part, Mapping) or id(part) in seen:
             continue
         seen.add(id(part))
         yield path, part
-        stack += reversed(list(_below(path, part, root)))
+        below = list(_below(path, part, root))
+        if not is_expanded and _refers_by_name(part):
+            # Once for all such references: a schema may have as many of them as definitions.
+            is_expanded = True
+            below += _definitions(root)
+        stack += reversed(below)
 
 
 def _below(path: str, part: Json, root: object) -> Iterator[tuple[str, object]]:
@@ -58,14 +64,20 @@ def _below(path: str, part: Json, root: object) -> Iterator[tuple[str, object]]:
         elif name in _SINGLE:
             yield f"{start}{name}", value
     reference = part.get("$ref")
-    if not isinstance(reference, str):
-        return
-    if reference.startswith("#/"):
+    if isinstance(reference, str) and reference.startswith("#/"):
         yield reference[2:].replace("/", "."), resolve(root, reference)
-    elif reference != "#" and isinstance(root, Mapping):  # an anchor or an id: of any definition
-        for name in _DEFINITIONS:
-            if isinstance(root.get(name), Mapping):
-                yield from ((f"{name}.{key}", value) for key, value in root[name].items())
+
+
+def _refers_by_name(part: Json) -> bool:
+    """Whether the part refers to an anchor or an id, which any definition may have."""
+    reference = part.get("$ref")
+    return isinstance(reference, str) and reference != "#" and not reference.startswith("#/")
+
+
+def _definitions(root: object) -> Iterator[tuple[str, object]]:
+    for name in _DEFINITIONS:
+        if isinstance(root, Mapping) and isinstance(root.get(name), Mapping):
+            yield from ((f"{name}.{key}", value) for key, value in root[name].items())
 
 
 def resolve(root: object, reference: str) -> object:
