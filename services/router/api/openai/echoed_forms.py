@@ -7,7 +7,8 @@ renders the form of today, and anything without such a form as text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from services.router.api.json_body import Json
@@ -21,18 +22,46 @@ class PastCalls:
     """The calls of the messages so far, by which a result without an id finds its call."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, str]] = []
+        self._n_calls = 0
+        self._last_ids: dict[str, str] = {}  # by name
+        self._last_id: str | None = None
+        # An OrderedDict finds its first key at once, also after many that were deleted.
+        self._unanswered: OrderedDict[str, str] = OrderedDict()  # names by id
+        self._unanswered_of: dict[str, OrderedDict[str, None]] = {}  # ids by name
+        self._is_turn_over = False
 
     def add(self, call_id: Any, name: str) -> str:
         """Note a call. The result is its id: its own, or the one of Kimi's format."""
-        made = f"functions.{name}:{len(self._calls)}" if call_id in (None, "") else str(call_id)
-        self._calls.append((made, name))
+        made = f"functions.{name}:{self._n_calls}" if call_id in (None, "") else str(call_id)
+        self._n_calls += 1
+        if self._is_turn_over:  # what stands without a result was given up
+            self._is_turn_over = False
+            self._unanswered.clear()
+            self._unanswered_of.clear()
+        self.note_answer(made)  # an id that is used again
+        self._last_ids[name] = self._last_id = made
+        self._unanswered[made] = name
+        self._unanswered_of.setdefault(name, OrderedDict())[made] = None
         return made
 
-    def last(self, name: str | None) -> str | None:
-        """The id of the last call of this name, or of any; None: there is none."""
-        matching = (call_id for call_id, called in reversed(self._calls) if not name or called == name)
-        return next(matching, None)
+    def end_turn(self) -> None:
+        """Note a message of the user: the next call begins a turn, in which earlier calls get no result."""
+        self._is_turn_over = True
+
+    def note_answer(self, call_id: str) -> None:
+        """Note that the call has a result."""
+        name = self._unanswered.pop(call_id, None)
+        if name is not None:
+            del self._unanswered_of[name][call_id]
+
+    def awaited(self, name: str | None) -> str | None:
+        """The id of the first call of this name, or of any, that has no result.
+
+        The last one where all have a result; None: there is none.
+        """
+        waiting: Iterable[str] = self._unanswered_of.get(name, {}) if name else self._unanswered
+        last = self._last_ids.get(name) if name else self._last_id
+        return next(iter(waiting), last)
 
 
 def json_text(given: object) -> str:

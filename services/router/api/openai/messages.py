@@ -107,8 +107,12 @@ def parse_messages(given: Sequence[ChatMessage], ignore: Ignore) -> Sequence[Jso
     messages: list[dict[str, Any]] = msgspec.to_builtins(given)
     calls = PastCalls()
     for index, item in enumerate(given):
+        if item.role == "user":
+            calls.end_turn()
         if not _is_plain(item, messages[index]):
             _normalize(messages[index], item, f"messages[{index}]", ignore, calls)
+        elif item.role == "tool":
+            calls.note_answer(messages[index]["tool_call_id"])
     return messages
 
 
@@ -168,11 +172,12 @@ def _normalize(
 
 
 def _answer_call(message: dict[str, Any], given: ChatMessage, path: str, calls: PastCalls) -> None:
-    """Give a tool's result the id of its call. One without an id answers the last call, of its name."""
+    """Give a tool's result the id of its call. One without an id answers the next call, of its name."""
     call_id = given.tool_call_id
     if call_id in (None, ""):
-        call_id = calls.last(given.name)
+        call_id = calls.awaited(given.name)
     if call_id is not None:
+        calls.note_answer(str(call_id))
         message["tool_call_id"] = str(call_id)
     elif given.role == "function":
         raise bounds.TOOL_RESULT.refused(f"{path}.name")
@@ -184,6 +189,7 @@ def _answer_call(message: dict[str, Any], given: ChatMessage, path: str, calls: 
 def _tool_calls(given: ChatMessage, path: str, ignore: Ignore, calls: PastCalls) -> list[Json]:
     """The calls of a message, also those among its parts (`tool_use`) and the older `function_call`."""
     made: list[Json] = []
+    bounds.TOOL_CALLS.check(len(given.tool_calls or ()), f"{path}.tool_calls")
     for index, call in enumerate(given.tool_calls or ()):
         name, arguments = _called(call, f"{path}.tool_calls[{index}]")
         made.append(_call(calls.add(call.id, name), name, arguments))

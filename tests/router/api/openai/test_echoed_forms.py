@@ -83,6 +83,36 @@ FORMS: dict[str, tuple[list[Any], list[Any]]] = {
         [calling(call("c")), {"role": "tool", "content": "4"}],
         [calling(call("c")), result("4", "c")],
     ),
+    "results without ids of parallel calls": (
+        [calling(call("a"), call("b")), {"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}],
+        [calling(call("a"), call("b")), result("4", "a"), result("5", "b")],
+    ),
+    "results by name of parallel calls": (
+        [
+            calling(call("a"), call("b", "run"), call("c")),
+            {"role": "tool", "name": "run", "content": "4"},
+            {"role": "tool", "name": "look", "content": "5"},
+            {"role": "tool", "name": "look", "content": "6"},
+        ],
+        [
+            calling(call("a"), call("b", "run"), call("c")),
+            {**result("4", "b"), "name": "run"},
+            {**result("5", "a"), "name": "look"},
+            {**result("6", "c"), "name": "look"},
+        ],
+    ),
+    "a result without an id after one with an id": (
+        [calling(call("a"), call("b")), result("4", "a"), {"role": "tool", "content": "5"}],
+        [calling(call("a"), call("b")), result("4", "a"), result("5", "b")],
+    ),
+    "a result without an id after a call that was given up": (
+        [calling(call("a")), HI, calling(call("b")), {"role": "tool", "content": "5"}],
+        [calling(call("a")), HI, calling(call("b")), result("5", "b")],
+    ),
+    "a second result without an id": (
+        [calling(call("a")), {"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}],
+        [calling(call("a")), result("4", "a"), result("5", "a")],
+    ),
     "results as values": (
         [calling(call()), result({"ok": True, "ü": [1]}), result([1, {"a": None}]), result(4)],
         [calling(call()), result('{"ok": true, "ü": [1]}'), result('[1, {"a": null}]'), result("4")],
@@ -155,3 +185,10 @@ def test_values_that_are_nested_deep_are_taken_or_refused(depth: int) -> None:
         else:
             with pytest.raises(InvalidArgument, match=bounds.BODY_DEPTH.words):
                 parse_chat(body)
+
+
+def test_too_many_calls_are_refused_before_any_is_read() -> None:
+    unreadable = {"id": "c", "type": "other"}  # which has a refusal of its own
+    with pytest.raises(InvalidArgument) as refusal:
+        prompt(calling(*[unreadable] * (bounds.TOOL_CALLS.high + 1)))
+    assert refusal.value.field == "messages[1].tool_calls"
