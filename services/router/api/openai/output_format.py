@@ -10,6 +10,7 @@ import msgspec
 
 from libs.structured.answer_grammar import OutputFormat
 from services.router.api.json_body import Flag, Json, Text
+from services.router.request.json_limits import check_structure
 from slipstream import bounds
 
 _NAMED = frozenset({"name", "description", "schema", "strict"})
@@ -119,6 +120,8 @@ def _vllm(body: OutputFields) -> list[OutputFormat]:
 def _schema(given: object, field: str) -> Json | bool:
     """A schema, or one as text, which vLLM takes too."""
     if isinstance(given, str):
+        # The body's own check counts a text as one value.
+        check_structure([(field, given.encode(errors="surrogatepass"))])
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from services.router.api.openai.request import parse_chat
+from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "name": "of an extension"}
@@ -45,3 +47,28 @@ def test_a_form_without_its_schema_is_refused(form: Any) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         parse(form)
     assert refusal.value.field == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("field", "form"),
+    [
+        ("guided_json", lambda text: {"guided_json": text}),
+        ("structured_outputs.json", lambda text: {"structured_outputs": {"json": text}}),
+        (
+            "response_format.json_schema.schema",
+            lambda text: {
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": text}}
+            },
+        ),
+    ],
+)
+def test_a_schema_as_text_has_the_bounds_of_one_that_is_an_object(
+    field: str, form: Callable[[str], dict[str, Any]]
+) -> None:
+    wide = '{"enum": [' + "0," * (bounds.MAX_STRUCTURE_BYTES // 2) + "0]}"
+    deep = '{"items": ' * bounds.MAX_JSON_DEPTH + "{}" + "}" * bounds.MAX_JSON_DEPTH
+    for text, bound in ((wide, bounds.BODY_STRUCTURE), (deep, bounds.BODY_DEPTH)):
+        body = {"messages": [{"role": "user", "content": "hi"}], **form(text)}
+        with pytest.raises(InvalidArgument) as refusal:
+            parse_chat(json.dumps(body).encode(), "r")
+        assert str(refusal.value) == str(bound.refused(field))
