@@ -174,7 +174,7 @@ def thread_limits(cpu_count: int | None = None) -> dict[str, str]:
 def memory_limits(config: ClusterConfig, role: Role, memory_bytes: int) -> dict[str, str]:
     """Three quarters of the host for the workers with KV caches in it, the rest for the other processes."""
     is_on_host = role in _ENGINES and config.device(role) == CPU
-    if not is_on_host or "memory_bytes" in config.from_file:
+    if not is_on_host or role in config.file_memory_bytes:
         return {}
     share = int(memory_bytes * 0.75) // len(config.host_memory_bytes())
     return {"SLIPSTREAM_MEMORY_BYTES": str(share)}

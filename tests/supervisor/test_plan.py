@@ -32,13 +32,30 @@ def flag(process: ProcessPlan, name: str) -> str | None:
 def test_the_workers_share_three_quarters_of_the_memory() -> None:
     for config, share in (
         (ClusterConfig(prefill=1, decode=2), 1 << 30),
-        (ClusterConfig(prefill=1, decode=2, from_file=frozenset({"memory_bytes"})), None),
+        (
+            ClusterConfig(
+                prefill=1, decode=2, file_memory_bytes=dict.fromkeys((Role.PREFILL, Role.DECODE), 1 << 20)
+            ),
+            None,
+        ),
     ):
         plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
         found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
         wanted = None if share is None else str(share)
         assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [wanted] * 3
         assert found["router-0"] is found["kvstore-0"] is None
+
+
+def test_memory_that_the_file_states_for_one_tier_leaves_the_other_tiers_their_share() -> None:
+    config = ClusterConfig(
+        decode=2,
+        file_device={Role.PREFILL: "cuda"},
+        file_memory_bytes={Role.PREFILL: 1 << 34},
+        from_file=frozenset({"memory_bytes", "device"}),
+    )
+    plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
+    found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+    assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [None, *[str(3 << 29)] * 2]
 
 
 def test_a_worker_on_a_device_gets_no_share_of_the_host() -> None:
