@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import ItemsView
 from typing import Any
 
-from libs.structured.schema.schema_walk import walk
+import pytest
+
+from libs.structured.schema.endless_schemas import find_endless
+from libs.structured.schema.schema_walk import resolve, walk
 
 
 class _CountedDefinitions(dict[str, Any]):
@@ -23,3 +26,23 @@ def test_references_by_name_list_the_definitions_once() -> None:
     paths = [path for path, _ in walk({"$defs": definitions, "$ref": "x"})]
     assert paths == ["", *(f"$defs.{i}" for i in range(100))]
     assert definitions.n_listed == 1
+
+
+@pytest.mark.parametrize("leaf", [{"type": "null"}, {"$ref": "#/$defs/0"}])
+def test_each_definition_is_settled_once(leaf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definitions stand in the order in which each one waits for the one before."""
+    n = 500
+    definitions = {"0": leaf, **{str(i): {"$ref": f"#/$defs/{i - 1}"} for i in range(1, n)}}
+    schema = {"$defs": definitions, "allOf": [{"$ref": f"#/$defs/{i}"} for i in range(n)]}
+    parts = list(walk(schema))
+    resolved: list[str] = []
+
+    def counted(root: object, reference: str) -> object:
+        resolved.append(reference)
+        return resolve(root, reference)
+
+    monkeypatch.setattr("libs.structured.schema.endless_schemas.resolve", counted)
+    endless = find_endless(schema, parts)
+    assert len(endless) == (0 if leaf == {"type": "null"} else len(parts))
+    n_references = sum("$ref" in part for _, part in parts)
+    assert len(resolved) == n_references >= 2 * n - 1
