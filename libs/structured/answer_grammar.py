@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from llguidance import LLMatcher
 
+from libs.structured.schema.distinct_keys import DISTINCT_KEYS
 from libs.structured.schema.json_schema import json_grammar
 from libs.structured.tool_grammar import ANY_OBJECT, CallableTool, calls_rules
 
@@ -35,34 +36,33 @@ def answer_grammar(
     parallel: bool = True,
 ) -> str:
     """A grammar in llguidance's JSON form: the text, the tool calls, or one of both."""
+    text, n_distinct = _text_grammar(output) if output is not None else ({}, 0)
     if not tools:
         assert output is not None
-        return _packed([_text_grammar(output)])
-    calls = calls_rules(tools, special_ids, parallel=parallel)
+        return _packed([text], n_distinct)
+    calls, n_distinct_of_calls = calls_rules(tools, special_ids, parallel=parallel)
+    n_distinct = max(n_distinct, n_distinct_of_calls)
     if output is None:
-        return _packed([{"lark_grammar": f"start: calls\n{calls}"}])
+        return _packed([{"lark_grammar": f"start: calls\n{calls}"}], n_distinct)
     return _packed(
-        [
-            {"lark_grammar": f"start: @answer | calls\n{calls}"},
-            {"name": "answer", **_text_grammar(output)},
-        ]
+        [{"lark_grammar": f"start: @answer | calls\n{calls}"}, {"name": "answer", **text}], n_distinct
     )
 
 
-def _packed(grammars: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps({"grammars": grammars})
+def _packed(grammars: Sequence[Mapping[str, Any]], n_distinct: int) -> str:
+    stated = {DISTINCT_KEYS: n_distinct} if n_distinct else {}
+    return json.dumps({**stated, "grammars": grammars})
 
 
-def _text_grammar(output: OutputFormat) -> Mapping[str, Any]:
+def _text_grammar(output: OutputFormat) -> tuple[Mapping[str, Any], int]:
     match output.kind:
-        case "json_object":
-            return json_grammar(ANY_OBJECT)
-        case "json_schema":
-            return json_grammar(output.content)
+        case "json_object" | "json_schema":
+            made = json_grammar(ANY_OBJECT if output.kind == "json_object" else output.content)
+            return {"json_schema": made.json_schema}, made.n_distinct
         case "regex":
-            made = json.loads(LLMatcher.grammar_from_regex(output.content))
-            return {"lark_grammar": made["grammars"][0]["lark_grammar"]}
+            regex = json.loads(LLMatcher.grammar_from_regex(output.content))
+            return {"lark_grammar": regex["grammars"][0]["lark_grammar"]}, 0
         case "choice":
-            return {"lark_grammar": "start: " + " | ".join(json.dumps(item) for item in output.content)}
+            return {"lark_grammar": "start: " + " | ".join(json.dumps(item) for item in output.content)}, 0
         case "lark":
-            return {"lark_grammar": output.content}
+            return {"lark_grammar": output.content}, 0

@@ -31,8 +31,13 @@ class CallableTool(msgspec.Struct, frozen=True):
     parameters: Mapping[str, Any] | None = None
 
 
-def calls_rules(tools: Sequence[CallableTool], special_ids: Mapping[str, int], *, parallel: bool) -> str:
-    """Rules of Lark for `calls`: one call of these tools, or several when they may be parallel."""
+def calls_rules(
+    tools: Sequence[CallableTool], special_ids: Mapping[str, int], *, parallel: bool
+) -> tuple[str, int]:
+    """Rules of Lark for `calls`: one call of these tools, or several when they may be parallel.
+
+    The number is how many keys an object has to have that repeats one, for the strictest of the tools.
+    """
 
     def token(name: str) -> str:
         return f"<[{special_ids[name]}]>"
@@ -47,10 +52,13 @@ def calls_rules(tools: Sequence[CallableTool], special_ids: Mapping[str, int], *
         f"{token(TOOL_CALL_END)}",
         "CALL_INDEX: /0|[1-9][0-9]{0,3}/",
     ]
+    n_distinct = 0
     for i, (names, parameters) in enumerate(kinds):
+        grammar = json_grammar(parameters)
+        n_distinct = max(n_distinct, grammar.n_distinct)
         spelled = " | ".join(json.dumps(f"functions.{name}:") for name in names)
         lines.append(
             f"call_{i}: ( {spelled} ) CALL_INDEX {token(TOOL_CALL_ARGUMENT_BEGIN)} arguments_{i}\n"
-            f"arguments_{i}: %json {json.dumps(json_grammar(parameters)['json_schema'])}"
+            f"arguments_{i}: %json {json.dumps(grammar.json_schema)}"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", n_distinct

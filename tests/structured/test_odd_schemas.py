@@ -231,6 +231,31 @@ def test_keys_of_each_tool_call_are_told_apart(vocabulary: GrammarVocabulary, to
     assert not state.failure
 
 
+_STATING = '{"x-slipstream-distinct-keys": 3, "grammars": '
+_CLOSED = {"type": "object", "patternProperties": {"^(a|b)$": _NUMBER}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        OutputFormat("json_schema", {**_CLOSED, "x-slipstream-distinct-keys": 3}),
+        OutputFormat("json_schema", {**_CLOSED, "description": _STATING}),
+        OutputFormat("choice", [_STATING, '{"a":1,"a":2}']),
+        OutputFormat("regex", r'\{"a":1,"a":2\}|x-slipstream-distinct-keys": 3, '),
+        OutputFormat("lark", 'start: "{" %json {"x-slipstream-distinct-keys": 3, "type": "null"}'),
+    ],
+)
+def test_no_text_of_a_client_has_keys_told_apart(
+    output: OutputFormat, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    state = constraint_of(output, vocabulary)
+    assert state.guard is None
+    if output.kind != "lark":
+        state.advance(tokenizer.encode_text('{"a":1,"a":2}'))
+        assert not state.failure
+        assert state.matcher.is_accepting()
+
+
 def test_a_pattern_that_matches_anywhere_in_a_key_is_held(
     vocabulary: GrammarVocabulary, tokenizer: Tokenizer
 ) -> None:

@@ -10,9 +10,10 @@ import re
 
 from libs.structured.schema.schema_walk import Json, Parts
 
-# The keyword by which a grammar states the number. llguidance takes it for an annotation.
+# The field by which a whole grammar states the number. llguidance takes it for an annotation. It comes first,
+# so that no text of a client can be in its place.
 DISTINCT_KEYS = "x-slipstream-distinct-keys"
-_STATED = re.compile(rf'{DISTINCT_KEYS}\\*": (\d{{1,9}})')
+_STATED = re.compile(rf'\{{"{DISTINCT_KEYS}": ([0-9]{{1,9}}), ')
 _ESCAPES_AND_CLASSES = re.compile(r"\\[wdsWDSpP]|\[(?:\\.|[^\]\\])*\]")
 _REPEATS = re.compile(r"[.*+{]")
 
@@ -23,8 +24,9 @@ def count_distinct_keys(parts: Parts) -> int:
 
 
 def stated_distinct_keys(grammar: str) -> int:
-    """The number that the schemas of a grammar state."""
-    return max((int(found) for found in _STATED.findall(grammar)), default=0)
+    """The number that a grammar states before its parts."""
+    stated = _STATED.match(grammar)
+    return int(stated.group(1)) if stated is not None else 0
 
 
 def find_few_keys(parts: Parts) -> str | None:

@@ -6,9 +6,9 @@ llguidance refuses the keywords that it does not implement. Its message names th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from libs.structured.schema.distinct_keys import DISTINCT_KEYS, count_distinct_keys
+from libs.structured.schema.distinct_keys import count_distinct_keys
 from libs.structured.schema.endless_schemas import without_endless
 from libs.structured.schema.exact_schema import exact_schema
 from libs.structured.schema.open_keys import forbids_unicode_escapes, needs_codes
@@ -46,8 +46,15 @@ FORMATS = frozenset(
 )
 
 
-def json_grammar(schema: Json | bool) -> Json:
-    """The grammar of the texts that are valid under the schema, as one of llguidance's `grammars`."""
+class JsonGrammar(NamedTuple):
+    """The grammar of the texts that are valid under a schema."""
+
+    json_schema: Json  # as llguidance has to see it
+    n_distinct: int  # keys that an object has to have that repeats one; 0: none
+
+
+def json_grammar(schema: Json | bool) -> JsonGrammar:
+    """The grammar of a schema, for one of llguidance's `grammars`."""
     parts = list(walk(schema))
     pruned = without_endless(schema, parts)
     if pruned is not schema:
@@ -58,9 +65,8 @@ def json_grammar(schema: Json | bool) -> Json:
     n_distinct = count_distinct_keys(parts)
     if n_distinct or forbids_unicode_escapes(parts):
         options["json_allowed_escapes"] = _PLAIN_ESCAPES
-    stated = {DISTINCT_KEYS: n_distinct} if n_distinct else {}
     made = exact_schema(schema, spells_keys=needs_codes(parts))
-    return {"json_schema": {**made, **stated, "x-guidance": options}}
+    return JsonGrammar({**made, "x-guidance": options}, n_distinct)
 
 
 def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:
