@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ class _CountedDefinitions(dict[str, Any]):
 
     n_listed = 0
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         self.n_listed += 1
         return super().items()
 

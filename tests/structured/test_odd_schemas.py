@@ -231,6 +231,24 @@ def test_keys_of_each_tool_call_are_told_apart(vocabulary: GrammarVocabulary, to
     assert not state.failure
 
 
+@pytest.mark.parametrize(
+    ("schema", "field", "reason"),
+    [
+        (
+            {"minProperties": 3, "additionalProperties": {"const": "\x01"}},
+            "response_format.additionalProperties.const",
+            "has a control character, and minProperties has undeclared keys told apart",
+        ),
+    ],
+)
+def test_what_no_answer_could_hold_beside_told_keys_is_refused(
+    schema: Any, field: str, reason: str, vocabulary: GrammarVocabulary
+) -> None:
+    part = OutputFormat("json_schema", schema)
+    grammar = answer_grammar(part, (), {})
+    assert check_grammar(CheckRequest(grammar, [part]), vocabulary) == Defect(field, reason)
+
+
 _STATING = '{"x-slipstream-distinct-keys": 3, "grammars": '
 _CLOSED = {"type": "object", "patternProperties": {"^(a|b)$": _NUMBER}, "additionalProperties": False}
 
