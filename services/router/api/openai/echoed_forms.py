@@ -17,6 +17,17 @@ from services.router.api.json_body import Json
 _REASONING_TEXTS = ("text", "content", "thinking", "summary")
 _REASONING_DEPTH = 4  # a list of objects with lists of parts
 
+# Types of parts. Those of media name where the media is; a tool's object of type "file" has none of that.
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal"})
+_MEDIA_TYPES = frozenset(
+    {"image", "image_url", "input_image", "audio", "audio_url", "input_audio"}
+    | {"video", "video_url", "input_video", "file", "input_file", "document"}
+)
+_MEDIA = frozenset(
+    {"source", "file_id", "file_data", "file_url", "file"}
+    | {"image", "image_url", "audio", "audio_url", "input_audio", "video", "video_url"}
+)
+
 
 class PastCalls:
     """The calls of the messages so far, by which a result without an id finds its call."""
@@ -71,9 +82,16 @@ def json_text(given: object) -> str:
 
 def is_json_result(content: object) -> bool:
     """Whether this is a tool's result as a value, and not text or parts of a message."""
-    if isinstance(content, list):
-        return not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
-    return not isinstance(content, str)
+    if not isinstance(content, list):
+        return not isinstance(content, str)
+    if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
+        return True
+    return bool(content) and not any(_is_content_part(part) for part in content)
+
+
+def _is_content_part(part: Json) -> bool:
+    """Whether an object with a type is a part of a message: a tool's own objects may have a type, too."""
+    return part["type"] in _TEXT_TYPES or (part["type"] in _MEDIA_TYPES and not _MEDIA.isdisjoint(part))
 
 
 def reasoning_text(given: object, *, depth: int = 0) -> str | None:

@@ -117,6 +117,20 @@ FORMS: dict[str, tuple[list[Any], list[Any]]] = {
         [calling(call()), result({"ok": True, "ü": [1]}), result([1, {"a": None}]), result(4)],
         [calling(call()), result('{"ok": true, "ü": [1]}'), result('[1, {"a": null}]'), result("4")],
     ),
+    "results as objects with types of their own": (
+        [
+            calling(call()),
+            result([{"type": "dog", "name": "rex"}]),
+            result([{"type": "file", "name": "a.py"}, {"type": "directory", "name": "b"}]),
+            result([]),
+        ],
+        [
+            calling(call()),
+            result('[{"type": "dog", "name": "rex"}]'),
+            result('[{"type": "file", "name": "a.py"}, {"type": "directory", "name": "b"}]'),
+            result(""),
+        ],
+    ),
     "results as parts": (
         [calling(call()), result([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
         [calling(call()), result("ab")],
@@ -192,3 +206,17 @@ def test_too_many_calls_are_refused_before_any_is_read() -> None:
     with pytest.raises(InvalidArgument) as refusal:
         prompt(calling(*[unreadable] * (bounds.TOOL_CALLS.high + 1)))
     assert refusal.value.field == "messages[1].tool_calls"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:,"}},
+        {"type": "file", "file": {"file_id": "f"}},
+        {"type": "input_text", "text": "a"},
+    ],
+)
+def test_another_part_of_a_message_is_no_result_as_a_value(part: Any) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        prompt(calling(call()), result([part]))
+    assert refusal.value.field == "messages[2].content[0].type"
