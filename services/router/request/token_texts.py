@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from libs.common.service_bounds import MAX_DECODED_TOKENS
@@ -31,6 +32,13 @@ class TokenTexts:
         """The text of the ids, with the names of control tokens. Raises InvalidArgument, Overloaded."""
         check_count(ids, field)
         return await self._run(lambda: self._decode(ids, field), ids, tenant)
+
+    async def of_prompt(self, ids: Sequence[int], *, tenant: str) -> str:
+        """The text of the ids of an admitted request's prompt, whose values were checked."""
+        piece = partial(self._card.tokenizer.decode, ids, keep_special=True)
+        if len(ids) <= _INLINE_TOKENS:
+            return piece()
+        return await self._threads.run(tenant, piece)
 
     async def each(self, ids: Sequence[int], *, tenant: str) -> list[str]:
         """The text of each id of a prompt. Raises Overloaded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,12 @@ class AnswerOptions(msgspec.Struct, frozen=True, gc=False):
 class AnswerContext:
     """A writer's input beside the body. `with_stats`: the client asked for the request's statistics.
 
-    `text_of` decodes token ids, with the names of control tokens.
+    `text_of` decodes the token ids of a prompt, many off the event loop, with control tokens by name.
     """
 
     request_id: str
     with_stats: bool
-    text_of: Callable[[Sequence[int]], str]
+    text_of: Callable[[Sequence[int]], Awaitable[str]]
 
 
 class AnswerWriter(abc.ABC):
@@ -96,6 +96,10 @@ class ParsedBody(abc.ABC):
     requests: Sequence[GenerationRequest]  # only OpenAI's formats have more than one
     options: AnswerOptions
     is_background = False  # whether the client asks for an answer that it fetches later
+
+    async def before_writer(self, context: AnswerContext, index: int = 0) -> None:
+        """Wait for what the writer of the choice with this index needs. The choice's request has started."""
+        return
 
     @abc.abstractmethod
     def writer(self, started: router_pb2.Started, context: AnswerContext, index: int = 0) -> AnswerWriter:

@@ -14,6 +14,7 @@ from services.router.api.answers.answer_format import (
 )
 from services.router.api.http.content_encoding import decompress
 from services.router.execution.request_manager import RequestManager
+from services.router.request.token_texts import TokenTexts
 from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
 from slipstream import bounds, errors
@@ -35,9 +36,10 @@ class Exchange:
         """How the client wants the answer."""
         return self.body.options
 
-    def writer(self, started: router_pb2.Started, index: int = 0) -> AnswerWriter:
-        """The writer of a choice of the answer."""
-        return self.body.writer(started, self.context, index)
+    async def writer(self, started: router_pb2.Started) -> AnswerWriter:
+        """The writer of an answer of one choice."""
+        await self.body.before_writer(self.context)
+        return self.body.writer(started, self.context)
 
 
 async def read_exchange(
@@ -69,9 +71,10 @@ async def read_exchange(
     options = body.options
     if options.n_ignored:
         counters.add("slipstream_ignored_fields_total", options.n_ignored)
+    texts = TokenTexts(manager.context.card, manager.context.threads)
     context = AnswerContext(
         request_id=own_id if is_request_id(own_id) else request_id,
         with_stats=with_stats,
-        text_of=partial(manager.context.card.tokenizer.decode, keep_special=True),
+        text_of=partial(texts.of_prompt, tenant=caller.tenant),
     )
     return Exchange(body, answer_format, caller.of_session(options.session), n_bytes, context)

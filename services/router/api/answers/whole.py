@@ -37,7 +37,7 @@ async def run_to_end(manager: RequestManager, exchange: Exchange) -> Json:
 async def whole_of(exchange: Exchange, run: RunningRequest) -> Json:
     """The body of the answer of one running request."""
     opening, *events = await run.sink.next_events()
-    answer = exchange.writer(opening.started)
+    answer = await exchange.writer(opening.started)
     while events:
         for event in events:
             if event.HasField("finished"):
@@ -53,5 +53,6 @@ async def whole_of_choices(exchange: Exchange, choices: ChoiceRuns) -> Json:
     """The body of the answer of several choices."""
     answer = exchange.body.choices_writer(exchange.context)
     while (item := await choices.next_events()) is not None:
+        await exchange.body.before_writer(exchange.context, item[0])
         answer.add(*item)
     return answer.body(choices.leaders)

@@ -154,7 +154,7 @@ class GenerationEndpoint:
         stream = EventStream(exchange.request, headers, write_stall_s=self.write_stall_s)
         try:
             opening, *events = await self._waiting(stream, run.sink.next_events)
-            stream.answer = exchange.exchange.writer(opening.started)
+            stream.answer = await exchange.exchange.writer(opening.started)
             run.sink.direct_writer = stream
             salt = self._manager.context.salts.of_tenant(exchange.exchange.caller.tenant)
             while events := events or await self._waiting(stream, run.sink.next_events):
@@ -218,9 +218,11 @@ class GenerationEndpoint:
     async def _stream_choices(self, exchange: _HttpExchange, choices: ChoiceRuns) -> web.StreamResponse:
         headers = partial(exchange.headers, choices.first)
         stream = EventStream(exchange.request, headers, write_stall_s=self.write_stall_s)
-        answer = exchange.exchange.body.choices_writer(exchange.exchange.context)
+        body, context = exchange.exchange.body, exchange.exchange.context
+        answer = body.choices_writer(context)
         try:
             while (item := await self._waiting(stream, choices.next_events)) is not None:
+                await body.before_writer(context, item[0])
                 await stream.send(answer.encode(*item))
             await stream.send(answer.last_event(choices.leaders), is_last=True)
             return stream.response

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from libs.common.http.failure import HttpFailure
@@ -17,11 +17,22 @@ from slipstream.v1 import router_pb2
 
 @dataclass(frozen=True, slots=True)
 class OpenAiBody(ParsedBody):
-    """A parsed body. `chat` False: one of /v1/completions."""
+    """A parsed body. `chat` False: one of /v1/completions.
+
+    `prompt_texts`: the prompts that choices echo, by the index of the first choice with the prompt.
+    """
 
     requests: Sequence[GenerationRequest]
     options: ResponseOptions
     chat: bool
+    prompt_texts: dict[int, str] = field(default_factory=dict)
+
+    async def before_writer(self, context: AnswerContext, index: int = 0) -> None:
+        if not self.options.echo or (leader := self._leader(index)) in self.prompt_texts:
+            return
+        source = self.requests[leader].input
+        assert isinstance(source, PromptInput)
+        self.prompt_texts[leader] = source.prompt or await context.text_of(source.token_ids)
 
     def writer(self, started: router_pb2.Started, context: AnswerContext, index: int = 0) -> ResponseWriter:
         options = self.options
@@ -30,7 +41,7 @@ class OpenAiBody(ParsedBody):
             include_usage=options.include_usage,
             continuous_usage=options.continuous_usage,
             with_stats=context.with_stats,
-            echo=self._prompt_text(context, index) if options.echo else "",
+            echo=self.prompt_texts[self._leader(index)] if options.echo else "",
             prompt_alone=options.prompt_alone,
             echo_logprobs=options.echo_logprobs,
             prompt_logprobs=options.prompt_logprobs,
@@ -40,10 +51,10 @@ class OpenAiBody(ParsedBody):
     def choices_writer(self, context: AnswerContext) -> ChoiceWriters:
         return ChoiceWriters(self, context, is_chat=self.chat)
 
-    def _prompt_text(self, context: AnswerContext, index: int) -> str:
+    def _leader(self, index: int) -> int:
+        """The first choice with the same prompt."""
         source = self.requests[index].input
-        assert isinstance(source, PromptInput)
-        return source.prompt or context.text_of(source.token_ids)
+        return next(i for i, request in enumerate(self.requests) if request.input is source)
 
 
 class OpenAiFormat(AnswerFormat):

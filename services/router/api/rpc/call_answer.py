@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from libs.common.rpc.access import Metadata
 from services.router.api.rpc.call_record import trailing_id
@@ -17,11 +17,11 @@ COST, CURRENCY = "x-slipstream-cost", "x-slipstream-currency"
 class CallAnswer:
     """Puts the events of each answer into responses, the echoed prompt before its first piece.
 
-    `prompts`: the text of each answer's prompt, where the call asks for it; empty: it does not.
+    `prompt`: the text of the call's prompt, where the call asks for it; empty: it does not.
     """
 
-    def __init__(self, call: ParsedCall, prompts: Sequence[str] = ()) -> None:
-        self._prompts = prompts
+    def __init__(self, call: ParsedCall) -> None:
+        self.prompt = ""
         self._is_prompt_alone = call.is_prompt_alone
         self._costs: list[router_pb2.Cost] = []
 
@@ -39,9 +39,9 @@ class CallAnswer:
                 kind = added.WhichOneof("kind")
                 assert kind is not None
                 getattr(added, kind).index = index
-            if self._prompts and event.HasField("started"):
+            if self.prompt and event.HasField("started"):
                 echo = response.events.add().delta
-                echo.text, echo.index = self._prompts[index], index
+                echo.text, echo.index = self.prompt, index
         return response
 
     def metadata(
@@ -71,12 +71,13 @@ class CallAnswer:
             yield shown
 
 
-def prompt_texts(call: ParsedCall, text_of: Callable[[Sequence[int]], str]) -> Sequence[str]:
-    """The text of each answer's prompt; none where the call asks for no echo. `text_of` decodes token ids."""
+async def prompt_text(call: ParsedCall, text_of: Callable[[Sequence[int]], Awaitable[str]]) -> str:
+    """The text of the call's prompt, which all its answers have; empty where the call asks for no echo.
+
+    `text_of` decodes token ids.
+    """
     if not call.echo:
-        return ()
-    texts = []
-    for request in call.requests:
-        assert isinstance(request.input, PromptInput)
-        texts.append(request.input.prompt or text_of(request.input.token_ids))
-    return texts
+        return ""
+    source = call.requests[0].input
+    assert isinstance(source, PromptInput)
+    return source.prompt or await text_of(source.token_ids)

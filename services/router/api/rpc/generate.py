@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import grpc
@@ -15,7 +15,7 @@ from libs.common.rpc.single_request import with_trailing
 from libs.common.telemetry import tracing
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.choices import ChoiceRuns
-from services.router.api.rpc.call_answer import CallAnswer, prompt_texts
+from services.router.api.rpc.call_answer import CallAnswer, prompt_text
 from services.router.api.rpc.call_record import note_failure, request_id_of, trailing_id
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate_message import ParsedCall, parse_call
@@ -23,6 +23,7 @@ from services.router.api.rpc.write_watch import WriteWatch
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
+from services.router.request.token_texts import TokenTexts
 from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
 from slipstream import errors
@@ -52,6 +53,7 @@ class GenerateMethod:
         self._callers = callers
         self._access_log = access_log
         self._clock = clock
+        self._texts = TokenTexts(manager.context.card, manager.context.threads)
         self.write_stall_s = write_stall_s
         self.reset_s = reset_s
 
@@ -104,8 +106,9 @@ class GenerateMethod:
             finally:  # it is written
                 elapsed_s = self._clock() - arrived_s
                 self._manager.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
-        answer = CallAnswer(call, prompt_texts(call, self._text_of))
+        answer = CallAnswer(call)
         try:
+            answer.prompt = await self._prompt_text(call, caller)
             await self._answer(run, answer, self._limits(caller), context)
         finally:
             decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
@@ -121,7 +124,8 @@ class GenerateMethod:
         try:
             await choices.start()
             request_id = choices.first.request_id
-            answer = CallAnswer(call, prompt_texts(call, self._text_of))
+            answer = CallAnswer(call)
+            answer.prompt = await self._prompt_text(call, caller)
             with _ending_with_call():
                 await context.send_initial_metadata(answer.metadata(request_id, self._limits(caller)))
             while (item := await choices.next_events()) is not None:
@@ -144,8 +148,8 @@ class GenerateMethod:
         metering = self._manager.context.metering
         return {} if metering is None else metering.limit_headers(caller.tenant, caller.key_sha256)
 
-    def _text_of(self, token_ids: Sequence[int]) -> str:
-        return self._manager.context.card.tokenizer.decode(token_ids, keep_special=True)
+    async def _prompt_text(self, call: ParsedCall, caller: Caller) -> str:
+        return await prompt_text(call, partial(self._texts.of_prompt, tenant=caller.tenant))
 
     async def _read(self, data: bytes, caller: Caller, *, request_id: str) -> ParsedCall:
         parse = partial(parse_call, data, request_id)

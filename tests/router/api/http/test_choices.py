@@ -17,6 +17,7 @@ from services.router.server import RouterServer
 from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, script
+from tests.router.support.decodings import note_decodings
 from tests.router.support.fake_cluster import FakeCluster
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -142,6 +143,23 @@ async def test_token_ids_are_a_prompt_and_may_be_echoed_alone(
     assert (counted["tokens"], counted["count"]) == (ids, len(ids))
     assert "".join(counted["token_strs"]) == "Where is my order?"
     assert (await ask(http, "/detokenize", tokens=ids))["prompt"] == "Where is my order?"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_echoed_prompt_is_decoded_once_off_the_event_loop(
+    http: aiohttp.ClientSession, card: ModelCard, monkeypatch: pytest.MonkeyPatch, stream: bool, n: int
+) -> None:
+    ids = card.tokenizer.encode_text("Where is my order?") * 200
+    prompt = card.tokenizer.decode(ids)
+    decodings = note_decodings(card, ids, monkeypatch)
+    body = {"prompt": ids, "echo": True, "max_tokens": 1, "n": n, "stream": stream}
+    async with http.post("/v1/completions", json=body) as answer:
+        text = await answer.text()
+    events = events_of(text) if stream else [json.loads(text)]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert sorted(each["index"] for each in choices if each["text"].startswith(prompt)) == list(range(n))
+    assert decodings == [False]
 
 
 @pytest.mark.parametrize("n", [1, 2])

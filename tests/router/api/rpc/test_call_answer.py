@@ -9,6 +9,7 @@ from services.router.request.model_card import ModelCard
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2
 from tests.router.conftest import HELLO, script, text_ids
+from tests.router.support.decodings import note_decodings
 from tests.router.support.fake_model import FakeModel
 
 PROMPT = "Where is my order?"
@@ -41,6 +42,20 @@ async def test_the_echo_of_token_ids_is_their_text_and_one_delta(
     request.resume_after_tokens = 1
     events = [event async for part in client._stub.Generate(request) for event in part.events]
     assert PROMPT not in "".join(event.delta.text for event in events)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_long_prompt_is_decoded_once_off_the_event_loop(
+    client: AsyncClient, card: ModelCard, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    ids = card.tokenizer.encode_text(PROMPT) * 200
+    text = card.tokenizer.decode(ids)
+    decodings = note_decodings(card, ids, monkeypatch)
+    request = router_pb2.GenerateRequest(token_ids=router_pb2.TokenIds(ids=ids), echo=True, n=n)
+    request.sampling.max_tokens = 1
+    events = [event async for part in client._stub.Generate(request) for event in part.events]
+    assert sorted(event.delta.index for event in events if event.delta.text == text) == list(range(n))
+    assert decodings == [False]
 
 
 async def test_no_tokens_answer_the_prompt_alone_with_its_log_probabilities(
