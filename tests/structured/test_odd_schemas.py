@@ -24,6 +24,7 @@ from tests.structured.test_json_schema import accepts
 _DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 _ENDLESS = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}, "required": ["n"]}
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_CLOSED = {"type": "object", "patternProperties": {"^(a|b)$": _NUMBER}, "additionalProperties": False}
 _CODE = {"enum": ["\x01", "x"]}
 
 # A schema, valid texts, and invalid ones.
@@ -239,6 +240,16 @@ def test_keys_of_each_tool_call_are_told_apart(vocabulary: GrammarVocabulary, to
             "response_format.additionalProperties.const",
             "has a control character, and minProperties has undeclared keys told apart",
         ),
+        (
+            {**_CLOSED, "minProperties": 2, "maxProperties": 2},
+            "response_format.maxProperties",
+            "is not supported beside minProperties of keys that patterns alone allow",
+        ),
+        (
+            {"allOf": [{**_CLOSED, "minProperties": 2}, {"maxProperties": 2}]},
+            "response_format.allOf[1].maxProperties",
+            "is not supported beside minProperties of keys that patterns alone allow",
+        ),
     ],
 )
 def test_what_no_answer_could_hold_beside_told_keys_is_refused(
@@ -250,7 +261,6 @@ def test_what_no_answer_could_hold_beside_told_keys_is_refused(
 
 
 _STATING = '{"x-slipstream-distinct-keys": 3, "grammars": '
-_CLOSED = {"type": "object", "patternProperties": {"^(a|b)$": _NUMBER}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,29 @@ def find_few_keys(parts: Parts) -> str | None:
     """
     n_distinct = count_distinct_keys(parts)
     for path, part in parts:
-        patterns = part.get("patternProperties")
-        is_closed = part.get("additionalProperties") is False
-        if isinstance(patterns, dict) and patterns and is_closed and all(map(_is_list, patterns)):
+        patterns = part.get("patternProperties") or {}
+        if _has_patterns_alone(part) and all(map(_is_list, patterns)):
             n_keys = sum(1 + pattern.count("|") for pattern in patterns) + len(part.get("properties") or ())
             if n_keys < n_distinct:
                 return f"{path}.patternProperties" if path else "patternProperties"
     return None
+
+
+def find_most_keys(parts: Parts) -> str | None:
+    """The path of `maxProperties` in a schema that tells keys apart and has keys of patterns alone.
+
+    The begin of a key may leave only one that repeats, and at the most keys such an object could not end.
+    Both keywords may meet by a reference, so they count wherever they stand.
+    """
+    if not count_distinct_keys(parts) or not any(_has_patterns_alone(part) for _, part in parts):
+        return None
+    paths = (path for path, part in parts if "maxProperties" in part)
+    return next((f"{path}.maxProperties" if path else "maxProperties" for path in paths), None)
+
+
+def _has_patterns_alone(part: Json) -> bool:
+    patterns = part.get("patternProperties")
+    return isinstance(patterns, dict) and bool(patterns) and part.get("additionalProperties") is False
 
 
 def _least(part: Json) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from libs.structured.schema.distinct_keys import count_distinct_keys, find_few_keys
+from libs.structured.schema.distinct_keys import count_distinct_keys, find_few_keys, find_most_keys
 from libs.structured.schema.endless_schemas import find_endless
 from libs.structured.schema.open_keys import can_spell_keys, find_control_character, values
 from libs.structured.schema.schema_walk import Json, walk
@@ -29,6 +29,8 @@ def find_unheld(schema: Json | bool) -> _Found:
             return character, "has a control character, and the schema has keys beside patterns"
     if (few := find_few_keys(parts)) is not None:
         return few, "is not supported beside minProperties of undeclared keys: it has only a few keys"
+    if (most := find_most_keys(parts)) is not None:
+        return most, "is not supported beside minProperties of keys that patterns alone allow"
     return ("", "has no value that ends") if id(schema) in find_endless(schema, parts) else None
 
 
