@@ -131,4 +131,5 @@ def _access_of(flags: Mapping[str, Any]) -> ClientAccess:
     check_endpoints(endpoint.split(",") if endpoint else ())
     tls = tls_from(flags["tls_ca"], flags["tls_certificate"], flags["tls_key"], flags["tls_server_name"])
     key = read_api_key(flags["api_key"], flags["api_key_file"])
-    return ClientAccess(flags["run_dir"], endpoint or None, key, tls, routers_of(flags))
+    routers = () if endpoint else routers_of(flags)  # a variable that nothing reads may be wrong
+    return ClientAccess(flags["run_dir"], endpoint or None, key, tls, routers)

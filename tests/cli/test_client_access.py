@@ -80,3 +80,12 @@ def test_a_named_router_or_certificate_comes_before_those_of_the_run_directory(r
     own = TlsFiles(Path("ca.pem"), Path("own.pem"), Path("own.key"))
     assert ClientAccess(running, "router:7000").router() == ("router:7000", None)
     assert ClientAccess(running, tls=own).router() == (NOWHERE, own)
+
+
+def test_an_endpoint_is_used_although_the_variable_of_routers_is_wrong(tmp_path: Path) -> None:
+    given = ["usage", "--endpoint", NOWHERE, "--run-dir", str(tmp_path)]
+    answer = CliRunner().invoke(
+        app, given, env={"SLIPSTREAM_ROUTER": "nohost", "SLIPSTREAM_API_KEY": "sk-slip-a"}
+    )
+    assert not isinstance(answer.exception, InvalidArgument)
+    assert NOWHERE in str(answer.exception)
