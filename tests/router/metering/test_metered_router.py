@@ -150,7 +150,7 @@ async def test_of_several_choices_the_first_pays_the_prompt(
     cluster: FakeCluster, card: ModelCard, prices: Path, database: Database, api: Api
 ) -> None:
     script(cluster.model, text_ids(card, "It is on its way."))
-    options = {"tenants": keys(laptop=NO_LIMITS), "prices": prices, "database": database}
+    options = {"keys": keys(laptop=NO_LIMITS), "prices": prices, "database": database}
     async with open_router(cluster, card, **options) as router:
         client = api(router, "laptop")
         reply = await client.chat.completions.create(model="tiny", messages=HELLO, n=3)
@@ -174,7 +174,7 @@ async def test_usage_is_of_the_own_tenant_and_survives_a_restart(
     monkeypatch.setattr(usage_ledger, "USAGE_WRITE_S", WAIT_S)  # the end of the router writes
     script(cluster.model, text_ids(card, "It is on its way."))
     tenants = keys(laptop=NO_LIMITS, phone=NO_LIMITS)
-    options = {"tenants": tenants, "prices": prices, "database": database}
+    options = {"keys": tenants, "prices": prices, "database": database}
     async with open_router(cluster, card, **options) as router:
         for key in ("laptop", "laptop", "phone"):
             await api(router, key).chat.completions.create(model="tiny", messages=HELLO)
@@ -208,7 +208,7 @@ async def test_the_sdk_and_the_command_line_show_usage(
     cluster: FakeCluster, card: ModelCard, prices: Path, database: Database, api: Api
 ) -> None:
     script(cluster.model, text_ids(card, "It is on its way."))
-    options = {"tenants": keys(laptop=NO_LIMITS), "prices": prices, "database": database}
+    options = {"keys": keys(laptop=NO_LIMITS), "prices": prices, "database": database}
     async with open_router(cluster, card, **options) as router:
         await api(router, "laptop").chat.completions.create(model="tiny", messages=HELLO)
         async with AsyncClient(router.host.endpoint, api_key="laptop") as client:
@@ -231,7 +231,7 @@ async def test_a_client_that_leaves_is_charged_for_what_it_got(
 ) -> None:
     for worker in cluster.decodes:
         worker.gate.clear()
-    options = {"tenants": keys(laptop=NO_LIMITS), "prices": prices, "database": database}
+    options = {"keys": keys(laptop=NO_LIMITS), "prices": prices, "database": database}
     async with open_router(cluster, card, **options) as router:
         stream = await api(router, "laptop").chat.completions.create(
             model="tiny", messages=HELLO, stream=True
@@ -305,7 +305,7 @@ async def test_spend_is_limited_over_restarts(
     cluster: FakeCluster, card: ModelCard, prices: Path, database: Database, api: Api
 ) -> None:
     tenants = keys(RateLimits(spend_per_month=1), laptop=NO_LIMITS)
-    options = {"tenants": tenants, "prices": prices, "database": database}
+    options = {"keys": tenants, "prices": prices, "database": database}
     async with open_router(cluster, card, **options) as router:
         await api(router, "laptop").chat.completions.create(model="tiny", messages=HELLO)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -331,7 +331,7 @@ async def test_spend_is_limited_over_restarts(
 async def test_two_routers_add_to_the_same_rows(
     cluster: FakeCluster, card: ModelCard, database: Database, api: Api
 ) -> None:
-    options = {"tenants": keys(laptop=NO_LIMITS), "database": database}
+    options = {"keys": keys(laptop=NO_LIMITS), "database": database}
     async with (
         open_router(cluster, card, instance="router-0", **options) as one,
         open_router(cluster, card, instance="router-1", **options) as other,

@@ -36,7 +36,7 @@ async def router(
 ) -> AsyncIterator[RouterServer]:
     """With room for two long responses of a tenant. No client is cut off in the time of a test."""
     monkeypatch.setattr(api_bounds, "MAX_TENANT_SENT_RESPONSE_BYTES", 5 * len(LONG_TEXT) // 2)
-    options = {"database": database, "tenants": tenant_keys(KEYS), "write_stall_s": 10 * WAIT_S}
+    options = {"database": database, "keys": tenant_keys(KEYS), "write_stall_s": 10 * WAIT_S}
     async with open_router(cluster, card, **options) as opened:
         opened.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
         yield opened
@@ -142,7 +142,7 @@ async def test_unread_whole_answers_are_bounded_by_tenant_like_stored_ones(
 ) -> None:
     """An answer repeats the instructions of its request."""
     monkeypatch.setattr(api_bounds, "MAX_TENANT_SENT_RESPONSE_BYTES", 5 * len(LONG_TEXT) // 2)
-    options = {"tenants": tenant_keys(KEYS), "write_stall_s": 10 * WAIT_S}
+    options = {"keys": tenant_keys(KEYS), "write_stall_s": 10 * WAIT_S}
     body = {"input": "Hello.", "instructions": LONG_TEXT, "max_output_tokens": 3}
     async with open_router(cluster, replace(card, model_context_tokens=1 << 20), **options) as router:
         router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
