@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from bench.engine.peers.transformers_peer import time_decode_s, time_prefill_s
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model_spec.config import ModelConfig, load_config
 
@@ -110,16 +111,7 @@ class TransformersSubject:
         self._model = load_transformers(model_dir, dtype, attention="sdpa")
 
     def prefill_s(self, prompt: np.ndarray, clock: Callable[[], float]) -> float:
-        ids = torch.from_numpy(prompt).long()[None]
-        start = clock()
-        self._model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
-        return clock() - start
+        return time_prefill_s(self._model, torch.from_numpy(prompt).long()[None], clock)
 
     def decode_s(self, prompts: np.ndarray, output_tokens: int, clock: Callable[[], float]) -> float:
-        output = self._model(torch.from_numpy(prompts).long(), use_cache=True, logits_to_keep=1)
-        start = clock()
-        for _ in range(output_tokens - 1):
-            ids = output.logits[:, -1:].argmax(-1)
-            output = self._model(ids, past_key_values=output.past_key_values, use_cache=True)
-        output.logits[:, -1].argmax(-1)
-        return clock() - start
+        return time_decode_s(self._model, torch.from_numpy(prompts).long(), output_tokens, clock)

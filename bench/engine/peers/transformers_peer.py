@@ -9,6 +9,24 @@ from typing import Any
 from bench.engine.peers.child import PeerOptions
 
 
+def time_prefill_s(model: Any, ids: Any, clock: Callable[[], float]) -> float:
+    """Time of one pass over token ids [1, T], to the first token."""
+    start = clock()
+    model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+    return clock() - start
+
+
+def time_decode_s(model: Any, ids: Any, output_tokens: int, clock: Callable[[], float]) -> float:
+    """Time of greedy decode behind token ids [B, T], one pass a token; the prompt's pass does not count."""
+    output = model(ids, use_cache=True, logits_to_keep=1)
+    start = clock()
+    for _ in range(output_tokens - 1):
+        ids = output.logits[:, -1:].argmax(-1)
+        output = model(ids, past_key_values=output.past_key_values, use_cache=True)
+    output.logits[:, -1].argmax(-1)
+    return clock() - start
+
+
 class TransformersPeer:
     """Greedy generation over transformers' own cache, one forward pass a token."""
 
@@ -29,21 +47,12 @@ class TransformersPeer:
         )
 
     def prefill_s(self, prompt: list[int], clock: Callable[[], float]) -> float:
-        ids = self._torch.tensor([prompt])
         with self._torch.inference_mode():
-            start = clock()
-            self._model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
-            return clock() - start
+            return time_prefill_s(self._model, self._torch.tensor([prompt]), clock)
 
     def decode_s(self, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> float:
         with self._torch.inference_mode():
-            output = self._model(self._torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-            start = clock()
-            for _ in range(output_tokens - 1):
-                ids = output.logits[:, -1:].argmax(-1)
-                output = self._model(ids, past_key_values=output.past_key_values, use_cache=True)
-            output.logits[:, -1].argmax(-1)
-            return clock() - start
+            return time_decode_s(self._model, self._torch.tensor(prompts), output_tokens, clock)
 
 
 def load(options: PeerOptions) -> TransformersPeer:
