@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from typing import cast
 
-from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
+from aiohttp import (
+    BadContentDispositionHeader,
+    BadContentDispositionParam,
+    BodyPartReader,
+    MultipartReader,
+    StreamReader,
+    web,
+)
 from aiohttp.http import HttpProcessingError
 
 from libs.common import batch_bounds
@@ -22,7 +30,11 @@ _MAX_LINES = 1024
 _MALFORMED = (
     *(ValueError, AssertionError, EOFError),
     *(HttpProcessingError, web.HTTPException, web.RequestPayloadError),
+    *(BadContentDispositionHeader, BadContentDispositionParam),
 )
+# As a warning, each distinct header would stay in Python's registry of warnings, and in the log.
+for _category in (BadContentDispositionHeader, BadContentDispositionParam):
+    warnings.simplefilter("error", _category)
 _SECONDS = re.compile(r"[0-9]{1,9}")
 
 

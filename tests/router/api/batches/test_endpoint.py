@@ -226,6 +226,11 @@ async def test_a_form_that_does_not_fit_leaves_nothing(tenants: Tenants) -> None
     await tenants.ask("POST", "/v1/files", data=b"x", headers=no_boundary, status=400)
     for headers in ({"Content-Type": "text/plain"}, {**boundary, "Content-Encoding": "gzip"}):
         await tenants.ask("POST", "/v1/files", data=b"x", headers=headers, status=415)
+    for disposition in (b'form-data{ name="purpose"', b"form-data; name=\xe9", b"form-data; name"):
+        odd = b"--xx\r\nContent-Disposition: " + disposition + b"\r\n\r\nbatch\r\n"
+        good = head + b"\r\nabc\r\n--xx\r\n" + purpose
+        error = await tenants.ask("POST", "/v1/files", data=odd + good, headers=boundary, status=400)
+        assert "form" in error["error"]["message"]
     assert (await tenants.ask("GET", "/v1/files"))["data"] == []
     # What broke off expired at once, and is swept.
     database = tenants.router._options.database
