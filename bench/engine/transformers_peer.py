@@ -28,7 +28,7 @@ def load_transformers(model_dir: Path, dtype: torch.dtype, *, attention: str = "
     config = load_config(model_dir)
     with torch.device("meta"):
         settings = _transformers_config(model_dir, config)
-        model: Any = DeepseekV3ForCausalLM._from_config(settings, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: Any = DeepseekV3ForCausalLM._from_config(settings, dtype=dtype)
     with Checkpoint(model_dir) as checkpoint:
         state = {name: tensor.to(dtype) for name, tensor in _state(checkpoint, config).items()}
     for layer in range(config.n_layers):
