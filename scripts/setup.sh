@@ -11,9 +11,16 @@ say() { printf '%s\n' "slipstream: $*"; }
   say "Python 3.11 or newer is needed; '$python' is not. Set PYTHON=/path/to/python3.11." >&2
   exit 1
 }
+# The C libraries compile beside the downloads: pip keeps one core busy.
+"$python" server/native_build.py &
+native=$!
 # A venv without pip is left from an interrupted set-up, so it is created again.
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || { say "creating $venv"; "$python" -m venv --clear "$venv"; }
 pip="$venv/bin/python -m pip --disable-pip-version-check"
+# All cores compile Python's files at the end: pip compiles with one, and transformers' thousands that nothing imports.
+install="$pip install -qq --no-compile"
+# The pip of Python 3.11 parses requirements some ten times slower than later ones.
+$install -c constraints.txt pip 2>/dev/null || say "pip cannot be updated, so installing takes longer"
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
 
@@ -23,7 +30,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>
 torch=2.13.0
 brings_cuda() { $pip install --dry-run --ignore-installed "torch==$torch" 2>/dev/null | grep -Eq 'nvidia-|triton-'; }
 install_by_uv() {
-  $pip install -q --target "$venv/.uv" uv || return 1
+  $install --target "$venv/.uv" uv || return 1
   "$venv/.uv/bin/uv" pip install -q --python "$venv/bin/python" --no-deps --torch-backend cpu "torch==$torch"
   failed=$?
   rm -rf "$venv/.uv"
@@ -31,15 +38,15 @@ install_by_uv() {
 }
 install_torch() {
   if [ -n "${TORCH_INDEX_URL:-}" ]; then
-    $pip install -q "torch==$torch" --index-url "$TORCH_INDEX_URL"
+    $install "torch==$torch" --index-url "$TORCH_INDEX_URL"
   elif has_gpu; then
-    $pip install -q "torch==$torch"
-  elif $pip install -q "torch==$torch+cpu" 2>/dev/null; then
+    $install "torch==$torch"
+  elif $install "torch==$torch+cpu" 2>/dev/null; then
     return 0
   elif brings_cuda && install_by_uv; then
     return 0
   else
-    $pip install -q "torch==$torch"
+    $install "torch==$torch"
   fi
 }
 # Torch is installed first and by its exact version, because with a range pip may choose another build.
@@ -56,9 +63,10 @@ if "$venv/bin/python" -c "$names_triton" 2>/dev/null; then
   grep -v '^triton==' constraints.txt > "$PIP_CONSTRAINT"
 fi
 export PIP_CONSTRAINT
-$pip install -q -e . -e "server[$extra]"
+wait $native
+$install -e . -e "server[$extra]"
 if has_gpu; then
-  $pip install -q -e . -e "server[$extra,gpu]"
+  $install -e . -e "server[$extra,gpu]"
 fi
 
 # Mooncake's engine links libibverbs even for TCP. Without it the KV moves over plain sockets.
@@ -68,9 +76,10 @@ if ! has_ibverbs && command -v apt-get >/dev/null 2>&1; then
   [ "$(id -u)" = 0 ] || as_root="sudo -n"
   if [ -z "$as_root" ] || $as_root true 2>/dev/null; then
     say "installing libibverbs1"
-    install="$as_root apt-get install -y -qq --no-install-recommends libibverbs1"
-    { $install || { $as_root apt-get update -qq && $install; }; } >/dev/null 2>&1 || true
+    by_apt="$as_root apt-get install -y -qq --no-install-recommends libibverbs1"
+    { $by_apt || { $as_root apt-get update -qq && $by_apt; }; } >/dev/null 2>&1 || true
   fi
 fi
 has_ibverbs || say "libibverbs1 is missing and cannot be installed: KV moves over plain sockets instead of Mooncake"
+"$venv/bin/python" -m compileall -q -j 0 -x '/transformers/models/' "$venv/lib" >/dev/null 2>&1 || true
 touch "$venv/.$extra"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from native_build import NativeLibrary, compile_library, libraries
+from native_build import ROOT, NativeLibrary, compile_library, libraries
 
 _LIBRARIES: dict[str, NativeLibrary] = {library.module: library for library in libraries()}
 
@@ -28,8 +29,14 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile one library to where the build collects it."""
-        self._digests[ext.name] = compile_library(_LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name)))
+        """Put one library where the build collects it: the source tree's if it is current, else a new one."""
+        library, output = _LIBRARIES[ext.name], Path(self.get_ext_fullpath(ext.name))
+        if library.is_current():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / library.path, output)
+            self._digests[ext.name] = library.digest()
+        else:
+            self._digests[ext.name] = compile_library(library, output)
 
     def copy_extensions_to_source(self) -> None:
         """Of an editable install: beside each library goes the digest of its sources."""

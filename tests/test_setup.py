@@ -55,7 +55,10 @@ def torch_call(tmp_path: Path, index: str, *, gpu: bool = False, uv_works: bool 
 
 @pytest.mark.parametrize(
     ("index", "wanted"),
-    [("cpu", "install -q torch==2.13.0+cpu"), ("plain", "install -q torch==2.13.0")],
+    [
+        ("cpu", "install -qq --no-compile torch==2.13.0+cpu"),
+        ("plain", "install -qq --no-compile torch==2.13.0"),
+    ],
 )
 def test_an_index_with_a_cpu_build_is_used(tmp_path: Path, index: str, wanted: str) -> None:
     assert torch_call(tmp_path, index) == wanted
@@ -68,16 +71,16 @@ def test_uv_fetches_the_cpu_build_if_the_index_has_only_cuda(tmp_path: Path) -> 
 
 
 def test_the_cuda_build_is_installed_without_uv_and_a_cpu_build(tmp_path: Path) -> None:
-    assert torch_call(tmp_path, "cuda", uv_works=False) == "install -q torch==2.13.0"
+    assert torch_call(tmp_path, "cuda", uv_works=False) == "install -qq --no-compile torch==2.13.0"
 
 
 def test_a_machine_with_a_gpu_gets_the_cuda_build(tmp_path: Path) -> None:
-    assert torch_call(tmp_path, "cuda", gpu=True) == "install -q torch==2.13.0"
+    assert torch_call(tmp_path, "cuda", gpu=True) == "install -qq --no-compile torch==2.13.0"
 
 
 def test_a_named_index_has_precedence(tmp_path: Path) -> None:
     assert torch_call(tmp_path, "cpu", gpu=True, url="file:///wheels") == (
-        "install -q torch==2.13.0 --index-url file:///wheels"
+        "install -qq --no-compile torch==2.13.0 --index-url file:///wheels"
     )
 
 
