@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from libs.database.database import Database, open_database
 from models.bpe import train_tokenizer
 from services.router.api.http.event_stream import EventStream
 from services.router.api.rpc.write_watch import WriteWatch
+from services.router.console import static_files
 from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePolicy
 from services.router.options import RouterOptions
 from services.router.placement.worker_models import WorkerModels
@@ -35,6 +37,14 @@ CORPUS = (
     'functions.get_weather:0 {"city": "Paris", "unit": "celsius"} ## Return of functions.get_weather:0',
     "The weather in Paris is sunny and 21 degrees; the weather in Oslo is cold and wet.",
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def console_files() -> Iterator[None]:
+    """Read the files of the console once, not for each router: they do not change."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static_files, "read_files", functools.cache(static_files.read_files))
+        yield
 
 
 @pytest.fixture(autouse=True)

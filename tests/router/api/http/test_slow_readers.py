@@ -38,7 +38,7 @@ class RawClient:
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         self.socket.setblocking(False)
-        self.received = b""
+        self.received = bytearray()  # of many MB in small pieces: bytes would be copied for each
 
     async def post(self, endpoint: str, body: dict[str, Any], *, path: str = "/v1/chat/completions") -> None:
         await self.send(endpoint, f"POST {path}", json.dumps(body).encode())
@@ -64,11 +64,14 @@ class RawClient:
 
     def body(self) -> bytes:
         """The body of the chunked answer."""
-        body, rest = b"", self.received.partition(b"\r\n\r\n")[2]
-        while rest:
-            size, _, rest = rest.partition(b"\r\n")
-            body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-        return body
+        received, chunks = bytes(self.received), []
+        at = received.index(b"\r\n\r\n") + 4
+        while at < len(received):
+            end = received.index(b"\r\n", at)
+            start, n_bytes = end + 2, int(received[at:end], 16)
+            chunks.append(received[start : start + n_bytes])
+            at = start + n_bytes + 2
+        return b"".join(chunks)
 
     def events(self) -> list[dict[str, Any]]:
         """The events of a chat completion, without [DONE]."""
