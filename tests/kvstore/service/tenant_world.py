@@ -100,7 +100,8 @@ class World:
         found = self.run(answers())
         if not isinstance(found, grpc.StatusCode):
             reported = b"".join(answer.SerializeToString() for answer in found)
-            assert not [secret for secret in self.secrets if secret in reported]
+            windows = {reported[at : at + SECRET_BYTES] for at in range(len(reported))}
+            assert not windows & self.secrets
             IDS.extend(re.findall(r"[0-9a-f]{32}", repr(found)))
             del IDS[:-10]
         return found
