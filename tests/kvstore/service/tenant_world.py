@@ -34,6 +34,7 @@ from tests.kvstore.pool.memory_pool import MemoryPool
 from tests.kvstore.service.surface import ask, methods
 
 BLOCK_BYTES, MAX_BLOCKS = 4096, 6
+MAX_SOURCES = 48  # blocks of one commit
 SECRET_BYTES = 24
 # The services of a node besides WorkerService, which handles no blocks.
 SURFACE = (
@@ -67,7 +68,7 @@ class World:
         counters, dram = Counters(), DramTier(1 << 20)
         self.node_transport, self.transport = SocketTransport(), SocketTransport()
         self.node_transport.register(dram.memory.buffer)
-        self.memory = PageAlignedMemory(4 * MAX_BLOCKS * BLOCK_BYTES)
+        self.memory = PageAlignedMemory((MAX_SOURCES + 1) * BLOCK_BYTES)
         self.transport.register(self.memory.buffer)
         options = PoolOptions("127.0.0.1:1", staging_bytes=4 << 20)
         client: Any = MemoryPool(options)
@@ -179,7 +180,7 @@ class World:
 
     def read(self, session: str, block: kvstore_pb2.PinnedBlock) -> bytes | None:
         """Return the bytes of a pinned block, or None if their checksum is wrong."""
-        landing = self.memory.address + 3 * MAX_BLOCKS * BLOCK_BYTES
+        landing = self.memory.address + MAX_SOURCES * BLOCK_BYTES
         self.run(self.transport.read(session, [ReadOp(landing, block.address, BLOCK_BYTES)], timeout_s=20))
         right = checksum_at(landing, BLOCK_BYTES) == block.checksum
         return bytes(memory_at(landing, BLOCK_BYTES)) if right else None

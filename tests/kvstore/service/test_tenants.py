@@ -23,7 +23,7 @@ from libs.common.block_hash import chain_hashes
 from slipstream.block_hashes import HASH_BYTES, pack_hashes, unpack_hashes
 from slipstream.v1 import kv_events_pb2, kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
-from tests.kvstore.service.tenant_world import BLOCK_BYTES, MAX_BLOCKS, METHODS, World, payload
+from tests.kvstore.service.tenant_world import BLOCK_BYTES, MAX_BLOCKS, MAX_SOURCES, METHODS, World, payload
 
 BLOCK_TOKENS = 4
 
@@ -177,8 +177,8 @@ class Tenants(RuleBasedStateMachine):
     def flood(self, seed: int) -> None:
         """Evict everything that is not pinned, and reuse its slots."""
         rng = random.Random(seed)
-        for _ in range(12):
-            hashes = [rng.randbytes(16) for _ in range(2 * MAX_BLOCKS)]
+        for _ in range(3):
+            hashes = [rng.randbytes(16) for _ in range(MAX_SOURCES)]
             reserved = self.world.reserve(hashes)
             if isinstance(reserved, grpc.StatusCode):
                 assert reserved == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import fields, replace
 
-from services.router.placement.cost_model import DecodeModel, PrefillModel
+from services.router.placement.cost_model import PrefillModel
 from services.router.placement.kv_source import find_sources
 from services.router.placement.policy import LOCAL_MAX_TOKENS, place
 from services.router.placement.prefill_queue import queue_delay
@@ -26,81 +26,7 @@ from services.router.placement.types import (
     PrefillWorker,
 )
 from slipstream.errors import Unavailable
-
-counts = st.integers(0, 200_000)
-groups = st.sampled_from([("socket", ""), ("mooncake", ""), ("socket", "far")])
-refusals = st.sampled_from(["", "", "", "does not answer"])
-models = st.sampled_from(["A", "A", "A", "B"])
-
-
-@st.composite
-def prefill_workers(draw: st.DrawFn, i: int) -> PrefillWorker:
-    transport, region = draw(groups)
-    return PrefillWorker(
-        f"p{i}",
-        fingerprint=draw(models),
-        transport=transport,
-        region=region,
-        refused=draw(refusals),
-        queued_tokens=draw(counts),
-        queued_requests=draw(st.integers(0, 20)),
-        queue=tuple(draw(st.lists(st.integers(0, 50_000), max_size=3))),
-        last_cold=draw(st.integers(0, 5)),
-        model=PrefillModel(token_ms=draw(st.sampled_from([0.05, 0.5, 5.0]))),
-    )
-
-
-@st.composite
-def decode_workers(draw: st.DrawFn, i: int) -> DecodeWorker:
-    transport, region = draw(groups)
-    return DecodeWorker(
-        f"d{i}",
-        fingerprint=draw(models),
-        transport=transport,
-        region=region,
-        refused=draw(refusals),
-        context_tokens=draw(counts),
-        sequences=draw(st.integers(0, 80)),
-        queued_tokens=draw(st.integers(0, 2000)),
-        free_blocks=draw(st.none() | st.integers(0, 10_000)),
-        max_sequences=draw(st.sampled_from([0, 64])),
-        block_bytes=draw(st.sampled_from([0, 1 << 16])),
-        model=DecodeModel(step_base_ms=draw(st.sampled_from([5.0, 50.0]))),
-    )
-
-
-@st.composite
-def fleets(draw: st.DrawFn) -> PlacementFleet:
-    stores = []
-    for i in range(draw(st.integers(0, 3))):
-        transport, region = draw(groups)
-        stores.append(KvStore(f"k{i}", transport, region, draw(refusals)))
-    return PlacementFleet(
-        prefill=tuple(draw(prefill_workers(i)) for i in range(draw(st.integers(0, 6)))),
-        decode=tuple(draw(decode_workers(i)) for i in range(draw(st.integers(0, 6)))),
-        stores=tuple(stores),
-        region_ms={"far": draw(st.sampled_from([0.0, 80.0]))},
-    )
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> PlacementRequest:
-    prompt = draw(st.integers(1, 100_000))
-    held = st.integers(0, prompt)
-    stores = draw(st.dictionaries(st.sampled_from(["k0", "k1", "gone"]), st.tuples(held, held)))
-    return PlacementRequest(
-        prompt_tokens=prompt,
-        seed=draw(st.integers(0, 1 << 64)),
-        fingerprint="A",
-        output_tokens=draw(st.integers(1, 2000)),
-        prefill_expected_tokens=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
-        prefill_confirmed_tokens=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
-        prefill_lendable_tokens=draw(st.dictionaries(st.sampled_from(["p0", "p1", "p2", "gone"]), held)),
-        decode_expected_tokens=draw(st.dictionaries(st.sampled_from(["d0", "d1", "gone"]), held)),
-        store_held={name: HeldTokens(max(a, b), min(a, b)) for name, (a, b) in stores.items()},
-        content_key=draw(st.binary(max_size=4)),
-        may_skip_prefill=draw(st.booleans()),
-    )
+from tests.router.placement.placement_strategies import fleets, requests
 
 
 def _can_run(request: PlacementRequest, fleet: PlacementFleet) -> bool:
