@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import aiohttp
 import grpc
 import pytest
 
+from services.router.__main__ import _salts as make_salts
 from services.router.__main__ import parse_options
 from services.router.request.model_card import ModelCard, load_model_card
 from slipstream import errors
@@ -120,19 +122,28 @@ async def _word_after(lines: asyncio.StreamReader, words: str) -> str:
     return line.partition(words)[2].split()[0].rstrip(",")
 
 
-@pytest.mark.parametrize("data", [b"", b" \n\n", b"\xff\xfe"])
-async def test_a_shared_prefix_without_a_text_is_refused_by_name(
-    model_dir: Path, tmp_path: Path, data: bytes
-) -> None:
+async def test_a_shared_prefix_without_a_text_ends_the_router(model_dir: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "prefix.txt"
-    prefix.write_bytes(data)
+    prefix.write_bytes(b"\xff\xfe")
     process = await _start("--model", str(model_dir), "--shared-prefix", str(prefix), "--http", "127.0.0.1:0")
     async with asyncio.timeout(100):
         _, errors = await process.communicate()
     assert process.returncode == 1
-    words = "is not UTF-8" if data[:1] == b"\xff" else "is empty"
-    assert f"router-0 ends: --shared-prefix: {prefix} {words}".encode() in errors
+    assert f"router-0 ends: --shared-prefix: {prefix} is not UTF-8".encode() in errors
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\n", b"\xff\xfe"])
+def test_a_shared_prefix_without_a_text_is_refused_by_name(
+    card: ModelCard, tmp_path: Path, data: bytes
+) -> None:
+    prefix = tmp_path / "prefix.txt"
+    prefix.write_bytes(data)
+    options = parse_options(["--instance", "r", "--model", str(tmp_path), "--shared-prefix", str(prefix)])
+    words = "is not UTF-8" if data[:1] == b"\xff" else "is empty"
+    with pytest.raises(errors.InvalidArgument, match=f"{re.escape(str(prefix))} {words}") as refused:
+        make_salts(options, card)
+    assert refused.value.field == "--shared-prefix"
 
 
 def test_tls_options_are_required_together(tmp_path: Path) -> None:
