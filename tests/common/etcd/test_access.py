@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,10 +42,10 @@ def files(authority: Authority, tmp_path: Path) -> TlsFiles:
     return own
 
 
-@pytest.fixture
-def etcd(authority: Authority, tmp_path: Path) -> Iterator[EtcdProcess]:
+@contextlib.contextmanager
+def running_etcd(authority: Authority, directory: Path) -> Iterator[EtcdProcess]:
     """An etcd that speaks TLS only, asks for certificates, and has a user for one prefix of keys."""
-    with EtcdProcess(tmp_path / "etcd", tls=authority.issue("etcd")) as process:
+    with EtcdProcess(directory / "etcd", tls=authority.issue("etcd")) as process:
         process.ctl("user", "add", f"root:{PASSWORD}")
         process.ctl("user", "grant-role", "root", "root")
         process.ctl("role", "add", "slipstream")
@@ -55,8 +56,20 @@ def etcd(authority: Authority, tmp_path: Path) -> Iterator[EtcdProcess]:
         yield process
 
 
+@pytest.fixture(scope="module")
+def etcd(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    """The etcd of all tests that leave it as it is."""
+    with running_etcd(authority, tmp_path_factory.mktemp("shared")) as process:
+        yield process
+
+
 @pytest.fixture
 def access(etcd: EtcdProcess, files: TlsFiles, tmp_path: Path) -> EtcdAccess:
+    return access_to(etcd, files, tmp_path)
+
+
+def access_to(etcd: EtcdProcess, files: TlsFiles, tmp_path: Path) -> EtcdAccess:
+    """What the settings of a router give, with a password file of this test."""
     password = tmp_path / "password"
     password.write_text(PASSWORD + "\n")
     return EtcdAccess.of(
@@ -136,29 +149,34 @@ async def test_a_wrong_password_is_named_and_a_corrected_file_counts(access: Etc
         with pytest.raises(Unauthenticated, match="cannot be read"):
             await client.get("/slipstream/v1/key")
         access.password_file.write_text(PASSWORD)
-        assert await client.get("/slipstream/v1/key") is None
+        assert await client.get("/slipstream/v1/none") is None
     finally:
         await client.close()
 
 
 async def test_a_replaced_certificate_is_used_where_the_old_one_is_refused(
-    etcd: EtcdProcess, client: EtcdClient, files: TlsFiles, tmp_path: Path
+    authority: Authority, files: TlsFiles, tmp_path: Path
 ) -> None:
     """Etcd comes back under another authority: the client dials again with what its files have now."""
-    await client.put("/slipstream/v1/key", b"1")
-    other = Authority(tmp_path / "other")
-    install(other.issue("slipstream"), files)
-    etcd.kill()
-    etcd.tls = other.issue("etcd")
-    etcd.start()
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            try:
-                found = await client.get("/slipstream/v1/key")
-                break
-            except EtcdUnavailable:
-                continue
-    assert found is not None and found.value == b"1"
+    with running_etcd(authority, tmp_path) as etcd:
+        client = access_to(etcd, files, tmp_path).open(timeout_s=WAIT_S)
+        try:
+            await client.put("/slipstream/v1/key", b"1")
+            other = Authority(tmp_path / "other")
+            install(other.issue("slipstream"), files)
+            etcd.kill()
+            etcd.tls = other.issue("etcd")
+            etcd.start()
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    try:
+                        found = await client.get("/slipstream/v1/key")
+                        break
+                    except EtcdUnavailable:
+                        continue
+            assert found is not None and found.value == b"1"
+        finally:
+            await client.close()
 
 
 @pytest.mark.parametrize(
