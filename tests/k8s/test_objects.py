@@ -5,17 +5,27 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
+from kubernetes_validate import utils
 
 from tests.k8s.renders import COMPONENTS, OVERLAYS, RENDERS, name_of, of_kind, pods, render
 
 VERSION = "1.37"
 SCHEMAS = Path(__file__).with_name("schemas")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def definitions_read_once() -> Iterator[None]:
+    """Keep the schemas of Kubernetes: `validate` reads all definitions, 1 MB, for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
 
 
 def schema_of(item: Any) -> dict[str, Any] | None:
