@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.eagle.drafter import DrafterEngine
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
+from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
 from slipstream.errors import InvalidArgument, OutOfPages
@@ -24,6 +24,8 @@ from tests.engine.support import Draft, check_accounting, drive, generate, make_
 from tests.support.host_memory import host_memory
 
 BLOCK = 8
+# A dense layer and one of experts: chunks and batches differ in what the second one reads of the first one's KV.
+N_LAYERS = 2
 RNG = np.random.default_rng(7)
 PROMPTS = [RNG.integers(0, 256, n).astype(np.uint32) for n in (1, 7, 8, 9, 30, 64, 65)]
 KINDS = [
@@ -39,7 +41,8 @@ SPECS = [
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    write_random_checkpoint(path, RandomCheckpoint(dtype="float32"))
+    config = TINY_CONFIG | {"num_hidden_layers": N_LAYERS}
+    write_random_checkpoint(path, RandomCheckpoint(config=config, dtype="float32"))
     return path
 
 
@@ -375,7 +378,7 @@ def test_logprobs_come_with_every_token(model_dir: Path) -> None:
 
 
 def test_the_cache_has_the_asked_size(model_dir: Path) -> None:
-    page_bytes = 4 * BLOCK * 40 * 4
+    page_bytes = N_LAYERS * BLOCK * 40 * 4
     engine = make_engine(model_dir, n_pages=None, kv_memory_bytes=10 * page_bytes + 5)
     assert (engine.info.n_pages, engine.info.page_bytes) == (10, page_bytes)
     assert len(host_memory(engine)) == 10 * page_bytes
