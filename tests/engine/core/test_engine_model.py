@@ -24,7 +24,7 @@ from tests.engine.support import Draft, check_accounting, drive, generate, make_
 from tests.support.host_memory import host_memory
 
 BLOCK = 8
-# A dense layer and one of experts: chunks and batches differ in what the second one reads of the first one's KV.
+# A dense layer and one of experts: the second one reads what chunks and batches make of the first one's KV.
 N_LAYERS = 2
 RNG = np.random.default_rng(7)
 PROMPTS = [RNG.integers(0, 256, n).astype(np.uint32) for n in (1, 7, 8, 9, 30, 64, 65)]
