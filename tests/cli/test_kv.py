@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,28 +16,25 @@ from slipstream.cli.kv_show import show_tiers
 from slipstream.errors import Unavailable
 from slipstream.rpc.dial import PLAIN_DIAL
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload
+from tests.support.processes.command_forks import CommandForks
 
 ON_DISK = "slipstream_kvstore_blocks_nvme"
 
 
-async def kv(*arguments: str, exit_code: int | None = 0) -> str:
+async def kv(commands: CommandForks, *arguments: str, exit_code: int | None = 0) -> str:
     """Run the command and return its standard output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "slipstream.cli", "kv", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(100):
-        output, errors = await process.communicate()
-    assert exit_code in (None, process.returncode), errors.decode()
-    return output.decode() if not process.returncode or output else errors.decode()
+    done = await commands.run("kv", *arguments)
+    assert exit_code in (None, done.exit_code), done.errors
+    return done.output if not done.exit_code or done.output else done.errors
 
 
-async def kv_json(*arguments: str, exit_code: int = 0) -> Any:
+async def kv_json(commands: CommandForks, *arguments: str, exit_code: int = 0) -> Any:
     """Return the command's JSON for the one node; retry a listing that the node does not answer in time."""
     is_reading = arguments[0] in ("ls", "stat")
     for _ in range(5):
-        (node,) = json.loads(await kv(*arguments, "--json", exit_code=None if is_reading else exit_code))
+        (node,) = json.loads(
+            await kv(commands, *arguments, "--json", exit_code=None if is_reading else exit_code)
+        )
         if not is_reading or not node["error"]:
             break
     return node
@@ -63,18 +58,20 @@ async def store(tmp_path: Path) -> AsyncIterator[tuple[KvstoreProcess, Client]]:
         process.kill()
 
 
-async def test_ls_and_stat_report_held_blocks(store: tuple[KvstoreProcess, Client]) -> None:
+async def test_ls_and_stat_report_held_blocks(
+    commands: CommandForks, store: tuple[KvstoreProcess, Client]
+) -> None:
     process, client = store
     node = ["--node", process.endpoint]
     await client.fetch([0, 1])
-    listed = await kv_json("ls", *node)
+    listed = await kv_json(commands, "ls", *node)
     assert listed["held"] == 6
     assert {block["hash"] for block in listed["blocks"]} == {key(n).hex() for n in range(6)}
     assert all(block["tiers"] == ["dram", "nvme"] for block in listed["blocks"])
-    some = await kv_json("ls", *node, "--prefix", key(3).hex()[:2])
+    some = await kv_json(commands, "ls", *node, "--prefix", key(3).hex()[:2])
     assert [block["hash"] for block in some["blocks"]] == [key(3).hex()]
-    assert len((await kv_json("ls", *node, "--limit", "2"))["blocks"]) == 2
-    answer = await kv_json("stat", *node)
+    assert len((await kv_json(commands, "ls", *node, "--limit", "2"))["blocks"]) == 2
+    answer = await kv_json(commands, "stat", *node)
     dram = answer["tiers"]["dram"]
     assert (dram["blocks"], dram["hits"], dram["pins"]) == (6, 2, 1)
     assert dram["hit_bytes"] == 2 * BLOCK_BYTES
@@ -90,16 +87,16 @@ async def test_ls_and_stat_report_held_blocks(store: tuple[KvstoreProcess, Clien
         )
         assert [tier[name] for name in wrong] == [0] * len(wrong)
     assert set(answer["held"].values()) == {0}
-    for words in (await kv("ls", *node), await kv("stat", *node)):
+    for words in (await kv(commands, "ls", *node), await kv(commands, "stat", *node)):
         assert process.endpoint in words
 
 
 async def test_verify_finds_and_drops_damaged_disk_blocks(
-    store: tuple[KvstoreProcess, Client], tmp_path: Path
+    commands: CommandForks, store: tuple[KvstoreProcess, Client], tmp_path: Path
 ) -> None:
     process, client = store
     node = ["--node", process.endpoint]
-    assert (await kv_json("verify", *node))["verified"] == 12
+    assert (await kv_json(commands, "verify", *node))["verified"] == 12
     rotten = payload(4)[:64]
     for segment in (tmp_path / "data").glob("segment-*"):
         found = segment.read_bytes().find(rotten)
@@ -107,26 +104,27 @@ async def test_verify_finds_and_drops_damaged_disk_blocks(
             with segment.open("r+b") as file:
                 file.seek(found + 7)
                 file.write(b"\x00" if rotten[7] else b"\x01")
-    assert (await kv_json("verify", *node, key(3).hex()))["corrupt"] == []
-    answer = await kv_json("verify", *node, exit_code=1)
+    assert (await kv_json(commands, "verify", *node, key(3).hex()))["corrupt"] == []
+    answer = await kv_json(commands, "verify", *node, exit_code=1)
     assert (answer["corrupt"], answer["verified"]) == ([key(4).hex()], 12)
-    listed = await kv_json("ls", *node, "--prefix", key(4).hex())
+    listed = await kv_json(commands, "ls", *node, "--prefix", key(4).hex())
     assert listed["blocks"][0]["tiers"] == ["dram"]
-    assert (await kv_json("verify", *node))["verified"] == 11
+    assert (await kv_json(commands, "verify", *node))["verified"] == 11
     status = await client.status()
     assert status.counters["slipstream_kvstore_corrupt_blocks_total"] == 1
-    tiers = (await kv_json("stat", *node))["tiers"]
+    tiers = (await kv_json(commands, "stat", *node))["tiers"]
     assert [tiers[name]["corrupt_blocks"] for name in ("dram", "nvme")] == [0, 1]
     assert status.ledger.blocks_leaked == 0
 
 
 async def test_dropped_blocks_do_not_return_after_a_restart(
+    commands: CommandForks,
     store: tuple[KvstoreProcess, Client],
 ) -> None:
     process, client = store
     node = ["--node", process.endpoint]
     pinned = await client.pin([0, 1])
-    assert await kv_json("drop", *node, key(0).hex(), key(99).hex()) == {
+    assert await kv_json(commands, "drop", *node, key(0).hex(), key(99).hex()) == {
         "node": process.endpoint,
         "blocks": 1,
         "copies": 2,
@@ -136,14 +134,14 @@ async def test_dropped_blocks_do_not_return_after_a_restart(
     await client.read(pinned, [0, 1])  # a running read continues
     await client.release(pinned.lease_id)
     assert await client.lookup([0]) == []
-    assert (await kv_json("drop", *node, "--all"))["blocks"] == 5
+    assert (await kv_json(commands, "drop", *node, "--all"))["blocks"] == 5
     assert (await client.wait_status(lambda s: s.counters[ON_DISK] == 0)).ledger.blocks_leaked == 0
     assert process.terminate() == 0
     process.start()
-    assert (await kv_json("ls", "--node", process.endpoint))["held"] == 0
+    assert (await kv_json(commands, "ls", "--node", process.endpoint))["held"] == 0
 
 
-async def test_invalid_commands_give_one_error_line(tmp_path: Path) -> None:
+async def test_invalid_commands_give_one_error_line(commands: CommandForks, tmp_path: Path) -> None:
     for arguments, words in [
         (["drop", "--node", "127.0.0.1:1"], "name block hashes, or say --all"),
         (["drop", "--node", "127.0.0.1:1", "--all", key(1).hex()], "name block hashes, or say --all"),
@@ -151,21 +149,21 @@ async def test_invalid_commands_give_one_error_line(tmp_path: Path) -> None:
         (["ls", "--run-dir", str(tmp_path)], "no cluster"),
         (["ls", "--node", "127.0.0.1:1", "--prefix", "xyz"], "--prefix: must be hex digits"),
     ]:
-        answer = await kv(*arguments, exit_code=1)
+        answer = await kv(commands, *arguments, exit_code=1)
         assert words in answer, answer
         assert "Traceback" not in answer
-    silent = await kv_json("verify", "--node", "127.0.0.1:1", exit_code=1)
+    silent = await kv_json(commands, "verify", "--node", "127.0.0.1:1", exit_code=1)
     assert silent["error"]
 
 
 @pytest.mark.parametrize("verb", ["ls", "stat"])
 async def test_a_node_that_does_not_answer_is_named_and_fails_the_command(
-    store: tuple[KvstoreProcess, Client], verb: str
+    commands: CommandForks, store: tuple[KvstoreProcess, Client], verb: str
 ) -> None:
     nodes = ("--node", store[0].endpoint, "--node", "127.0.0.1:1")
-    shown = await kv(verb, *nodes, exit_code=1)
+    shown = await kv(commands, verb, *nodes, exit_code=1)
     assert store[0].endpoint in shown  # the other node is listed all the same
-    said = await kv(verb, *nodes[2:], "--json", exit_code=1)
+    said = await kv(commands, verb, *nodes[2:], "--json", exit_code=1)
     assert json.loads(said)[0]["error"]
     with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1:1"):
         await show_tiers(Nodes({"127.0.0.1:1": "127.0.0.1:1"}, PLAIN_DIAL), as_json=True)

@@ -1,0 +1,16 @@
+"""Commands that need a process of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.processes.command_forks import CommandForks
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[CommandForks]:
+    forks = CommandForks()
+    yield forks
+    forks.close()
