@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 from bench.placement.trace import BLOCK_TOKENS, TraceRequest
 
@@ -20,10 +21,7 @@ class LruCache:
 
     def prefix_blocks(self, hashes: Sequence[bytes]) -> int:
         """How many leading blocks are held."""
-        n = 0
-        while n < len(hashes) and hashes[n] in self._blocks:
-            n += 1
-        return n
+        return len(list(takewhile(self._blocks.__contains__, hashes)))
 
     def put(self, hashes: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
         """All of these were used; returns (new, evicted). The end of a prefix goes before its start."""
