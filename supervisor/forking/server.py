@@ -11,6 +11,7 @@ Only one thread runs here, because a fork copies no other thread and keeps the l
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -42,15 +43,46 @@ class ForkedService:
     parent_pid: int
 
 
+class ServiceEnd:
+    """Ends a forked service behind its exit handlers, without destroying its modules.
+
+    The interpreter would visit each object of the modules, and so copy each page that the fork shares with
+    this server: 0.4 s of processor time for a worker with torch.
+    """
+
+    def __init__(self) -> None:
+        """Exit handlers run in reverse: every later one runs before."""
+        self.code: int | None = None  # of a service that ends in order
+        atexit.register(self._exit)
+
+    def run(self, service: ForkedService) -> None:
+        """Run the service. An end by an error, or by words, is left to the interpreter, which prints them."""
+        try:
+            run_service(service)
+            self.code = 0
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                self.code = end.code or 0
+            raise
+
+    def _exit(self) -> None:
+        if self.code is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # an error leaves the end to the interpreter, which has a status for it
+        os._exit(self.code & 0xFF)
+
+
 def main() -> None:
     """Serve requests; in a forked service, run it. The service's exit ends this function by SystemExit."""
+    end = ServiceEnd()  # before all modules that register handlers
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # else a branch would keep this socket open
     preload(sys.argv[1:])
     service = serve(control)
     if service is not None:
-        run_service(service)
+        end.run(service)
 
 
 def preload(modules: Sequence[str]) -> None:

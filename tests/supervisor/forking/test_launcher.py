@@ -141,6 +141,17 @@ async def test_each_end_is_reported_exactly(
     assert ("Traceback (most recent call last):" in lines) == (how == "raise")
 
 
+async def test_a_fork_runs_all_exit_handlers_and_destroys_no_module(
+    forks: ForkLauncher, tmp_path: Path
+) -> None:
+    async with probe(forks, tmp_path, "keep") as started:
+        assert await started.end() == 0
+        assert (await started.lines())[1:] == ["at exit", "end of __main__", f"end of {PROBE}"]
+    async with probe(ExecLauncher(), tmp_path, "keep") as started:  # the premise
+        assert await started.end() == 0
+        assert (await started.lines())[1:] == ["at exit", "end of __main__", "destroyed"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_signal_ends_it_and_is_reported(
     launcher: ProcessLauncher, tmp_path: Path, number: signal.Signals
