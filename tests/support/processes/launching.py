@@ -14,15 +14,18 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import IO, Any
 
-from supervisor.forking.launcher import ForkLauncher, RunningProcess
+from supervisor.forking.launcher import SERVICE_MODULES, ForkLauncher, RunningProcess
 from supervisor.plan import thread_limits
 from supervisor.process import service_environment
+
+# What most workers of tests import beside the services.
+_TEST_MODULES = ("libs.engine.core.fake", "tests.support.clusters.engine_gate")
 
 
 @functools.cache
 def session_launcher() -> ForkLauncher:
     """The launcher of all tests in this process."""
-    launcher = ForkLauncher(service_environment(thread_limits()))
+    launcher = ForkLauncher(service_environment(thread_limits()), (*SERVICE_MODULES, *_TEST_MODULES))
     atexit.register(launcher.close)
     return launcher
 
