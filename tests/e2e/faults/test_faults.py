@@ -47,10 +47,9 @@ def test_a_killed_kvstore_is_a_miss(cluster: LocalCluster) -> None:
 
 
 def test_a_stream_outlives_its_decode_worker(cluster: LocalCluster) -> None:
-    arguments = {**GREEDY, "max_tokens": 600}
-    undisturbed = cluster.client.chat(MESSAGES, tools=TOOLS, **arguments)
+    undisturbed = cluster.client.chat(MESSAGES, tools=TOOLS, **GREEDY)
     with cluster.gate.held(*DECODERS, from_token=40) as gate:
-        stream = cluster.client.stream_chat(MESSAGES, tools=TOOLS, session="dies", **arguments)
+        stream = cluster.client.stream_chat(MESSAGES, tools=TOOLS, session="dies", **GREEDY)
         events = iter(stream)
         while next(events).completion_tokens < 3:
             pass
