@@ -17,8 +17,8 @@ from tests.support.clusters.local_cluster import PATIENCE_S, LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
 
 SILENT_S = 30.0
-# At most 50 tokens a second, so the long generation outlasts the silence on every machine.
-DECODE_PACE_S, LONG_TOKENS = 0.02, 6000
+# At most 12 tokens a second, so the long generation outlasts the silence on every machine.
+DECODE_PACE_S, LONG_TOKENS = 0.08, 1500
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Where is order 11?"}]
 
 
