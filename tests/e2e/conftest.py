@@ -55,7 +55,7 @@ def fakes(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def load() -> list[FaultRequest]:
-    return mixed_requests(50, tokens=64)
+    return mixed_requests(50, tokens=40)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ FAULTS: dict[str, Callable[[FaultProxy], None]] = {
     "delay": lambda proxy: proxy.delay(0.1),
     "trickle": lambda proxy: proxy.trickle(20_000),  # a block takes a fifth of a second
 }
-LOAD = mixed_requests(14, tokens=64)
+LOAD = mixed_requests(14, tokens=40)
 # Each fault once, spread over the links; `make soak` runs every pair.
 PAIRS = tuple(zip(LINKS, ("blackhole", "blackhole", "cut", "trickle", "blackhole", "reset"), strict=True))
 

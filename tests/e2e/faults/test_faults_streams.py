@@ -152,7 +152,7 @@ def test_kills_of_every_tier_in_turn(
     for number in range(first, first + PIECE_ROUNDS):
         rng = random.Random(number)
         for tier in TIERS:
-            victim, after_tokens = tier[number % len(tier)], rng.randrange(1, len(load) * 32)
+            victim, after_tokens = tier[number % len(tier)], rng.randrange(1, len(load) * 20)
             print(kill_round(fakes, load, expected, victim, after_tokens=after_tokens))
 
 
