@@ -7,28 +7,36 @@ import signal
 from typing import Any
 
 from slipstream.jobs.messages import JobOptions, SubmittedJob
+from tests.support.clusters.disturbance import DECODERS
 from tests.support.clusters.local_cluster import LocalCluster, until
 
 BODIES: list[dict[str, Any]] = [
     {
         "messages": [{"role": "user", "content": f"Question {number}"}],
-        "max_tokens": 200,
+        "max_tokens": 60,
+        "ignore_eos": True,
         "temperature": 0,
     }
-    for number in range(50)
+    for number in range(30)
 ]
+# The first jobs may end before the faults. The others are held at this token.
+N_FREE, HELD_FROM = 10, 40
 
 
 def test_jobs_outlive_a_router_and_a_decode_worker(fakes: LocalCluster) -> None:
     calm = fakes.client.jobs.submit(BODIES, options=JobOptions(group_id="calm"))
     expected = _answers(fakes, calm)
-    jobs = fakes.client.jobs.submit(BODIES, options=JobOptions(group_id="disturbed"))
-    for instance, ended in (("decode-0", 5), ("router-1", 10)):
-        until(lambda ended=ended: _succeeded(fakes) >= ended, what="jobs that have ended")  # type: ignore[misc]
-        pid = fakes.pid(instance)
-        assert _succeeded(fakes) < len(BODIES), "the jobs have ended too soon"
-        os.kill(pid, signal.SIGKILL)
-        fakes.until_running(instance, but=pid)
+    group = JobOptions(group_id="disturbed")
+    jobs = fakes.client.jobs.submit(BODIES[:N_FREE], options=group)
+    until(lambda: _succeeded(fakes) >= N_FREE // 2, what="jobs that have ended")
+    with fakes.gate.held(*DECODERS, from_token=HELD_FROM):
+        jobs += fakes.client.jobs.submit(BODIES[N_FREE:], options=group)
+        for instance, at in (("decode-0", ("decode-0",)), ("router-1", DECODERS)):
+            until(lambda at=at: any(map(fakes.sequences, at)), what=f"jobs at {at}")  # type: ignore[misc]
+            pid = fakes.pid(instance)
+            assert _succeeded(fakes) <= N_FREE, "the jobs have ended too soon"
+            os.kill(pid, signal.SIGKILL)
+            fakes.until_running(instance, but=pid)
     assert _answers(fakes, jobs) == expected
     assert len({job.id for job in fakes.client.jobs.list_jobs(group_id="disturbed")}) == len(BODIES)
 
