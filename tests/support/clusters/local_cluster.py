@@ -24,6 +24,7 @@ from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.peer_token import TokenMinter, TwoClocks
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.forking.launcher import ProcessLauncher
 from supervisor.plan import ClusterConfig
 from tests.support.clusters.engine_gate import Gate
 from tests.support.clusters.supervised import supervised
@@ -63,8 +64,15 @@ def _patient_restores(config: ClusterConfig) -> dict[Role, list[str]]:
 class LocalCluster:
     """`with LocalCluster(config) as cluster`: all processes are ready inside, and have ended after it."""
 
-    def __init__(self, config: ClusterConfig, *, wall_s: Callable[[], float] = time.time) -> None:
-        """`wall_s`: the wall clock of the processes, by which they accept tokens."""
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        wall_s: Callable[[], float] = time.time,
+        launcher: ProcessLauncher | None = None,
+    ) -> None:
+        """`wall_s`: the wall clock of the processes, by which they accept tokens. `launcher` starts them in
+        place of the one of all tests."""
         self._wall_s = wall_s
         self.said: list[str] = []
         patient = replace(
@@ -72,7 +80,7 @@ class LocalCluster:
             ready_timeout_s=max(config.ready_timeout_s, PATIENCE_S),
             extra_arguments={**config.extra_arguments, **_patient_restores(config)},
         )
-        self.supervisor = supervised(patient, say=self.said.append)
+        self.supervisor = supervised(patient, say=self.said.append, launcher=launcher)
         self.run_dir = config.run_dir
         self.gate = Gate(config.run_dir)
         self._loop = asyncio.new_event_loop()

@@ -22,10 +22,15 @@ from supervisor.process import service_environment
 _TEST_MODULES = ("libs.engine.core.fake", "tests.support.clusters.engine_gate")
 
 
+def open_launcher() -> ForkLauncher:
+    """A launcher of processes with the present environment."""
+    return ForkLauncher(service_environment(thread_limits()), (*SERVICE_MODULES, *_TEST_MODULES))
+
+
 @functools.cache
 def session_launcher() -> ForkLauncher:
     """The launcher of all tests in this process."""
-    launcher = ForkLauncher(service_environment(thread_limits()), (*SERVICE_MODULES, *_TEST_MODULES))
+    launcher = open_launcher()
     atexit.register(launcher.close)
     return launcher
 
