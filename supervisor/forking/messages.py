@@ -15,7 +15,7 @@ MAX_MESSAGE_BYTES = 128 << 10
 # may matter to the libraries that are imported.
 _READ_AT_RUN = (
     *("SLIPSTREAM_", "MC_", "PYTEST_"),
-    *("OTEL_EXPORTER_", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"),
+    *("OTEL_EXPORTER_", "OTEL_BSP_", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"),
 )
 
 

@@ -226,6 +226,8 @@ def test_a_variable_that_libraries_read_when_they_load_needs_a_new_interpreter()
     old = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "SLIPSTREAM_A": "1"}
     assert environment_change(old, old) == ({}, ())
     assert environment_change(old, {**old, "SLIPSTREAM_B": "2"}) == ({"SLIPSTREAM_B": "2"}, ())
+    delay = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # read when tracing is configured
+    assert environment_change(old, {**old, **delay}) == (delay, ())
     assert environment_change(old, {"PATH": "/bin", "OMP_NUM_THREADS": "1"}) == ({}, ("SLIPSTREAM_A",))
     for new in ({**old, "OMP_NUM_THREADS": "2"}, {**old, "LD_PRELOAD": "x.so"}, {"PATH": "/bin"}):
         assert environment_change(old, new) is None
