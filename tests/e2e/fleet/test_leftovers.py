@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from bench.faults.fault_load import Answer, FaultRequest
+from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.cluster.exit_reports import EXITS_PREFIX
 from libs.common.cluster.placement_record import SESSIONS_PREFIX
 from libs.common.cluster.worker_record import WORKERS_PREFIX
@@ -26,6 +26,11 @@ SLACK = 6
 SOAK_ROUNDS = 10
 VICTIMS = ("decode-0", "prefill-0", "kvstore-0", "drafter-0", "decode-1")
 TASKS = "slipstream_event_loop_tasks"
+
+
+@pytest.fixture(scope="module")
+def load() -> list[FaultRequest]:
+    return mixed_requests(21, tokens=40)
 
 
 def in_use(cluster: LocalCluster, instance: str) -> tuple[int, int]:
