@@ -20,8 +20,13 @@ from tests.support.clusters.disturbance import (
     disturbed_in_flight,
     undisturbed,
 )
+from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import LocalCluster, until
+from tests.support.fixture_dirs import lasting_dir
 
+# A step of seven streams takes 14 ms: streams run all the time that processes restart, and leave them the
+# cores.
+DECODE_PACE_S = 0.002
 TIERS = ("decode-0", "kvstore-0", "drafter-0", "router-0")
 WAIT_S = 180.0
 
@@ -52,6 +57,21 @@ class Aside:
         assert self.done
         if self._error is not None:
             raise self._error
+
+
+@pytest.fixture(scope="module")
+def fakes(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """As in conftest.py, with slower decode engines."""
+    with lasting_dir(request, "drained") as directory:
+        config = fake_engine_config(directory, pace_s=0.0003, decode_pace_s=DECODE_PACE_S, routers=2)
+        with LocalCluster(config) as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def load() -> list[FaultRequest]:
+    """Four of each kind; the hundred streams of `make soak` are one load more."""
+    return mixed_requests(28, tokens=40)
 
 
 def run_dir(cluster: LocalCluster) -> Path:
