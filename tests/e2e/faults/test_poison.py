@@ -22,7 +22,7 @@ from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
 
-LOAD = mixed_requests(16, tokens=120)
+LOAD = mixed_requests(16, tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_lone_stream_outlives_workers_that_others_kill(site: LocalCluster) -> 
     """Its worker dies twice soon after the stream began, and the router does not blame the stream."""
     with Client(site.routers[0], timeout_s=REQUEST_S) as client:
         messages = [{"role": "user", "content": "killed from outside"}]
-        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
         undisturbed_text = client.chat(messages, **options).text
         with ExitStack() as held:
             held.enter_context(site.gate.held(*DECODERS, from_token=10))
