@@ -28,7 +28,7 @@ from tests.support.clusters.disturbance import (
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
-from tests.support.processes.launching import open_launcher
+from tests.support.processes.launching import fork_launcher
 from tests.support.processes.wall_clock import WallClock
 
 LOAD = mixed_requests(16, tokens=64)
@@ -91,7 +91,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
         config = fake_engine_config(run_dir, pace_s=0.001)
         with (
             WallClock(shim) as clock,
-            closing(open_launcher()) as launcher,  # whose fork server has this clock, as no other has
+            closing(fork_launcher()) as launcher,  # whose fork server has this clock, as no other has
             LocalCluster(config, wall_s=clock.now_s, launcher=launcher) as cluster,
         ):
             yield Site(cluster, clock, undisturbed(cluster, LOAD))

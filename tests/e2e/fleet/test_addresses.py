@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,9 +17,12 @@ from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
-from supervisor.plan import DEFAULT_MODEL
+from supervisor.forking.launcher import RunningProcess
+from supervisor.plan import DEFAULT_MODEL, thread_limits
+from supervisor.process import service_environment
 from tests.support.network.late_names import LateNames
 from tests.support.processes.etcd_process import EtcdProcess
+from tests.support.processes.launching import fork_launcher
 
 WAIT_S = 180.0
 SECRET = "a secret of this test, long enough for all of its processes"
@@ -42,10 +44,12 @@ class _Services:
     """One process of each service, which all listen on 0.0.0.0."""
 
     def __init__(self, run_dir: Path, names: LateNames) -> None:
-        self._run_dir, self._names = run_dir, names
+        self._run_dir = run_dir
+        self._variables = {**thread_limits(), **names.environment}
+        self._launcher = fork_launcher(names.environment)  # no other fork server has the library of names
         self._secret = run_dir / "cluster.secret"
         self._secret.write_text(SECRET)
-        self._processes: dict[Role, asyncio.subprocess.Process] = {}
+        self._processes: dict[Role, RunningProcess] = {}
 
     async def start(self, role: Role, *arguments: str) -> None:
         host = _NAME if role is Role.PREFILL else _ADDRESS
@@ -54,11 +58,9 @@ class _Services:
         command += ["--cluster-secret-file", str(self._secret), *ARGUMENTS[role], *arguments]
         if role is not Role.ROUTER:
             command += ["--transport", "socket"]
-        environment = {**os.environ, **self._names.environment, "OMP_NUM_THREADS": "1"}
+        environment = service_environment(self._variables)
         with self._log_path(role).open("wb") as log:
-            self._processes[role] = await asyncio.create_subprocess_exec(
-                *command, stdout=log, stderr=log, env=environment
-            )
+            self._processes[role] = await self._launcher.launch(command, environment, log.fileno())
 
     async def logged(self, role: Role, text: str) -> None:
         """Wait for a line of the process's log."""
@@ -79,6 +81,7 @@ class _Services:
             if process.returncode is None:
                 process.kill()
             await process.wait()
+        self._launcher.close()
 
 
 async def _counters(endpoint: str) -> dict[str, float]:

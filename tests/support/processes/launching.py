@@ -22,15 +22,16 @@ from supervisor.process import service_environment
 _TEST_MODULES = ("libs.engine.core.fake", "tests.support.clusters.engine_gate")
 
 
-def open_launcher() -> ForkLauncher:
-    """A launcher of processes with the present environment."""
-    return ForkLauncher(service_environment(thread_limits()), (*SERVICE_MODULES, *_TEST_MODULES))
+def fork_launcher(variables: Mapping[str, str] | None = None) -> ForkLauncher:
+    """A launcher of processes with the present environment and these variables; close it at the end."""
+    environment = service_environment({**thread_limits(), **(variables or {})})
+    return ForkLauncher(environment, (*SERVICE_MODULES, *_TEST_MODULES))
 
 
 @functools.cache
 def session_launcher() -> ForkLauncher:
     """The launcher of all tests in this process."""
-    launcher = open_launcher()
+    launcher = fork_launcher()
     atexit.register(launcher.close)
     return launcher
 
