@@ -13,6 +13,7 @@ from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.text.tokenizer import Tokenizer
 from supervisor.plan import DEFAULT_MODEL
+from supervisor.worker_sizes import WorkerSizes
 from tests.e2e.fleet.test_parallel import ranks
 from tests.e2e.kv.placed_chat import TEXT, plain_config
 from tests.engine.support import generate, make_spec
@@ -21,6 +22,8 @@ from tests.support.fixture_dirs import lasting_dir
 
 READ = "slipstream_kvstore_hits_dram_total"
 MAX_TOKENS = 20
+# In bf16 the short piece behind a restored prefix may decide a near tie otherwise (ADR 4).
+EXACT = "float32"
 NUMBERS = itertools.count()
 
 
@@ -36,14 +39,16 @@ def two_cuts(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     cuts = {f"prefill-{n}": ("--parallel", cut) for n, cut in enumerate(request.param)}
     with (
         lasting_dir(request, "cuts") as run_dir,
-        LocalCluster(plain_config(run_dir, kvstores=1, instance_arguments=cuts)) as running,
+        LocalCluster(
+            plain_config(run_dir, kvstores=1, sizes=WorkerSizes(compute_dtype=EXACT), instance_arguments=cuts)
+        ) as running,
     ):
         yield running
 
 
 @cache
 def one_process() -> PagedEngine:
-    return build_engine(DEFAULT_MODEL, EngineOptions(threads=1))
+    return build_engine(DEFAULT_MODEL, EngineOptions(threads=1, compute_dtype=EXACT))
 
 
 def expected(prompt: str) -> str:
