@@ -16,7 +16,7 @@ from slipstream.cluster_record import secret_file
 from slipstream.rpc.tls import TlsFiles
 from supervisor.forking.launcher import FORK
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
-from supervisor.worker_sizes import WorkerSizes
+from supervisor.worker_sizes import WorkerSizes, share_of_unstated
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
@@ -172,11 +172,11 @@ def thread_limits(cpu_count: int | None = None) -> dict[str, str]:
 
 
 def memory_limits(config: ClusterConfig, role: Role, memory_bytes: int) -> dict[str, str]:
-    """Three quarters of the host for the workers with KV caches in it, the rest for the other processes."""
+    """The share of a worker with its KV cache in the host, where neither a flag nor the file states one."""
     is_on_host = role in _ENGINES and config.device(role) == CPU
-    if not is_on_host or role in config.file_memory_bytes:
+    if not is_on_host or config.sizes.memory_bytes or role in config.file_memory_bytes:
         return {}
-    share = int(memory_bytes * 0.75) // len(config.host_memory_bytes())
+    share = share_of_unstated(config.host_memory_bytes(), memory_bytes)
     return {"SLIPSTREAM_MEMORY_BYTES": str(share)}
 
 

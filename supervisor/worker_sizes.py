@@ -12,6 +12,8 @@ from libs.engine.kernels.device_name import cuda_index
 from libs.worker.process.settings import EngineSettings
 from slipstream.errors import InvalidArgument
 
+_WORKERS_SHARE = 0.75  # of the host; the other processes have the rest
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSizes:
@@ -78,3 +80,25 @@ def check_memory(workers_bytes: Sequence[int], limit_bytes: int) -> None:
             f"{len(sized)} prefill and decode workers of {sizes} GB do not fit in the "
             f"{limit_bytes / 1e9:.1f} GB of this machine: {missing / 1e9:.1f} GB are missing",
         )
+    share_of_unstated(workers_bytes, limit_bytes)
+
+
+def share_of_unstated(workers_bytes: Sequence[int], limit_bytes: int) -> int:
+    """What each worker of size 0 gets: an equal part of what the other sizes leave of three quarters.
+
+    The last quarter is for the other processes. The result is 0 where every worker has a size.
+    Raises InvalidArgument if nothing is left.
+    """
+    unstated = sum(not n_bytes for n_bytes in workers_bytes)
+    if not unstated:
+        return 0
+    for_workers = int(limit_bytes * _WORKERS_SHARE)
+    share = (for_workers - sum(workers_bytes)) // unstated
+    if share <= 0:
+        raise InvalidArgument(
+            "--memory-bytes",
+            f"{unstated} prefill and decode workers have no memory_bytes, and the others take "
+            f"{sum(workers_bytes) / 1e9:.1f} GB of {for_workers / 1e9:.1f} GB, three quarters of this "
+            "machine: state the bytes of both tiers, or fewer of one",
+        )
+    return share

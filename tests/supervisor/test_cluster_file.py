@@ -214,6 +214,26 @@ def test_memory_that_the_file_gives_to_workers_counts(
 
 
 @pytest.mark.parametrize(
+    ("prefill_bytes", "is_refused"), [(5_900_000_000, False), (6_000_000_000, True), (7_900_000_000, True)]
+)
+def test_memory_of_one_tier_that_leaves_the_other_nothing_is_refused(
+    tmp_path: Path,
+    started: list[ClusterConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    prefill_bytes: int,
+    is_refused: bool,
+) -> None:
+    monkeypatch.setattr("libs.common.runtime.memory_limit.memory_limit_bytes", lambda: 8_000_000_000)
+    (tmp_path / "c.toml").write_text(f"[prefill]\nmemory_bytes = {prefill_bytes}\n")
+    done = CliRunner().invoke(app, ["up", "--config", str(tmp_path / "c.toml"), "--prefill", "1"])
+    assert bool(started) != is_refused
+    if is_refused:
+        assert isinstance(done.exception, InvalidArgument) and done.exception.field == "--memory-bytes"
+        taken = f"2 prefill and decode workers .* {prefill_bytes / 1e9:.1f} GB of 6.0 GB"
+        assert re.search(taken, done.exception.message)
+
+
+@pytest.mark.parametrize(
     ("text", "flags", "shared"),
     [
         ("", ("--device", "cuda"), "4 prefill and decode workers share cuda:0"),

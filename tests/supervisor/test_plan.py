@@ -58,6 +58,22 @@ def test_memory_that_the_file_states_for_one_tier_leaves_the_other_tiers_their_s
     assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [None, *[str(3 << 29)] * 2]
 
 
+@pytest.mark.parametrize(("stated", "left"), [(1 << 30, 1 << 30), (2 << 30, 1 << 29)])
+def test_memory_that_the_file_gives_one_tier_is_missing_in_the_share_of_the_other(
+    stated: int, left: int
+) -> None:
+    config = ClusterConfig(prefill=1, decode=2, file_memory_bytes={Role.PREFILL: stated})
+    plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
+    found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+    assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [None, *[str(left)] * 2]
+
+
+def test_memory_that_a_flag_states_is_no_share() -> None:
+    config = ClusterConfig(prefill=1, decode=2, sizes=WorkerSizes(memory_bytes=1 << 30))
+    plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
+    assert not any("SLIPSTREAM_MEMORY_BYTES" in p.env for p in plans)
+
+
 def test_a_worker_on_a_device_gets_no_share_of_the_host() -> None:
     """Its --memory-bytes is of the device; the workers on the host share more."""
     config = ClusterConfig(prefill=1, decode=2, file_device={Role.DECODE: "cuda"})
