@@ -244,17 +244,31 @@ def _set_text(part: router_pb2.ContentPart, text: Any, path: str) -> None:
 
 
 def _add_tool_call(message: router_pb2.Message, call: Any, path: str) -> None:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if function is None and isinstance(call, Mapping):
-        function = call  # over HTTP, too, a call may have its name at the top
-    if not isinstance(function, Mapping):
-        raise bounds.TYPE.refused(f"{path}.function", expected="an object")
+    called, inside, name_of_arguments = _called(call, path)
     added = message.tool_calls.add()
     _set(added, "id", call.get("id") or "", path)
-    arguments = function.get("arguments") or ""
+    _set(added, "name", called.get("name") or "", inside)
+    arguments = called.get(name_of_arguments) or ""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    for name, value in (("name", function.get("name") or ""), ("arguments", text)):
-        _set(added, name, value, f"{path}.function")
+    _set(added, "arguments", text, inside)
+
+
+def _called(call: Any, path: str) -> tuple[Mapping[str, Any], str, str]:
+    """The object with the name of a call, its path, and the key of its arguments; forms as over HTTP."""
+    if not isinstance(call, Mapping):
+        raise bounds.TYPE.refused(f"{path}.function", expected="an object")
+    custom, function = call.get("custom"), call.get("function")
+    if custom is not None:
+        if not isinstance(custom, Mapping):
+            raise bounds.TYPE.refused(f"{path}.custom", expected="an object")
+        return custom, f"{path}.custom", "input"
+    if call.get("type") not in (None, "", "function"):
+        raise InvalidArgument(f"{path}.type", "must be function")
+    if function is None:
+        return call, f"{path}.function", "arguments"  # a call may have its name at the top
+    if not isinstance(function, Mapping):
+        raise bounds.TYPE.refused(f"{path}.function", expected="an object")
+    return function, f"{path}.function", "arguments"
 
 
 def _tool(tool: Tool, path: str) -> router_pb2.Tool:

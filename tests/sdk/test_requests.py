@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.router.api.openai.request import parse_chat
+from services.router.request.types import ChatInput
 from slipstream.errors import InvalidArgument
 from slipstream.requests import chat_request, prompt_request
 from slipstream.v1 import router_pb2
@@ -45,6 +46,21 @@ def _calls(*calls: Any) -> list[Any]:
             _calls({"id": "c", "function": {"name": 7}}),
             "messages[0].tool_calls[0].function.name",
             "must be a string",
+        ),
+        (
+            _calls({"id": "c", "type": "custom", "custom": {"name": 7}}),
+            "messages[0].tool_calls[0].custom.name",
+            "must be a string",
+        ),
+        (
+            _calls({"id": "c", "type": "custom", "custom": "run"}),
+            "messages[0].tool_calls[0].custom",
+            "must be an object",
+        ),
+        (
+            _calls({"id": "c", "type": "custom", "function": {"name": "run"}}),
+            "messages[0].tool_calls[0].type",
+            "must be function",
         ),
     ],
 )
@@ -136,6 +152,24 @@ def test_echoed_fields_are_left_out_and_arguments_may_be_an_object() -> None:
     message = {"role": "assistant", "content": "a", "tool_calls": [call], "thinking_blocks": None}
     (sent,) = chat_request([message], {}).chat.messages
     assert sent.tool_calls[0].arguments == '{"q": "ü"}'
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"id": "c", "type": "custom", "custom": {"name": "run", "input": "ls"}},
+        {"id": "c", "type": "function", "function": {"name": "run", "arguments": "ls"}},
+        {"id": "c", "name": "run", "arguments": "ls"},
+    ],
+)
+def test_a_call_of_each_form_keeps_its_name_and_its_arguments_as_over_http(call: dict[str, Any]) -> None:
+    (sent,) = chat_request(_calls(call), {}).chat.messages[0].tool_calls
+    (request, *_), _options = parse_chat(json.dumps({"messages": [USER, *_calls(call)]}).encode())
+    assert isinstance(request.input, ChatInput)
+    (over_http,) = request.input.messages[1]["tool_calls"]
+    function = over_http["function"]
+    assert (sent.id, sent.name, sent.arguments) == ("c", "run", "ls")
+    assert (over_http["id"], function["name"], function["arguments"]) == ("c", "run", "ls")
 
 
 def test_stop_tokens_and_limits_are_sent() -> None:
