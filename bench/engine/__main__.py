@@ -173,6 +173,7 @@ def build_subjects(model_dir: Path, shape: Shape, arguments: argparse.Namespace)
                 threads=threads,
                 max_batch=max_batch,
                 max_tokens=longest,
+                dtype=dtype_name(model_dir, dtype),
                 clock=arguments.clock,
             )
         )
@@ -189,6 +190,10 @@ def build_subjects(model_dir: Path, shape: Shape, arguments: argparse.Namespace)
 def torch_dtype(model_dir: Path, dtype: Dtype) -> torch.dtype:
     chosen: torch.dtype = getattr(torch, load_config(model_dir).dtype if dtype == "auto" else dtype)
     return chosen
+
+
+def dtype_name(model_dir: Path, dtype: Dtype) -> str:
+    return str(torch_dtype(model_dir, dtype)).removeprefix("torch.")
 
 
 def report(rates: dict[str, dict[str, float]]) -> str:
@@ -246,8 +251,8 @@ def _check_peer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         parser.error(f"--peer {peer} needs --peer-python, the Python of a venv with {PEERS[peer]}")
     if python is not None and peer not in PEERS:
         parser.error(f"--peer-python goes with --peer {', '.join(PEERS)}")
-    if peer in ("vllm", "llama.cpp") and arguments.int4:
-        parser.error(f"--peer {peer} is measured on a bf16 checkpoint, without --int4")
+    if python is not None and arguments.int4:
+        parser.error(f"--peer {peer} with --peer-python is measured on a bf16 checkpoint, without --int4")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     result: dict[str, Any] = {
         "model": str(model_dir),
-        "dtype": str(torch_dtype(model_dir, arguments.dtype)).removeprefix("torch."),
+        "dtype": dtype_name(model_dir, arguments.dtype),
         "threads": arguments.threads,
         "clock": arguments.clock,
         "tokens_per_s": rates,

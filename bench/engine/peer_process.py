@@ -37,6 +37,7 @@ class PeerProcess:
         threads: int,
         max_batch: int,
         max_tokens: int,
+        dtype: str,
         clock: str,
     ) -> None:
         self.name, self.torch_threads = peer, threads
@@ -44,6 +45,7 @@ class PeerProcess:
         command = [str(python), "-m", "bench.engine.peers.child", "--peer", peer]
         command += ["--model", str(model_dir.resolve()), "--threads", str(threads), "--clock", clock]
         command += ["--max-batch", str(max_batch), "--max-tokens", str(max_tokens)]
+        command += ["--dtype", dtype]
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(

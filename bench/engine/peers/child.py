@@ -34,6 +34,7 @@ class PeerOptions:
     threads: int
     max_batch: int
     max_tokens: int  # of a sequence
+    dtype: str  # torch's name of that of weights and products
 
 
 class EnginePeer(Protocol):
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-batch", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
+    parser.add_argument("--dtype", required=True)
     parser.add_argument("--clock", choices=["wall", "cpu"], required=True)
     options = parser.parse_args(argv)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         module = importlib.import_module(f"bench.engine.peers.{_MODULES[options.peer]}")
         peer: EnginePeer = module.load(
-            PeerOptions(options.model, options.threads, options.max_batch, options.max_tokens)
+            PeerOptions(options.model, options.threads, options.max_batch, options.max_tokens, options.dtype)
         )
         serve(peer, sys.stdin, answers, clock)
     except ModuleNotFoundError as error:

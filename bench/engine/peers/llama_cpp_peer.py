@@ -20,6 +20,8 @@ class LlamaCppPeer:
     """One context with a KV cache for the whole batch; the greedy choice is numpy's argmax."""
 
     def __init__(self, options: PeerOptions) -> None:
+        if options.dtype != "bfloat16":
+            raise ValueError(f"llama.cpp is measured in bfloat16, not in {options.dtype}")
         import llama_cpp
 
         self.version = f"llama-cpp-python {llama_cpp.__version__}"

@@ -42,9 +42,14 @@ class TransformersPeer:
         self._model: Any = transformers.DeepseekV3ForCausalLM.from_pretrained(
             options.model_dir,
             config=transformers.DeepseekV3Config(**stated),
-            dtype="auto",
+            dtype=getattr(torch, options.dtype),
             attn_implementation="sdpa",
         )
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the dtype of the weights."""
+        return str(self._model.lm_head.weight.dtype).removeprefix("torch.")
 
     def prefill_s(self, prompt: list[int], clock: Callable[[], float]) -> float:
         with self._torch.inference_mode():

@@ -25,6 +25,7 @@ class VllmPeer:
         self._numbers = itertools.count()
         self._engine: Any = vllm.LLM(
             model=str(options.model_dir),
+            dtype=options.dtype,
             skip_tokenizer_init=True,
             enforce_eager=True,
             enable_prefix_caching=False,
