@@ -15,8 +15,8 @@ from libs.common.runtime.config_file import file_values, read_sections
 from libs.common.runtime.loading import CONFIG_VARIABLE
 from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, rows
 from libs.engine.parallel.sizes import parse_sizes
-from libs.planner.cards import parse_cards
-from libs.planner.fit import PROCESS_OVERHEAD_BYTES, HostMemory
+from libs.planner.cards import GIB, parse_cards
+from libs.planner.fit import PROCESS_OVERHEAD_BYTES, HostMemory, kv_shares
 from libs.planner.kv_cache import kv_cache_bytes
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
@@ -25,7 +25,7 @@ from services.decode.settings import DecodeSettings
 from services.router.settings import RouterSettings
 from supervisor.cluster_file import SETTINGS
 from supervisor.plan import DEFAULT_MODEL
-from tests.k8s.renders import RENDERS, TIERS, PodTemplate, config_maps, render, services_of
+from tests.k8s.renders import K8S, RENDERS, TIERS, PodTemplate, config_maps, render, services_of
 from tests.planner.shapes import kimi
 
 # What the image sets already, or the pod states for its arguments.
@@ -153,6 +153,19 @@ def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -
         for kind in ("requests", "limits"):  # of the host
             assert memory_bytes(resources[kind]["memory"]) >= plan.chosen.fit.host_bytes
         assert memory_bytes(resources["limits"]["memory"]) < int(stated["memory-bytes"]) * cut.n_cards
+
+
+def test_the_readme_states_memory_and_kv_of_the_plan() -> None:
+    fits = {cards: make_plan(kimi(), *parse_cards(cards)).chosen.fit for cards in ("8xh100", "8xh200")}
+    seen = {cards: 8 * parse_cards(cards)[1].visible_bytes / GIB for cards in fits}
+    kv = {cards: fit.kv_bytes / GIB for cards, fit in fits.items()}
+    assert {kv_shares(kimi(), fit.cut) for fit in fits.values()} == {4}, "of 8: two cards have a token's KV"
+    wanted = (
+        f"Kimi-K2.5 has {kimi().weights_bytes / GIB:.0f} GiB of weights. At the cut of these overlays, which "
+        f"stores each token's KV twice, 8 H100 ({seen['8xh100']:.0f} GiB) hold {kv['8xh100']:.1f} GiB of "
+        f"distinct KV, and 8 H200 ({seen['8xh200']:,.0f} GiB) {kv['8xh200']:.0f} GiB."
+    )
+    assert wanted in (K8S / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", RENDERS)
