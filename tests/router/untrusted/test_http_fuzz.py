@@ -58,6 +58,7 @@ async def check(port: str, router: RouterServer, cluster: FakeCluster, *, inputs
     endpoint = router.http_endpoint if is_public else router.admin_http_endpoint
     serves = public_port(router.pipeline.card.name) if is_public else admin_port()
     fuzzer = HttpFuzzer(int(endpoint.rpartition(":")[2]), serves, random.Random(15))
+    await fuzzer.reach_routes()
     await fuzzer.run(inputs // 4)
     await nothing_held()
     before = resident_bytes()
