@@ -19,7 +19,8 @@ _OTHER_NAME = "Hostname Verification Check failed"
 _NAME_HINT = "its certificate has another name: --tls-server-name, or server_name of TlsFiles, states it"
 _CLOSED_HINT = (
     "the port may speak TLS: give --tls-ca, --tls-certificate and --tls-key, or TlsFiles in the SDK; or it "
-    "refuses the certificate that is given"
+    "refuses the certificate that is given: with --tls-client-ca a router takes certificates of one CA at "
+    "its port for clients (--endpoint), and of another at its admin port (--router)"
 )
 # How a connection ends whose handshake fails at the other end.
 _CLOSED = ("Socket closed", "Connection reset by peer")

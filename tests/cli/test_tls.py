@@ -168,6 +168,14 @@ async def test_usage_without_a_certificate_names_the_cause(
     assert errors.count("the port may speak TLS: give --tls-ca") == 1
 
 
+@pytest.mark.parametrize("port", ["--endpoint", "--router"])
+async def test_a_refused_certificate_names_the_ports_of_two_authorities(port: str) -> None:
+    with serving(partial_servicer(Router), FILES.server_credentials()) as endpoint:
+        _, errors = await slipstream("usage", port, endpoint, *flags(OPERATOR), exit_code=1)
+    assert "or it refuses the certificate that is given: with --tls-client-ca" in errors
+    assert "port for clients (--endpoint), and of another at its admin port (--router)" in errors
+
+
 @pytest.mark.parametrize("verb", [("kv", "stat", "--node", "127.0.0.1:1"), ("status",), ("chat",)])
 async def test_invalid_tls_files_are_named(
     commands: CommandForks, verb: tuple[str, ...], tmp_path: Path
