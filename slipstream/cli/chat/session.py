@@ -55,8 +55,9 @@ def run_chat(options: ChatOptions, *, ask: Ask | None = None) -> bool:
 
     Returns whether the last turn did not fail.
     """
-    endpoint, _ = options.access.router()
-    with options.access.open() as client:
+    # Asked once: a second answer of the admin port may name other routers than the greeting.
+    endpoint, tls = options.access.router()
+    with Client(endpoint, api_key=options.access.api_key, tls=tls) as client:
         return _Conversation(client, options, ask or line_reader()).run(endpoint)
 
 

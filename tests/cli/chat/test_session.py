@@ -15,9 +15,10 @@ from slipstream.cli.chat.session import ChatOptions, read_tools, run_chat
 from slipstream.cli.client_access import ClientAccess
 from slipstream.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from slipstream.rpc.rpc_errors import to_status
-from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
+from slipstream.v1 import common_pb2, fleet_pb2, router_pb2, router_pb2_grpc
 from supervisor.plan import ROOT
 from tests.cli.chat.terminal import chat_in_a_terminal
+from tests.cli.fleet.fleet_port import FleetPort, process
 from tests.support.stubs.blocking_router import serving
 from tests.support.stubs.partial_servicer import partial_servicer
 
@@ -215,6 +216,33 @@ def test_tools_are_answered_by_the_user(
     assert len(messages) == 4
     assert messages[2].tool_calls[0].name == "f"
     assert messages[3].tool_call_id == "functions.f:0"
+
+
+class MovingFleet(FleetPort):
+    """Names the router at `found` to its first caller, and another one to later callers."""
+
+    def __init__(self, found: str) -> None:
+        router = process("router")
+        router.client_endpoint = found
+        super().__init__(router)
+
+    async def GetFleet(self, request: Any, context: Any) -> fleet_pb2.GetFleetResponse:
+        answer = await super().GetFleet(request, context)
+        self.processes["router-0"].client_endpoint = "127.0.0.1:1"
+        return answer
+
+
+def test_the_greeting_names_the_router_that_answers(
+    router: tuple[Router, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, endpoint = router
+    lines = iter(("hello", "/quit"))
+    with MovingFleet(endpoint).serving() as port:
+        options = ChatOptions(ClientAccess(tmp_path, routers=(port.endpoint,)), None, [], {})
+        assert run_chat(options, ask=lambda _: next(lines))
+        assert ClientAccess(tmp_path, routers=(port.endpoint,)).router() == ("127.0.0.1:1", None)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"m at {endpoint}.") and "You said hello." in shown
 
 
 def test_a_missing_cluster_and_invalid_tools_raise_errors(tmp_path: Path) -> None:
