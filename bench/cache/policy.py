@@ -43,11 +43,14 @@ class Production:
         missing = [key for key in keys if self.table.get(key) is None]
         hits = next((at for at, key in enumerate(keys) if self.table.get(key) is None), len(keys))
         self.table.touch(keys)
+        published = []
         for key in self.table.offer(missing, PAGE_BYTES):
             slot = self.table.allocate(PAGE_BYTES)
             if slot is None:
                 break
             self.table.publish(key, slot, PAGE_BYTES, None)
+            published.append(key)
+        self.table.policy(PAGE_BYTES).chained(published)
         return hits
 
 

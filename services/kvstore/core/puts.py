@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport, ReadOp
+from libs.common.transport.registered_memory import page_rounded
 from services.kvstore.core.leases import LeaseRecord, LeaseTable
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.slots import Slot
@@ -125,7 +126,7 @@ class Puts:
     async def commit(
         self, reservation_id: str, session_id: str, sources: Sequence[PutSource], *, timeout_s: float
     ) -> tuple[list[bytes], list[bytes]]:
-        """Pull and publish the blocks; returns (committed, refused) hashes.
+        """Pull and publish the blocks of a chain, in its order; returns (committed, refused) hashes.
 
         Raises NotFound if the reservation has ended and not all blocks are held, and Fenced if it belongs to
         an older term.
@@ -147,6 +148,7 @@ class Puts:
             lease.users -= 1
             if not lease.resource.slots or lease.resource.term != self._term():
                 self.cancel(reservation_id)
+        self._table.policy(page_rounded(lease.resource.block_bytes)).chained(committed)
         committed += [s.key for s in sources if s.key not in committed and self._store.contains(s.key)]
         return committed, [source.key for source in sources if source.key not in committed]
 

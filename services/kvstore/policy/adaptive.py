@@ -9,6 +9,7 @@ the tier follows one cache of its own, of the leader's policy.
     want      a request wanted a chain            -> the simulated caches serve it and are weighed
     offer     blocks are there to be stored       -> those that are worth what must go for them
     publish   a block is in the tier              discard   it is not any more
+    chained   blocks were published as one chain  -> they leave from its end on
     victim    room is needed                      -> the next block to go
 """
 
@@ -98,6 +99,12 @@ class AdaptivePolicy:
         """The block is in the tier now."""
         self._blocks.place(self.history.get(key) or self._begin([key])[0])
         self._forget_old()
+
+    def chained(self, keys: Sequence[bytes]) -> None:
+        """The published blocks are a chain, in its order: the last one leaves first."""
+        for record in map(self.history.get, reversed(keys)):
+            if record is not None and record.queue is not None:
+                self._blocks.place(record)
 
     def discard(self, key: bytes) -> None:
         """The block is not in the tier any more. The caches go on as if it were."""

@@ -76,6 +76,22 @@ async def test_blocks_that_do_not_arrive_or_do_not_match_are_refused(rig: Rig) -
     assert again == (keys(1), [])
 
 
+@pytest.mark.parametrize("group_blocks", [2, 100])
+async def test_a_chain_that_was_put_leaves_from_its_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, group_blocks: int
+) -> None:
+    """Of two chains the older one, also where its commit pulls several groups."""
+    monkeypatch.setattr("services.kvstore.core.puts.GROUP_BYTES", group_blocks * BLOCK_BYTES)
+    older, newer = [*range(1, 9)], [*range(11, 19)]
+    for chain in (older, newer):
+        rig.store.lookup_local(keys(*chain))  # a request wants it first
+        assert await rig.put(chain) == chain
+    assert rig.dram.table.n_free == 0
+    policy = rig.dram.table.policy(2 * PAGE_BYTES)
+    left = [policy.victim() for _ in range(8)]
+    assert left == keys(*reversed(older))
+
+
 async def test_a_slot_is_freed_only_when_late_bytes_cannot_land(rig: Rig) -> None:
     lease = rig.puts.reserve(keys(1), BLOCK_BYTES, owner="w")
     assert lease is not None
