@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from libs.common.runtime.memory_limit import memory_limit_bytes
@@ -27,12 +28,12 @@ def default_kv_bytes(
     max_context_tokens: int | None = None,
     sizes: ParallelSizes | None = None,
 ) -> int:
-    """Raises InvalidArgument for an unusable config.json."""
+    """Raises InvalidArgument for an unusable config.json. Workers load no vision tower."""
     config = load_config(model_dir)
     weights = config.dtype if weight_dtype == "auto" else weight_dtype
     kv = ("bfloat16" if weights == "bfloat16" else "float32") if kv_dtype == "auto" else kv_dtype
     return kv_cache_bytes(
-        read_shape(model_dir),
+        replace(read_shape(model_dir), vision_bytes=0),
         memory,
         max_batch=max_batch,
         max_context_tokens=max_context_tokens,

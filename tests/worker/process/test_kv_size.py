@@ -19,6 +19,7 @@ from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut
 from libs.planner.fit import IN_BF16, CardMemory, HostMemory, Staging, fit_memory
 from libs.planner.kv_cache import cut_of
+from libs.planner.model_shape import ModelShape
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
 from libs.worker.process import kv_size
@@ -96,6 +97,25 @@ def test_memory_is_the_hosts_or_that_of_each_device(monkeypatch: pytest.MonkeyPa
     assert stated == CardMemory(50, 3)
 
 
+def loaded_shape(model_dir: Path) -> ModelShape:
+    """What a worker loads: the plan of a whole model counts its vision tower, too."""
+    return replace(read_shape(model_dir), vision_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "memory", [HostMemory(700 << 30), CardMemory(81_559 << 20)], ids=["host", "8 devices"]
+)
+def test_a_vision_tower_takes_no_room_of_the_cache(tmp_path: Path, memory: CardMemory | HostMemory) -> None:
+    kimi, parallel = MODELS["K2.5"], "tp=1" if isinstance(memory, HostMemory) else "tp=8"
+    assert read_shape(KIMI_CONFIG).vision_bytes > 1e8
+    sizes = []
+    for name, config in (("whole", kimi), ("text", {**kimi, "vision_config": None})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        sizes.append(size(tmp_path / name, memory, max_batch=1 << 16, parallel=parallel))
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize(
     ("model", "cards", "overhead_gib"),
     [
@@ -112,7 +132,7 @@ def test_a_worker_on_devices_takes_the_tokens_of_the_plan(
 ) -> None:
     """With the flags that the plan prints, for each cut that it prints."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
-    shape, (n_cards, card) = read_shape(tmp_path), parse_cards(cards)
+    shape, (n_cards, card) = loaded_shape(tmp_path), parse_cards(cards)
     plan = make_plan(shape, n_cards, card, overhead_bytes=int(overhead_gib * 2**30))
     fitting = [each for each in plan.candidates if each.fit.kv_tokens > 4096]
     assert plan.chosen in fitting
@@ -149,7 +169,7 @@ def test_a_worker_on_devices_takes_the_tokens_of_the_plan(
 def test_a_worker_on_the_cpu_takes_the_tokens_of_the_plan(tmp_path: Path, model: str, parallel: str) -> None:
     """One copy of the KV for all ranks, half of it again for copies, and what a cut copies of the weights."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
-    shape, memory, cut = read_shape(tmp_path), HostMemory(1600 << 30), cut_of(parse_sizes(parallel))
+    shape, memory, cut = loaded_shape(tmp_path), HostMemory(1600 << 30), cut_of(parse_sizes(parallel))
     fit = fit_memory(shape, cut, memory)
     assert size(tmp_path, memory, max_batch=1 << 16, parallel=parallel) == min(
         fit.kv_bytes, (1 << 16) * shape.max_context_tokens * shape.kv_token_bytes
