@@ -38,7 +38,11 @@ BODY_STRUCTURE = _request.add(
     )
 )
 BODY_DEPTH = _request.add(
-    Rule("body", f"may nest at most {MAX_JSON_DEPTH} lists and objects", "What reads it goes as deep.")
+    Rule(
+        "body",
+        f"may nest at most {MAX_JSON_DEPTH} lists and objects",
+        "Parsers and checks recurse as deep as the body nests.",
+    )
 )
 NUMBERS = _request.add(
     Rule(
@@ -99,7 +103,11 @@ TIMEOUT = _request.add(
     )
 )
 PINNING = _request.add(
-    Rule("x-slipstream-prefill", "is not allowed: this router runs without --allow-pinning", "Routers place.")
+    Rule(
+        "x-slipstream-prefill",
+        "is not allowed: this router runs without --allow-pinning",
+        "Without the flag the router alone chooses the worker.",
+    )
 )
 PINNED_WORKER = _request.add(
     Rule("x-slipstream-prefill", "{instance} is no ready prefill worker", "Pinning is for demos and tests.")
@@ -304,7 +312,12 @@ TOOL_CHOICE_FUNCTION = _tools.add(
     Rule("tool_choice.function.name", "{name} is not declared in tools", "It cannot be called.")
 )
 TOOL_STRICT = _tools.add(
-    Rule("tools[i].function.strict", "must be true or false", "true holds the arguments to them.", "HTTP")
+    Rule(
+        "tools[i].function.strict",
+        "must be true or false",
+        "With true the arguments of a call are valid under parameters.",
+        "HTTP",
+    )
 )
 TOOL_CHOICE_TOOLS = _tools.add(
     Rule("tool_choice", "needs tools", "required and a function choose among tools.")
