@@ -106,7 +106,8 @@ def test_a_rolling_restart_replaces_every_process(operated: Operated) -> None:
     for name, pid in before.items():
         assert f"restarted {name} " in restarted.output
         assert operated.cluster.pid(name) != pid
-    assert operated.states() == dict.fromkeys(before, "ready")
+    wanted = dict.fromkeys(before, "ready")
+    until(lambda: operated.states() == wanted, what=lambda: str(operated.states()))
 
 
 def test_jobs_and_usage_by_the_same_address_and_key(operated: Operated, tmp_path: Path) -> None:
