@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and items, which live until the end, from every later garbage collection."""
+    """Exempt modules and items, which live until the end, from every later garbage collection.
+
+    Kernels of a test that names no number of threads take one: several would wait for cores of other tests.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
