@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from libs.structured.schema.endless_schemas import find_endless
-from libs.structured.schema.schema_walk import resolve, walk
+from libs.structured.schema.json_schema import find_unsupported
+from libs.structured.schema.schema_walk import path_text, resolve, walk
 
 
 class _CountedDefinitions(dict[str, Any]):
@@ -22,7 +24,7 @@ class _CountedDefinitions(dict[str, Any]):
 
 def test_references_by_name_list_the_definitions_once() -> None:
     definitions = _CountedDefinitions({str(i): {"$ref": "x"} for i in range(100)})
-    paths = [path for path, _ in walk({"$defs": definitions, "$ref": "x"})]
+    paths = [path_text(path) for path, _ in walk({"$defs": definitions, "$ref": "x"})]
     assert paths == ["", *(f"$defs.{i}" for i in range(100))]
     assert definitions.n_listed == 1
 
@@ -45,3 +47,22 @@ def test_each_definition_is_settled_once(leaf: Any, monkeypatch: pytest.MonkeyPa
     assert len(endless) == (0 if leaf == {"type": "null"} else len(parts))
     n_references = sum("$ref" in part for _, part in parts)
     assert len(resolved) == n_references >= 2 * n - 1
+
+
+def test_parts_below_a_long_name_copy_it_into_no_path() -> None:
+    name, n = "a" * 20_000, 500
+    below = {"type": "object", "properties": {str(i): {} for i in range(n)}}
+    schema = {"type": "object", "properties": {name: below}}
+    tracemalloc.start()
+    try:
+        parts = list(walk(schema))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(parts) == n + 2
+    assert peak_bytes < n * len(name) / 10
+
+
+def test_a_path_shows_the_begin_of_a_long_name() -> None:
+    schema = {"type": "object", "properties": {"a" * 20_000: {"anyOf": [{}, {"not": {}}]}}}
+    assert find_unsupported(schema) == (f"properties.{'a' * 61}....anyOf[1].not", "is not supported")

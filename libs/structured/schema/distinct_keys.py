@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from libs.structured.schema.schema_walk import Json, Parts
+from libs.structured.schema.schema_walk import Json, Parts, path_text
 
 # The field by which a whole grammar states the number. llguidance takes it for an annotation. It comes first,
 # so that no text of a client can be in its place.
@@ -40,7 +40,7 @@ def find_few_keys(parts: Parts) -> str | None:
         if _has_patterns_alone(part) and all(map(_is_list, patterns)):
             n_keys = sum(1 + pattern.count("|") for pattern in patterns) + len(part.get("properties") or ())
             if n_keys < n_distinct:
-                return f"{path}.patternProperties" if path else "patternProperties"
+                return path_text(path, "patternProperties")
     return None
 
 
@@ -53,7 +53,7 @@ def find_most_keys(parts: Parts) -> str | None:
     if not count_distinct_keys(parts) or not any(_has_patterns_alone(part) for _, part in parts):
         return None
     paths = (path for path, part in parts if "maxProperties" in part)
-    return next((f"{path}.maxProperties" if path else "maxProperties" for path in paths), None)
+    return next((path_text(path, "maxProperties") for path in paths), None)
 
 
 def _has_patterns_alone(part: Json) -> bool:

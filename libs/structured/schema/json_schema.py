@@ -12,7 +12,7 @@ from libs.structured.schema.distinct_keys import count_distinct_keys
 from libs.structured.schema.endless_schemas import without_endless
 from libs.structured.schema.exact_schema import exact_schema
 from libs.structured.schema.open_keys import forbids_unicode_escapes, needs_codes
-from libs.structured.schema.schema_walk import Json, walk
+from libs.structured.schema.schema_walk import Json, path_text, walk
 
 # White space between two parts of JSON: enough for indented text, and never an endless run.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -73,13 +73,12 @@ def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:
     """The path of the first keyword, format or reference that no grammar can hold, and why; None without."""
     for path, part in walk(schema):
         for name, value in part.items():
-            where = f"{path}.{name}" if path else name
             if name in UNSUPPORTED:
-                return where, "is not supported"
+                return path_text(path, name), "is not supported"
             if name == "format" and value not in FORMATS and _may_be_text(part):
-                return where, f"must be one of {', '.join(sorted(FORMATS))}"
+                return path_text(path, name), f"must be one of {', '.join(sorted(FORMATS))}"
             if name == "$ref" and isinstance(value, str) and "://" in value:
-                return where, "must refer to a place in the same schema"
+                return path_text(path, name), "must refer to a place in the same schema"
     return None
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libs.structured.schema.schema_walk import Json, Parts
+from libs.structured.schema.schema_walk import Json, Parts, path_text
 
 # Control characters that JSON spells by \u alone.
 _SPELLED_BY_CODE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -34,7 +34,7 @@ def find_control_character(parts: Parts) -> str | None:
             if any(
                 isinstance(text, str) and _SPELLED_BY_CODE.search(text) for text in values(part.get(name))
             ):
-                return f"{path}.{name}" if path else name
+                return path_text(path, name)
     return None
 
 

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+from slipstream.bound import shown_name
+
 Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The place of a part: its steps from the part above. `path_text` writes it out where a part is refused.
+
+    The walk writes no path: a name may be as long as the schema, and each path below would copy it.
+    """
+
+    above: Path | None = None
+    steps: tuple[str | int, ...] = ()
+
+
 # Parts of a schema with their paths, as `walk` finds them.
-Parts = Sequence[tuple[str, Json]]
+Parts = Sequence[tuple[Path, Json]]
 
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -32,9 +48,22 @@ def is_shallow(schema: object, most: int) -> bool:
     return False
 
 
-def walk(schema: Json | bool) -> Iterator[tuple[str, Json]]:
+def path_text(path: Path, keyword: str = "") -> str:
+    """The path of a part, or of a keyword of it, as an error names it: long names are cut."""
+    steps: list[str | int] = [keyword] if keyword else []
+    above: Path | None = path
+    while above is not None:
+        steps += reversed(above.steps)
+        above = above.above
+    text = "".join(
+        f"[{step}]" if isinstance(step, int) else f".{shown_name(step)}" for step in reversed(steps)
+    )
+    return text.removeprefix(".")
+
+
+def walk(schema: Json | bool) -> Iterator[tuple[Path, Json]]:
     """All schemas that are reachable from this one, with their paths. Definitions count once referenced."""
-    stack: list[tuple[str, object]] = [("", schema)]
+    stack: list[tuple[Path, object]] = [(Path(), schema)]
     seen: set[int] = set()
     root = schema
     is_expanded = False
@@ -52,20 +81,19 @@ def walk(schema: Json | bool) -> Iterator[tuple[str, Json]]:
         stack += reversed(below)
 
 
-def _below(path: str, part: Json, root: object) -> Iterator[tuple[str, object]]:
-    start = f"{path}." if path else ""
+def _below(path: Path, part: Json, root: object) -> Iterator[tuple[Path, object]]:
     for name in _MAPS:
         if isinstance(part.get(name), Mapping):
-            yield from ((f"{start}{name}.{key}", value) for key, value in part[name].items())
+            yield from ((Path(path, (name, key)), value) for key, value in part[name].items())
     for name in (*_LISTS, *_SINGLE):
         value = part.get(name)
         if isinstance(value, list):
-            yield from ((f"{start}{name}[{index}]", item) for index, item in enumerate(value))
+            yield from ((Path(path, (name, index)), item) for index, item in enumerate(value))
         elif name in _SINGLE:
-            yield f"{start}{name}", value
+            yield Path(path, (name,)), value
     reference = part.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        yield reference[2:].replace("/", "."), resolve(root, reference)
+        yield Path(None, tuple(reference[2:].split("/"))), resolve(root, reference)
 
 
 def _refers_by_name(part: Json) -> bool:
@@ -74,10 +102,10 @@ def _refers_by_name(part: Json) -> bool:
     return isinstance(reference, str) and reference != "#" and not reference.startswith("#/")
 
 
-def _definitions(root: object) -> Iterator[tuple[str, object]]:
+def _definitions(root: object) -> Iterator[tuple[Path, object]]:
     for name in _DEFINITIONS:
         if isinstance(root, Mapping) and isinstance(root.get(name), Mapping):
-            yield from ((f"{name}.{key}", value) for key, value in root[name].items())
+            yield from ((Path(None, (name, key)), value) for key, value in root[name].items())
 
 
 def resolve(root: object, reference: str) -> object:

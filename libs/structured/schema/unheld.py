@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from libs.structured.schema.distinct_keys import count_distinct_keys, find_few_keys, find_most_keys
 from libs.structured.schema.endless_schemas import find_endless
 from libs.structured.schema.open_keys import can_spell_keys, find_control_character, values
-from libs.structured.schema.schema_walk import Json, walk
+from libs.structured.schema.schema_walk import Json, path_text, walk
 
 # Integers up to here are exact as doubles.
 _MAX_EXACT = 2**53
@@ -21,7 +21,7 @@ def find_unheld(schema: Json | bool) -> _Found:
     for path, part in parts:
         for name, reason in (_old_keyword(part), _large(part)):
             if name:
-                return _joined(path, name), reason
+                return path_text(path, name), reason
     if (character := find_control_character(parts)) is not None:
         if count_distinct_keys(parts):
             return character, "has a control character, and minProperties has undeclared keys told apart"
@@ -68,7 +68,7 @@ def locate(schema: Json | bool, error: str, compile_alone: Callable[[Json], str]
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for path, part in reversed(named[:_MAX_TRIED]):
         if error in compile_alone({**definitions, **part}):
-            return _joined(path, keyword if keyword in part else "maxProperties")
+            return path_text(path, keyword if keyword in part else "maxProperties")
     return ""
 
 
@@ -84,7 +84,3 @@ _ERRORS = (
     ("minItems", "minItems"),
 )
 _MAX_TRIED = 32
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
