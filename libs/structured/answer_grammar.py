@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 from llguidance import LLMatcher
 
-from libs.structured.schema.distinct_keys import DISTINCT_KEYS
 from libs.structured.schema.json_schema import json_grammar
+from libs.structured.stated_keys import TEXT, with_stated_keys
 from libs.structured.tool_grammar import ANY_OBJECT, CallableTool, calls_rules
 
 FormatKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
@@ -36,22 +36,17 @@ def answer_grammar(
     parallel: bool = True,
 ) -> str:
     """A grammar in llguidance's JSON form: the text, the tool calls, or one of both."""
-    text, n_distinct = _text_grammar(output) if output is not None else ({}, 0)
+    text, n_of_text = _text_grammar(output) if output is not None else ({}, 0)
+    n_distinct = {TEXT: n_of_text} if n_of_text else {}
     if not tools:
         assert output is not None
-        return _packed([text], n_distinct)
-    calls, n_distinct_of_calls = calls_rules(tools, special_ids, parallel=parallel)
-    n_distinct = max(n_distinct, n_distinct_of_calls)
+        return with_stated_keys(n_distinct, [text])
+    calls, n_of_calls = calls_rules(tools, special_ids, parallel=parallel)
+    n_distinct |= n_of_calls
     if output is None:
-        return _packed([{"lark_grammar": f"start: calls\n{calls}"}], n_distinct)
-    return _packed(
-        [{"lark_grammar": f"start: @answer | calls\n{calls}"}, {"name": "answer", **text}], n_distinct
-    )
-
-
-def _packed(grammars: Sequence[Mapping[str, Any]], n_distinct: int) -> str:
-    stated = {DISTINCT_KEYS: n_distinct} if n_distinct else {}
-    return json.dumps({**stated, "grammars": grammars})
+        return with_stated_keys(n_distinct, [{"lark_grammar": f"start: calls\n{calls}"}])
+    rules = {"lark_grammar": f"start: @answer | calls\n{calls}"}
+    return with_stated_keys(n_distinct, [rules, {"name": "answer", **text}])
 
 
 def _text_grammar(output: OutputFormat) -> tuple[Mapping[str, Any], int]:

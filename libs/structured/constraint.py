@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from libs.structured.grammar_cache import first_lines
 from libs.structured.key_guard import KeyGuard
-from libs.structured.schema.distinct_keys import stated_distinct_keys
+from libs.structured.stated_keys import stated_keys
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.special_tokens import THINK_END, TOOL_CALL_BEGIN, TOOL_CALLS_SECTION_BEGIN
 from slipstream.sampling import OutputConstraint
@@ -51,7 +51,7 @@ class GrammarConstraint:
         self.failure = ""
         self._rules = rules
         self._vocabulary = vocabulary
-        n_distinct = stated_distinct_keys(rules.grammar)
+        n_distinct = stated_keys(rules.grammar)
         # What the grammar alone does not hold; most grammars need none.
         self.guard = KeyGuard(n_distinct, vocabulary.tokens) if n_distinct else None
         special = vocabulary.special_ids

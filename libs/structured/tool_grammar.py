@@ -33,10 +33,10 @@ class CallableTool(msgspec.Struct, frozen=True):
 
 def calls_rules(
     tools: Sequence[CallableTool], special_ids: Mapping[str, int], *, parallel: bool
-) -> tuple[str, int]:
+) -> tuple[str, dict[str, int]]:
     """Rules of Lark for `calls`: one call of these tools, or several when they may be parallel.
 
-    The number is how many keys an object has to have that repeats one, for the strictest of the tools.
+    Also how many keys an object has to have that repeats one, by the names of tools that have such objects.
     """
 
     def token(name: str) -> str:
@@ -52,10 +52,11 @@ def calls_rules(
         f"{token(TOOL_CALL_END)}",
         "CALL_INDEX: /0|[1-9][0-9]{0,3}/",
     ]
-    n_distinct = 0
+    n_distinct: dict[str, int] = {}
     for i, (names, parameters) in enumerate(kinds):
         grammar = json_grammar(parameters)
-        n_distinct = max(n_distinct, grammar.n_distinct)
+        if grammar.n_distinct:
+            n_distinct.update(dict.fromkeys(names, grammar.n_distinct))
         spelled = " | ".join(json.dumps(f"functions.{name}:") for name in names)
         lines.append(
             f"call_{i}: ( {spelled} ) CALL_INDEX {token(TOOL_CALL_ARGUMENT_BEGIN)} arguments_{i}\n"

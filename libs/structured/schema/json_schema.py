@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 from libs.structured.schema.distinct_keys import count_distinct_keys
 from libs.structured.schema.endless_schemas import without_endless
 from libs.structured.schema.exact_schema import exact_schema
+from libs.structured.schema.key_count import PLAIN_ESCAPES
 from libs.structured.schema.open_keys import forbids_unicode_escapes, needs_codes
 from libs.structured.schema.schema_walk import Json, path_text, walk
 
 # White space between two parts of JSON: enough for indented text, and never an endless run.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-# Without \u: a key that is not declared could spell a declared one with it.
-_PLAIN_ESCAPES = 'nrbtf\\"'
 
 UNSUPPORTED = frozenset(
     {
@@ -64,7 +63,7 @@ def json_grammar(schema: Json | bool) -> JsonGrammar:
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     n_distinct = count_distinct_keys(parts)
     if n_distinct or forbids_unicode_escapes(parts):
-        options["json_allowed_escapes"] = _PLAIN_ESCAPES
+        options["json_allowed_escapes"] = PLAIN_ESCAPES
     made = exact_schema(schema, spells_keys=needs_codes(parts))
     return JsonGrammar({**made, "x-guidance": options}, n_distinct)
 

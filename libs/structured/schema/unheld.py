@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from libs.structured.schema.distinct_keys import count_distinct_keys, find_few_keys, find_most_keys
-from libs.structured.schema.endless_schemas import find_endless
+from libs.structured.schema.endless_schemas import without_endless
 from libs.structured.schema.open_keys import can_spell_keys, find_control_character, values
-from libs.structured.schema.schema_walk import Json, path_text, walk
+from libs.structured.schema.schema_walk import Json, Parts, path_text, walk
 
 # Integers up to here are exact as doubles.
 _MAX_EXACT = 2**53
@@ -22,16 +22,25 @@ def find_unheld(schema: Json | bool) -> _Found:
         for name, reason in (_old_keyword(part), _large(part)):
             if name:
                 return path_text(path, name), reason
+    pruned = without_endless(schema, parts)
+    if pruned is False and schema is not False:
+        return "", "has no value that ends"
+    return _find_keys(parts if pruned is schema else list(walk(pruned)))
+
+
+def _find_keys(parts: Parts) -> _Found:
+    """Parts whose keys cannot be spelled, or told apart."""
+    n_distinct = count_distinct_keys(parts)
     if (character := find_control_character(parts)) is not None:
-        if count_distinct_keys(parts):
+        if n_distinct:
             return character, "has a control character, and minProperties has undeclared keys told apart"
         if not can_spell_keys(parts):
             return character, "has a control character, and the schema has keys beside patterns"
-    if (few := find_few_keys(parts)) is not None:
-        return few, "is not supported beside minProperties of undeclared keys: it has only a few keys"
-    if (most := find_most_keys(parts)) is not None:
+    if (few := find_few_keys(parts, n_distinct)) is not None:
+        return few, f"is not supported beside minProperties: fewer than {n_distinct} keys fit"
+    if (most := find_most_keys(parts, n_distinct)) is not None:
         return most, "is not supported beside minProperties of keys that patterns alone allow"
-    return ("", "has no value that ends") if id(schema) in find_endless(schema, parts) else None
+    return None
 
 
 def _old_keyword(part: Json) -> tuple[str, str]:

@@ -1,0 +1,196 @@
+"""Keys that the key guard compares: in which parts of an answer, with which schemas, and at which cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.constraint import GrammarConstraint
+from libs.structured.grammar_cache import compile_grammar
+from libs.structured.grammar_check import CheckRequest, Defect, check_grammar
+from libs.structured.key_guard import KeyGuard
+from libs.structured.stated_keys import TEXT, stated_keys
+from libs.structured.tool_grammar import CallableTool
+from libs.structured.vocabulary import GrammarVocabulary
+from libs.text.special_tokens import TOOL_CALL_ARGUMENT_BEGIN, TOOL_CALL_BEGIN, TOOL_CALL_END
+from libs.text.tokenizer import Tokenizer
+from slipstream.errors import InvalidArgument
+from slipstream.sampling import OutputConstraint
+from tests.structured.random_answers import walk
+from tests.structured.test_json_schema import accepts, defect
+
+_THREE = {"type": "object", "minProperties": 3}
+_FEW = {"type": "object", "patternProperties": {"^[ab]$": {"type": "integer"}}, "additionalProperties": False}
+
+
+def _closed(*patterns: str, **more: Any) -> dict[str, Any]:
+    patterns_ = {pattern: {"type": "null"} for pattern in patterns}
+    return {"type": "object", "patternProperties": patterns_, "additionalProperties": False, **more}
+
+
+def _state(grammar: str, vocabulary: GrammarVocabulary) -> GrammarConstraint:
+    return GrammarConstraint(OutputConstraint(grammar), compile_grammar(grammar, vocabulary), vocabulary)
+
+
+def _call(name: str, arguments: str, tokenizer: Tokenizer) -> list[int]:
+    special, encode = tokenizer.special_ids, tokenizer.encode_text
+    named = [special[TOOL_CALL_BEGIN], *encode(f"functions.{name}:0"), special[TOOL_CALL_ARGUMENT_BEGIN]]
+    return [*named, *encode(arguments), special[TOOL_CALL_END]]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        None,
+        OutputFormat("regex", r'\{("a",)*"a"\}', "guided_regex"),
+        OutputFormat("json_schema", _FEW),
+        OutputFormat("json_schema", {**_THREE, "minProperties": 4}),
+    ],
+)
+def test_each_tool_and_the_text_compare_keys_by_their_own_schema(
+    output: OutputFormat | None, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    tools = [CallableTool("f", _THREE), CallableTool("g", _FEW), CallableTool("h")]
+    grammar = answer_grammar(output, tools, tokenizer.special_ids)
+    parts = [OutputFormat("json_schema", tool.parameters, tool.name) for tool in tools[:2]]
+    parts += [output] if output is not None else []
+    assert check_grammar(CheckRequest(grammar, parts), vocabulary) == Defect()
+
+    def is_taken(*calls: tuple[str, str]) -> bool:
+        state = _state(grammar, vocabulary)
+        state.advance([token for name, text in calls for token in _call(name, text, tokenizer)])
+        return not state.failure
+
+    repeating = '{"a":1,"a":2}'
+    assert is_taken(("g", repeating), ("h", repeating), ("g", repeating))
+    assert is_taken(("h", repeating), ("f", '{"a":1,"a":2,"b":1,"c":1}'), ("g", repeating))
+    assert not is_taken(("g", repeating), ("f", '{"a":1,"a":2,"b":1}'))
+    if output is not None:
+        texts = {"regex": '{"a","a"}', "json_schema": repeating}
+        state = _state(grammar, vocabulary)
+        state.advance(tokenizer.encode_text(texts[output.kind]))
+        assert bool(state.failure) == ("minProperties" in (output.content or ()))
+    for seed in range(6):
+        answer = walk(
+            _state(grammar, vocabulary), vocabulary, tokenizer, seed=seed, max_tokens=400, haste=0.3
+        )
+        assert answer is not None, "the answer does not end"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "n_keys"),
+    [
+        (["^a$"], 1),
+        (["^ab?$"], 2),
+        (["^[ab]$"], 2),
+        (["^(a|b)$", "^(c|d)$"], 4),
+        (["^(a|b)(c|d)$"], 4),
+        (["^(a|ab)(c|bc)$"], 3),
+        (['^["\\\\]{1,2}$'], 6),
+        (["^\\d$"], 10),
+    ],
+)
+def test_patterns_of_too_few_keys_are_refused_and_others_held(
+    patterns: list[str], n_keys: int, vocabulary: GrammarVocabulary
+) -> None:
+    if n_keys > 1:
+        assert defect(_closed(*patterns, minProperties=n_keys), vocabulary) == ("", "")
+    field, reason = defect(_closed(*patterns, minProperties=n_keys + 1), vocabulary)
+    assert (field, reason) == (
+        "schema.patternProperties",
+        f"is not supported beside minProperties: fewer than {n_keys + 1} keys fit",
+    )
+
+
+@pytest.mark.parametrize("pattern", ["^foo|bar$", "^x-", "$", "^[a-z]+$", "^(a|b{2,})$"])
+@pytest.mark.parametrize("n_keys", [3, 10_000])
+def test_patterns_of_endlessly_many_keys_are_held(
+    pattern: str, n_keys: int, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    schema = _closed(pattern, minProperties=n_keys)
+    assert defect(schema, vocabulary) == ("", "")
+
+
+def test_all_keys_of_a_pattern_that_begins_or_ends_anywhere_are_taken(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    schema = _closed("^foo|bar$", minProperties=3)
+    assert accepts(schema, '{"foo":null,"foot":null,"bar":null}', vocabulary, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"),
+    [
+        ({"properties": {"p": _THREE, "q": _FEW}}, "schema.properties.q.patternProperties"),
+        ({"anyOf": [_THREE, {"items": _FEW}]}, "schema.anyOf[1].items.patternProperties"),
+        (
+            {"properties": {"p": _THREE, "q": {"patternProperties": {"^..": False, "^[^a]": False}}}},
+            "schema.properties.q.patternProperties",
+        ),
+        (
+            _closed("^a{3,4}$", minProperties=10**300),
+            "schema.patternProperties",
+        ),
+    ],
+)
+def test_an_object_that_could_not_end_beside_a_count_of_keys_is_refused(
+    schema: Any, field: str, vocabulary: GrammarVocabulary
+) -> None:
+    assert defect(schema, vocabulary)[0] == field
+
+
+def test_a_string_beside_patterns_of_few_keys_counts_none(vocabulary: GrammarVocabulary) -> None:
+    schema = {"properties": {"p": _THREE, "q": {**_FEW, "type": "string"}}}
+    assert defect(schema, vocabulary) == ("", "")
+
+
+_N_KEYS = 2000
+
+
+def _guard_after_keys(n_distinct: int, vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> KeyGuard:
+    guard = KeyGuard({TEXT: n_distinct}, vocabulary.tokens)
+    keys = "".join(f'"k{i}":0,' for i in range(_N_KEYS))
+    assert all(map(guard.take, tokenizer.encode_text("{" + keys)))
+    return guard
+
+
+def test_a_mask_copies_no_keys(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    guard = _guard_after_keys(2 * _N_KEYS, vocabulary, tokenizer)
+    assert all(map(guard.take, tokenizer.encode_text('"k77')))
+    inner = guard.place.around[-1]
+    assert inner is not None
+    assert len(inner) == _N_KEYS
+    row = np.full((-(-vocabulary.size // 32),), -1, dtype=np.int32)
+    quote = next(i for i in range(tokenizer.base_vocab_tokens) if tokenizer.token_bytes(i) == b'"')
+    guard.restrict(row.copy())
+    tracemalloc.start()
+    try:
+        guard.restrict(row)
+        guard.count_allowed([quote])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not row.view(np.uint32)[quote // 32] >> (quote % 32) & 1, "the quote repeats k77"
+    assert peak_bytes < sys.getsizeof(frozenset(inner)) / 2
+
+
+def test_the_guard_keeps_no_more_keys_than_an_object_needs(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    guard = _guard_after_keys(5, vocabulary, tokenizer)
+    inner = guard.place.around[-1]
+    assert inner is not None
+    assert sorted(inner) == [b"k0", b"k1", b"k2", b"k3", b"k4"]
+    assert all(map(guard.take, tokenizer.encode_text('"k1":0,"k1":0}')))
+
+
+@pytest.mark.parametrize("stated", [3, {"f": "3"}, [], None])
+def test_a_malformed_number_of_keys_is_refused(stated: Any) -> None:
+    with pytest.raises(InvalidArgument, match="x-slipstream-distinct-keys"):
+        stated_keys(json.dumps({"x-slipstream-distinct-keys": stated, "grammars": []}))
