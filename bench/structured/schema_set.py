@@ -18,7 +18,7 @@ import jsonschema
 import numpy as np
 from llguidance import LLMatcher
 
-from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.answer_grammar import OutputFormat
 from libs.structured.constraint import GrammarConstraint, Phase
 from libs.structured.grammar_cache import compile_grammar
 from libs.structured.grammar_check import CheckRequest
@@ -98,8 +98,7 @@ def _ours(schema: Any, checker: GrammarChecker, vocabulary: GrammarVocabulary) -
         return None
     part = OutputFormat("json_schema", schema)
     try:
-        grammar = answer_grammar(part, (), {})
-        checker.check(CheckRequest(grammar, [part]))
+        grammar = checker.check(CheckRequest(part))
         return _Start(grammar, compile_grammar(grammar, vocabulary))
     except InvalidArgument:
         return None

@@ -1,4 +1,4 @@
-"""The process that checks grammars for a router: requests on stdin, defects on stdout, one after another.
+"""The process that checks grammars for a router: requests on stdin, answers on stdout, one after another.
 
     python -m libs.structured.check_process MODEL_DIR
 
@@ -56,9 +56,9 @@ def main(model_dir: Path) -> None:
     while (body := read_frame(sys.stdin.buffer)) is not None:
         request = decoder.decode(body)
         signal.setitimer(signal.ITIMER_PROF, request.limit_cpu_s)  # its signal kills, also amid one long call
-        defect = check_grammar(request, vocabulary)
+        checked = check_grammar(request, vocabulary)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(frame(defect))
+        sys.stdout.buffer.write(frame(checked))
         sys.stdout.buffer.flush()
 
 

@@ -1,4 +1,4 @@
-"""Checks a client's grammar: it compiles, it allows something, and its masks are quick. Pure but for time.
+"""Makes and checks a client's grammar: it compiles, allows something, and has quick masks. Pure but for time.
 
 A schema of a few bytes may take llguidance minutes, in a call that nothing interrupts. So the check runs in a
 process that may be killed (check_process.py).
@@ -21,6 +21,7 @@ from libs.structured.answer_grammar import OutputFormat, answer_grammar
 from libs.structured.grammar_cache import compile_grammar, first_lines
 from libs.structured.schema.json_schema import find_unsupported
 from libs.structured.schema.unheld import find_unheld, locate
+from libs.structured.tool_grammar import CallableTool
 from libs.structured.vocabulary import GrammarVocabulary
 from slipstream.errors import InvalidArgument
 
@@ -33,37 +34,57 @@ _FORBIDDEN_IN_LARK = re.compile(r"<|@|%llguidance")
 
 
 class CheckRequest(msgspec.Struct, frozen=True):
-    """A grammar, the parts of the client's request that it is made of, and the CPU time to check it."""
+    """What a client states about an answer, and the CPU time to check it. At least one part has a schema.
 
-    grammar: str
-    parts: Sequence[OutputFormat]
+    Without `has_text` the answer has calls alone; its output is checked, too.
+    """
+
+    output: OutputFormat | None = None
+    tools: Sequence[CallableTool] = ()
+    has_text: bool = True
+    parallel: bool = True
     limit_cpu_s: float = 0.0  # 0: none
 
+    def parts(self) -> list[OutputFormat]:
+        """What the grammar is made of, each with its field."""
+        held = [
+            OutputFormat("json_schema", tool.parameters, tool.field)
+            for tool in self.tools
+            if tool.parameters is not None
+        ]
+        return [self.output, *held] if self.output is not None else held
 
-class Defect(msgspec.Struct, frozen=True):
-    """Why a grammar is refused; both are empty for a good one."""
 
+class Checked(msgspec.Struct, frozen=True):
+    """The grammar of a good request, or why it is refused."""
+
+    grammar: str = ""
     field: str = ""
     reason: str = ""
 
 
-def check_grammar(request: CheckRequest, vocabulary: GrammarVocabulary) -> Defect:
-    """The first defect of the grammar, with the field of the part that has it."""
-    field = request.parts[0].field
+def check_grammar(request: CheckRequest, vocabulary: GrammarVocabulary) -> Checked:
+    """The grammar of a whole answer, or its first defect with the field of the part that has it."""
+    parts = request.parts()
+    field = parts[0].field
     try:
-        for part in request.parts:
+        for part in parts:  # first, because a part with such a defect may take long to make a grammar of
             _check_part(part)
+        output = request.output if request.has_text else None
+        grammar = answer_grammar(output, request.tools, vocabulary.special_ids, parallel=request.parallel)
         try:
-            matcher = compile_grammar(request.grammar, vocabulary, field=field)
+            matcher = compile_grammar(grammar, vocabulary, field=field)
         except InvalidArgument:
-            for part in request.parts:
+            for part in parts:
                 _name_defect(part, vocabulary)
             raise
         _check_warnings(matcher, field)
         _try_masks(matcher, vocabulary, field)
     except InvalidArgument as error:
-        return Defect(error.field, error.reason)
-    return Defect()
+        return Checked(field=error.field, reason=error.reason)
+    except RecursionError:
+        return Checked(field=field, reason="is nested too deep")
+    return Checked(grammar)
 
 
 def _check_part(part: OutputFormat) -> None:

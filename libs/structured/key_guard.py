@@ -101,7 +101,9 @@ class KeyGuard:
         if not self.place.n_distinct:
             return
         bits = row.view(np.uint32)
-        unread, repeating, early = list(self._candidates()), [], []
+        unread = list(self._candidates())
+        repeating: list[int] = []
+        early: list[int] = []
         for token in _allowed(self._ending(), bits):
             # One that ends the key and the object may do so too early.
             (unread if b"}" in (self._tokens.of(token) or b"") else repeating).append(token)

@@ -25,10 +25,14 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class CallableTool(msgspec.Struct, frozen=True):
-    """A tool that the answer may call. Its arguments are valid under `parameters`; None: any object."""
+    """A tool that the answer may call. Its arguments are valid under `parameters`; None: any object.
+
+    `field` is the path of the parameters in the client's request.
+    """
 
     name: str
     parameters: Mapping[str, Any] | None = None
+    field: str = "tools"
 
 
 def calls_rules(

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.answer_grammar import OutputFormat
 from libs.structured.constraint import GrammarConstraint
 from libs.structured.grammar_cache import compile_grammar
-from libs.structured.grammar_check import CheckRequest, Defect, check_grammar
+from libs.structured.grammar_check import CheckRequest, check_grammar
 from libs.structured.key_guard import KeyGuard
 from libs.structured.stated_keys import TEXT, stated_keys
 from libs.structured.tool_grammar import CallableTool
@@ -57,10 +57,9 @@ def test_each_tool_and_the_text_compare_keys_by_their_own_schema(
     output: OutputFormat | None, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
 ) -> None:
     tools = [CallableTool("f", _THREE), CallableTool("g", _FEW), CallableTool("h")]
-    grammar = answer_grammar(output, tools, tokenizer.special_ids)
-    parts = [OutputFormat("json_schema", tool.parameters, tool.name) for tool in tools[:2]]
-    parts += [output] if output is not None else []
-    assert check_grammar(CheckRequest(grammar, parts), vocabulary) == Defect()
+    checked = check_grammar(CheckRequest(output, tools), vocabulary)
+    assert not checked.reason
+    grammar = checked.grammar
 
     def is_taken(*calls: tuple[str, str]) -> bool:
         state = _state(grammar, vocabulary)

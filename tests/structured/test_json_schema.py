@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.answer_grammar import OutputFormat
 from libs.structured.grammar_check import CheckRequest, check_grammar
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ def accepts(schema: Any, text: str, vocabulary: GrammarVocabulary, tokenizer: To
 
 def defect(schema: Any, vocabulary: GrammarVocabulary) -> tuple[str, str]:
     part = OutputFormat("json_schema", schema, "schema")
-    found = check_grammar(CheckRequest(answer_grammar(part, (), {}), [part]), vocabulary)
+    found = check_grammar(CheckRequest(part), vocabulary)
     return found.field, found.reason
 
 
@@ -99,7 +99,7 @@ def test_grammars_with_a_defect_are_refused(
     kind: Any, content: str, word: str, vocabulary: GrammarVocabulary
 ) -> None:
     part = OutputFormat(kind, content, "guided")
-    found = check_grammar(CheckRequest(answer_grammar(part, (), {}), [part]), vocabulary)
+    found = check_grammar(CheckRequest(part), vocabulary)
     assert found.field == "guided"
     assert word in found.reason
 

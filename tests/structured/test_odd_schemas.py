@@ -12,7 +12,7 @@ import pytest
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
 from libs.structured.constraint import GrammarConstraint
 from libs.structured.constraints import ConstraintFactory
-from libs.structured.grammar_check import CheckRequest, Defect, check_grammar
+from libs.structured.grammar_check import Checked, CheckRequest, check_grammar
 from libs.structured.tool_grammar import CallableTool
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.special_tokens import TOOL_CALL_ARGUMENT_BEGIN, TOOL_CALL_BEGIN
@@ -121,7 +121,7 @@ def test_all_valid_texts_and_no_others(
     schema: Any, good: list[str], bad: list[str], vocabulary: GrammarVocabulary, tokenizer: Tokenizer
 ) -> None:
     part = OutputFormat("json_schema", schema)
-    assert check_grammar(CheckRequest(answer_grammar(part, (), {}), [part]), vocabulary) == Defect()
+    assert check_grammar(CheckRequest(part), vocabulary) == Checked(answer_grammar(part, (), {}))
     for text in good:
         assert accepts(schema, text, vocabulary, tokenizer), text
     for text in bad:
@@ -256,8 +256,7 @@ def test_what_no_answer_could_hold_beside_told_keys_is_refused(
     schema: Any, field: str, reason: str, vocabulary: GrammarVocabulary
 ) -> None:
     part = OutputFormat("json_schema", schema)
-    grammar = answer_grammar(part, (), {})
-    assert check_grammar(CheckRequest(grammar, [part]), vocabulary) == Defect(field, reason)
+    assert check_grammar(CheckRequest(part), vocabulary) == Checked(field=field, reason=reason)
 
 
 _STATING = '{"x-slipstream-distinct-keys": 3, "grammars": '

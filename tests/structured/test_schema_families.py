@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.answer_grammar import OutputFormat
 from libs.structured.constraint import GrammarConstraint
 from libs.structured.grammar_cache import compile_grammar
 from libs.structured.grammar_check import CheckRequest, check_grammar
@@ -21,11 +21,11 @@ from tests.structured.schema_families import FamilyMaker, Schema
 def _ended(schema: Schema, n: int, vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> int | None:
     """How many of `n` answers have ended, all of them valid; None for a schema that is refused by name."""
     part = OutputFormat("json_schema", schema, "schema")
-    rules = OutputConstraint(answer_grammar(part, (), {}))
-    defect = check_grammar(CheckRequest(rules.grammar, [part]), vocabulary)
-    if defect.reason:
-        assert defect.field.startswith("schema")
+    checked = check_grammar(CheckRequest(part), vocabulary)
+    if checked.reason:
+        assert checked.field.startswith("schema")
         return None
+    rules = OutputConstraint(checked.grammar)
     compiled = compile_grammar(rules.grammar, vocabulary)
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     judge = kind(schema, format_checker=kind.FORMAT_CHECKER)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from libs.structured.schema.schema_walk import Json, Parts, path_text
@@ -13,6 +14,7 @@ _SPELLED_BY_CODE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONSTANTS = frozenset(("const", "enum"))
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 _CONTROL_CLASS = r"\x{0}-\x{1F}\x{7F}"
+_ANY_TEXT = f"[^{_CONTROL_CLASS}]*"
 # The pattern of other keys nests a group for each character, and regex crates bound the nesting.
 _MAX_NAME_CHARS = 100
 
@@ -40,21 +42,16 @@ def find_control_character(parts: Parts) -> str | None:
 
 def can_spell_keys(parts: Parts) -> bool:
     """Whether `with_spelled_keys` has a pattern for all undeclared keys."""
-    return all(
-        not part.get("patternProperties")
-        and all(len(str(name)) <= _MAX_NAME_CHARS for name in part.get("properties") or ())
-        for _, part in parts
-        if _is_open(part)
-    )
+    return all(_can_spell(part) for _, part in parts if _is_open(part))
 
 
 def with_spelled_keys(part: Mapping[str, Any]) -> dict[str, Any]:
     r"""The schema with a pattern for its undeclared keys: llguidance spells no letter of a pattern by \u."""
     made = dict(part)
-    if _is_open(part) and not part.get("patternProperties"):
+    if _is_open(part) and _can_spell(part):
         rest = part.get("additionalProperties", True)
         names = () if rest is True else tuple(map(str, part.get("properties") or ()))
-        made["patternProperties"] = {f"^{_other_than(set(names))}$": rest}
+        made["patternProperties"] = {f"^{_other_than(names)}$": rest}
         made["additionalProperties"] = False
     return made
 
@@ -73,18 +70,26 @@ def values(value: Any) -> Iterator[Any]:
             yield item
 
 
-def _other_than(names: set[str]) -> str:
-    """A pattern of all texts without control characters but these."""
-    any_text = f"[^{_CONTROL_CLASS}]*"
-    names = {name for name in names if not _CONTROL.search(name)}
-    if not names:
-        return any_text
-    firsts = sorted({name[0] for name in names if name})
-    options = [
-        _code(first) + _other_than({name[1:] for name in names if name[:1] == first}) for first in firsts
-    ]
-    options.append(f"[^{_CONTROL_CLASS}{''.join(map(_code, firsts))}]{any_text}")
-    return f"(?:{'|'.join(options)}){'' if '' in names else '?'}"
+def _can_spell(part: Json) -> bool:
+    names = part.get("properties") or ()
+    return not part.get("patternProperties") and all(len(str(name)) <= _MAX_NAME_CHARS for name in names)
+
+
+def _other_than(names: Iterable[str]) -> str:
+    """A pattern of all texts without control characters but these names."""
+    others = sorted({name for name in names if not _CONTROL.search(name)})
+    return _going_on(others, 0) if others else _ANY_TEXT
+
+
+def _going_on(names: Sequence[str], n_read: int) -> str:
+    """A pattern of what may follow the begin of so many characters that these sorted names share."""
+    is_name = len(names[0]) == n_read
+    firsts, options = [], []
+    for first, group in groupby(names[is_name:], key=lambda name: name[n_read]):
+        firsts.append(_code(first))
+        options.append(_code(first) + _going_on(list(group), n_read + 1))
+    options.append(f"[^{_CONTROL_CLASS}{''.join(firsts)}]{_ANY_TEXT}")
+    return f"(?:{'|'.join(options)}){'' if is_name else '?'}"
 
 
 def _code(char: str) -> str:

@@ -13,6 +13,7 @@ from libs.structured.schema.schema_walk import Json, Parts, path_text, walk
 _MAX_EXACT = 2**53
 _Found = tuple[str, str] | None
 _NOTHING = ("", "")
+_UNSPELLED = "has a control character, and the schema has keys beside patterns or names beyond 100 characters"
 
 
 def find_unheld(schema: Json | bool) -> _Found:
@@ -35,7 +36,7 @@ def _find_keys(parts: Parts) -> _Found:
         if n_distinct:
             return character, "has a control character, and minProperties has undeclared keys told apart"
         if not can_spell_keys(parts):
-            return character, "has a control character, and the schema has keys beside patterns"
+            return character, _UNSPELLED
     if (few := find_few_keys(parts, n_distinct)) is not None:
         return few, f"is not supported beside minProperties: fewer than {n_distinct} keys fit"
     if (most := find_most_keys(parts, n_distinct)) is not None:

@@ -1,4 +1,4 @@
-"""Checks grammars in a process that is killed when it takes too long.
+"""Makes and checks grammars in a process that is killed when it takes too long.
 
 llguidance compiles within one call, which holds no lock of the interpreter and cannot be interrupted. The
 process starts with the first grammar of a client.
@@ -18,9 +18,9 @@ import msgspec
 
 import libs
 from libs.common.service_bounds import GRAMMAR_CHECK_S
-from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.answer_grammar import OutputFormat
 from libs.structured.check_process import frame, read_frame
-from libs.structured.grammar_check import CheckRequest, Defect
+from libs.structured.grammar_check import Checked, CheckRequest
 from slipstream.errors import InvalidArgument, Unavailable
 
 _ROOT = Path(libs.__file__).parents[1]
@@ -30,8 +30,7 @@ _START_S = 30.0
 _BUSY_S = 25.0
 # Its answer shows that a process has started. The limit of a client's grammar must not include the start: a
 # grammar that ended the process before it could make each further one take as long as a start may.
-_FIRST_PART = OutputFormat("regex", "a", "start")
-_FIRST = CheckRequest(answer_grammar(_FIRST_PART, (), {}), [_FIRST_PART])
+_FIRST = CheckRequest(OutputFormat("regex", "a", "start"))
 _CLOSED = "the router ends and checks no more grammars"
 
 
@@ -44,10 +43,11 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
-    def check(self, request: CheckRequest) -> None:
-        """Return for a good grammar. Raises InvalidArgument naming the defect, Unavailable."""
+    def check(self, request: CheckRequest) -> str:
+        """The grammar. Raises InvalidArgument naming the defect, Unavailable."""
+        field = request.parts()[0].field
         if self._model_dir is None:
-            raise InvalidArgument(request.parts[0].field, "is not supported: the router has no tokenizer")
+            raise InvalidArgument(field, "is not supported: the router has no tokenizer")
         if self._is_closed:
             raise Unavailable(_CLOSED)
         try:
@@ -65,10 +65,11 @@ class GrammarChecker:
             if self._is_closed:
                 raise Unavailable(_CLOSED)
             reason = f"is too complex: not compiled in {self._limit_s:g} s of CPU time"
-            raise InvalidArgument(request.parts[0].field, reason)
-        defect = msgspec.json.decode(body, type=Defect)
-        if defect.reason:
-            raise InvalidArgument(defect.field, defect.reason)
+            raise InvalidArgument(field, reason)
+        checked = msgspec.json.decode(body, type=Checked)
+        if checked.reason:
+            raise InvalidArgument(checked.field, checked.reason)
+        return checked.grammar
 
     def close(self) -> None:
         """End the process, and check no more: a check that runs raises Unavailable. Idempotent."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.answer_grammar import answer_grammar
 from libs.structured.grammar_check import CheckRequest
 from libs.structured.tool_grammar import CallableTool
 from libs.text.digest_cache import DigestCache, digest_of
@@ -47,33 +47,22 @@ class OutputConstraints:
         chat = request.input
         mode = _mode(request)
         return OutputConstraint(
-            grammar=self._grammar(request, [tool for _, tool in tools]),
+            grammar=self._grammar(request, tools),
             awaits_calls=request.output is None and mode == "auto",
             thinking=isinstance(chat, ChatInput) and thinks(chat, self._card),
         )
 
     def _grammar(self, request: GenerationRequest, tools: Sequence[CallableTool]) -> str:
-        compiled = _is_compiled(request)
-        digest = _digest(request) if compiled else None
+        parallel = _is_parallel(request)
+        if not _is_compiled(request):
+            return answer_grammar(None, tools, self._card.tokenizer.special_ids, parallel=parallel)
+        digest = _digest(request)
         grammar = self._checked.get(digest)
         if grammar is None:
-            output = request.output if _mode(request) in ("none", "auto") else None
-            grammar = answer_grammar(
-                output, tools, self._card.tokenizer.special_ids, parallel=_is_parallel(request)
-            )
-            if compiled:
-                self._check(grammar, request)
-                self._checked.keep(digest, grammar, n_bytes=len(grammar))
+            has_text = _mode(request) in ("none", "auto")
+            grammar = self._checker.check(CheckRequest(request.output, tools, has_text, parallel))
+            self._checked.keep(digest, grammar, n_bytes=len(grammar))
         return grammar
-
-    def _check(self, grammar: str, request: GenerationRequest) -> None:
-        parts = [request.output] if request.output is not None else []
-        parts += [
-            OutputFormat("json_schema", tool.parameters, field)
-            for field, tool in _callable_tools(request)
-            if tool.parameters is not None
-        ]
-        self._checker.check(CheckRequest(grammar, parts))
 
 
 def _mode(request: GenerationRequest) -> str:
@@ -90,8 +79,8 @@ def _is_parallel(request: GenerationRequest) -> bool:
     )
 
 
-def _callable_tools(request: GenerationRequest) -> list[tuple[str, CallableTool]]:
-    """The tools that the answer may call, with the paths of their parameters."""
+def _callable_tools(request: GenerationRequest) -> list[CallableTool]:
+    """The tools that the answer may call."""
     mode = _mode(request)
     if mode == "none":
         return []
@@ -109,14 +98,14 @@ def _callable_tools(request: GenerationRequest) -> list[tuple[str, CallableTool]
         parameters = function.get("parameters") or None
         if not (is_held or function.get("strict")):
             parameters = None
-        tools.append((f"tools[{index}].function.parameters", CallableTool(function["name"], parameters)))
+        tools.append(CallableTool(function["name"], parameters, f"tools[{index}].function.parameters"))
     return tools
 
 
 def _is_compiled(request: GenerationRequest) -> bool:
     """Whether the client's own schema or grammar is part of the constraint."""
     tools = _callable_tools(request)
-    return request.output is not None or any(tool.parameters is not None for _, tool in tools)
+    return request.output is not None or any(tool.parameters is not None for tool in tools)
 
 
 def _digest(request: GenerationRequest) -> bytes | None:
@@ -124,7 +113,7 @@ def _digest(request: GenerationRequest) -> bytes | None:
     return digest_of(
         [
             None if output is None else (output.kind, output.content),
-            [(tool.name, tool.parameters) for _, tool in _callable_tools(request)],
+            [(tool.name, tool.parameters) for tool in _callable_tools(request)],
             _mode(request),
             _is_parallel(request),
         ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.answer_grammar import OutputFormat
 from libs.structured.grammar_check import CheckRequest
 from services.router.request.grammar_checker import GrammarChecker
 from services.router.request.model_card import ModelCard, load_model_card
@@ -115,7 +115,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_checked() -> 
 
     def check(schema: Any) -> None:
         part = OutputFormat("json_schema", schema)
-        checker.check(CheckRequest(answer_grammar(part, (), {}), [part]))
+        checker.check(CheckRequest(part))
 
     try:
         check(SCHEMA)
@@ -134,7 +134,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_checked() -> 
 def test_a_check_amid_the_end_of_the_router_is_no_fault_of_the_grammar() -> None:
     checker = GrammarChecker(MODEL_DIR, limit_s=60.0)
     part = OutputFormat("json_schema", {"type": "integer", "multipleOf": 999_983})
-    request = CheckRequest(answer_grammar(part, (), {}), [part])
+    request = CheckRequest(part)
     with ThreadPoolExecutor(1) as thread:
         checking = thread.submit(checker.check, request)
         while checker._process is None:
@@ -153,3 +153,44 @@ def test_a_router_without_a_tokenizer_on_disk_says_so(card: ModelCard) -> None:
             lacking.make(GenerationRequest(chat(), output=OutputFormat("json_object")))
     finally:
         lacking.close()
+
+
+def test_a_grammar_is_made_where_its_time_is_limited(
+    constraints: OutputConstraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def note(*parts: object, **_: object) -> str:
+        made.append(parts)
+        return ""
+
+    monkeypatch.setattr("services.router.request.output_constraints.answer_grammar", note)
+    names: dict[str, Any] = {f"{chr(0x4E00 + i)}": {} for i in range(50)}
+    code = {"k": {"const": "\x01"}}
+    schema = {"type": "object", "properties": {**names, **code}, "additionalProperties": {"type": "string"}}
+    requests = [
+        GenerationRequest(chat(tool("f")), output=OutputFormat("json_schema", schema)),
+        GenerationRequest(chat(tool("g", schema, strict=True))),
+    ]
+    for request in requests:
+        constraint = constraints.make(request)
+        assert constraint is not None
+        assert "patternProperties" in constraint.grammar
+    assert not made
+    long = {**schema, "properties": {"a" * 1200: {}, **code}}
+    with pytest.raises(InvalidArgument) as refusal:
+        constraints.make(GenerationRequest(chat(), output=OutputFormat("json_schema", long)))
+    assert refusal.value.field == "response_format.properties.k.const"
+
+
+def test_a_form_that_the_answer_cannot_have_is_checked(constraints: OutputConstraints) -> None:
+    def request(schema: Any) -> GenerationRequest:
+        calls = chat(tool("f"), choice=ToolChoice("required"))
+        return GenerationRequest(calls, output=OutputFormat("json_schema", schema))
+
+    with pytest.raises(InvalidArgument) as refusal:
+        constraints.make(request({"type": "integer", "divisibleBy": 3}))
+    assert refusal.value.field == "response_format.divisibleBy"
+    made = constraints.make(request({**SCHEMA, "title": "unused"}))
+    assert made is not None
+    assert "unused" not in made.grammar
