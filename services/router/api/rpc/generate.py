@@ -90,15 +90,19 @@ class GenerateMethod:
                     self._manager, call.requests, caller, n_bytes=len(data), wants_stats=True
                 )
                 record.answer = choices
-                return await self._answer_choices(call, choices, caller, context)
+                return await self._answer_choices(call, choices, caller, record.request_id, context)
             run = await self._manager.begin(request, caller, n_bytes=len(data))
             record.request_id, record.answer = run.request_id, run.sink
-        except errors.Overloaded as refusal:
+        except errors.SlipstreamError as refusal:
+            if record.answer is None:  # the answer of several choices has stated more
+                limits = self._limits(caller)
+                context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
+            if not isinstance(refusal, errors.Overloaded):
+                raise
             status = to_status(refusal)
             note_failure(record, refusal)
             tracing.failed(refusal)
         if status is not None:
-            context.set_trailing_metadata((*trailing_id(record.request_id), *self._limits(caller).items()))
             refused = context.abort_with_status(with_trailing(status, context))
             del context  # see libs/common/rpc/serve.py
             try:
@@ -118,13 +122,13 @@ class GenerateMethod:
             run.end()
 
     async def _answer_choices(
-        self, call: ParsedCall, choices: ChoiceRuns, caller: Caller, context: Context
+        self, call: ParsedCall, choices: ChoiceRuns, caller: Caller, request_id: str, context: Context
     ) -> None:
         """Write the events of all answers, each with the index of its answer."""
+        answer = CallAnswer(call)
         try:
             await choices.start()
             request_id = choices.first.request_id
-            answer = CallAnswer(call)
             answer.prompt = await self._prompt_text(call, caller)
             with _ending_with_call():
                 await context.send_initial_metadata(answer.metadata(request_id, self._limits(caller)))
@@ -139,8 +143,8 @@ class GenerateMethod:
                         await context.write(response)
                 finally:
                     watch.cancel()
-            context.set_trailing_metadata(answer.metadata(request_id, self._limits(caller)))
         finally:
+            context.set_trailing_metadata(answer.metadata(request_id, self._limits(caller)))
             choices.end()
 
     def _limits(self, caller: Caller) -> Mapping[str, str]:
