@@ -1,4 +1,4 @@
-"""The types of answers and of errors, as the description of the API shows them. Pure.
+"""The types of answers, as the description of the API shows them. Pure.
 
 The writers of answers build plain objects, because they stream them piece by piece. Tests decode answers of a
 router as these types, without unknown fields, so that both are the same.
@@ -274,28 +274,7 @@ class TokensText(_Strict):
     prompt: str
 
 
-# ---- errors
-
-
-class ErrorDetail(_Strict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(_Strict):
-    error: ErrorDetail
-
-
-class MessagesErrorDetail(_Strict):
-    type: str
-    message: str
-
-
-class MessagesError(_Strict):
-    type: Literal["error"]
-    error: MessagesErrorDetail
+# ---- Workers AI
 
 
 class RunErrorItem(_Strict):

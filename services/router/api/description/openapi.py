@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from services.router.api.description.answers import Error, MessagesError, RunEnvelope
+from services.router.api.description.answers import RunEnvelope
+from services.router.api.description.error_bodies import Error, MessagesError
 from services.router.api.description.operations import OPERATIONS, Operation
 from slipstream import __version__
 

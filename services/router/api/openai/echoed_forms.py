@@ -86,7 +86,7 @@ def is_json_result(content: object) -> bool:
         return not isinstance(content, str)
     if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
         return True
-    return bool(content) and not any(_is_content_part(part) for part in content)
+    return not any(_is_content_part(part) for part in content)
 
 
 def _is_content_part(part: Json) -> bool:

@@ -67,23 +67,29 @@ def parse_output(body: OutputFields, ignore: Callable[[str], None]) -> OutputFor
 
 
 def _response_format(given: ResponseFormat, ignore: Callable[[str], None]) -> OutputFormat | None:
-    if given.type == "text":
-        return None
-    if given.type == "json_object":
-        if given.schema is None:
-            return OutputFormat("json_object", field="response_format")
-        field = "response_format.schema"
-        return OutputFormat("json_schema", _schema(given.schema, field), field)
-    if given.type != "json_schema":
+    if given.type not in ("text", "json_object", "json_schema"):
         raise bounds.RESPONSE_FORMAT.refused()
-    schema, field = given.json_schema, "response_format.json_schema"
-    if schema is None and given.schema is not None:
-        schema, field = given.schema, "response_format.schema"
+    name = _schema_field(given)
+    for other in {"schema", "json_schema"} - {name}:
+        if getattr(given, other) is not None:
+            ignore(f"response_format.{other}")
+    if name is None:
+        return None if given.type == "text" else OutputFormat("json_object", field="response_format")
+    schema, field = getattr(given, name), f"response_format.{name}"
+    if given.type == "json_object":
+        return OutputFormat("json_schema", _schema(schema, field), field)
     if isinstance(schema, Mapping) and _is_named(schema):
-        for name in schema.keys() - _NAMED:
-            ignore(f"{field}.{name}")
+        for extra in schema.keys() - _NAMED:
+            ignore(f"{field}.{extra}")
         schema, field = schema.get("schema"), f"{field}.schema"
     return OutputFormat("json_schema", _schema(schema, field), field)
+
+
+def _schema_field(given: ResponseFormat) -> str | None:
+    """The field whose schema holds; None: the type has none."""
+    if given.type == "json_schema":
+        return "schema" if given.json_schema is None and given.schema is not None else "json_schema"
+    return "schema" if given.type == "json_object" and given.schema is not None else None
 
 
 def _is_named(given: Json) -> bool:

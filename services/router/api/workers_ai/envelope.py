@@ -32,8 +32,10 @@ class JsonModeUnmet(errors.FailedPrecondition):
 
     http_status = 422
 
-    def __init__(self) -> None:
-        super().__init__("JSON Mode couldn't be met: the answer ended at its limit of tokens")
+    def __init__(self, finish_reason: str) -> None:
+        is_limit = finish_reason == "length"
+        end = "the answer ended at its limit of tokens" if is_limit else "a stop ended the answer"
+        super().__init__(f"JSON Mode couldn't be met: {end}")
 
 
 class RunTimedOut(errors.DeadlineExceeded):

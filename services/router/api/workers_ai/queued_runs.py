@@ -53,6 +53,7 @@ class _RunMessage(msgspec.Struct, gc=False):
 
 class _Choice(msgspec.Struct, gc=False):
     message: _RunMessage
+    finish_reason: str = ""
 
 
 class _Answered(msgspec.Struct, gc=False):
@@ -141,10 +142,10 @@ def _outcome(kind: str, result: JobResult, usage: RunUsage) -> dict[str, Any]:
         return {"success": True, "result": msgspec.Raw(result.body)}
     if not answer.choices:
         raise msgspec.DecodeError("no choice")
-    said = answer.choices[0].message
+    said, finish_reason = answer.choices[0].message, answer.choices[0].finish_reason
     is_json = kind in (_OPENAI_JSON, _NATIVE_JSON)
     if is_json and len(answer.choices) == 1 and not is_json_met(msgspec.structs.asdict(said)):
-        return {"errors": [{"code": _FAILED_CODE, "message": JsonModeUnmet().message}]}
+        return {"errors": [{"code": _FAILED_CODE, "message": JsonModeUnmet(finish_reason).message}]}
     if kind == _OPENAI_JSON:
         return {"success": True, "result": msgspec.Raw(result.body)}
     fields = native_fields(said.content, said.tool_calls or (), is_json=is_json)

@@ -104,7 +104,7 @@ class RunWriter(AnswerWriter):
     def body(self, finished: router_pb2.Finished) -> Json:
         result = self._chat.body(finished)
         if self._is_json and not is_json_met(result["choices"][0]["message"]):
-            raise JsonModeUnmet
+            raise JsonModeUnmet(finish_reason(finished))
         return envelope(native_result(result, is_json=self._is_json) if self._is_native else result)
 
 
@@ -132,7 +132,8 @@ def is_json_met(message: Mapping[str, Any]) -> bool:
     if message.get("tool_calls"):
         return True
     try:
-        json.loads(message["content"] or "")
+        # As texts: Python makes no integer of more than 4,300 digits.
+        json.loads(message["content"] or "", parse_int=str)
     except RecursionError:
         return True
     except ValueError:
@@ -181,7 +182,7 @@ def _call_piece(call: router_pb2.ToolCallDelta) -> Json:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text, or the text where it is none: an answer may have been cut by its length."""
+    """The value of a JSON text; the text where it was cut, or where Python cannot hold its value."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

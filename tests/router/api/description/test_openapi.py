@@ -13,7 +13,7 @@ import pytest
 
 from libs.database.database import Database
 from libs.text import special_tokens as special
-from services.router.api.description import answers
+from services.router.api.description import answers, error_bodies
 from services.router.api.description.openapi import openapi_json
 from services.router.api.description.operations import OPERATIONS
 from services.router.request.model_card import ModelCard
@@ -154,9 +154,9 @@ async def test_counts_and_errors_have_their_types(http: aiohttp.ClientSession) -
     assert (await give(http, "/detokenize", answers.TokensText, tokens=tokens.tokens)).prompt == "Where"
     await give(http, f"{RUNS}/run/tiny", answers.RunEnvelope, prompt="Where", max_tokens=2)
     for path, kind in (
-        ("/v1/chat/completions", answers.Error),
-        ("/v1/responses", answers.Error),
-        ("/v1/messages", answers.MessagesError),
+        ("/v1/chat/completions", error_bodies.Error),
+        ("/v1/responses", error_bodies.Error),
+        ("/v1/messages", error_bodies.MessagesError),
         (f"{RUNS}/run/tiny", answers.RunEnvelope),
         (f"{RUNS}/v1/embeddings", answers.RunEnvelope),
     ):

@@ -128,7 +128,7 @@ FORMS: dict[str, tuple[list[Any], list[Any]]] = {
             calling(call()),
             result('[{"type": "dog", "name": "rex"}]'),
             result('[{"type": "file", "name": "a.py"}, {"type": "directory", "name": "b"}]'),
-            result(""),
+            result("[]"),
         ],
     ),
     "results as parts": (

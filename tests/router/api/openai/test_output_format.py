@@ -35,6 +35,36 @@ def test_an_unknown_field_beside_the_schema_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "content", "ignored"),
+    [
+        ({"type": "json_schema", "json_schema": SCHEMA, "schema": {}}, SCHEMA, "response_format.schema"),
+        ({"type": "json_schema", "schema": SCHEMA}, SCHEMA, ""),
+        ({"type": "json_object", "schema": SCHEMA}, SCHEMA, ""),
+        (
+            {"type": "json_object", "schema": SCHEMA, "json_schema": {}},
+            SCHEMA,
+            "response_format.json_schema",
+        ),
+        ({"type": "json_object", "json_schema": SCHEMA}, None, "response_format.json_schema"),
+        ({"type": "text", "schema": SCHEMA}, None, "response_format.schema"),
+        (
+            {"type": "text", "schema": True, "json_schema": {}},
+            None,
+            "response_format.json_schema,response_format.schema",
+        ),
+        ({"type": "text", "schema": None}, None, ""),
+    ],
+)
+def test_a_schema_that_does_not_hold_is_named(form: Any, content: Any, ignored: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": form}
+    requests, options = parse_chat(json.dumps(body).encode(), "r")
+    output = requests[0].output
+    assert (output is None) == (form["type"] == "text")
+    assert (output.content if output is not None else None) == content
+    assert ",".join(sorted(options.ignored.split(","))) == ignored
+
+
+@pytest.mark.parametrize(
     "form",
     [
         {"name": "x", "strict": True},

@@ -22,6 +22,7 @@ from tests.router.conftest import open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 
+_UNMET = "JSON Mode couldn't be met"
 HI: Any = [{"role": "user", "content": "Where is my order?"}]
 LOOK: Any = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
 
@@ -200,7 +201,9 @@ async def test_json_that_ends_too_early_fails_and_a_stream_says_so(
         body = {**form, "response_format": {"type": "json_object"}}
         failed = await ask(http, path_of(card), body, status=422)
         assert failed["code"] == 5001
-        assert "JSON Mode couldn't be met" in failed["message"]
+        assert failed["message"] == f"{_UNMET}: a stop ended the answer"
+        cut = await ask(http, path_of(card), {**body, "max_tokens": 2}, status=422)
+        assert cut["message"] == f"{_UNMET}: the answer ended at its limit of tokens"
         assert await stream(http, path_of(card), body)
         assert await ask(http, path_of(card), form)
 

@@ -28,7 +28,7 @@ from slipstream import errors
         (errors.BodyTooLarge("body", "too large"), 3006, 413),
         (UnknownRunModel("no such model", field="model"), 5007, 400),
         (InvalidRunModel("The model name is invalid", field="model"), 3042, 404),
-        (JsonModeUnmet(), 5001, 422),
+        (JsonModeUnmet("length"), 5001, 422),
         (errors.NotFound("no such request", field="request_id"), 5001, 404),
         (errors.Overloaded("full"), 3040, 429),
         (errors.OutOfPages("full"), 3040, 429),

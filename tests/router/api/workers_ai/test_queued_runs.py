@@ -21,8 +21,12 @@ def item_of(run: RunBody, result: JobResult | None, state: JobState = JobState.S
     return json.loads(msgspec.json.encode(response_item(3, job, result, RunUsage())))
 
 
-def answer(content: str | None, **message: Any) -> JobResult:
-    choice = {"message": {"content": content, **message}, "logprobs": {"content": [{"token": "a"}]}}
+def answer(content: str | None, *, finish_reason: str = "length", **message: Any) -> JobResult:
+    choice = {
+        "message": {"content": content, **message},
+        "logprobs": {"content": [{"token": "a"}]},
+        "finish_reason": finish_reason,
+    }
     body = {"choices": [choice], "usage": {"prompt_tokens": 2, "total_tokens": 2}}
     return JobResult(200, json.dumps(body).encode())
 
@@ -47,7 +51,11 @@ def test_json_that_was_cut_fails_its_run(is_native: bool) -> None:
     asked = RunBody(b"", is_native=is_native, is_json=True)
     item = item_of(asked, answer('{"a": '))
     assert (item["success"], item["errors"][0]["code"]) == (False, 5001)
-    assert "JSON Mode couldn't be met" in item["errors"][0]["message"]
+    unmet = "JSON Mode couldn't be met: "
+    assert item["errors"][0]["message"] == f"{unmet}the answer ended at its limit of tokens"
+    stopped = item_of(asked, answer('{"a": ', finish_reason="stop"))
+    assert stopped["errors"][0]["message"] == f"{unmet}a stop ended the answer"
+    assert item_of(asked, answer('{"a": ' + "1" * 5000 + "}"))["success"]
     assert item_of(asked, answer('{"a": 1}'))["success"]
     assert item_of(asked, answer(None, tool_calls=[CALL]))["success"]
     plain = RunBody(b"", is_native=is_native)
