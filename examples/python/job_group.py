@@ -1,4 +1,4 @@
-"""A group of jobs that is followed as a whole, and ended before it is done.
+"""A group of jobs, followed to its end, and a job, found again by its key and cancelled.
 
 python examples/python/job_group.py [HOST:PORT]        default: 127.0.0.1:7000
 """
@@ -12,7 +12,7 @@ from slipstream import Client, GroupProgress, JobOptions
 
 
 def main(endpoint: str) -> None:
-    """Follow a group to its end, and cancel what of another one still runs."""
+    """Follow a group to its end, submit one job twice with the same key, and cancel it."""
     bodies = [{"prompt": f"{number} and", "max_tokens": 8} for number in range(4)]
     with Client(endpoint) as client:
         night = JobOptions(path="/v1/completions", group_id=f"night-{uuid.uuid4().hex[:8]}", expires_s=3600)

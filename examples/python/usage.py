@@ -12,7 +12,7 @@ from slipstream import Client, QuotaExceeded, RateLimited, UsageRecord
 
 
 def main(endpoint: str, api_key: str | None) -> None:
-    """Ask one question, then for the sums of today."""
+    """Ask one question, then for the sums of the last 30 days."""
     # Without retries, so that a limit shows at once. By default the client waits as the router names it.
     with Client(endpoint, api_key=api_key, max_retries=0) as client:
         try:
