@@ -169,9 +169,11 @@ async def test_usage_without_a_certificate_names_the_cause(
 
 
 @pytest.mark.parametrize("port", ["--endpoint", "--router"])
-async def test_a_refused_certificate_names_the_ports_of_two_authorities(port: str) -> None:
+async def test_a_refused_certificate_names_the_ports_of_two_authorities(
+    commands: CommandForks, port: str
+) -> None:
     with serving(partial_servicer(Router), FILES.server_credentials()) as endpoint:
-        _, errors = await slipstream("usage", port, endpoint, *flags(OPERATOR), exit_code=1)
+        _, errors = await slipstream(commands, "usage", port, endpoint, *flags(OPERATOR), exit_code=1)
     assert "or it refuses the certificate that is given: with --tls-client-ca" in errors
     assert "port for clients (--endpoint), and of another at its admin port (--router)" in errors
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import cache
+from typing import Final
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tests.support.fixture_dirs import lasting_dir
 READ = "slipstream_kvstore_hits_dram_total"
 MAX_TOKENS = 20
 # In bf16 the short piece behind a restored prefix may decide a near tie otherwise (ADR 4).
-EXACT = "float32"
+EXACT: Final = "float32"
 NUMBERS = itertools.count()
 
 
