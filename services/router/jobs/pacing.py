@@ -16,8 +16,8 @@ from services.router.execution.policies.job_holds import LiveSample
 TOLERANCE = 1.05
 SHORTEST_QUIET_S, LONGEST_QUIET_S = 0.05, 5.0
 TRIED_QUIET_S = 0.25
-# The share of live requests on which something is tried, below the hundredth that p99 leaves out.
-TRIED_SHARE = 0.005
+# The share of live requests on which each of the two is tried: together less than the hundredth that p99 leaves out.
+TRIED_SHARE = 0.004
 # The weight of a new sample in the means, and how many samples a mean needs.
 _WEIGHT, _LEAST_SAMPLES = 0.1, 8
 _MOST_TRIED = 16.0
@@ -74,9 +74,9 @@ class LatencyBaseline:
 
 @dataclass(slots=True)
 class TrialBudget:
-    """How many live requests may still meet what is on trial. It begins with what two means need."""
+    """How many live requests may still meet what is on trial. All of them are earned, also the first."""
 
-    left: float = _MOST_TRIED
+    left: float = 0.0
 
     def earn(self) -> None:
         """A live request has ended."""

@@ -38,10 +38,10 @@ def _run(
 
 def test_jobs_that_slow_no_live_request_run_beside_them_and_soon_after_them() -> None:
     pacing = JobPacing(MOST)
-    _run(pacing, 400, slower_beside=1.0, slower_after=1.0)
+    _run(pacing, 6000, slower_beside=1.0, slower_after=1.0)
     assert pacing.beside == MOST
     free = JobPacing(0)
-    _run(free, 400, slower_beside=1.0, slower_after=1.0)
+    _run(free, 4000, slower_beside=1.0, slower_after=1.0)
     assert free.beside == 0
     assert free.quiet_s == pytest.approx(SHORTEST_QUIET_S)
 
@@ -51,28 +51,29 @@ def test_jobs_that_slow_live_requests_meet_fewer_than_a_hundredth_of_them(seed: 
     pacing = JobPacing(MOST)
     n = 6000
     found = _run(pacing, n, slower_beside=1.5, slower_after=1.5, seed=seed)
-    assert sum(met > 0 for met, _ in found[n // 3 :]) < 0.015 * (n - n // 3)
-    assert sum(beside > 0 for _, beside in found[n // 3 :]) <= 2 * TRIED_SHARE * n
+    for seen in range(100, n, 100):  # also the first ones
+        assert sum(met > 0 for met, _ in found[:seen]) < 0.01 * seen
+    assert sum(beside > 0 for _, beside in found) <= TRIED_SHARE * n
 
 
 def test_the_limit_finds_the_number_of_jobs_that_a_cluster_bears() -> None:
     pacing = JobPacing(64)
     found = []
-    for _ in range(3000):
+    for _ in range(6000):
         beside = pacing.beside
         factor = 1.0 if beside <= 10 else 1.3
         pacing.observe(LiveSample(50 * factor, 100, 10.0, beside, beside))
         found.append(beside)
-    late = found[1500:]
+    late = found[4000:]
     assert 4 <= sum(late) / len(late) <= 12
 
 
 def test_a_cluster_that_gets_room_is_found_again() -> None:
     pacing = JobPacing(MOST)
-    _run(pacing, 500, slower_beside=2.0, slower_after=2.0)
-    assert pacing.beside == 0
-    _run(pacing, 4000, slower_beside=1.0, slower_after=1.0)
-    assert pacing.beside >= 1
+    _run(pacing, 4000, slower_beside=2.0, slower_after=2.0)
+    assert pacing.beside <= 1  # one is tried now and then
+    _run(pacing, 6000, slower_beside=1.0, slower_after=1.0)
+    assert pacing.beside > 1
 
 
 @given(
