@@ -19,6 +19,8 @@ from libs.common.service_bounds import GRPC_IDLE_CONNECTION_S, GRPC_REQUEST_BYTE
 from services.router.api.rpc.server import SERVICE_NAME
 from services.router.autoscale.scaler import METHODS as SCALER_METHODS
 from services.router.options import RouterOptions
+from slipstream.errors import InvalidArgument
+from slipstream.rpc.hosts import host_of, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
 
     Raises Unavailable for an address in use, InvalidArgument for one that anyone could call.
     """
+    check_clients_addresses(options)
     _warn_of_shared_trust(options)
     keys = options.keys
     shared = [("grpc.so_reuseport", int(options.share_ports))]
@@ -76,6 +79,25 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
         names=options.server_names,
     )
     return RouterPorts(public, listen_tcp(options.http, share_port=options.share_ports), admin, admin_http)
+
+
+def check_clients_addresses(options: RouterOptions) -> None:
+    """Raise InvalidArgument for a port of clients that every other machine may use without a key."""
+    needs_certificate = (options.client_tls or options.tls) is not None
+    is_http_plain = options.tls is None or not options.http_tls
+    ports = (
+        ("--listen", options.listen, needs_certificate, "--api-keys, or --tls-ca and its certificates"),
+        ("--http", options.http, False, "--api-keys"),
+    )
+    for flag, address, is_closed, needed in ports:
+        if options.keys.open and not is_closed and not is_loopback(host_of(address)):
+            raise InvalidArgument(
+                flag, f"{address} is not a loopback address, and anyone could call: it needs {needed}"
+            )
+    if is_http_plain and not is_loopback(host_of(options.http)):
+        log.warning(
+            "--http %s is plain HTTP: API keys and texts pass in clear unless a proxy ends TLS", options.http
+        )
 
 
 def _warn_of_shared_trust(options: RouterOptions) -> None:

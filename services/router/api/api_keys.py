@@ -47,6 +47,7 @@ class ApiKeys:
         """With None as `records` requests need no key, and every client is the default tenant."""
         self._wall_clock_s = wall_clock_s
         self._records: dict[bytes, KeyRecord] | None = None
+        self._names: dict[bytes, str] = {}  # also of revoked keys, whose requests may still end
         self._tenants: Mapping[str, RateLimits] = {}
         self._has_limits = False
         if records is not None:
@@ -60,6 +61,7 @@ class ApiKeys:
     def replace(self, records: Iterable[KeyRecord], tenants: Mapping[str, RateLimits] = _NO_TENANTS) -> None:
         """Let these keys count from now on, and no others. The router ends what runs of the others."""
         self._records = {record.sha256: record for record in records}
+        self._names |= {sha256: record.name for sha256, record in self._records.items()}
         self._tenants = tenants
         limits = [*tenants.values(), *(record.limits for record in self._records.values())]
         self._has_limits = any([each != NO_LIMITS for each in limits])
@@ -89,9 +91,8 @@ class ApiKeys:
         return record is not None and not record.is_expired(self._wall_clock_s())
 
     def key_name(self, sha256: bytes) -> str:
-        """The name of the key with this hash; empty without one."""
-        record = (self._records or {}).get(sha256)
-        return "" if record is None else record.name
+        """The name of the key with this hash, which may be revoked; empty without one."""
+        return self._names.get(sha256, "")
 
     def limits_of(self, tenant: str, sha256: bytes) -> Sequence[tuple[str, RateLimits]]:
         """The limits of a key and its tenant, by names that routers share: `key:NAME`, `tenant:NAME`."""

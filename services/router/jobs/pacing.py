@@ -16,7 +16,8 @@ from services.router.execution.policies.job_holds import LiveSample
 TOLERANCE = 1.05
 SHORTEST_QUIET_S, LONGEST_QUIET_S = 0.05, 5.0
 TRIED_QUIET_S = 0.25
-# The share of live requests on which each of the two is tried: together less than the hundredth that p99 leaves out.
+# The share of live requests on which each of the two is tried. Together it is below the hundredth that p99
+# leaves out.
 TRIED_SHARE = 0.004
 # The weight of a new sample in the means, and how many samples a mean needs.
 _WEIGHT, _LEAST_SAMPLES = 0.1, 8

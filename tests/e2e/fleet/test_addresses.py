@@ -11,6 +11,7 @@ from pathlib import Path
 from libs.common.cluster.discovery import EtcdDiscovery, Fleet
 from libs.common.cluster.worker_record import FleetSnapshot, Role
 from libs.common.etcd.client import EtcdClient
+from slipstream.api_key_file import add_key
 from slipstream.async_client import AsyncClient
 from slipstream.errors import Unavailable
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -49,6 +50,8 @@ class _Services:
         self._launcher = fork_launcher(names.environment)  # no other fork server has the library of names
         self._secret = run_dir / "cluster.secret"
         self._secret.write_text(SECRET)
+        self._keys = run_dir / "keys.toml"
+        self.api_key = add_key(self._keys, name="anna", tenant="anna")
         self._processes: dict[Role, RunningProcess] = {}
 
     async def start(self, role: Role, *arguments: str) -> None:
@@ -56,7 +59,9 @@ class _Services:
         command = [sys.executable, "-m", f"services.{role}", "--instance", f"{role}-0"]
         command += ["--listen", "0.0.0.0:0", "--advertise", f"{host}:0", "--run-dir", str(self._run_dir)]
         command += ["--cluster-secret-file", str(self._secret), *ARGUMENTS[role], *arguments]
-        if role is not Role.ROUTER:
+        if role is Role.ROUTER:  # which takes no strangers on all addresses
+            command += ["--api-keys", str(self._keys)]
+        else:
             command += ["--transport", "socket"]
         environment = service_environment(self._variables)
         with self._log_path(role).open("wb") as log:
@@ -120,16 +125,17 @@ async def test_a_cluster_comes_up_although_no_name_resolves_at_its_start(tmp_pat
         assert {end.rpartition(":")[0] for end in (router.admin, router.admin_http)} == {_ADDRESS}
         await services.logged(Role.ROUTER, "prefill-0: the name prefill.test does not resolve")
         names.add(_NAME, _NAME_AT)
-        await _converse(known)
+        await _converse(known, services.api_key)
 
 
-async def _converse(fleet: FleetSnapshot) -> None:
+async def _converse(fleet: FleetSnapshot, api_key: str) -> None:
     """Requests run over all links, and their KV moves by the transports' advertised addresses.
 
     Each try has a prompt of its own: a decode worker that has computed one before keeps it and pulls nothing.
     """
     pulled = tries = 0
-    async with asyncio.timeout(WAIT_S), AsyncClient(_endpoint(fleet, Role.ROUTER)) as client:
+    router = AsyncClient(_endpoint(fleet, Role.ROUTER), api_key=api_key)
+    async with asyncio.timeout(WAIT_S), router as client:
         while not pulled:  # until the router has a link to the prefill worker, decode does it all
             tries += 1
             prompt = [{"role": "user", "content": f"{tries} two three four five six seven eight nine " * 40}]

@@ -32,6 +32,13 @@ class Clock:
         return self.now_s
 
 
+def test_a_revoked_key_keeps_its_name_for_requests_that_end_later() -> None:
+    keys = ApiKeys(RECORDS)
+    keys.replace(RECORDS[1:])
+    assert not keys.counts(key_hash("one"))
+    assert keys.key_name(key_hash("one")) == "laptop"
+
+
 def test_a_key_has_a_name_a_tenant_and_a_scope() -> None:
     keys = ApiKeys(RECORDS, wall_clock_s=Clock())
     assert keys.identify({"authorization": "Bearer one"}) == KeyIdentity("laptop", "anna", KeyScope.TENANT)
