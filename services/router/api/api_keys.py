@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class KeyIdentity:
     tenant: str
     scope: KeyScope
 
+
+log = logging.getLogger(__name__)
 
 _MISSING = "the API key is missing: "
 _BY_HTTP = _MISSING + "send it as `Authorization: Bearer KEY`"
@@ -137,6 +140,8 @@ def follow_keys(
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         keys.replace(file.keys, file.tenants)
+        if not file.keys:
+            log.warning("%s has no API keys: every call that needs one is refused", path)
 
     return FollowedFile(path, read_key_file, apply, noun="API keys")
 

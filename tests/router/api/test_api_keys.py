@@ -111,6 +111,16 @@ def test_without_a_file_all_are_the_default_tenant_and_an_empty_file_refuses_all
         ApiKeys(()).identify({"api-key": "one"})
 
 
+def test_an_empty_file_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, keys = tmp_path / "keys.toml", ApiKeys()
+    path.touch()
+    follow_keys(path, keys)
+    assert not keys.open
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has no API keys: every call that needs one is refused"
+    ]
+
+
 async def test_new_and_revoked_keys_count_after_a_poll(tmp_path: Path) -> None:
     path, keys = tmp_path / "keys.toml", ApiKeys()
     first = add_key(path, name="a", tenant="anna")
