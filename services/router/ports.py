@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from libs.common.http.admin_port import AdminPort, open_admin_port
 from libs.common.http.listening import listen_tcp
-from libs.common.rpc.access import AccessControl, OnRefused
+from libs.common.rpc.access import AccessControl, OnRefused, check_address
 from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from libs.common.rpc.single_request import ReadRequest
@@ -19,7 +19,6 @@ from libs.common.service_bounds import GRPC_IDLE_CONNECTION_S, GRPC_REQUEST_BYTE
 from services.router.api.rpc.server import SERVICE_NAME
 from services.router.autoscale.scaler import METHODS as SCALER_METHODS
 from services.router.options import RouterOptions
-from slipstream.errors import InvalidArgument
 from slipstream.rpc.hosts import host_of, is_loopback
 
 log = logging.getLogger(__name__)
@@ -91,9 +90,7 @@ def check_clients_addresses(options: RouterOptions) -> None:
     )
     for flag, address, is_closed, needed in ports:
         if options.keys.open and not is_closed and not is_loopback(host_of(address)):
-            raise InvalidArgument(
-                flag, f"{address} is not a loopback address, and anyone could call: it needs {needed}"
-            )
+            check_address(address, is_open=True, flag=flag, needed=needed)
     if is_http_plain and not is_loopback(host_of(options.http)):
         log.warning(
             "--http %s is plain HTTP: API keys and texts pass in clear unless a proxy ends TLS", options.http
