@@ -28,44 +28,22 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
     return str(done.stdout)
 
 
-def _compiler_of_wheels(work: Path) -> Path:
-    """A compiler that answers with the libraries that `make native` made of the same sources and flags.
-
-    Compiling them again takes longer than all else here. It compiles what is outdated, without optimisation.
-    """
-    build = runpy.run_path(str(ROOT / "server" / "native_build.py"))
-    compiled = work / "compiled"
-    compiled.mkdir()
-    for library in build["libraries"]():
-        if library.is_current():
-            (compiled / library.path.stem).symlink_to(ROOT / library.path)
-    compiler = work / "cc"
-    # `compile_library` names the output after the library: the part before the first dot.
-    compiler.write_text(
-        f"""#!/bin/sh
-seen= output=
-for word in "$@"; do [ "$seen" = -o ] && output=$word; seen=$word; done
-library=$(basename "$output"); library={compiled}/${{library%%.*}}
-if [ -f "$library" ]; then exec cp "$library" "$output"; fi
-exec "{build["_compiler"]()}" "$@" -O0
-"""
-    )
-    compiler.chmod(0o755)
-    return compiler
-
-
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Build both wheels from a copy of the sources without network."""
     work = tmp_path_factory.mktemp("packages")
-    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", "*.so", "*.digest")
+    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     for name in SOURCES:
         source, target = ROOT / name, work / "tree" / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=ignored)
         else:
             shutil.copyfile(source, target)
-    compiler = _compiler_of_wheels(work)
+    # The build copies libraries that are current. It compiles outdated ones without optimisation, which is quick.
+    real = runpy.run_path(str(ROOT / "server" / "native_build.py"))["_compiler"]()
+    compiler = work / "cc"
+    compiler.write_text(f'#!/bin/sh\nexec "{real}" "$@" -O0\n')
+    compiler.chmod(0o755)
     options = ("--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", work / "dist")
     environment = {**os.environ, "CC": str(compiler)}
     run(sys.executable, "-m", "pip", "wheel", *options, ".", "./server", cwd=work / "tree", env=environment)
