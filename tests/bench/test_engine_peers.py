@@ -86,13 +86,13 @@ def _process(python: Path, model_dir: Path) -> PeerProcess:
     )
 
 
-@pytest.mark.parametrize(("dtype", "told"), [("auto", "bfloat16"), ("float32", "float32")])
-def test_a_peer_is_told_the_dtype_of_our_weights(tmp_path: Path, dtype: str, told: str) -> None:
+@pytest.mark.parametrize(("dtype", "passed"), [("auto", "bfloat16"), ("float32", "float32")])
+def test_a_peer_receives_the_dtype_of_our_weights(tmp_path: Path, dtype: str, passed: str) -> None:
     script = tmp_path / "python"
     script.write_text('#!/bin/sh\necho "$@" >&2\nexit 3\n')
     script.chmod(0o755)
     arguments = ["--make", str(tmp_path / "made"), "--peer", "vllm", "--peer-python", str(script)]
-    with pytest.raises(SystemExit, match=f"--dtype {told}( |$)"):
+    with pytest.raises(SystemExit, match=f"--dtype {passed}( |$)"):
         bench_engine.main([*arguments, "--threads", "1", "--dtype", dtype, *QUICK])
 
 

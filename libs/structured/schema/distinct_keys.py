@@ -28,7 +28,7 @@ def find_few_keys(parts: Parts, n_distinct: int) -> str | None:
 
 
 def find_most_keys(parts: Parts, n_distinct: int) -> str | None:
-    """The path of `maxProperties` in a schema that tells keys apart and has keys of patterns alone.
+    """The path of `maxProperties` in a schema whose repeated keys count once, with keys of patterns alone.
 
     The begin of a key may leave only one that repeats, and at the most keys such an object could not end.
     Both keywords may meet by a reference, so they count wherever they stand.

@@ -30,7 +30,7 @@ def find_unheld(schema: Json | bool) -> _Found:
 
 
 def _find_keys(parts: Parts) -> _Found:
-    """Parts whose keys cannot be spelled, or told apart."""
+    """Parts whose keys the grammar cannot spell, or compare."""
     n_distinct = count_distinct_keys(parts)
     if (character := find_control_character(parts)) is not None:
         if n_distinct:

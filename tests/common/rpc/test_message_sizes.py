@@ -22,7 +22,7 @@ SHORT = {
 
 
 def test_every_method_of_the_contract_is_listed_as_short_or_long() -> None:
-    """A new method is in neither list: whoever adds it decides."""
+    """The test fails for a method that neither list names."""
     methods = {f"/{service}/{name}" for service, names in contract().items() for name in names}
     short = {f"/{service}/{name}" for service, names in SHORT.items() for name in names}
     assert short.isdisjoint(LONG_METHODS)
