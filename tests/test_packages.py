@@ -39,7 +39,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             shutil.copytree(source, target, ignore=ignored)
         else:
             shutil.copyfile(source, target)
-    # The build copies libraries that are current. It compiles outdated ones without optimisation, which is quick.
+    # The build copies current libraries. It compiles outdated ones without optimisation, which is quick.
     real = runpy.run_path(str(ROOT / "server" / "native_build.py"))["_compiler"]()
     compiler = work / "cc"
     compiler.write_text(f'#!/bin/sh\nexec "{real}" "$@" -O0\n')
