@@ -55,7 +55,8 @@ class AdminPort:
             access = self.changes or access
         if access is None or (route == SCRAPE_ROUTE and _is_bearer(headers, self.token)):
             return ANONYMOUS
-        return access.admit(needed, ((name.lower(), value) for name, value in headers.items()))
+        metadata = ((name.lower(), value) for name, value in headers.items())
+        return access.admit(needed, metadata, over_http=True)
 
 
 def _is_bearer(headers: Mapping[str, str], token: str) -> bool:

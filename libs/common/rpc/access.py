@@ -53,10 +53,10 @@ class KeyClasses(Protocol):
     def has_key(self, headers: Mapping[str, str]) -> bool:
         """Whether the headers carry a key, right or wrong."""
 
-    def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
+    def caller_of(self, headers: Mapping[str, str], *, over_http: bool = False) -> CallerIdentity:
         """The class, name and tenant of the key in headers with lower-case names. Raises Unauthenticated.
 
-        Where no keys are configured, it is the default tenant.
+        Where no keys are configured, it is the default tenant. `over_http`: the error says how HTTP sends it.
         """
 
 
@@ -101,35 +101,40 @@ class AccessControl:
             return CallerClass.PUBLIC
         return METHOD_CLASSES.get(method, CallerClass.OPERATOR)
 
-    def admit(self, needed: CallerClass, metadata: Iterable[tuple[str, Any]]) -> CallerIdentity:
+    def admit(
+        self, needed: CallerClass, metadata: Iterable[tuple[str, Any]], *, over_http: bool = False
+    ) -> CallerIdentity:
         """The caller. Raises Unauthenticated without a credential, PermissionDenied for the wrong class.
 
         A certificate counts as a peer's here; the interceptor then looks whether it is an operator's.
         """
         if needed is CallerClass.PUBLIC:
             return ANONYMOUS
-        caller = self._caller_of(needed, metadata)
+        caller = self._caller_of(needed, metadata, over_http=over_http)
         if not needed.admits(caller.kind) and not self._may_be_certificate(needed, caller):
             raise errors.PermissionDenied(
                 f"this call is for class {needed}, and the caller's is {caller.kind}"
             )
         return caller
 
-    def _caller_of(self, needed: CallerClass, metadata: Iterable[tuple[str, Any]]) -> CallerIdentity:
+    def _caller_of(
+        self, needed: CallerClass, metadata: Iterable[tuple[str, Any]], *, over_http: bool
+    ) -> CallerIdentity:
         headers = {name: value for name, value in metadata if isinstance(value, str)}
         token = headers.get(TOKEN_HEADER)
         if token is not None and self._verifier is not None:
             return self._caller_by_token(needed, token, self._verifier)
         keys = self._keys
         if keys is not None and (needed is CallerClass.TENANT or (not keys.open and keys.has_key(headers))):
-            return keys.caller_of(headers)
+            return keys.caller_of(headers, over_http=over_http)
         if self.has_peer_certificates:
             return CallerIdentity(CallerClass.PEER)
         if self.is_open and (keys is None or keys.open or not self._needs_key):
             return CallerIdentity(needed)
         if needed is CallerClass.PEER:
             self._warnings.warn("", "refuses callers without a token: they lack --cluster-secret-file")
-        raise errors.Unauthenticated(f"a credential of class {needed} is needed")
+        hint = ": send an API key as `Authorization: Bearer KEY`" if over_http and keys is not None else ""
+        raise errors.Unauthenticated(f"a credential of class {needed} is needed{hint}")
 
     def _caller_by_token(self, needed: CallerClass, token: str, verifier: TokenVerifier) -> CallerIdentity:
         try:

@@ -122,9 +122,9 @@ class ApiKeys:
         """Whether the headers carry a key, right or wrong."""
         return bool(given_key(headers))
 
-    def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
+    def caller_of(self, headers: Mapping[str, str], *, over_http: bool = False) -> CallerIdentity:
         """The class, the name and the tenant of the key in the headers. Raises Unauthenticated."""
-        identity = self.identify(headers)
+        identity = self.identify(headers, over_http=over_http)
         kind = CallerClass.OPERATOR if identity.scope is KeyScope.OPERATOR else CallerClass.TENANT
         return CallerIdentity(kind, identity.name, identity.tenant)
 

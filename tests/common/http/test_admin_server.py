@@ -145,6 +145,16 @@ def test_keys_without_a_secret_close_a_port_beyond_loopback() -> None:
     port.listening.close()
 
 
+@pytest.mark.parametrize("route", ["GET /console/api/fleet", "POST /console/api/chat"])
+def test_a_refusal_says_how_http_sends_a_key(route: str) -> None:
+    port = open_admin_port("0.0.0.0:0", secret=None, keys=tenant_keys({"key-a": "anna"}))
+    with pytest.raises(Unauthenticated) as refused:
+        port.admit(route, {})
+    assert "as `Authorization: Bearer KEY`" in str(refused.value)
+    assert "metadata" not in str(refused.value) and "SDK" not in str(refused.value)  # hints for gRPC
+    port.listening.close()
+
+
 async def test_the_routes_are_those_of_the_table() -> None:
     port = open_admin_port("127.0.0.1:0", secret=None)
     server = AdminServer(port, metrics=metrics(), read_health=ProcessHealth().read)

@@ -39,7 +39,7 @@ class Keys:
     def has_key(self, headers: Mapping[str, str]) -> bool:
         return "authorization" in headers
 
-    def caller_of(self, headers: Mapping[str, str]) -> CallerIdentity:
+    def caller_of(self, headers: Mapping[str, str], *, over_http: bool = False) -> CallerIdentity:
         caller = self._callers.get(headers.get("authorization", ""))
         if caller is None:
             raise Unauthenticated("an API key is needed")
