@@ -1,7 +1,7 @@
 """The access log: one line for each call of a client over HTTP or gRPC, refused calls included.
 
-A line has the request id, the tenant, the route or RPC, the status, token counts and times. It never has a
-header value other than a valid request id, and nothing of a body or a key.
+A line has the request id, the tenant, the name of the API key, the route or RPC, the status, token counts and
+times. It never has a header value other than a valid request id, and nothing of a body or a key.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class AccessRecord:
     api: str  # http or grpc
     call: str  # the route or the RPC, never a path as the client wrote it
     tenant: str = ""
+    key_name: str = ""  # of the API key in the operator's file; never the key
     status: str = ""
     error: str = ""  # what ended the call: the class of an error, or the code of a refusal
     trace_id: str = ""
@@ -170,6 +171,7 @@ def _fields(record: AccessRecord, duration_s: float) -> dict[str, Any]:
         "request_id": record.request_id,
         "api": record.api,
         "tenant": record.tenant[:_MAX_NAME_CHARS],
+        "key_name": record.key_name,
         "status": record.status,
     }
     if record.trace_id:

@@ -13,18 +13,20 @@ import pytest
 
 from libs.common.telemetry.logs import LineFormat, LogFormatter
 from services.router.api.access_log import AccessLog, LineWriter
+from services.router.api.api_keys import ApiKeys
 from services.router.execution.generation import GenerationTask
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
+from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.async_client import AsyncClient
 from slipstream.rpc.cluster_secret import ClusterSecret
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
-from tests.support.api_keys import tenant_keys
 
 HELLO = [{"role": "user", "content": "a-secret-word " * 30}]
 CHAT = "POST /v1/chat/completions"
+NAME = "ali-laptop"  # of the key "sesame"
 
 
 class Lines:
@@ -47,7 +49,7 @@ def lines() -> Lines:
 
 @pytest.fixture
 async def logging_router(cluster: FakeCluster, card: ModelCard, lines: Lines) -> AsyncIterator[RouterServer]:
-    keys = tenant_keys({"sesame": "ali"})
+    keys = ApiKeys([KeyRecord(NAME, "ali", KeyScope.TENANT, key_hash("sesame"))])
     async with open_router(cluster, card, keys=keys, access_log=lines.log) as router:
         yield router
 
@@ -69,9 +71,10 @@ async def test_each_http_call_has_one_line(http: aiohttp.ClientSession, lines: L
         await eventually(lambda: bool(lines.texts))
         assert "secret" not in lines.texts[0] and "sesame" not in lines.texts[0]
         (line,) = lines.taken()
-        assert {name: line[name] for name in ("request_id", "api", "message", "tenant", "status")} == {
-            **{"request_id": "mine", "api": "http", "message": CHAT, "tenant": "ali", "status": "200"}
+        assert {name: line[name] for name in ("request_id", "api", "message", "status")} == {
+            **{"request_id": "mine", "api": "http", "message": CHAT, "status": "200"}
         }
+        assert (line["tenant"], line["key_name"]) == ("ali", NAME)
         assert (line["service"], line["instance"], line["logger"], line["level"]) == (
             *("router", "router-0", "access", "info"),
         )
@@ -162,12 +165,12 @@ async def test_each_grpc_call_has_one_line(logging_router: RouterServer, lines: 
             await client.models()
     await eventually(lambda: len(lines.texts) >= 5)
     found = lines.taken()
-    assert [(line["message"], line["tenant"], line["status"]) for line in found] == [
-        ("Generate", "ali", "OK"),
-        ("Generate", "ali", "INVALID_ARGUMENT"),
-        ("ListModels", "ali", "OK"),
-        ("Generate", "", "UNAUTHENTICATED"),
-        ("ListModels", "", "UNAUTHENTICATED"),
+    assert [(line["message"], line["tenant"], line["key_name"], line["status"]) for line in found] == [
+        ("Generate", "ali", NAME, "OK"),
+        ("Generate", "ali", NAME, "INVALID_ARGUMENT"),
+        ("ListModels", "ali", NAME, "OK"),
+        ("Generate", "", "", "UNAUTHENTICATED"),
+        ("ListModels", "", "", "UNAUTHENTICATED"),
     ]
     assert (found[0]["request_id"], found[0]["completion_tokens"]) == ("mine", 5)
     assert all(line["request_id"] for line in found)
@@ -181,7 +184,7 @@ def test_a_text_line_holds_the_same_fields() -> None:
     with log.call("http", CHAT) as record:
         record.request_id, record.status = "mine", "200"
     (text,) = texts
-    shown = f"{CHAT} request_id=mine api=http tenant=- status=200 ms=250.0"
+    shown = f"{CHAT} request_id=mine api=http tenant=- key_name=- status=200 ms=250.0"
     assert text == f"1970-01-01T00:00:00.500Z INFO router/r access: {shown}"
 
 

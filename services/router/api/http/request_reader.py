@@ -31,10 +31,14 @@ class RequestReader:
 
     def tenant(self, request: web.Request) -> str:
         """The tenant of the request's key. Raises Unauthenticated, and Overloaded for its connections."""
+        record = request[RECORD]
         if (caller := request.get(CALLER)) is not None:  # the admin port has judged the credential
-            tenant = request[RECORD].tenant = caller.tenant or DEFAULT_TENANT
-            return tenant
-        tenant = request[RECORD].tenant = self._keys.tenant_of(request.headers, over_http=True)
+            record.tenant = caller.tenant or DEFAULT_TENANT
+            record.key_name = caller.name if caller.tenant else ""  # a token has a name, too, and no tenant
+            return record.tenant
+        identity = self._keys.identify(request.headers, over_http=True)
+        tenant = record.tenant = identity.tenant
+        record.key_name = identity.name
         connection = request.protocol
         if self._keys.open or not isinstance(connection, HttpConnection) or connection.share is None:
             return tenant

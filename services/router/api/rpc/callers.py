@@ -31,6 +31,10 @@ class Callers:
         """The hash of the call's API key; empty without one."""
         return self._keys.hash_of(metadata_of(context))
 
+    def key_name(self, context: Context) -> str:
+        """The name of the call's API key; empty without one."""
+        return self._keys.key_name(self.key_sha256(context))
+
     def check_key(self, context: Context) -> None:
         """Raise Unauthenticated where the call's API key counts no more: the call began with it."""
         metadata = metadata_of(context)

@@ -75,7 +75,7 @@ class GenerateMethod:
         arrived_s = self._clock()
         metadata = metadata_of(context)
         caller = self._callers.caller(metadata, context, endpoint="Generate")
-        record.tenant = caller.tenant
+        record.tenant, record.key_name = caller.tenant, self._callers.key_name(context)
         status = None
         try:
             # An invalid id of the metadata is refused by name, not replaced.

@@ -103,6 +103,7 @@ class GrpcServer:
                 record.request_id = request_id_of(context)
                 try:
                     record.tenant = self.callers.tenant(context)
+                    record.key_name = self.callers.key_name(context)
                     try:
                         response = await method(request, context)
                     finally:
