@@ -153,7 +153,8 @@ class RouterSettings(ServiceSettings):
         default=LONGEST_WAIT_S,
     )
     webhook_hosts: str = setting(
-        "NAME[@NETWORK][,..] to which webhooks may go; a name without NETWORK has public addresses only",
+        "NAME[:PORT][@NETWORK][,..] to which webhooks may go; without PORT at 443 and 80, without NETWORK to "
+        "public addresses only",
         default="",
         default_text="none",
         check=parse_webhook_hosts,

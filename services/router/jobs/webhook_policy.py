@@ -1,10 +1,11 @@
-"""Where webhooks may go: the hosts that the operator allows, and the addresses of these. Pure."""
+"""Where webhooks may go: the hosts and ports that the operator allows, and their addresses. Pure."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -14,7 +15,12 @@ from services.router.jobs.types import Webhook
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Target = tuple[str, int]  # a host and a port
 _MAX_URL_CHARS = 2048
+_SCHEME_PORTS = {"https": 443, "http": 80}
+# NAME or [IPv6], with a port. A bare IPv6 address has colons, too, and no port.
+_WITH_PORT = re.compile(r"(\[[^][]+\]|[^:]+):([0-9]{1,5})")
+_BRACKETS = re.compile(r"^\[(.*)\]$")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052
 # A local NAT64 (RFC 8215), mapped and compatible IPv4, 6to4, Teredo.
 _TRANSLATED = tuple(
@@ -26,9 +32,9 @@ _SECRET_PREFIX = "whsec_"
 
 @dataclass(frozen=True, slots=True)
 class WebhookHosts:
-    """The hosts of --webhook-hosts, each with the network of its addresses; None = any public address."""
+    """The targets of --webhook-hosts, each with the networks of its addresses; None = any public address."""
 
-    networks: Mapping[str, Network | None]
+    networks: Mapping[Target, Sequence[Network | None]]
 
     def check(self, hook: Webhook, field: str) -> None:
         """Raises InvalidArgument for a URL or a secret that is not taken."""
@@ -36,15 +42,16 @@ class WebhookHosts:
         if reason:
             raise job_bounds.WEBHOOK.refused(field, reason=reason)
 
-    def allows(self, host: str, address: str) -> bool:
-        """Whether this address, which the host's name came to, may be dialled."""
-        if host not in self.networks:
-            return False
-        network = self.networks[host]
+    def allows(self, target: Target, address: str) -> bool:
+        """Whether this address, which the target's name came to, may be dialled at its port."""
         found = ipaddress.ip_address(address)
-        if network is None:
-            return is_public(found)
-        return (getattr(found, "ipv4_mapped", None) or found) in network
+        plain = getattr(found, "ipv4_mapped", None) or found
+        networks = self.networks.get(target, ())
+        return any(is_public(found) if each is None else plain in each for each in networks)
+
+    def names(self, url: str) -> bool:
+        """Whether the host and the port of this URL are allowed."""
+        return not self._reason(url)
 
     def _reason(self, url: str) -> str:
         """Why the URL is refused; empty if it is not."""
@@ -52,15 +59,18 @@ class WebhookHosts:
             return f"url must have at most {_MAX_URL_CHARS} printable ASCII characters"
         try:
             parts = urlsplit(url)
-            _ = parts.port
+            port = parts.port
         except ValueError:
             return "url must be a URL"
-        if parts.scheme not in ("https", "http") or not parts.hostname:
+        if parts.scheme not in _SCHEME_PORTS or not parts.hostname:
             return "url must begin with https:// or http:// and a host"
         if parts.username is not None or parts.password is not None or parts.fragment:
             return "url must have no user and no fragment"
-        if parts.hostname not in self.networks:
+        if not any(parts.hostname == host for host, _ in self.networks):
             return "url must name a host that the router's operator allows (--webhook-hosts)"
+        port = _SCHEME_PORTS[parts.scheme] if port is None else port
+        if (parts.hostname, port) not in self.networks:
+            return f"url must have a port that the router's operator allows: {port} is none (--webhook-hosts)"
         return ""
 
 
@@ -79,15 +89,32 @@ def is_public(address: Address) -> bool:
 
 
 def parse_webhook_hosts(text: str) -> WebhookHosts:
-    """`NAME[@NETWORK][,..]`; an address stands for itself. Raises ValueError with the reason."""
-    networks: dict[str, Network | None] = {}
+    """`NAME[:PORT][@NETWORK][,..]`; an address stands for itself. Raises ValueError with the reason.
+
+    A name without a port has those of https and http. The entries of one target add up.
+    """
+    networks: dict[Target, tuple[Network | None, ...]] = {}
     for item in filter(None, text.split(",")):
-        name, _, network = item.partition("@")
-        name = name.lower()
-        if not name or any(c in "/@?#" or c.isspace() for c in name):
-            raise ValueError(f"{item!r} is not NAME or NAME@NETWORK")
-        networks[name] = ipaddress.ip_network(network) if network else _own_network(name)
+        target, _, network = item.partition("@")
+        name, ports = _name_and_ports(target.lower())
+        if not name or not ports or any(c in "/@?#[]" or c.isspace() for c in name):
+            raise ValueError(f"{item!r} is not NAME[:PORT] or NAME[:PORT]@NETWORK")
+        found = ipaddress.ip_network(network) if network else _own_network(name)
+        for port in ports:
+            networks[name, port] = (*networks.get((name, port), ()), found)
     return WebhookHosts(networks)
+
+
+def _name_and_ports(target: str) -> tuple[str, Sequence[int]]:
+    """The name without brackets, and its ports; none for a number that is no port."""
+    stated = _WITH_PORT.fullmatch(target)
+    if stated is not None:
+        port = int(stated[2])
+        return _BRACKETS.sub(r"\1", stated[1]), (port,) if 0 < port < 1 << 16 else ()
+    name = _BRACKETS.sub(r"\1", target)
+    if ":" in name and _own_network(name) is None:
+        return name, ()
+    return name, tuple(_SCHEME_PORTS.values())
 
 
 def _own_network(name: str) -> Network | None:
@@ -113,6 +140,6 @@ def _secret_fault(secret: str) -> str:
         return reason
 
 
-def first_allowed(hosts: WebhookHosts, host: str, addresses: Sequence[str]) -> str:
+def first_allowed(hosts: WebhookHosts, target: Target, addresses: Sequence[str]) -> str:
     """The address to dial; empty if any of them is not allowed, as a name that is rebound has both."""
-    return addresses[0] if addresses and all(hosts.allows(host, each) for each in addresses) else ""
+    return addresses[0] if addresses and all(hosts.allows(target, each) for each in addresses) else ""

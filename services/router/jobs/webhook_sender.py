@@ -9,7 +9,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -56,7 +55,7 @@ class AllowedResolver(AbstractResolver):
         """The address to dial. Raises OSError where one of the name's addresses is not allowed."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-        address = first_allowed(self._hosts, host, [str(each[4][0]) for each in found])
+        address = first_allowed(self._hosts, (host, port), [str(each[4][0]) for each in found])
         if not address:
             raise OSError("the host resolves to an address that is not allowed")
         kind = next(each[0] for each in found if each[4][0] == address)
@@ -182,8 +181,7 @@ class WebhookSender:
 
     async def _send(self, session: aiohttp.ClientSession, message: _DueMessage) -> int:
         """The status of the answer, whose body is not read; 0 without one."""
-        host = urlsplit(message.url).hostname or ""
-        if host not in self._hosts.networks:  # the list has changed since the job was submitted
+        if not self._hosts.names(message.url):  # the list has changed since the job was submitted
             return _GONE
         headers = webhook_headers(message.id, message.body, message.secret, now_s=self._now_s())
         try:

@@ -37,7 +37,8 @@ class Receiver:
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)
         self.received: list[tuple[dict[str, str], bytes]] = []
-        self.url = ""
+        self.url = self.host = ""
+        self.port = 0
 
     async def __aenter__(self) -> Receiver:
         application = web.Application()
@@ -46,7 +47,9 @@ class Receiver:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/hook"
+        self.port = self._runner.addresses[0][1]
+        self.host = f"127.0.0.1:{self.port}"
+        self.url = f"http://{self.host}/hook"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -79,7 +82,7 @@ async def _until(counters: Counters, outcome: str, count: int = 1) -> None:
             await asyncio.sleep(0.01)
 
 
-def _sender(tables: JobTables, counters: Counters, hosts: str = "127.0.0.1") -> WebhookSender:
+def _sender(tables: JobTables, counters: Counters, hosts: str) -> WebhookSender:
     return WebhookSender(
         tables.database,
         parse_webhook_hosts(hosts),
@@ -93,7 +96,7 @@ async def test_the_end_of_a_job_is_announced_and_signed(tables: JobTables) -> No
     counters = Counters()
     async with Receiver(200) as receiver:
         job_id = await _end_one(tables, receiver.url)
-        sender = _sender(tables, counters)
+        sender = _sender(tables, counters, receiver.host)
         sender.start()
         await _until(counters, "delivered")
         await sender.close()
@@ -140,7 +143,7 @@ async def test_a_slow_receiver_delays_no_other_one(tables: JobTables) -> None:
             await tables.submit(*prompts, tenant=tenant, webhook=Webhook(url, SECRET))
         for _ in range(63):
             await tables.finish("r1", await tables.claim_one("r1"))
-        sender = _sender(tables, counters, hosts="127.0.0.1,localhost@127.0.0.0/8")
+        sender = _sender(tables, counters, hosts=f"{slow.host},localhost:{quick.port}@127.0.0.0/8")
         sender.start()
         await _until(counters, "delivered", 3)
         assert 0 < len(slow.received) <= 4 and len(quick.received) == 3
@@ -168,7 +171,7 @@ async def test_a_failed_delivery_is_repeated_with_the_same_id(tables: JobTables)
     counters = Counters()
     async with Receiver(500, 302, 204) as receiver:
         await _end_one(tables, receiver.url)
-        sender = _sender(tables, counters)
+        sender = _sender(tables, counters, receiver.host)
         sender.start()
         for count in (1, 2):  # a redirect is a failure, too
             await _until(counters, "failed", count)
@@ -230,9 +233,9 @@ async def test_a_name_that_resolves_to_a_private_address_is_not_dialled() -> Non
 )
 def test_which_addresses_may_be_dialled(host: str, address: str, allowed: bool) -> None:
     hosts = parse_webhook_hosts("hooks.example.com,inner.example.com@10.0.0.0/8,192.0.2.7")
-    assert hosts.allows(host, address) is allowed
+    assert hosts.allows((host, 443), address) is allowed
     rebound = ["93.184.216.34", address]
-    assert (first_allowed(hosts, host, rebound) != "") is (allowed and host == "hooks.example.com")
+    assert (first_allowed(hosts, (host, 443), rebound) != "") is (allowed and host == "hooks.example.com")
 
 
 @pytest.mark.parametrize(
@@ -243,6 +246,8 @@ def test_which_addresses_may_be_dialled(host: str, address: str, allowed: bool) 
         ("https://user:pw@hooks.example.com/", SECRET),
         ("https://hooks.example.com.evil.com/", SECRET),
         ("https://hooks.example.com:99999/", SECRET),
+        ("http://hooks.example.com:6379/", SECRET),
+        ("https://hooks.example.com:0/", SECRET),
         ("https://hooks.example.com/\n", SECRET),
         ("https://hooks.example.com/" + "x" * 3000, SECRET),
         ("https://hooks.example.com/", "whsec_short"),
@@ -257,13 +262,64 @@ def test_what_is_refused_at_submission(url: str, secret: str) -> None:
     assert refusal.value.field == "jobs[0].webhook"
 
 
+@pytest.mark.parametrize(
+    ("entry", "allowed", "refused"),
+    [
+        (
+            "a.example",
+            ["https://a.example/", "http://a.example/", "https://a.example:443/"],
+            ["https://a.example:8443/"],
+        ),
+        ("a.example:8443", ["https://a.example:8443/"], ["https://a.example/", "http://a.example:80/"]),
+        (
+            "a.example,a.example:8443",
+            ["https://a.example/", "https://a.example:8443/"],
+            ["http://a.example:22/"],
+        ),
+        ("192.0.2.7:9000", ["http://192.0.2.7:9000/"], ["http://192.0.2.7/"]),
+        ("2001:db8::1", ["https://[2001:db8::1]/"], ["https://[2001:db8::1]:8443/"]),
+        ("[2001:db8::1]:8443", ["https://[2001:db8::1]:8443/"], ["https://[2001:db8::1]/"]),
+    ],
+)
+def test_an_entry_allows_its_port_or_the_two_of_the_schemes(
+    entry: str, allowed: list[str], refused: list[str]
+) -> None:
+    hosts = parse_webhook_hosts(entry)
+    for url in allowed:
+        hosts.check(Webhook(url, SECRET), "webhook")
+    for url in refused:
+        with pytest.raises(InvalidArgument, match="port"):
+            hosts.check(Webhook(url, SECRET), "webhook")
+
+
+def test_the_entries_of_a_target_add_up() -> None:
+    hosts = parse_webhook_hosts("x.example:1@10.0.0.0/8,x.example:1@192.168.0.0/16,x.example:2")
+    assert hosts.allows(("x.example", 1), "10.1.1.1") and hosts.allows(("x.example", 1), "192.168.1.1")
+    assert not hosts.allows(("x.example", 1), "93.184.216.34")
+    assert hosts.allows(("x.example", 2), "93.184.216.34")
+    assert not hosts.allows(("x.example", 2), "10.1.1.1")
+
+
+async def test_nothing_is_sent_to_another_port_of_an_allowed_host(tables: JobTables) -> None:
+    counters = Counters()
+    async with Receiver(200) as receiver:
+        await _end_one(tables, receiver.url)
+        sender = _sender(tables, counters, hosts=f"127.0.0.1,127.0.0.1:{receiver.port % 65535 + 1}")
+        sender.start()
+        await _until(counters, "given_up")
+        await sender.close()
+    assert receiver.received == []
+
+
 def test_pauses_between_tries_grow_to_an_hour() -> None:
     pauses = [webhook_retry_s(tries, 1.0) for tries in range(1, 12)]
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (5.0, 3600.0)
 
 
-@pytest.mark.parametrize("text", ["a b", "x@notanetwork", "http://x", "@10.0.0.0/8"])
+@pytest.mark.parametrize(
+    "text", ["a b", "x@notanetwork", "http://x", "@10.0.0.0/8", "x:0", "x:65536", "x:", "x:y", ":443", "[::1"]
+)
 def test_a_wrong_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_webhook_hosts(text)
