@@ -50,10 +50,12 @@ def _credentials(
     text = os.environ.get(SECRET_VARIABLE, "").strip()
     key = os.environ.get(API_KEY_VARIABLE, "").strip()
     local = None if run_dir is None else secret_file(run_dir)
+    name = SECRET_FILE_FLAG
     try:
         if given is not None:
             secret = ClusterSecret.from_file(given)
         elif text:
+            name = SECRET_VARIABLE
             secret = ClusterSecret(text.encode())
         elif key and is_remote:
             return ApiKeyCredential(key)
@@ -62,7 +64,7 @@ def _credentials(
         else:
             return None
     except ValueError as error:
-        raise InvalidArgument(SECRET_FILE_FLAG, str(error)) from None
+        raise InvalidArgument(name, str(error)) from None
     return TokenMinter(secret, _user(), CallerClass.OPERATOR)
 
 

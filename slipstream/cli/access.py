@@ -9,7 +9,6 @@ has the flags of the cluster in the place of `access`.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +105,7 @@ def _access_of(flags: Mapping[str, Any]) -> OperatorAccess:
 def routers_of(flags: Mapping[str, Any]) -> tuple[str, ...]:
     """The admin ports that --router or its variable names. Raises InvalidArgument for no host:port."""
     routers = tuple(filter(None, (flags["router"] or "").split(",")))
-    is_variable = flags["router"] == os.environ.get(ROUTER_VARIABLE)
-    check_endpoints(routers, flag=ROUTER_VARIABLE if is_variable else "--router")
+    check_endpoints(routers, flag="--router")
     return routers
 
 

@@ -31,6 +31,7 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.top.command import top
 from slipstream.cli.usage import usage
+from slipstream.cli.value_sources import name_sources
 from slipstream.errors import FailedPrecondition, InvalidArgument, SlipstreamError
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ def build_app() -> typer.Typer:
     built.add_typer(kv_app, name="kv")
     built.add_typer(keys_app, name="keys")
     built.add_typer(jobs_app, name="jobs")
+    name_sources(built)
     return built
 
 

@@ -101,7 +101,8 @@ class ServiceSettings:
         if self.tls_ca is None and self.tls_certificate is None and self.tls_key is None:
             return None
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
-            raise SystemExit("--tls-ca, --tls-certificate and --tls-key go together")
+            names = self.given_as("tls_ca"), self.given_as("tls_certificate"), self.given_as("tls_key")
+            raise SystemExit(f"{names[0]}, {names[1]} and {names[2]} go together")
         return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name)
 
     def dial(self) -> Dial:
@@ -110,15 +111,21 @@ class ServiceSettings:
         tokens = TokenMinter(secret, self.instance) if secret is not None else None
         return Dial(self.tls(), tokens)
 
+    def given_as(self, name: str) -> str:
+        """The flag, the variable or the key of the file that gave a setting; its flag where nothing did."""
+        return self.sources.get(name, rows(type(self))[name].flag)
+
     def cluster_secret(self) -> ClusterSecret | None:
         """The secret of --cluster-secret-file or SECRET_VARIABLE, or None. Raises SystemExit."""
+        name = SECRET_VARIABLE
         try:
             if self.cluster_secret_file is not None:
+                name = self.given_as("cluster_secret_file")
                 return ClusterSecret.from_file(self.cluster_secret_file)
             text = os.environ.get(SECRET_VARIABLE, "").strip()
             return ClusterSecret(text.encode()) if text else None
         except ValueError as error:
-            raise SystemExit(f"--cluster-secret-file or {SECRET_VARIABLE}: {error}") from None
+            raise SystemExit(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)

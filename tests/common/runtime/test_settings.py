@@ -285,6 +285,36 @@ def test_unusable_flags_are_refused(capsys: pytest.CaptureFixture[str], flags: t
     assert error_of(capsys, *flags)
 
 
+def test_faults_found_after_the_start_name_the_source_of_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("short")
+    monkeypatch.delenv("SLIPSTREAM_CLUSTER_SECRET", raising=False)
+
+    def load(*flags: str, **environment: str) -> DecodeSettings:
+        return load_settings(
+            DecodeSettings,
+            section="decode",
+            program="p",
+            description="",
+            arguments=["--instance", "d", *flags],
+            environment=environment,
+        )
+
+    with pytest.raises(
+        SystemExit, match=r"^SLIPSTREAM_CLUSTER_SECRET_FILE: .*secret: the cluster secret must"
+    ):
+        load(SLIPSTREAM_CLUSTER_SECRET_FILE=str(secret)).cluster_secret()
+    with pytest.raises(SystemExit, match=r"^--cluster-secret-file: "):
+        load("--cluster-secret-file", str(secret)).cluster_secret()
+    monkeypatch.setenv("SLIPSTREAM_CLUSTER_SECRET", "short")
+    with pytest.raises(SystemExit, match=r"^SLIPSTREAM_CLUSTER_SECRET: "):
+        load().cluster_secret()
+    with pytest.raises(SystemExit, match=r"^SLIPSTREAM_TLS_CA, --tls-certificate and --tls-key go together"):
+        load(SLIPSTREAM_TLS_CA=str(secret)).tls()
+
+
 def test_help_shows_defaults_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_sample("--help")

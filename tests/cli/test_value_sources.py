@@ -1,0 +1,72 @@
+"""The names under which errors show the values of flags and of variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slipstream.cli.app import app
+from slipstream.cli.value_sources import SourceCommand
+from slipstream.errors import InvalidArgument
+
+ROUTER = ("--router", "127.0.0.1:1")
+
+
+def message_of(arguments: tuple[str, ...], environment: dict[str, str]) -> str:
+    """The refusal of a command."""
+    failed = CliRunner().invoke(app, list(arguments), env=environment).exception
+    assert isinstance(failed, InvalidArgument), failed
+    return failed.message
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "variable", "value"),
+    [
+        *(
+            (command, flag, variable, value)
+            for command in ("status", "chat", "usage")
+            for flag, variable, value in (
+                ("--api-key-file", "SLIPSTREAM_API_KEY_FILE", "/none"),
+                ("--router", "SLIPSTREAM_ROUTER", "nohost"),
+            )
+        ),
+        ("status", "--cluster-secret-file", "SLIPSTREAM_CLUSTER_SECRET_FILE", "/none"),
+    ],
+)
+def test_a_value_is_named_by_where_it_comes_from(command: str, flag: str, variable: str, value: str) -> None:
+    router = () if flag == "--router" else ROUTER
+    assert message_of((command, *router), {variable: value}).startswith(f"{variable}: ")
+    # A flag goes before the variable, and is named although the variable has the same value.
+    assert message_of((command, *router, flag, value), {variable: value}).startswith(f"{flag}: ")
+
+
+def test_each_of_several_values_has_its_own_source(tmp_path: Path) -> None:
+    file = tmp_path / "no.pem"
+    file.write_text("nothing")
+    environment = {"SLIPSTREAM_TLS_CA": str(file), "SLIPSTREAM_TLS_KEY": str(file)}
+    message = message_of(("status", *ROUTER, "--tls-certificate", str(file)), environment)
+    assert "SLIPSTREAM_TLS_KEY" in message and "--tls-certificate" in message
+    assert "--tls-key" not in message and "SLIPSTREAM_TLS_CERTIFICATE" not in message
+
+
+def test_a_secret_of_the_environment_is_named_so() -> None:
+    message = message_of(("status", *ROUTER), {"SLIPSTREAM_CLUSTER_SECRET": "short"})
+    assert message.startswith("SLIPSTREAM_CLUSTER_SECRET: ") and "file" not in message
+
+
+def test_every_command_names_sources() -> None:
+    def leaves(command: Any) -> Iterator[Any]:
+        below = getattr(command, "commands", None)
+        if below is None:
+            yield command
+            return
+        for each in below.values():
+            yield from leaves(each)
+
+    found = list(leaves(typer.main.get_command(app)))
+    assert len(found) > 15 and all(isinstance(each, SourceCommand) for each in found)
