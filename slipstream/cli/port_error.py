@@ -5,21 +5,21 @@ from __future__ import annotations
 import grpc
 
 from slipstream.errors import SlipstreamError, Unauthenticated, Unavailable
-from slipstream.rpc.credential_fault import credential_fault, with_tls_hint
+from slipstream.rpc.credential_fault import credential_fault, is_http_port, with_tls_hint
 from slipstream.rpc.rpc_errors import from_rpc_error
 
 # Of a process's words for a call without any credential, and the flags that give one.
 _NO_CREDENTIAL = "a credential of class"
 _CREDENTIALS = "--cluster-secret-file, --api-key, or --tls-ca, --tls-certificate and --tls-key"
-# Of gRPC's words for a port where a server answers by HTTP/1.
-_HTTP_1 = "http1"
-_NO_STATUS = "a port without status: of a router, ask the gRPC admin port (--admin; `admin` in cluster.json)"
+_ASK_ADMIN = "of a router, ask the gRPC admin port (--admin; `admin` in cluster.json)"
 
 
 def port_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
     """Why an operator's call failed: another kind of port, a credential, TLS, or what the process says."""
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED or _HTTP_1 in (error.details() or ""):
-        return Unavailable(_NO_STATUS)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return Unavailable(f"a port without status: {_ASK_ADMIN}")
+    if is_http_port(error.details() or ""):
+        return Unavailable(f"a port for HTTP: {_ASK_ADMIN}")
     fault = credential_fault(error)
     if fault is not None:
         return Unauthenticated(f"{fault} ({_CREDENTIALS})" if _NO_CREDENTIAL in fault else fault)

@@ -22,6 +22,17 @@ _CLOSED_HINT = (
     "refuses the certificate that is given: with --tls-client-ca a router takes certificates of one CA at "
     "its port for clients (--endpoint), and of another at its admin port (--router)"
 )
+# gRPC's words for a port that answers by HTTP/1, and for one whose TLS agrees on no HTTP/2.
+_HTTP_PORT = ("Trying to connect an http1.x server", "missing selected ALPN property")
+_HTTP_PORT_HINT = (
+    "this is a port for HTTP, and gRPC has others: of a router, --listen is for clients (--endpoint, the "
+    "SDK), --admin for operators (--router)"
+)
+_NO_TLS = "WRONG_VERSION_NUMBER"
+_NO_TLS_HINT = (
+    "the port is without TLS: leave --tls-ca, --tls-certificate and --tls-key, or tls= in the SDK, out; or "
+    "it is another port than the one that is meant"
+)
 # How a connection ends whose handshake fails at the other end.
 _CLOSED = ("Socket closed", "Connection reset by peer")
 
@@ -44,10 +55,19 @@ def lasting_fault(error: grpc.aio.AioRpcError) -> str:
     return with_tls_hint(error.details() or error.code().name)
 
 
+def is_http_port(details: str) -> bool:
+    """Whether gRPC's text about a failed connection says that an HTTP server listens there."""
+    return any(words in details for words in _HTTP_PORT)
+
+
 def with_tls_hint(details: str) -> str:
-    """The text of gRPC about a failed connection, with a hint where the cause may be TLS."""
+    """The text of gRPC about a failed connection, with a hint at TLS or at a port for HTTP."""
     if _OTHER_NAME in details:
         return f"{details}: {_NAME_HINT}"
+    if is_http_port(details):
+        return f"{_HTTP_PORT_HINT} ({details})"
+    if _NO_TLS in details:
+        return f"{_NO_TLS_HINT} ({details})"
     if any(words in details for words in _CLOSED):
         return f"{details}: {_CLOSED_HINT}"
     return details
