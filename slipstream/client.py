@@ -53,7 +53,7 @@ def check_tls(tls: TlsFiles | None) -> None:
         if tls is not None:
             tls.check()
     except OSError as error:
-        raise InvalidArgument("tls", f"the files cannot be used: {error.strerror or error}") from None
+        raise InvalidArgument("tls", f"the files cannot be used: {error}") from None
 
 
 def call_metadata(

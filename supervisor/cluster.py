@@ -31,7 +31,7 @@ from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Un
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
 from supervisor import process_stats, run_directory
-from supervisor.config_check import check_config
+from supervisor.config_check import check_config, exposed_secrets
 from supervisor.etcd import etcd_binary, etcd_command
 from supervisor.forking.launcher import ProcessLauncher, open_launcher
 from supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
@@ -181,6 +181,8 @@ class ClusterSupervisor:
         if config.pool is not None:
             parts.append(f"{config.pool_masters} pool master")
         parts += [f"{count} {role}" for role, count in config.counts().items() if count]
+        for text in exposed_secrets(config):
+            self._say(text)
         self._say(f"starting {', '.join(parts)}")
 
     async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:

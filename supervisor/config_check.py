@@ -16,6 +16,8 @@ from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.sizes import ParallelSizes, check_kv_split, check_sizes, parse_sizes
 from slipstream.api_key_file import read_keys
 from slipstream.errors import InvalidArgument
+from slipstream.rpc.certificates import TlsFault, check_authority
+from slipstream.secret_files import exposure
 from supervisor.forking.launcher import STARTS
 from supervisor.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_FORMATS, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free
@@ -148,11 +150,26 @@ def _check_access(config: ClusterConfig) -> None:
         raise InvalidArgument("--shared-prefix", f"{config.shared_prefix} is empty")
     if config.tls_client_ca is not None and config.tls is None:
         raise InvalidArgument("--tls-client-ca", "needs --tls-ca, --tls-certificate and --tls-key")
-    access = EtcdAccess.of(config)
-    if config.etcd is None and not access.is_plain:
+    try:
+        if config.tls is not None:
+            config.tls.check()
+        if config.tls_client_ca is not None:
+            check_authority(config.tls_client_ca, "client-ca")
+    except TlsFault as fault:
+        raise fault.as_argument("--tls-{}".format) from None
+    if config.etcd is None and (config.etcd_ca is not None or config.etcd_user):
         raise InvalidArgument("--etcd-ca, --etcd-user", "need --etcd: the cluster's own etcd is plain")
+    access = EtcdAccess.of(config)
     if config.pool is not None and not access.is_plain:
         raise InvalidArgument("--pool", "Mooncake reaches no etcd with TLS or a user")
+
+
+def exposed_secrets(config: ClusterConfig) -> list[str]:
+    """What to say of files of secrets that others may read; the services log the same of each."""
+    files = [("--api-keys", config.api_keys), ("--etcd-key", config.etcd_key)]
+    files += [("--etcd-password-file", config.etcd_password_file)]
+    files += [("--tls-key", config.tls.key if config.tls is not None else None)]
+    return [f"{flag}: {text}" for flag, file in files if file is not None and (text := exposure(file))]
 
 
 def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:

@@ -35,11 +35,12 @@ def main() -> int:
     parsed = load_settings(NodeSettings, section=Role.KVSTORE, program=PROGRAM, description=DESCRIPTION)
     configure_logging(Role.KVSTORE, parsed.instance, level=parsed.log_level, form=parsed.log_format)
     configure_tracing(Role.KVSTORE, parsed.instance)
+    parsed.warn_of_exposed_secrets()
     code = 0
     try:
         asyncio.run(serve(options_of(parsed)))
     except SlipstreamError as error:
-        log.error("%s cannot start: %s", parsed.instance, error)
+        log.error("%s cannot start: %s", parsed.instance, parsed.named(error))
         code = 2
     _exit_if_threads_hang(code)
     return code

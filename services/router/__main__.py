@@ -185,6 +185,8 @@ def main() -> int:
     options = parse_options()
     configure_logging(Role.ROUTER, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(Role.ROUTER, options.instance)
+    if not options.child_of:
+        options.warn_of_exposed_secrets()
     try:
         keep_freed_memory(_KEPT_HEAP_BYTES)
         raise_file_limit()
@@ -205,7 +207,10 @@ def main() -> int:
             )
         with asyncio.Runner(loop_factory=GrpcLoop) as runner:
             runner.run(serve(options))
-    except (OSError, ValueError, SlipstreamError) as error:
+    except SlipstreamError as error:
+        log.error("%s ends: %s", options.instance, options.named(error))
+        return 1
+    except (OSError, ValueError) as error:
         log.error("%s ends: %s", options.instance, error)
         return 1
     return 0

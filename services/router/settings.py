@@ -16,6 +16,7 @@ from libs.database.database import check_database_url
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.types import LONGEST_WAIT_S
 from services.router.jobs.webhook_policy import parse_webhook_hosts
+from slipstream.rpc.certificates import TlsFault, check_authority
 from slipstream.rpc.tls import TlsFiles
 
 # Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.
@@ -121,6 +122,7 @@ class RouterSettings(ServiceSettings):
         "file of API keys (`slipstream keys`), followed; none = requests need no key",
         default=None,
         check=check_readable,
+        is_secret=True,
     )
     prices: Path | None = setting(
         "file of prices (docs/metering.md), followed; none = answers state no cost",
@@ -189,10 +191,14 @@ class RouterSettings(ServiceSettings):
         return None if self.thinking == "model" else self.thinking == "on"
 
     def client_tls(self) -> TlsFiles | None:
-        """The files of the public gRPC port. Raises SystemExit."""
+        """The files of the public gRPC port. Raises SystemExit and InvalidArgument, as `tls` does."""
         tls = self.tls()
         if self.tls_client_ca is None:
             return tls
         if tls is None:
             raise SystemExit("--tls-client-ca needs --tls-ca, --tls-certificate and --tls-key")
+        try:
+            check_authority(self.tls_client_ca, "client_ca")
+        except TlsFault as fault:
+            raise fault.as_argument(lambda name: self.given_as(f"tls_{name}")) from None
         return replace(tls, ca=self.tls_client_ca)

@@ -26,6 +26,7 @@ from slipstream.cli.options import (
     check_endpoints,
     read_api_key,
     tls_from,
+    warn_of_exposure,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class OperatorAccess:
         from slipstream.operator_access import operator_dial
 
         flags = self.flags
+        if flags["cluster_secret_file"] is not None:
+            warn_of_exposure("--cluster-secret-file", flags["cluster_secret_file"])
         return operator_dial(
             self.run_dir,
             given=flags["cluster_secret_file"],

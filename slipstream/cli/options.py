@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.errors import InvalidArgument
+from slipstream.secret_files import exposure
 
 if TYPE_CHECKING:
     from slipstream.rpc.tls import TlsFiles
@@ -71,10 +73,17 @@ def check_endpoints(endpoints: Iterable[str], *, flag: str = "--endpoint") -> No
             raise InvalidArgument(flag, f"must be host:port, not {endpoint!r}") from None
 
 
+def warn_of_exposure(flag: str, file: Path) -> None:
+    """Say on stderr that others may read a file of a secret."""
+    if text := exposure(file):
+        print(f"slipstream: {flag}: {text}", file=sys.stderr)
+
+
 def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -> str | None:
     """The key, else that of the file if `use_file`. Raises InvalidArgument for a file without one."""
     if key or file is None or not use_file:
         return key
+    warn_of_exposure("--api-key-file", file)
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -93,6 +102,7 @@ def read_secret(variable: str, file: Path | None, flag: str) -> str:
     """
     if file is None:
         return os.environ.get(variable, "")
+    warn_of_exposure(flag, file)
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -106,23 +116,18 @@ def read_secret(variable: str, file: Path | None, flag: str) -> str:
 def tls_from(
     ca: Path | None, certificate: Path | None, key: Path | None, server_name: str = ""
 ) -> TlsFiles | None:
-    """None without any of the three. Raises InvalidArgument for one or two, and for what cannot be read."""
+    """None without any of the three. Raises InvalidArgument for one or two, and for what cannot be used."""
     if ca is None and certificate is None and key is None:
         return None
     if ca is None or certificate is None or key is None:
         raise InvalidArgument("--tls-ca, --tls-certificate, --tls-key", "go together")
-    for flag, file in (("--tls-ca", ca), ("--tls-certificate", certificate), ("--tls-key", key)):
-        try:
-            with file.open("rb") as opened:
-                opened.read(1)
-        except OSError as error:
-            raise InvalidArgument(flag, f"cannot be read: {error.strerror}") from None
+    from slipstream.rpc.certificates import TlsFault
     from slipstream.rpc.tls import TlsFiles
 
     files = TlsFiles(ca, certificate, key, server_name)
     try:
         files.check()
-    except OSError as error:
-        reason = f"cannot be used together: {error.strerror or error}"
-        raise InvalidArgument("--tls-ca, --tls-certificate, --tls-key", reason) from None
+    except TlsFault as fault:
+        raise fault.as_argument("--tls-{}".format) from None
+    warn_of_exposure("--tls-key", key)
     return files

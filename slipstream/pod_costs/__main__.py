@@ -21,6 +21,7 @@ from slipstream.rpc.dial import Dial
 from slipstream.rpc.hosts import address_of
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
+from slipstream.secret_files import exposure
 
 INSTANCE = "pod-costs"  # in the routers' logs
 STUCK_S = 300.0  # a round takes a few time-outs of 5 and 10 s
@@ -66,6 +67,12 @@ def operator_dial(given: argparse.Namespace) -> Dial:
     files = (given.tls_ca, given.tls_certificate, given.tls_key)
     if any(files) and not all(files):
         raise InvalidArgument("--tls-ca, --tls-certificate, --tls-key", "go together")
+    for flag, file in (
+        ("--cluster-secret-file", given.cluster_secret_file),
+        ("--tls-key", given.tls_key),
+    ):
+        if file is not None and (text := exposure(file)):
+            logging.warning("%s: %s", flag, text)
     tokens = None
     if given.cluster_secret_file is not None:
         try:

@@ -7,13 +7,16 @@ connections that are open stay as they are. Channels read the files when they ar
 from __future__ import annotations
 
 import logging
-import ssl
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+
+from slipstream.rpc.certificates import TlsFault, check_authority, check_pair, ended
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +59,28 @@ class TlsFiles:
         return files_version(self.ca, self.certificate, self.key)
 
     def check(self) -> None:
-        """Raises OSError or ssl.SSLError for files that are not PEM, or a key of another certificate."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certificate, self.key)
-        context.load_verify_locations(self.ca)
+        """Raises TlsFault, an OSError, for files that are not PEM, or a key of another certificate."""
+        check_pair(self.certificate, self.key)
+        check_authority(self.ca)
+
+    def may_replace(self) -> bool:
+        """Whether replaced files can be served. Says why not, or that the certificate has ended.
+
+        All ports of a process ask, and the log has one line for each reason.
+        """
+        try:
+            self.check()
+        except TlsFault as fault:
+            names = ", ".join(f"--tls-{name}" for name in fault.names)
+            _say_once(self, logging.ERROR, f"the old certificate stays in use: {names}: {fault.reason}")
+            return False
+        self.warn_if_ended()
+        return True
+
+    def warn_if_ended(self) -> None:
+        """Say once that the certificate has ended."""
+        if text := ended(self.certificate, now_s=time.time()):
+            _say_once(self, logging.WARNING, text)
 
 
 def files_version(*files: Path | None) -> FilesVersion | None:
@@ -69,6 +90,21 @@ def files_version(*files: Path | None) -> FilesVersion | None:
     except OSError:
         return None
     return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+
+
+# What was last said of a certificate, with the files as they were then.
+_said: dict[Path, tuple[FilesVersion | None, str]] = {}
+_said_lock = threading.Lock()
+
+
+def _say_once(files: TlsFiles, level: int, text: str) -> None:
+    """Log the text, unless it was the last one of this certificate and its files are the same."""
+    said = (files_version(files.certificate, files.key), text)
+    with _said_lock:
+        if _said.get(files.certificate) == said:
+            return
+        _said[files.certificate] = said
+    log.log(level, "%s", text)
 
 
 # The last files that belonged together, for channels that are made between two writes of a renewal.
@@ -116,12 +152,12 @@ class ServerCertificates:
         if version == self._seen:
             return None
         self._seen = version
+        if not self._files.may_replace():
+            return None
         try:
-            self._files.check()
             configuration = self.configuration()
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "is not PEM"
-            log.error("%s: the certificates stay as they were: %s", self._files.certificate, reason)
+        except OSError:  # a file went away meanwhile: the next handshake reads again
+            self._seen = ()
             return None
         if self._files.version() != version:  # a file changed meanwhile: the next handshake reads again
             self._seen = ()

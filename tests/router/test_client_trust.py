@@ -11,7 +11,7 @@ import pytest
 
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
-from libs.common.telemetry.certificate_expiry import expiry_unix_s
+from slipstream.rpc.certificates import expiry_unix_s
 from services.router.request.model_card import ModelCard
 from slipstream.async_client import AsyncClient
 from slipstream.rpc.dial import dial

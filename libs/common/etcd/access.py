@@ -9,6 +9,7 @@ from typing import Protocol
 from libs.common.etcd.channel import EtcdTls
 from libs.common.etcd.client import EtcdClient
 from slipstream.errors import InvalidArgument, Unauthenticated
+from slipstream.rpc.certificates import TlsFault
 
 
 class EtcdSettings(Protocol):
@@ -39,7 +40,7 @@ class EtcdAccess:
 
     @classmethod
     def of(cls, settings: EtcdSettings) -> EtcdAccess:
-        """Raises InvalidArgument for settings that do not go together."""
+        """Raises InvalidArgument for settings or files that do not go together."""
         if (settings.etcd_certificate is None) != (settings.etcd_key is None):
             raise InvalidArgument("--etcd-certificate, --etcd-key", "go together")
         if settings.etcd_certificate is not None and settings.etcd_ca is None:
@@ -49,6 +50,11 @@ class EtcdAccess:
         tls = None
         if settings.etcd_ca is not None:
             tls = EtcdTls(settings.etcd_ca, settings.etcd_certificate, settings.etcd_key)
+        if tls is not None and settings.etcd:
+            try:
+                tls.check()
+            except TlsFault as fault:
+                raise fault.as_argument("--etcd-{}".format) from None
         return cls(settings.etcd or "", tls, settings.etcd_user, settings.etcd_password_file)
 
     @property

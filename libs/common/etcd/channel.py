@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from slipstream.errors import InvalidArgument
+from slipstream.rpc.certificates import check_authority, check_pair
 from slipstream.rpc.dial import NO_RETRIES
 from slipstream.rpc.hosts import host_of
 from slipstream.rpc.tls import FilesVersion, files_version
@@ -50,6 +51,12 @@ class EtcdTls:
     def version(self) -> FilesVersion | None:
         """Changes when a file is replaced or written; None while one is missing."""
         return files_version(self.ca, self.certificate, self.key)
+
+    def check(self) -> None:
+        """Raises TlsFault for files that are not PEM, or a key of another certificate."""
+        check_authority(self.ca)
+        if self.certificate is not None and self.key is not None:
+            check_pair(self.certificate, self.key)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials from the files as they are now. Raises InvalidArgument for one that cannot be read."""

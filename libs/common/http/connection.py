@@ -282,11 +282,12 @@ class HttpListener:
         if version is None or version == self._version:
             return
         self._version = version
+        if not self._tls.may_replace():
+            return
         try:
-            self._tls.check()
-            self._context.load_cert_chain(self._tls.certificate, self._tls.key)
-        except (OSError, ssl.SSLError) as error:
-            log.warning("HTTP goes on with its old certificate: %s", error)
+            self._context = server_context(self._tls)
+        except OSError:  # a file was replaced meanwhile: the next connection reads again
+            self._version = None
 
 
 def _address_of(transport: asyncio.BaseTransport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,10 +18,14 @@ from libs.common.runtime.settings import (
 )
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.rpc.certificates import TlsFault
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
+from slipstream.secret_files import exposure
+
+log = logging.getLogger(__name__)
 
 DEFAULT_DRAIN_S = 5.0
 SECRET_VARIABLE = "SLIPSTREAM_CLUSTER_SECRET"
@@ -50,10 +55,10 @@ class ServiceSettings:
     etcd_certificate: Path | None = setting(
         "PEM of a certificate for etcd, where it asks for one", default=None, check=check_readable
     )
-    etcd_key: Path | None = setting("PEM of its key", default=None, check=check_readable)
+    etcd_key: Path | None = setting("PEM of its key", default=None, check=check_readable, is_secret=True)
     etcd_user: str = setting("user of etcd", default="")
     etcd_password_file: Path | None = setting(
-        "file with the password of that user", default=None, check=check_readable
+        "file with the password of that user", default=None, check=check_readable, is_secret=True
     )
     advertise: str = setting(
         "HOST:PORT that other processes dial; HOST may be a name; port 0 = the port of --listen",
@@ -68,14 +73,17 @@ class ServiceSettings:
     tls_certificate: Path | None = setting(
         "PEM of this process's certificate", default=None, check=check_readable
     )
-    tls_key: Path | None = setting("PEM of its key", default=None, check=check_readable)
+    tls_key: Path | None = setting("PEM of its key", default=None, check=check_readable, is_secret=True)
     tls_server_name: str = setting(
         "name that the certificates of all peers have, so that they can be dialled at any address",
         default="",
         default_text="the host that is dialled",
     )
     cluster_secret_file: Path | None = setting(
-        "file with the secret that all processes of the cluster share", default=None, check=check_readable
+        "file with the secret that all processes of the cluster share",
+        default=None,
+        check=check_readable,
+        is_secret=True,
     )
     server_names: str = setting(
         "HOST:PORT[,HOST:PORT..] by which callers dial this process beside its addresses: tokens name them",
@@ -89,21 +97,38 @@ class ServiceSettings:
     sources: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     def named(self, error: SlipstreamError) -> SlipstreamError:
-        """The error by the name under which the user gives the setting that it refuses; others unchanged."""
+        """The error by the names under which the user gives the settings that it refuses; others unchanged.
+
+        Its field is that of a setting, or the flags of one or several.
+        """
         if not isinstance(error, InvalidArgument):
             return error
-        name = _SETTINGS.get(error.field, error.field)
-        row = rows(type(self)).get(name)
-        return error if row is None else type(error)(self.sources.get(name, row.flag), error.reason)
+        known = rows(type(self))
+        flags = {row.flag: name for name, row in known.items()}
+        fields = error.field.split(", ")
+        names = [_SETTINGS.get(field, flags.get(field, field)) for field in fields]
+        if not any(name in known for name in names):
+            return error
+        shown = [self.given_as(n) if n in known else field for n, field in zip(names, fields, strict=True)]
+        return type(error)(", ".join(shown), error.reason)
 
     def tls(self) -> TlsFiles | None:
-        """The three files of mutual TLS, or None without any. Raises SystemExit for one or two of them."""
+        """The three files of mutual TLS, or None without any. Says once that the certificate has ended.
+
+        Raises SystemExit for one or two of them, and InvalidArgument for files that cannot be used together.
+        """
         if self.tls_ca is None and self.tls_certificate is None and self.tls_key is None:
             return None
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
             names = self.given_as("tls_ca"), self.given_as("tls_certificate"), self.given_as("tls_key")
             raise SystemExit(f"{names[0]}, {names[1]} and {names[2]} go together")
-        return TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name)
+        files = TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name)
+        try:
+            files.check()
+        except TlsFault as fault:
+            raise fault.as_argument(lambda name: self.given_as(f"tls_{name}")) from None
+        files.warn_if_ended()
+        return files
 
     def dial(self) -> Dial:
         """Opens channels to peers with this process's certificate and token. Raises SystemExit."""
@@ -114,6 +139,13 @@ class ServiceSettings:
     def given_as(self, name: str) -> str:
         """The flag, the variable or the key of the file that gave a setting; its flag where nothing did."""
         return self.sources.get(name, rows(type(self))[name].flag)
+
+    def warn_of_exposed_secrets(self) -> None:
+        """Log each file of a secret that others may read or change. A process calls it once, at its start."""
+        for name, row in rows(type(self)).items():
+            file = getattr(self, name) if row.described.is_secret else None
+            if file is not None and (text := exposure(file)):
+                log.warning("%s: %s", self.given_as(name), text)
 
     def cluster_secret(self) -> ClusterSecret | None:
         """The secret of --cluster-secret-file or SECRET_VARIABLE, or None. Raises SystemExit."""

@@ -35,6 +35,7 @@ class Described:
     most: float  # a finite bound only where one is named
     check: Callable[[Any], object] | None
     is_hidden: bool
+    is_secret: bool
 
 
 def setting(
@@ -47,12 +48,14 @@ def setting(
     most: float = math.inf,
     check: Callable[[Any], object] | None = None,
     is_hidden: bool = False,
+    is_secret: bool = False,
 ) -> Any:
     """A field of a settings class; required without a default.
 
-    `default_text` states what None stands for; `least` and `most` bound a number.
+    `default_text` states what None stands for; `least` and `most` bound a number. `is_secret`: it names a
+    file that nobody else should read.
     """
-    described = Described(help, default_text, choices, least, most, check, is_hidden)
+    described = Described(help, default_text, choices, least, most, check, is_hidden, is_secret)
     return dataclasses.field(default=default, kw_only=True, metadata={"setting": described})
 
 

@@ -57,6 +57,7 @@ def run_worker(
     """The whole life of a process; returns its exit status."""
     configure_logging(role, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(role, options.instance)
+    options.warn_of_exposed_secrets()
 
     async def main() -> int:
         return await serve_worker(role, options, make_app(), make_server=make_server)

@@ -1,0 +1,128 @@
+"""PEM files of certificates and keys: whether they can be used, and when a certificate ends.
+
+Python's `ssl` shows the end of peers' certificates only, so that of our own is read from its DER.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from slipstream.errors import InvalidArgument
+
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_KEY = re.compile(r"-----BEGIN (?P<kind>[A-Z ]*)PRIVATE KEY-----(?P<body>.*?)-----END ", re.DOTALL)
+_ENCRYPTED = ("ENCRYPTED ", "Proc-Type: 4,ENCRYPTED")  # of PKCS #8 and of the older form
+_MISMATCH = "KEY_VALUES_MISMATCH"
+# Tags of DER: the optional version of a certificate, and the longer of two forms of time.
+_VERSION, _LONG_TIME = 0xA0, 0x18
+
+
+class TlsFault(OSError):
+    """Files that TLS cannot use. `names`: ca, certificate, key, those that are at fault; `reason` has their
+    paths and nothing of their contents."""
+
+    def __init__(self, names: Sequence[str], reason: str) -> None:
+        super().__init__(reason)
+        self.names, self.reason = tuple(names), reason
+
+    def as_argument(self, flag: Callable[[str], str]) -> InvalidArgument:
+        """The error of the settings that name the files; `flag` gives that of a file."""
+        return InvalidArgument(", ".join(map(flag, self.names)), self.reason)
+
+
+def check_pair(certificate: Path, key: Path) -> None:
+    """Raises TlsFault for files that are not PEM, an encrypted key, or the key of another certificate."""
+    text, key_text = _read("certificate", certificate), _read("key", key)
+    if not _PEM.search(text):
+        raise TlsFault(["certificate"], f"{certificate} is not PEM with a certificate{_holds_instead(text)}")
+    found = _KEY.search(key_text)
+    if found is None:
+        raise TlsFault(["key"], f"{key} is not PEM with a private key{_holds_instead(key_text)}")
+    if any(words in found[0] for words in _ENCRYPTED):
+        again = f"`openssl pkey -in {key} -out NEW` writes it without"
+        raise TlsFault(["key"], f"{key} is encrypted, and nobody can type its passphrase: {again}")
+    try:
+        # A passphrase, so that OpenSSL never asks the terminal for one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:
+        if getattr(error, "reason", None) == _MISMATCH:
+            raise TlsFault(["certificate", "key"], f"{key} is not the key of {certificate}") from None
+        why = getattr(error, "reason", None) or error.strerror or "is malformed"
+        raise TlsFault(["certificate", "key"], f"{certificate} or {key} cannot be used: {why}") from None
+
+
+def check_authority(ca: Path, name: str = "ca") -> None:
+    """Raises TlsFault for a file that is not PEM with certificates."""
+    text = _read(name, ca)
+    if not _PEM.search(text):
+        raise TlsFault([name], f"{ca} is not PEM with a certificate{_holds_instead(text)}")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca)
+    except OSError as error:
+        why = getattr(error, "reason", None) or error.strerror or "is malformed"
+        raise TlsFault([name], f"{ca} cannot be used: {why}") from None
+
+
+def ended(certificate: Path, *, now_s: float) -> str:
+    """What to say of a certificate that has ended; empty where it has not, or where the file has none."""
+    try:
+        end_s = expiry_unix_s(_read("certificate", certificate))
+    except (OSError, ValueError):
+        return ""
+    if end_s > now_s:
+        return ""
+    end = datetime.fromtimestamp(end_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{certificate} ended at {end}: clients and peers refuse it"
+
+
+def _read(name: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise TlsFault([name], f"{path} cannot be read: {error.strerror}") from None
+
+
+def _holds_instead(text: str) -> str:
+    """What a file without the expected block has, for files that were exchanged."""
+    if _PEM.search(text):
+        return ": it has a certificate"
+    return ": it has a private key" if _KEY.search(text) else ""
+
+
+def expiry_unix_s(pem: str) -> float:
+    """When the first certificate of a PEM file ends. Raises ValueError for what is none."""
+    found = _PEM.search(pem)
+    if found is None:
+        raise ValueError("the file has no certificate")
+    try:
+        ((_, certificate),) = _elements(ssl.PEM_cert_to_DER_cert(found[0]))
+        (_, to_be_signed), *_ = _elements(certificate)
+        fields = [value for tag, value in _elements(to_be_signed) if tag != _VERSION]
+        # Serial number, signature, issuer, validity: a begin and an end.
+        _, (tag, end) = _elements(fields[3])
+        form = "%Y%m%d%H%M%SZ" if tag == _LONG_TIME else "%y%m%d%H%M%SZ"
+        return float(calendar.timegm(time.strptime(end.decode("ascii"), form)))
+    except (IndexError, ValueError):
+        raise ValueError("the file's first certificate is malformed") from None
+
+
+def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tag and value of each element of a DER sequence. Raises IndexError where it ends too early."""
+    at = 0
+    while at < len(der):
+        tag, n_bytes = der[at], der[at + 1]
+        at += 2
+        if n_bytes >= 0x80:  # the number of bytes of the length
+            width = n_bytes - 0x80
+            n_bytes = int.from_bytes(der[at : at + width], "big")
+            at += width
+        if at + n_bytes > len(der):
+            raise IndexError
+        yield tag, der[at : at + n_bytes]
+        at += n_bytes
