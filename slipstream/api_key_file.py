@@ -177,6 +177,11 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     return read_key_file(path).keys
 
 
+def new_key() -> str:
+    """A random key."""
+    return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
 def add_key(
     path: Path,
     *,
@@ -185,15 +190,16 @@ def add_key(
     scope: KeyScope = KeyScope.TENANT,
     expires_s: float | None = None,
     limits: RateLimits = NO_LIMITS,
+    key: str = "",
 ) -> str:
-    """Add a new random key and return it; only its hash is kept.
+    """Add a key, by default a new random one, and return it; only its hash is kept.
 
     Raises InvalidArgument for a name that is taken or malformed, FailedPrecondition for a broken file.
     """
     for field, value, allowed in (("--name", name, _NAME), ("--tenant", tenant, _TENANT)):
         if not allowed.fullmatch(value):
             raise InvalidArgument(field, f"must match {allowed.pattern}")
-    key = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+    key = key or new_key()
     with _changing(path) as records:
         if name in records:
             raise InvalidArgument("--name", f"{name!r} is the name of another key")

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.api_key_file import KeyRecord, KeyScope, add_key, read_keys, revoke_key
-from slipstream.cli.options import AsJson
+from slipstream.api_key_file import KeyRecord, KeyScope, add_key, new_key, read_keys, revoke_key
+from slipstream.cli.key_output import writing_key
+from slipstream.cli.options import AsJson, warn_of_exposure
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.metering.rate_limits import LIMIT_FIELDS, RateLimits, parse_limits
 
@@ -50,14 +51,24 @@ def new(
     limit: Annotated[
         list[str] | None, typer.Option(help=f"NAME=NUMBER, may repeat; names: {', '.join(LIMIT_FIELDS)}.")
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="New file (mode 0600) for the key, as --api-key-file takes it; default: print it."),
+    ] = None,
 ) -> None:
-    """Make a key, print it once and keep its hash."""
+    """Make a key, print it once or write it to --output, and keep its hash."""
     expires_s = None if expires is None else _unix_s(expires)
     if expires_s is not None and expires_s <= time.time():
         raise InvalidArgument("--expires", "must be in the future")
     limits = _limits(limit or [])
-    key = add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits)
-    print(key)
+    key = new_key()
+    if output is None:
+        add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits, key=key)
+        print(key)
+        return
+    with writing_key(output, key):
+        add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits, key=key)
+    print(f"the key {name} is in {output}")
 
 
 @keys_app.command("scrape-token")
@@ -66,6 +77,7 @@ def show_scrape_token(secret_file: SecretFile) -> None:
     from slipstream.rpc.cluster_secret import ClusterSecret
     from slipstream.rpc.scrape_token import scrape_token
 
+    warn_of_exposure("--cluster-secret-file", secret_file)
     try:
         print(scrape_token(ClusterSecret.from_file(secret_file)))
     except ValueError as error:
@@ -78,6 +90,7 @@ def show_console_key(secret_file: SecretFile) -> None:
     from slipstream.rpc.cluster_secret import ClusterSecret
     from slipstream.rpc.console_key import console_key
 
+    warn_of_exposure("--cluster-secret-file", secret_file)
     try:
         print(console_key(ClusterSecret.from_file(secret_file)))
     except ValueError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from slipstream.api_key_file import KeyScope, key_hash, read_keys
 from slipstream.cli.app import app
+from slipstream.cli.options import read_api_key
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
 from slipstream.metering.money import PICO
 from slipstream.metering.rate_limits import RateLimits
@@ -40,6 +43,41 @@ def test_the_life_of_a_key(tmp_path: Path) -> None:
     assert key not in table and laptop.sha256.hex() not in table
     assert run("revoke", "laptop", file=file) == "revoked laptop\n"
     assert [record.name for record in read_keys(file)] == ["root"]
+
+
+def test_a_key_may_go_into_a_file_of_its_own(tmp_path: Path) -> None:
+    file, output = tmp_path / "keys.toml", tmp_path / "anna.key"
+    before = os.umask(0)
+    try:
+        said = run("new", "--name", "laptop", "--tenant", "anna", "--output", str(output), file=file)
+    finally:
+        os.umask(before)
+    key = read_api_key(None, output)
+    assert key is not None and read_keys(file)[0].sha256 == key_hash(key)
+    assert stat.S_IMODE(output.stat().st_mode) == 0o600
+    assert str(output) in said and key not in said
+
+
+def test_a_file_that_cannot_take_a_key_makes_none(tmp_path: Path) -> None:
+    file, taken = tmp_path / "keys.toml", tmp_path / "taken.key"
+    taken.write_text("another key")
+    link = tmp_path / "link.key"
+    link.symlink_to(tmp_path / "nowhere")
+    new = ("new", "--name", "laptop", "--tenant", "anna", "--output")
+    for output, words in (
+        (taken, "exists, and no key is replaced"),
+        (link, "exists, and no key is replaced"),
+        (tmp_path / "none" / "a.key", "cannot be written: No such file"),
+        (tmp_path, "exists"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^--output: {output} {words}"):
+            run(*new, str(output), file=file)
+    assert not file.exists() and taken.read_text() == "another key" and not (tmp_path / "nowhere").exists()
+    run("new", "--name", "laptop", "--tenant", "anna", file=file)
+    output = tmp_path / "second.key"
+    with pytest.raises(InvalidArgument, match="--name: 'laptop' is the name of another key"):
+        run(*new, str(output), file=file)
+    assert not output.exists()
 
 
 def test_the_derived_keys_are_those_of_the_cluster_secret(tmp_path: Path) -> None:
