@@ -15,9 +15,9 @@ from libs.common.transport.open import TransportChoice
 from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.sizes import ParallelSizes, check_kv_split, check_sizes, parse_sizes
 from slipstream.api_key_file import read_keys
+from slipstream.credentials.certificates import TlsFault, check_authority
+from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
-from slipstream.rpc.certificates import TlsFault, check_authority
-from slipstream.secret_files import exposure
 from supervisor.forking.launcher import STARTS
 from supervisor.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_FORMATS, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free

@@ -16,7 +16,7 @@ from libs.database.database import check_database_url
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.types import LONGEST_WAIT_S
 from services.router.jobs.webhook_policy import parse_webhook_hosts
-from slipstream.rpc.certificates import TlsFault, check_authority
+from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.rpc.tls import TlsFiles
 
 # Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.

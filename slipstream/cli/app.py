@@ -28,10 +28,10 @@ from slipstream.cli.options import (
     Rolling,
     UndrainTimeoutS,
     check_endpoints,
+    name_sources,
 )
 from slipstream.cli.top.command import top
 from slipstream.cli.usage import usage
-from slipstream.cli.value_sources import name_sources
 from slipstream.errors import FailedPrecondition, InvalidArgument, SlipstreamError
 
 if TYPE_CHECKING:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.api_key_file import KeyRecord, KeyScope, add_key, new_key, read_keys, revoke_key
-from slipstream.cli.key_output import writing_key
 from slipstream.cli.options import AsJson, warn_of_exposure
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.metering.rate_limits import LIMIT_FIELDS, RateLimits, parse_limits
@@ -66,7 +67,7 @@ def new(
         add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits, key=key)
         print(key)
         return
-    with writing_key(output, key):
+    with _writing_key(output, key):
         add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits, key=key)
     print(f"the key {name} is in {output}")
 
@@ -131,6 +132,33 @@ def revoke(
     """Remove a key. Routers refuse it within two seconds; answers that run go on."""
     revoke_key(file, name)
     print(f"revoked {name}")
+
+
+@contextlib.contextmanager
+def _writing_key(path: Path, key: str) -> Iterator[None]:
+    """Write the key before the block, which lets it count; where the block fails, the file goes.
+
+    Raises InvalidArgument for a path that exists or cannot be written: afterwards nobody knows the key.
+    """
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise InvalidArgument("--output", f"{path} exists, and no key is replaced: name a new file") from None
+    except OSError as error:
+        raise InvalidArgument("--output", f"{path} cannot be written: {error.strerror}") from None
+    try:
+        try:
+            with os.fdopen(file, "w", encoding="ascii") as writer:
+                os.fchmod(file, 0o600)  # the umask may take more
+                writer.write(key + "\n")
+                writer.flush()
+                os.fsync(file)
+        except OSError as error:
+            raise InvalidArgument("--output", f"{path} cannot be written: {error.strerror}") from None
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _row(record: KeyRecord, now_s: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.pod_costs.health_port import health_port
 from slipstream.pod_costs.kube_api import SERVICE_ACCOUNT, KubeAddress
@@ -21,7 +22,6 @@ from slipstream.rpc.dial import Dial
 from slipstream.rpc.hosts import address_of
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
-from slipstream.secret_files import exposure
 
 INSTANCE = "pod-costs"  # in the routers' logs
 STUCK_S = 300.0  # a round takes a few time-outs of 5 and 10 s

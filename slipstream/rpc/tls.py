@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from slipstream.rpc.certificates import TlsFault, check_authority, check_pair, ended
+from slipstream.credentials.certificates import TlsFault, check_authority, check_pair, ended
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import pytest
 
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
-from slipstream.rpc.certificates import expiry_unix_s
 from services.router.request.model_card import ModelCard
 from slipstream.async_client import AsyncClient
+from slipstream.credentials.certificates import expiry_unix_s
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc

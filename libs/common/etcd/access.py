@@ -8,8 +8,8 @@ from typing import Protocol
 
 from libs.common.etcd.channel import EtcdTls
 from libs.common.etcd.client import EtcdClient
+from slipstream.credentials.certificates import TlsFault
 from slipstream.errors import InvalidArgument, Unauthenticated
-from slipstream.rpc.certificates import TlsFault
 
 
 class EtcdSettings(Protocol):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 
+from slipstream.credentials.certificates import check_authority, check_pair
 from slipstream.errors import InvalidArgument
-from slipstream.rpc.certificates import check_authority, check_pair
 from slipstream.rpc.dial import NO_RETRIES
 from slipstream.rpc.hosts import host_of
 from slipstream.rpc.tls import FilesVersion, files_version

@@ -17,13 +17,13 @@ from libs.common.runtime.settings import (
     setting,
 )
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
+from slipstream.credentials.certificates import TlsFault
+from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
-from slipstream.rpc.certificates import TlsFault
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
-from slipstream.secret_files import exposure
 
 log = logging.getLogger(__name__)
 

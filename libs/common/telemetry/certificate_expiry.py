@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.rpc.certificates import expiry_unix_s
+from slipstream.credentials.certificates import expiry_unix_s
 from slipstream.rpc.tls import FilesVersion, files_version
 
 

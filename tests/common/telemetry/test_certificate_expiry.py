@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.telemetry.certificate_expiry import CertificateExpiry
-from slipstream.rpc.certificates import expiry_unix_s
+from slipstream.credentials.certificates import expiry_unix_s
 from tests.support.tls.authority import Authority
 
 NAME = "slipstream_certificate_expires_unix_seconds"

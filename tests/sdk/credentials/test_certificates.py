@@ -14,8 +14,8 @@ from libs.common.etcd.channel import EtcdTls
 from libs.common.runtime.loading import load_settings
 from services.router.settings import RouterSettings
 from slipstream.cli.options import tls_from
+from slipstream.credentials.certificates import TlsFault, ended, expiry_unix_s
 from slipstream.errors import InvalidArgument
-from slipstream.rpc.certificates import TlsFault, ended, expiry_unix_s
 from slipstream.rpc.tls import TlsFiles
 from tests.support.tls.authority import Authority
 

@@ -14,7 +14,7 @@ from libs.common.runtime.loading import load_settings
 from libs.common.runtime.settings import rows
 from services.router.settings import RouterSettings
 from slipstream.cli.app import app
-from slipstream.secret_files import exposure, exposure_of
+from slipstream.credentials.secret_files import exposure, exposure_of
 
 FILE = Path("/etc/slipstream/the secret")
 NAME = "'/etc/slipstream/the secret'"
