@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.k8s.render_cache import kept_render
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "deploy" / "k8s"
@@ -90,6 +93,12 @@ def render(name: str) -> tuple[Object, ...]:
     `components/a+b` has the base and what its components need; `overlays/name+a` has just what it names.
     """
     kubectl = needs_kubectl()
+    binary = os.stat(kubectl)
+    sources = f"{kubectl} {binary.st_size} {binary.st_mtime_ns} {_sources()}"
+    return tuple(kept_render(name, sources, lambda: _render(kubectl, name)))
+
+
+def _render(kubectl: str, name: str) -> list[Object]:
     with tempfile.TemporaryDirectory() as made:
         folder = K8S / name
         if "+" in name or name.startswith("components/"):
@@ -106,7 +115,17 @@ def render(name: str) -> tuple[Object, ...]:
         )
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
-    return tuple(document for document in yaml.load_all(done.stdout, Loader=_LOADER) if document)
+    return [document for document in yaml.load_all(done.stdout, Loader=_LOADER) if document]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of everything that a render depends on in this repository."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted(path for path in K8S.parent.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT)} {len(content)} ".encode() + content)
+    return digest.hexdigest()
 
 
 def _parts(name: str) -> tuple[str, list[str]]:
