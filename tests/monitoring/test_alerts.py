@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,26 @@ import pytest
 import yaml
 
 from supervisor.run_directory import SCRAPE_FILE
-from tests.monitoring.rules import CASES, MONITORING, ROOT, alerts, rules, run_promtool, unknown_names
+from tests.monitoring.rules import (
+    CASES,
+    MONITORING,
+    ROOT,
+    alerts,
+    load_yaml,
+    rules,
+    run_promtool,
+    unknown_names,
+)
 from tests.support.promql.alerting import RuleEvaluation, seconds_of
 from tests.support.promql.series import Series
 
 SEVERITIES = {"critical", "warning"}
 
 
-def cases() -> list[dict[str, Any]]:
+@functools.cache
+def cases() -> tuple[dict[str, Any], ...]:
     """The cases of promtool's test file."""
-    found: list[dict[str, Any]] = yaml.safe_load(CASES.read_text())["tests"]
-    return found
+    return tuple(load_yaml(CASES)["tests"])
 
 
 def test_names_are_unique_and_severities_a_closed_set() -> None:
@@ -70,7 +80,7 @@ def test_promtool_takes_the_rules_and_the_configuration_of_a_local_cluster() -> 
 
 
 def test_the_configuration_finds_what_the_supervisor_writes() -> None:
-    config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
+    config = load_yaml(MONITORING / "prometheus.yaml")
     (job,) = config["scrape_configs"]
     assert re.fullmatch(r"(.*/)?slipstream.*", job["job_name"])
     assert job["file_sd_configs"] == [{"files": [f"../../.run/{SCRAPE_FILE}"]}]
@@ -83,7 +93,7 @@ def test_the_documents_count_the_alerts() -> None:
 
 def test_alerts_fire_in_their_cases_and_in_no_near_miss(tmp_path: Path) -> None:
     # A case states labels. promtool would compare the sentences of annotations too.
-    file = copy.deepcopy(yaml.safe_load((MONITORING / "alerts.yaml").read_text()))
+    file = copy.deepcopy(load_yaml(MONITORING / "alerts.yaml"))
     for rule in (rule for group in file["groups"] for rule in group["rules"]):
         rule.pop("annotations", None)
     (tmp_path / "RULES").write_text(yaml.safe_dump(file))

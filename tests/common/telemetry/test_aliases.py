@@ -6,6 +6,7 @@ checks the text.
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import subprocess
@@ -77,6 +78,7 @@ def decode_worker(n_steps: int) -> Counters:
     return counters
 
 
+@functools.cache
 def scraped() -> Series:
     """A router and a decode worker, scraped for a minute."""
     series = Series()
@@ -90,12 +92,9 @@ def scraped() -> Series:
     return series
 
 
-SERIES = scraped()
-
-
 def ask(expression: str, **variables: str) -> Vector:
     """The value after the last scrape."""
-    return evaluate(promql(expression, **variables), SERIES, SCRAPES_S[-1])
+    return evaluate(promql(expression, **variables), scraped(), SCRAPES_S[-1])
 
 
 @pytest.mark.parametrize("expression", OF_ROUTERS)
