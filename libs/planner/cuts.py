@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 from libs.planner.model_shape import LayerShape, ModelShape
 
@@ -73,6 +74,11 @@ class Stage:
         return -(-(attention * cut.dp + others) // cut.tp)
 
     @cached_property
+    def counted_layers(self) -> tuple[tuple[LayerShape, int], ...]:
+        """Each shape of layer, and how many layers have it: two shapes of the 61 layers of Kimi-K2.5."""
+        return tuple(Counter(self.layers).items())
+
+    @cached_property
     def kv_token_bytes(self) -> int:
         return sum(layer.kv_token_bytes for layer in self.layers)
 
@@ -98,6 +104,7 @@ def enumerate_cuts(model: ModelShape, n_cards: int) -> Iterator[Cut]:
             yield Cut(tp, pp, dp=tp)
 
 
+@lru_cache(maxsize=64)
 def cut_stages(model: ModelShape, n_stages: int) -> tuple[Stage, ...]:
     """Divide the layers so that the largest stage has the fewest bytes; then the largest but one, and so on.
 

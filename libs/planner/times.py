@@ -50,11 +50,11 @@ class StepTimes:
         spread = self.cut.tp
         own = max(group / self.cut.dp, 1.0) if self.cut.is_attention_copied else group
         read, flops = 0.0, 0.0
-        for layer in stage.layers:
-            read += self._attention_bytes(layer, own, context_tokens)
-            read += (layer.shared_bytes + layer.expert_hits(tokens) * layer.expert_bytes) / spread
-            flops += 2 * self._multiplied(layer) * tokens / spread
-            flops += layer.context_flops * own * rows * context_tokens / self.cut.attention_cards
+        for layer, count in stage.counted_layers:
+            read += count * self._attention_bytes(layer, own, context_tokens)
+            read += count * (layer.shared_bytes + layer.expert_hits(tokens) * layer.expert_bytes) / spread
+            flops += count * 2 * self._multiplied(layer) * tokens / spread
+            flops += count * layer.context_flops * own * rows * context_tokens / self.cut.attention_cards
         read += stage.head_bytes / spread
         flops += 2 * stage.head_params * tokens / spread
         slowest = max(read / self.card.copy_bytes_per_s, flops / self.card.bf16_flops)
@@ -79,7 +79,8 @@ class StepTimes:
     def _prefill_stage_s(self, stage: Stage, n_tokens: float, cached_tokens: float) -> float:
         pairs = n_tokens * (cached_tokens + n_tokens / 2)
         flops = sum(
-            2 * self._multiplied(layer) * n_tokens + layer.prefill_flops * pairs for layer in stage.layers
+            count * (2 * self._multiplied(layer) * n_tokens + layer.prefill_flops * pairs)
+            for layer, count in stage.counted_layers
         )
         compute = flops / (self.card.bf16_flops * self.cut.tp * self.efficiency)
         if self.cut.tp == 1:
