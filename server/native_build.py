@@ -9,13 +9,15 @@ the services need no C compiler. The kernels are built for each level of x86-64,
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,14 +132,26 @@ def _compiler() -> str:
     raise BuildFailed("no C compiler found: install gcc or clang, or name one in CC")
 
 
+@contextlib.contextmanager
+def _only_build() -> Iterator[None]:
+    """Wait for another build of this tree: set-up and `make native` run side by side under `make -j`."""
+    tree = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(tree, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(tree)
+
+
 def main() -> int:
     """Build what is out of date."""
-    outdated = [library for library in libraries() if not library.is_current()]
-    try:
-        build_in_place(outdated)
-    except BuildFailed as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
+    with _only_build():
+        outdated = [library for library in libraries() if not library.is_current()]
+        try:
+            build_in_place(outdated)
+        except BuildFailed as error:
+            print(f"slipstream: {error}", file=sys.stderr)
+            return 1
     for library in outdated:
         print(f"slipstream: compiled {library.path}")
     return 0
