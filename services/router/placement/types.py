@@ -67,7 +67,7 @@ class PrefillWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
-    """One decode worker; see PrefillWorker. `sequences` run there, with `context_tokens` in all."""
+    """One decode worker; see PrefillWorker. `sequences` are assigned to it, with `context_tokens` in all."""
 
     instance: str
     fingerprint: str = ""
@@ -76,6 +76,7 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
     refused: str = ""
     context_tokens: int = 0
     sequences: int = 0
+    decoding_tokens: int | None = None  # of sequences that decode by the last report; None = of all
     queued_tokens: int = 0  # of prompts that it computes itself
     free_blocks: int | None = None  # pages that are free or can be evicted; None = unknown
     max_sequences: int = 0  # 0 = unknown
@@ -83,6 +84,14 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
     block_bytes: int = 0  # 0 = unknown
     model: DecodeModel = msgspec.field(default_factory=DecodeModel)
     prefill_model: PrefillModel = msgspec.field(default_factory=PrefillModel)
+
+    @property
+    def decoding(self) -> int:
+        """How many sequences decode, by their share of the context, rounded up: others wait for prefill."""
+        tokens = self.decoding_tokens
+        if tokens is None or tokens >= self.context_tokens:
+            return self.sequences
+        return -(-self.sequences * tokens // self.context_tokens)
 
 
 class KvStore(msgspec.Struct, frozen=True, gc=False):

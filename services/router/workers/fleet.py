@@ -186,8 +186,7 @@ class RouterFleet:
 
     def _decode_worker(self, link: WorkerConnection, refused: str) -> DecodeWorker:
         report, tokens, requests = link.load()
-        worker = link.worker
-        capacity = worker.capacity
+        worker, capacity = link.worker, link.worker.capacity
         return DecodeWorker(
             instance=worker.instance,
             fingerprint=link.digest,
@@ -196,13 +195,16 @@ class RouterFleet:
             refused=refused,
             context_tokens=tokens,
             sequences=requests,
-            queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
+            decoding_tokens=report.decode_tokens_in_flight if report is not None else None,
+            queued_tokens=link.local_prompt_tokens,
             free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
             max_sequences=capacity.get("max_batch", 0),
             block_tokens=capacity.get("block_tokens", 64),
             block_bytes=capacity.get("block_bytes", 0),
             model=self.worker_models.decode_model(link.key),
-            prefill_model=self.worker_models.prefill_model(link.key),
+            prefill_model=self.worker_models.prefill_model(
+                link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
+            ),
         )
 
     def find(self, role: Role, instance: str) -> WorkerConnection | None:
