@@ -214,5 +214,5 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     reasons: tuple[ChoiceReason, ...] = ()
     # The candidates that run the request: prefill and decode, or local alone.
     chosen: tuple[WorkerCandidate, ...] = ()
-    # All prefill and decode workers, and decode workers that may compute the prompt as part "local".
+    # All prefill and decode workers, and as part "local" decode workers that cost less than the best pair.
     candidates: tuple[WorkerCandidate, ...] = ()

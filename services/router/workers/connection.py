@@ -153,6 +153,12 @@ class WorkerConnection:
         return reported + self._unreported_prompts.tokens
 
     @property
+    def prefill_tokens_per_s(self) -> float:
+        """The speed in the last load report, 0 = none."""
+        report = self.report
+        return report.prefill_tokens_per_s if report is not None else 0.0
+
+    @property
     def own_tokens(self) -> tuple[int, ...]:
         """`tokens_in_flight`, request by request."""
         return tuple([count.tokens for count in self._counted])

@@ -167,7 +167,7 @@ class RouterFleet:
         return PlacementFleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
     def _prefill_worker(self, link: WorkerConnection, refused: str) -> PrefillWorker:
-        report, tokens, requests = link.load()
+        _, tokens, requests = link.load()
         worker = link.worker
         return PrefillWorker(
             instance=worker.instance,
@@ -179,9 +179,7 @@ class RouterFleet:
             queued_requests=requests,
             queue=link.own_tokens,
             last_cold=self.cold_round_robin.last_number(link.key),
-            model=self.worker_models.prefill_model(
-                link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
-            ),
+            model=self.worker_models.prefill_model(link.key, tokens_per_s=link.prefill_tokens_per_s),
         )
 
     def _decode_worker(self, link: WorkerConnection, refused: str) -> DecodeWorker:
@@ -202,9 +200,7 @@ class RouterFleet:
             block_tokens=capacity.get("block_tokens", 64),
             block_bytes=capacity.get("block_bytes", 0),
             model=self.worker_models.decode_model(link.key),
-            prefill_model=self.worker_models.prefill_model(
-                link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
-            ),
+            prefill_model=self.worker_models.prefill_model(link.key, tokens_per_s=link.prefill_tokens_per_s),
         )
 
     def find(self, role: Role, instance: str) -> WorkerConnection | None:
