@@ -88,6 +88,7 @@ HTTP_CLASSES: Mapping[str, CallerClass] = {
     "POST /v1/messages/count_tokens": TENANT,
     "POST /tokenize": TENANT,
     "POST /detokenize": TENANT,
+    "GET /tokenizer_info": TENANT,
     "GET /v1/models": TENANT,
     "GET /v1/usage": TENANT,
     "GET /v1/models/{name}": TENANT,

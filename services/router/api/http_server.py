@@ -100,6 +100,7 @@ class HttpServer:
             *[self._generation(path, answer_format) for path, answer_format in FORMATS.items()],
             web.post("/tokenize", self._tokens.tokenize),
             web.post("/detokenize", self._tokens.detokenize),
+            web.get("/tokenizer_info", self._tokens.info),
             web.get("/v1/usage", self._usage.show),
             web.get("/v1/models", self.models),
             web.get("/v1/models/{name:.*}", self._model),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from libs.common.cluster.fingerprint import TEMPLATE, tokenizer_digest
 from libs.text.special_tokens import ANSWER_ENDS
 from libs.text.tokenizer import Tokenizer
+from services.router.request.tokenizer_config import read_tokenizer_config
 from slipstream.sampling import SAMPLING_DEFAULTS
 from slipstream.v1 import common_pb2
 
@@ -40,6 +41,7 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     thinks: bool = True
     model_dir: Path | None = None  # None: no grammar can be checked
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)  # as `read_tokenizer_config` reads it
     workers_context_tokens: Callable[[], int | None] = _no_limit  # None: as the model's
 
     @property
@@ -52,6 +54,11 @@ class ModelCard:
     def names(self) -> tuple[str, ...]:
         """The names by which requests may call the model."""
         return (self.name, *self.aliases)
+
+    def edge_token(self, name: str) -> int | None:
+        """The token that begins or ends a text, by its name; None for any other text."""
+        edges = (self.tokenizer_config.get("bos_token"), self.tokenizer_config.get("eos_token"))
+        return self.tokenizer.special_ids.get(name) if name in edges else None
 
     def fits(self, fingerprint: common_pb2.Fingerprint) -> bool:
         """Whether a worker has this tokenizer and template; an empty field of its fingerprint matches."""
@@ -92,6 +99,7 @@ def load_model_card(model_dir: Path, *, names: Sequence[str] = (), thinks: bool 
         aliases=tuple(names[1:]),
         thinks=generation.get("thinking", True) is not False if thinks is None else thinks,
         model_dir=model_dir,
+        tokenizer_config=read_tokenizer_config(model_dir),
     )
 
 

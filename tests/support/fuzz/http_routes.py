@@ -197,6 +197,7 @@ def public_port(model: str) -> HttpPort:
             HttpRoute(f"{account}/v1/embeddings", [{"model": "m", "input": "a"}], status=400),
             HttpRoute("/tokenize", [{"prompt": "a"}, {"messages": [_HI], "tools": [_TOOL]}]),
             HttpRoute("/detokenize", [tokens]),
+            HttpRoute("/tokenizer_info"),
             HttpRoute("/v1/files", _FILES, content_type=f"multipart/form-data; boundary={_BOUNDARY}"),
             HttpRoute("/v1/files?limit=2&order=asc&purpose=batch&after=@file@"),
             HttpRoute("/v1/files/@file@/content"),

@@ -274,6 +274,17 @@ class TokensText(_Strict):
     prompt: str
 
 
+class TokenizerInfo(_Strict):
+    tokenizer_class: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    additional_special_tokens: list[str | None]
+    chat_template: str | None
+    model_max_length: int
+
+
 # ---- Workers AI
 
 

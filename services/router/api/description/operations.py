@@ -96,6 +96,12 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "post", "/detokenize", "The text of token ids", TOKEN_BODIES["/detokenize"], answers.TokensText
     ),
+    Operation(
+        "get",
+        "/tokenizer_info",
+        "Class, special tokens and chat template of the tokenizer",
+        answer=answers.TokenizerInfo,
+    ),
     Operation("get", "/v1/models", "The served model by each of its names"),
     Operation("get", "/v1/models/{name}", "The served model by one of its names"),
     Operation(

@@ -1,10 +1,11 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes: what a prompt is to the model, without running it."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's shapes: what a prompt is to the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from services.router.api.http.content_encoding import decompress
@@ -17,7 +18,7 @@ from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
 from services.router.request.token_texts import TokenTexts
-from services.router.request.types import Caller
+from services.router.request.types import Caller, GenerationRequest, PromptInput
 from services.router.request.validation import check_model
 from slipstream import bounds
 
@@ -43,13 +44,33 @@ class TokenEndpoint:
 
     async def _tokens(self, request: web.Request, caller: Caller) -> dict[str, object]:
         body, n_bytes = await self._read(request, caller, parse_tokenize)
-        ids = (await self._manager.encode(body.request, caller, n_bytes=n_bytes)).token_ids.tolist()
+        prompt = await self._manager.encode(self._with_edge(body.request), caller, n_bytes=n_bytes)
+        ids = prompt.token_ids.tolist()
         return {
             "count": len(ids),
             "max_model_len": self._card.max_context_tokens,
             "tokens": ids,
             "token_strs": await self._texts.each(ids, tenant=caller.tenant) if body.with_texts else None,
         }
+
+    def _with_edge(self, request: GenerationRequest) -> GenerationRequest:
+        """The request, where the prompt `[BOS]` alone is that token: so evals ask for its id.
+
+        A prompt that runs is text, whatever it says.
+        """
+        source = request.input
+        edge = self._card.edge_token(source.prompt) if isinstance(source, PromptInput) else None
+        return (
+            request
+            if edge is None
+            else msgspec.structs.replace(request, input=PromptInput(token_ids=(edge,)))
+        )
+
+    async def info(self, request: web.Request) -> web.Response:
+        """What the checkpoint states of its tokenizer, and the context that is served."""
+        self._reader.tenant(request)
+        facts = {**self._card.tokenizer_config, "model_max_length": self._card.max_context_tokens}
+        return web.json_response(facts)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of token ids, with the names of control tokens."""

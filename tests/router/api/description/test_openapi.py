@@ -152,6 +152,8 @@ async def test_counts_and_errors_have_their_types(http: aiohttp.ClientSession) -
     await give(http, "/v1/responses/input_tokens", answers.InputTokens, input="Where?")
     tokens = await give(http, "/tokenize", answers.Tokens, prompt="Where", return_token_strs=True)
     assert (await give(http, "/detokenize", answers.TokensText, tokens=tokens.tokens)).prompt == "Where"
+    async with http.get("/tokenizer_info") as answer:
+        msgspec.json.decode(await answer.read(), type=answers.TokenizerInfo)
     await give(http, f"{RUNS}/run/tiny", answers.RunEnvelope, prompt="Where", max_tokens=2)
     for path, kind in (
         ("/v1/chat/completions", error_bodies.Error),

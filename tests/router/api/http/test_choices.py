@@ -145,6 +145,24 @@ async def test_token_ids_are_a_prompt_and_may_be_echoed_alone(
     assert (await ask(http, "/detokenize", tokens=ids))["prompt"] == "Where is my order?"
 
 
+async def test_the_ids_of_the_tokens_at_the_edges_are_found_by_their_names(
+    http: aiohttp.ClientSession, card: ModelCard
+) -> None:
+    """As lm-eval's remote tokenizer asks for them."""
+    async with http.get("/tokenizer_info") as answer:
+        info = await answer.json()
+    assert (info["eos_token"], info["model_max_length"]) == ("[EOS]", card.max_context_tokens)
+    for role in ("bos_token", "eos_token"):
+        name = info[role]
+        counted = await ask(http, "/tokenize", prompt=name, add_special_tokens=False, return_token_strs=True)
+        assert (counted["tokens"], counted["token_strs"]) == ([card.tokenizer.special_id(name)], [name])
+        for text in (f"{name} Where?", info["pad_token"], info["additional_special_tokens"][0]):
+            ids = (await ask(http, "/tokenize", prompt=text))["tokens"]
+            assert ids == card.tokenizer.encode_text(text)
+        ran = await ask(http, "/v1/completions", prompt=name, max_tokens=1)
+        assert ran["usage"]["prompt_tokens"] == len(card.tokenizer.encode_text(name)) > 1
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_long_echoed_prompt_is_decoded_once_off_the_event_loop(

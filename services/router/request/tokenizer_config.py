@@ -1,0 +1,46 @@
+"""What a checkpoint states of its tokenizer for clients: its class, its special tokens, its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# The special tokens that have a role by name.
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def read_tokenizer_config(model_dir: Path) -> Mapping[str, Any]:
+    """The fields by the names of tokenizer_config.json, None or empty where it has none.
+
+    Raises OSError, ValueError.
+    """
+    path = model_dir / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object")
+    others = config.get("additional_special_tokens")
+    return {
+        "tokenizer_class": config.get("tokenizer_class"),
+        **{role: _content(config.get(role)) for role in _ROLES},
+        "additional_special_tokens": [_content(each) for each in others or ()],
+        "chat_template": _chat_template(model_dir, config.get("chat_template")),
+    }
+
+
+def _content(token: object) -> str | None:
+    """The text of a token, which transformers also writes as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _chat_template(model_dir: Path, stated: object) -> str | None:
+    """The template of a file of its own goes first, as in transformers; of several, the one named default."""
+    path = model_dir / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    if isinstance(stated, list):
+        named = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
+        stated = named.get("default")
+    return stated if isinstance(stated, str) else None
