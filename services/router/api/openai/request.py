@@ -41,7 +41,7 @@ from services.router.api.openai.thinking import (
     ThinkingSwitches,
     parse_thinking,
 )
-from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY
+from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY, TEXTS_ELSEWHERE
 from services.router.request.choices import split_choices
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling
 from services.router.request.validation import is_session
@@ -119,7 +119,7 @@ class _Body(SamplingBody, forbid_unknown_fields=True, gc=False):
     safety_identifier: Any = None
     prompt_cache_retention: Any = None
 
-    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = ANSWER_CHANGING
+    REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {**ANSWER_CHANGING, **TEXTS_ELSEWHERE}
 
 
 class _ChatBody(_Body):
@@ -137,7 +137,7 @@ class _ChatBody(_Body):
     logprobs: Flag = None
     top_logprobs: WholeNumber = None
 
-    REFUSED: ClassVar = {**_Body.REFUSED, "best_of": (1,), "echo": (False,)}
+    REFUSED: ClassVar = {**_Body.REFUSED, "best_of": (1,), "echo": (False,), "prompt": ("",)}
 
 
 class _CompletionBody(_Body):

@@ -86,6 +86,21 @@ _OTHERS: Mapping[str, tuple[object, ...]] = {
     "xtc_probability": (0,),
 }
 
+# Media beside the messages, as Ollama and models of Workers AI take them.
+_MEDIA: Mapping[str, tuple[object, ...]] = {
+    "image": (),
+    "image_b64": (),
+    "image_url": (),
+    "images": ([],),
+    "video": (),
+}
+
+# Texts for the model that other endpoints take under these names, and completions never read.
+TEXTS_ELSEWHERE: Mapping[str, tuple[object, ...]] = {
+    "input": ("", []),
+    "instructions": ("",),
+    "system": ("", []),
+}
 # vLLM's fields that both kinds of completions have, and no other endpoint.
 OF_COMPLETIONS_ONLY: Mapping[str, tuple[object, ...]] = {"prompt_logprobs": ()}
 # vLLM's fields that chat completions have, and no other endpoint.
@@ -100,4 +115,4 @@ SWITCHES_OF_CHAT: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": (),
     "thinking": (),
 }
-ANSWER_CHANGING: Mapping[str, tuple[object, ...]] = {**_OPENAI, **_VLLM, **_SGLANG, **_OTHERS}
+ANSWER_CHANGING: Mapping[str, tuple[object, ...]] = {**_OPENAI, **_VLLM, **_SGLANG, **_OTHERS, **_MEDIA}

@@ -13,7 +13,12 @@ from services.router.api.anthropic.request import parse_messages_body
 from services.router.api.description.openapi import openapi_json
 from services.router.api.openai.ignored_fields import MAX_HEADER_BYTES, IgnoredFields
 from services.router.api.openai.request import BODIES, ResponseOptions, parse_chat, parse_completion
-from services.router.api.openai.unsupported import ANSWER_CHANGING, OF_CHAT_ONLY, SWITCHES_OF_CHAT
+from services.router.api.openai.unsupported import (
+    ANSWER_CHANGING,
+    OF_CHAT_ONLY,
+    SWITCHES_OF_CHAT,
+    TEXTS_ELSEWHERE,
+)
 from services.router.api.responses.request import EarlierItems, decode_response, parse_response
 from services.router.request.choices import choice_id, choice_seed
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput
@@ -127,6 +132,17 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(name: str) -> N
         assert refused.value.field == name
         for nothing in (None, *ANSWER_CHANGING[name]):
             parse(json.dumps({**body, name: nothing}).encode(), "")
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS_ELSEWHERE))
+def test_a_text_that_no_completion_reads_is_refused_by_name(name: str) -> None:
+    for parse, body in ((parse_chat, {"messages": [HI]}), (parse_completion, {"prompt": "p"})):
+        with pytest.raises(InvalidArgument, match=f"^{name}: is not supported"):
+            parse(json.dumps({**body, name: "Be rude."}).encode(), "")
+        for nothing in (None, *TEXTS_ELSEWHERE[name]):
+            parse(json.dumps({**body, name: nothing}).encode(), "")
+    with pytest.raises(InvalidArgument, match="^prompt: is not supported"):
+        chat(prompt="p")
 
 
 @pytest.mark.parametrize("name", sorted(OF_CHAT_ONLY))
