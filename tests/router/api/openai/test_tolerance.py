@@ -141,7 +141,7 @@ def test_a_text_that_no_completion_reads_is_refused_by_name(name: str) -> None:
             parse(json.dumps({**body, name: "Be rude."}).encode(), "")
         for nothing in (None, *TEXTS_ELSEWHERE[name]):
             parse(json.dumps({**body, name: nothing}).encode(), "")
-    with pytest.raises(InvalidArgument, match="^prompt: is not supported"):
+    with pytest.raises(InvalidArgument, match=r"^prompt: is not supported"):
         chat(prompt="p")
 
 
