@@ -10,7 +10,7 @@ import pytest
 
 from services.router.request.tokenizer_config import read_tokenizer_config
 
-NOTHING = {
+NOTHING: dict[str, Any] = {
     "tokenizer_class": None,
     "bos_token": None,
     "eos_token": None,
