@@ -2,7 +2,8 @@
 
 A file is one schema (JSONSchemaBench), or {"schema": .., "tests": [{"valid": .., "data": ..}]} (MaskBench).
 A set is a folder, or the part of a file's name before `---` or before its number. llguidance alone takes the
-schema as it is, with its default options. A file without JSON is named and does not count.
+schema as it is, with its default options. A file without JSON, and one that a busy machine had no time to
+check, is named and does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from libs.structured.grammar_check import CheckRequest
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
 from services.router.request.grammar_checker import GrammarChecker
-from slipstream.errors import InvalidArgument
+from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.sampling import OutputConstraint
 
 SIDES = ("slipstream", "llguidance")
@@ -41,9 +42,15 @@ def measure_set(
     sets: dict[str, dict[str, Counter[str]]] = {}
     differing: list[dict[str, Any]] = []
     unreadable: list[str] = []
+    unchecked: list[str] = []
     try:
         for name, path, schema, tests in read_folder(folder, unreadable):
-            starts = (_ours(schema, checker, judge.vocabulary), _theirs(schema, judge.vocabulary))
+            try:
+                ours = _ours(schema, checker, judge.vocabulary)
+            except Unavailable:
+                unchecked.append(path)
+                continue
+            starts = (ours, _theirs(schema, judge.vocabulary))
             counts = {
                 side: judge.count(start, schema, tests) for side, start in zip(SIDES, starts, strict=True)
             }
@@ -60,6 +67,7 @@ def measure_set(
         "sets": {name: {side: _shares(of_set[side]) for side in SIDES} for name, of_set in sets.items()},
         "differing": differing,
         "unreadable": unreadable,
+        "unchecked": unchecked,
     }
 
 
@@ -93,7 +101,10 @@ class _Start(NamedTuple):
 
 
 def _ours(schema: Any, checker: GrammarChecker, vocabulary: GrammarVocabulary) -> _Start | None:
-    """None for a schema that is refused; the router takes no other JSON than objects and booleans."""
+    """None for a schema that is refused; the router takes no other JSON than objects and booleans.
+
+    Raises Unavailable where the machine is too busy.
+    """
     if not isinstance(schema, (Mapping, bool)):
         return None
     part = OutputFormat("json_schema", schema)

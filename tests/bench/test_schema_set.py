@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.structured.schema_set import measure_set
+from libs.structured.grammar_check import CheckRequest
 from models.settings import BASE_DIR
+from services.router.request.grammar_checker import GrammarChecker
+from slipstream.errors import Unavailable
 
 
 def _test(valid: bool, data: Any) -> dict[str, Any]:
@@ -39,3 +44,21 @@ def test_shares_of_a_folder(tmp_path: Path) -> None:
         assert ours["valid_answers"] == 1
     assert report["sets"]["places"]["llguidance"]["invalid_refused"] == 0
     assert "places_12.json" in [differing["file"] for differing in report["differing"]]
+
+
+def test_a_file_that_a_busy_machine_does_not_check_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("busy", "plain"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"enum": [name]}))
+    check = GrammarChecker.check
+
+    def busy_for_one(checker: GrammarChecker, request: CheckRequest) -> str:
+        if "busy" in str(request):
+            raise Unavailable("the machine is too busy to check the grammar")
+        return check(checker, request)
+
+    monkeypatch.setattr(GrammarChecker, "check", busy_for_one)
+    report = measure_set(tmp_path, BASE_DIR, answers=0, max_tokens=0, check_limit_s=30.0)
+    assert report["unchecked"] == ["busy.json"]
+    assert [report[side]["schemas"] for side in ("slipstream", "llguidance")] == [1, 1]
