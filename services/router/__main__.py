@@ -28,13 +28,14 @@ from libs.common.runtime.loading import load_settings
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.open_files import raise_file_limit
 from libs.common.runtime.settings import parse_endpoints
-from libs.common.telemetry.logs import LineFormat, configure_logging, log_loop_errors
+from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.tracing import configure_tracing
 from libs.database.database import open_database
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.log_lines import LineFormat
 
 try:
     from services.router.api.access_log import AccessLog, open_access_log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.log_lines import LOG_FORMATS, LineFormat, RecordFormatter
 from slipstream.pod_costs.health_port import health_port
 from slipstream.pod_costs.kube_api import SERVICE_ACCOUNT, KubeAddress
 from slipstream.pod_costs.writer import PodCostWriter
@@ -23,7 +25,9 @@ from slipstream.rpc.hosts import address_of
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.rpc.tls import TlsFiles
 
-INSTANCE = "pod-costs"  # in the routers' logs
+SERVICE = "pod-costs"
+INSTANCE = SERVICE  # in the routers' logs
+LOG_FORMAT_VARIABLE = "SLIPSTREAM_LOG_FORMAT"  # of the services
 STUCK_S = 300.0  # a round takes a few time-outs of 5 and 10 s
 
 
@@ -45,6 +49,12 @@ def _interval_s(text: str) -> float:
     return float(text)
 
 
+def _log_format(text: str) -> str:
+    if text not in LOG_FORMATS:
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(LOG_FORMATS)}, not {text!r}")
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(prog="python -m slipstream.pod_costs", allow_abbrev=False)
@@ -59,7 +69,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--service-account", type=Path, default=SERVICE_ACCOUNT, help="folder of token, ca.crt and namespace"
     )
+    made.add_argument(
+        "--log-format",
+        type=_log_format,
+        default=os.environ.get(LOG_FORMAT_VARIABLE, LOG_FORMATS[0]),
+        help=f"form of log lines (default: {LOG_FORMAT_VARIABLE}, else {LOG_FORMATS[0]})",
+    )
     return made
+
+
+def configure_logging(log_format: str) -> None:
+    """Log to stderr, in the lines of the services."""
+    lines = LineFormat(SERVICE, os.environ.get("HOSTNAME", INSTANCE), log_format == "json")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(RecordFormatter(lines))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 
 def operator_dial(given: argparse.Namespace) -> Dial:
@@ -103,7 +127,7 @@ async def serve(given: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 2 for wrong arguments."""
     given = parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(given.log_format)
     try:
         asyncio.run(serve(given))
     except (SlipstreamError, OSError) as error:

@@ -8,6 +8,7 @@ from slipstream.pod_costs.__main__ import parser
 from slipstream.pod_costs.kube_api import NAME, NAME_LABEL, SERVICE_ACCOUNT, TIER_LABEL
 from tests.k8s.renders import PodTemplate, of_kind, render, services_of
 from tests.k8s.test_objects import check
+from tests.k8s.test_settings import given as settings_of
 
 ALONE, WITH_TLS = "components/pod-costs", "components/pod-costs+tls"
 
@@ -34,6 +35,13 @@ def test_the_flags_are_those_of_the_program_and_its_files_are_mounted(name: str)
         ]
         assert certificate["spec"]["commonName"] == "slipstream-operator"
     assert all(str(file.parent) in mounts for file in files)
+
+
+def test_its_lines_have_the_form_of_those_of_the_services() -> None:
+    pods = services_of(render(ALONE))
+    (router,) = [pod for pod in pods if pod.tier == "router"]
+    given = parser().parse_args(writer(ALONE).main["args"])
+    assert given.log_format == dict(settings_of(ALONE, router))["log_format"]
 
 
 @pytest.mark.parametrize("name", [ALONE, WITH_TLS])

@@ -20,6 +20,7 @@ from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.credentials.certificates import TlsFault
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.log_lines import LOG_FORMATS
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 DEFAULT_DRAIN_S = 5.0
 SECRET_VARIABLE = "SLIPSTREAM_CLUSTER_SECRET"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
 # Settings by the names of the fields that refuse them, where these differ.
 _SETTINGS = {"model_dir": "model", "draft_model_dir": "draft_model"}
 

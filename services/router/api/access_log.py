@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from libs.common.telemetry.counters import Counters
-from libs.common.telemetry.logs import LineFormat, LoggedRequest, log_request
+from libs.common.telemetry.logs import LoggedRequest, log_request
 from slipstream import errors
+from slipstream.log_lines import LineFormat
 
 log = logging.getLogger(__name__)
 

@@ -14,16 +14,13 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from libs.common.telemetry import tracing
 from libs.common.telemetry.logs import (
-    MAX_EXCEPTION_CHARS,
-    MAX_FIELD_CHARS,
-    MAX_MESSAGE_CHARS,
-    LineFormat,
     LogFormatter,
     LoggedRequest,
     log_loop_errors,
     log_no_request,
     log_request,
 )
+from slipstream.log_lines import MAX_EXCEPTION_CHARS, MAX_FIELD_CHARS, MAX_MESSAGE_CHARS, LineFormat
 
 AS_TEXT = LineFormat("decode", "decode-0")
 AS_JSON = LineFormat("decode", "decode-0", is_json=True)

@@ -11,7 +11,7 @@ import aiohttp
 import grpc
 import pytest
 
-from libs.common.telemetry.logs import LineFormat, LogFormatter
+from libs.common.telemetry.logs import LogFormatter
 from services.router.api.access_log import AccessLog, LineWriter
 from services.router.api.api_keys import ApiKeys
 from services.router.execution.generation import GenerationTask
@@ -20,6 +20,7 @@ from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.async_client import AsyncClient
+from slipstream.log_lines import LineFormat
 from slipstream.rpc.cluster_secret import ClusterSecret
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

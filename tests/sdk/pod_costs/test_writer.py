@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ import grpc
 import pytest
 
 from slipstream.errors import PermissionDenied, Unavailable
-from slipstream.pod_costs.__main__ import main
+from slipstream.pod_costs.__main__ import LOG_FORMAT_VARIABLE, main, parser
 from slipstream.pod_costs.decision import MIN_INTERVAL_S
 from slipstream.pod_costs.kube_api import KubeAddress
 from slipstream.pod_costs.writer import PodCostWriter
@@ -176,6 +177,8 @@ async def test_the_process_asks_as_an_operator_answers_probes_and_ends_by_sigter
                 **os.environ,
                 "KUBERNETES_SERVICE_HOST": r.at.host,
                 "KUBERNETES_SERVICE_PORT": str(r.at.port),
+                "SLIPSTREAM_LOG_FORMAT": "json",
+                "HOSTNAME": "pod-costs-x",
             },
         )
         try:
@@ -195,7 +198,10 @@ async def test_the_process_asks_as_an_operator_answers_probes_and_ends_by_sigter
                 await process.wait()
     assert process.returncode == 0
     assert str(r.router.metadata[TOKEN_HEADER]).startswith("operator:pod-costs:")
-    assert said.decode().count("no costs are written") == 1 and "first" not in said.decode()
+    lines = [json.loads(line) for line in said.decode().splitlines()]
+    assert {(line["service"], line["instance"]) for line in lines} == {("pod-costs", "pod-costs-x")}
+    troubles = [line for line in lines if "no costs are written" in line["message"]]
+    assert [line["level"] for line in troubles] == ["warning"] and "first" not in said.decode()
 
 
 @pytest.mark.parametrize(
@@ -212,6 +218,23 @@ def test_wrong_flags_end_it_with_their_name(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert main(["--router=r:7001", "--admin-http=127.0.0.1:0", *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_flag_of_the_log_format_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "json")
+    given = ["--router=r:7001", "--admin-http=127.0.0.1:0"]
+    assert parser().parse_args(given).log_format == "json"
+    assert parser().parse_args([*given, "--log-format=text"]).log_format == "text"
+
+
+def test_an_unknown_log_format_is_refused_by_its_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "xml")
+    with pytest.raises(SystemExit) as refused:
+        main(["--router=r:7001", "--admin-http=127.0.0.1:0"])
+    assert refused.value.code == 2
+    assert "--log-format: must be text or json, not 'xml'" in capsys.readouterr().err
 
 
 def test_the_writer_needs_nothing_that_the_images_leave_out() -> None:

@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from libs.common.telemetry.logs import LineFormat, LogFormatter
+from libs.common.telemetry.logs import LogFormatter
 from libs.worker.requests.attempts import client_request_id
 from libs.worker.requests.sequence_task import SequenceTask
+from slipstream.log_lines import LineFormat
 
 
 @pytest.mark.parametrize(
