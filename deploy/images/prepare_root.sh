@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes a base image's root the root of a service: a user, compiled standard library, nothing that no service reads.
 set -eu
+PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin # dpkg wants ldconfig, and a base image's own PATH may lack it
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "BASE needs Python 3.11 or newer" >&2; exit 1; }
 library=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 
