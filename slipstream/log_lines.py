@@ -81,12 +81,12 @@ class RecordFormatter(logging.Formatter):
 
     def __init__(self, lines: LineFormat) -> None:
         super().__init__()
-        self._lines = lines
+        self.lines = lines
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record."""
         failure = record.exc_info
-        return self._lines.line(
+        return self.lines.line(
             record.levelname,
             record.name,
             record.getMessage(),

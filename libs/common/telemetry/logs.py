@@ -79,6 +79,13 @@ def configure_logging(service: str, instance: str, *, level: str = "info", form:
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
 
+def log_form() -> str:
+    """The form of this process's lines, for the processes that it starts: text or json."""
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    is_json = any(isinstance(each, LogFormatter) and each.lines.is_json for each in formatters)
+    return "json" if is_json else "text"
+
+
 def log_loop_errors() -> None:
     """Log what tasks and callbacks of the running loop raise, in place of asyncio.
 

@@ -1,7 +1,7 @@
 """The process of a rank other than 0: loads its part, then runs the batches of the command stream.
 
-Its standard input brings one line of options and then stays open. When it closes, rank 0 has ended, and so
-does this process, in whatever call it waits.
+Its argument is the form of its log lines. Its standard input brings one line of options and then stays open.
+When it closes, rank 0 has ended, and so does this process, in whatever call it waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a container: rank 0 drains and ends
         signal.signal(number, signal.SIG_IGN)
     options = RankOptions.from_json(sys.stdin.readline())
-    configure_logging("rank", f"rank-{options.rank}")
+    configure_logging("rank", f"rank-{options.rank}", form=sys.argv[1])
     threading.Thread(target=_end_with_input, name="rank 0", daemon=True).start()
     try:
         follow(options)

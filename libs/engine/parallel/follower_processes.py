@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from libs.common.telemetry.logs import log_form
 from libs.engine.parallel.rank_model import RankOptions
 
 _END_TIMEOUT_S = 5.0
@@ -63,7 +64,7 @@ class FollowerProcesses:
 
 def _start(options: RankOptions) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE],
+        [sys.executable, "-m", _MODULE, log_form()],
         stdin=subprocess.PIPE,
         pass_fds=(options.store, options.pages),
         text=True,

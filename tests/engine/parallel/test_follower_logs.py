@@ -1,0 +1,69 @@
+"""The log lines of ranks other than 0."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libs.common.telemetry.logs import LogFormatter, log_form
+from libs.engine.kv.cache import CacheShape
+from libs.engine.model.runner import RunnerOptions
+from libs.engine.parallel.follower_processes import FollowerProcesses
+from libs.engine.parallel.rank_model import RankOptions
+from libs.engine.parallel.sizes import parse_sizes
+from slipstream.log_lines import LineFormat
+
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def logs_json() -> Iterator[None]:
+    """This process logs as `configure_logging(form="json")` makes it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter(LineFormat("decode", "decode-0", is_json=True)))
+    logging.getLogger().addHandler(handler)
+    yield
+    logging.getLogger().removeHandler(handler)
+
+
+def options_that_fail(folder: Path) -> RankOptions:
+    """Of two ranks whose memory of pages has no bytes."""
+    return RankOptions(
+        model_dir=str(folder),
+        rank=0,
+        sizes=parse_sizes("tp=2"),
+        stage_ends=(1,),
+        feature_layers=(),
+        cache=CacheShape(1, 1, 64, 64, "float32"),
+        runner=RunnerOptions(),
+        store=os.memfd_create("store"),
+        pages=os.memfd_create("pages"),
+    )
+
+
+def test_a_rank_logs_in_the_form_of_its_worker(
+    logs_json: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert log_form() == "json"
+    options, ended = options_that_fail(tmp_path), threading.Event()
+    followers = FollowerProcesses(options, lambda reason: ended.set())
+    try:
+        assert ended.wait(WAIT_S)
+    finally:
+        followers.kill()
+        for descriptor in (options.store, options.pages):
+            os.close(descriptor)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(line["service"], line["instance"], line["level"]) for line in lines] == [
+        ("rank", "rank-1", "error")
+    ]
+
+
+def test_a_process_that_configured_nothing_starts_ranks_that_log_text() -> None:
+    assert log_form() == "text"
