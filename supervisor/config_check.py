@@ -18,7 +18,7 @@ from slipstream.api_key_file import read_keys
 from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
-from slipstream.log_lines import LOG_FORMATS
+from slipstream.logs.lines import LOG_FORMATS
 from supervisor.forking.launcher import STARTS
 from supervisor.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free

@@ -73,7 +73,7 @@ class ClusterConfig:
     pool_masters: int = 1  # of the pool; one leads, the others stand by
     start: str = FORK  # one of STARTS: how services begin
     log_level: str = "info"  # one of LOG_LEVELS
-    log_format: str = "text"  # one of slipstream.log_lines.LOG_FORMATS
+    log_format: str = "text"  # one of slipstream.logs.lines.LOG_FORMATS
     ready_timeout_s: float = 90.0
     log_max_bytes: int = MAX_LOG_BYTES
     log_files: int = LOG_FILES

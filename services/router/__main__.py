@@ -35,7 +35,7 @@ from libs.database.database import open_database
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
-from slipstream.log_lines import LineFormat
+from slipstream.logs.lines import LineFormat
 
 try:
     from services.router.api.access_log import AccessLog, open_access_log

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
-from slipstream.log_lines import LOG_FORMATS, LineFormat, RecordFormatter
+from slipstream.logs.lines import LOG_FORMATS, LineFormat, RecordFormatter
 from slipstream.pod_costs.health_port import health_port
 from slipstream.pod_costs.kube_api import SERVICE_ACCOUNT, KubeAddress
 from slipstream.pod_costs.writer import PodCostWriter

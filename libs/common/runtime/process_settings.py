@@ -20,7 +20,7 @@ from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
 from slipstream.credentials.certificates import TlsFault
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
-from slipstream.log_lines import LOG_FORMATS
+from slipstream.logs.lines import LOG_FORMATS
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from libs.common.telemetry import tracing
-from slipstream.log_lines import LineFormat, RecordFormatter
+from slipstream.logs.lines import LineFormat, RecordFormatter
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import LoggedRequest, log_request
 from slipstream import errors
-from slipstream.log_lines import LineFormat
+from slipstream.logs.lines import LineFormat
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from libs.common.telemetry.logs import (
     log_no_request,
     log_request,
 )
-from slipstream.log_lines import MAX_EXCEPTION_CHARS, MAX_FIELD_CHARS, MAX_MESSAGE_CHARS, LineFormat
+from slipstream.logs.lines import MAX_EXCEPTION_CHARS, MAX_FIELD_CHARS, MAX_MESSAGE_CHARS, LineFormat
 
 AS_TEXT = LineFormat("decode", "decode-0")
 AS_JSON = LineFormat("decode", "decode-0", is_json=True)

@@ -17,7 +17,7 @@ from libs.engine.model.runner import RunnerOptions
 from libs.engine.parallel.follower_processes import FollowerProcesses
 from libs.engine.parallel.rank_model import RankOptions
 from libs.engine.parallel.sizes import parse_sizes
-from slipstream.log_lines import LineFormat
+from slipstream.logs.lines import LineFormat
 
 WAIT_S = 120.0
 

@@ -20,7 +20,7 @@ from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.async_client import AsyncClient
-from slipstream.log_lines import LineFormat
+from slipstream.logs.lines import LineFormat
 from slipstream.rpc.cluster_secret import ClusterSecret
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

@@ -9,7 +9,7 @@ import pytest
 from libs.common.telemetry.logs import LogFormatter
 from libs.worker.requests.attempts import client_request_id
 from libs.worker.requests.sequence_task import SequenceTask
-from slipstream.log_lines import LineFormat
+from slipstream.logs.lines import LineFormat
 
 
 @pytest.mark.parametrize(
