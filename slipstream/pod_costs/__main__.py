@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--log-format",
         type=_log_format,
-        default=os.environ.get(LOG_FORMAT_VARIABLE, LOG_FORMATS[0]),
+        default=os.environ.get(LOG_FORMAT_VARIABLE) or LOG_FORMATS[0],
         help=f"form of log lines (default: {LOG_FORMAT_VARIABLE}, else {LOG_FORMATS[0]})",
     )
     return made

@@ -225,6 +225,8 @@ def test_the_flag_of_the_log_format_goes_before_the_variable(monkeypatch: pytest
     given = ["--router=r:7001", "--admin-http=127.0.0.1:0"]
     assert parser().parse_args(given).log_format == "json"
     assert parser().parse_args([*given, "--log-format=text"]).log_format == "text"
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "")  # as if it were not set, as services take it
+    assert parser().parse_args(given).log_format == "text"
 
 
 def test_an_unknown_log_format_is_refused_by_its_flag(
