@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import runpy
 import shutil
@@ -10,6 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "server" / "native_build.py"
 PATIENCE_S = 120.0
@@ -60,3 +65,21 @@ def test_builds_side_by_side_compile_each_library_once(tmp_path: Path) -> None:
     assert first.communicate(timeout=PATIENCE_S)[0].count("compiled") == len(libraries)
     assert (first.returncode, second.returncode) == (0, 0)
     assert log.read_text().splitlines() == ["compiles"] * len(libraries)
+
+
+def test_a_tree_that_cannot_be_locked_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")  # of NFS, for a folder
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / "server").mkdir()
+    script = runpy.run_path(str(shutil.copy(SCRIPT, tmp_path / "server")))
+    for library in script["libraries"]():
+        library.source_dir.mkdir(parents=True, exist_ok=True)
+    compiler = tmp_path / "cc"
+    (tmp_path / "end").touch()
+    compiler.write_text(COMPILER.format(log=tmp_path / "log", end=tmp_path / "end"))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert script["main"]() == 0
+    assert all(library.is_current() for library in script["libraries"]())
