@@ -24,7 +24,7 @@ def read_tokenizer_config(model_dir: Path) -> Mapping[str, Any]:
     return {
         "tokenizer_class": config.get("tokenizer_class"),
         **{role: _content(config.get(role)) for role in _ROLES},
-        "additional_special_tokens": [_content(each) for each in others or ()],
+        "additional_special_tokens": [_content(each) for each in others] if isinstance(others, list) else [],
         "chat_template": _chat_template(model_dir, config.get("chat_template")),
     }
 

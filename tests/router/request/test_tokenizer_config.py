@@ -29,6 +29,8 @@ def read(folder: Path, **config: Any) -> dict[str, Any]:
 def test_a_file_that_states_nothing_has_every_name(tmp_path: Path) -> None:
     assert read(tmp_path) == NOTHING
     assert read(tmp_path, bos_token=None, additional_special_tokens=None, chat_template=7) == NOTHING
+    for no_list in (5, "abc", {"a": "b"}):
+        assert read(tmp_path, additional_special_tokens=no_list) == NOTHING
 
 
 def test_tokens_are_texts_or_objects_and_other_fields_stay_out(tmp_path: Path) -> None:
