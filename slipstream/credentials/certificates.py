@@ -15,8 +15,10 @@ from pathlib import Path
 
 from slipstream.errors import InvalidArgument
 
-_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_KEY = re.compile(r"-----BEGIN (?P<kind>[A-Z ]*)PRIVATE KEY-----(?P<body>.*?)-----END ", re.DOTALL)
+# A block ends before the next one begins: else a file of begins alone takes the square of its size.
+_BODY = r"(?:(?!-----BEGIN ).)*?"
+_PEM = re.compile(f"-----BEGIN CERTIFICATE-----{_BODY}-----END CERTIFICATE-----", re.DOTALL)
+_KEY = re.compile(f"-----BEGIN [A-Z ]*PRIVATE KEY-----{_BODY}-----END ", re.DOTALL)
 _ENCRYPTED = ("ENCRYPTED ", "Proc-Type: 4,ENCRYPTED")  # of PKCS #8 and of the older form
 _MISMATCH = "KEY_VALUES_MISMATCH"
 # Tags of DER: the optional version of a certificate, and the longer of two forms of time.

@@ -98,6 +98,17 @@ def test_files_that_cannot_be_used_are_named(
     assert refused.value.field == ", ".join(f"--tls-{name}" for name in names)
 
 
+@pytest.mark.timeout(20)  # the square of the size takes minutes
+@pytest.mark.parametrize("name", ["certificate", "key", "ca"])
+def test_a_file_of_blocks_that_do_not_end_is_refused_in_a_moment(tmp_path: Path, name: str) -> None:
+    files = Authority(tmp_path).issue("one")
+    begin = "-----BEGIN PRIVATE KEY-----" if name == "key" else "-----BEGIN CERTIFICATE-----"
+    files.paths()[name].write_text(f"{begin}\n" * 10_000)
+    with pytest.raises(TlsFault, match="is not PEM with") as found:
+        files.check()
+    assert found.value.names == (name,)
+
+
 def settings(files: TlsFiles, **environment: str) -> RouterSettings:
     """A router's settings with these files as flags."""
     return load_settings(
