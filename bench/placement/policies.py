@@ -289,7 +289,7 @@ class _Router:
                 f"d{i}",
                 context_tokens=node.assigned_tokens,
                 sequences=node.assigned,
-                decoding_tokens=int(node.context),
+                reported_decoding=node.sequences,
                 queued_tokens=node.prompt_tokens_left(),
                 max_sequences=sim.hardware.max_sequences,
                 block_tokens=BLOCK_TOKENS,

@@ -76,7 +76,7 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
     refused: str = ""
     context_tokens: int = 0
     sequences: int = 0
-    decoding_tokens: int | None = None  # of sequences that decode by the last report; None = of all
+    reported_decoding: int | None = None  # sequences that decode by the last report; None = all
     queued_tokens: int = 0  # of prompts that it computes itself
     free_blocks: int | None = None  # pages that are free or can be evicted; None = unknown
     max_sequences: int = 0  # 0 = unknown
@@ -87,11 +87,9 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def decoding(self) -> int:
-        """How many sequences decode, by their share of the context, rounded up: others wait for prefill."""
-        tokens = self.decoding_tokens
-        if tokens is None or tokens >= self.context_tokens:
-            return self.sequences
-        return -(-self.sequences * tokens // self.context_tokens)
+        """How many sequences decode: others wait for prefill."""
+        reported = self.reported_decoding
+        return self.sequences if reported is None or reported > self.sequences else reported
 
 
 class KvStore(msgspec.Struct, frozen=True, gc=False):

@@ -193,7 +193,7 @@ class RouterFleet:
             refused=refused,
             context_tokens=tokens,
             sequences=requests,
-            decoding_tokens=report.decode_tokens_in_flight if report is not None else None,
+            reported_decoding=report.requests_decoding if report is not None else None,
             queued_tokens=link.local_prompt_tokens,
             free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
             max_sequences=capacity.get("max_batch", 0),

@@ -318,10 +318,16 @@ def test_a_long_prompt_is_computed_on_an_idle_decode_worker_behind_a_long_queue_
     assert place(request, _behind(0, DecodeWorker("d0"))).prefill == "p0"
     # The wait of 25 s is less than what a prompt of 4.6 s costs eight streams, unless they wait for prefill.
     assert place(request, _behind(50_000, DecodeWorker("d0", sequences=8))).prefill == "p0"
-    waiting = DecodeWorker("d0", sequences=8, context_tokens=80_000, decoding_tokens=9_000)
-    assert waiting.decoding == 1
+    waiting = DecodeWorker("d0", sequences=8, context_tokens=80_000, reported_decoding=1)
     assert place(request, _behind(50_000, waiting)).prefill == ""
     assert place(request, _behind(50_000, DecodeWorker("d0", sequences=8), DecodeWorker("d1"))).decode == "d1"
+
+
+def test_a_long_sequence_that_waits_for_prefill_hides_no_stream_that_decodes() -> None:
+    request, worker = PlacementRequest(8_000, may_skip_prefill=True), DecodeWorker("d0", reported_decoding=8)
+    streams = replace(worker, sequences=8, context_tokens=9_000)
+    fuller = replace(worker, sequences=9, context_tokens=89_000)
+    assert [place(request, _behind(50_000, each)).prefill for each in (streams, fuller)] == ["p0", "p0"]
 
 
 def test_prompts_that_wait_on_a_decode_worker_make_it_dearer() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bench.placement.idle_fleet import IdleConnection, open_fleet
 from libs.common.cluster.worker_record import Role, Worker
 from services.router.workers import connection as worker_link
 from services.router.workers.connection import TokensInFlight, WorkerConnection
@@ -86,6 +87,19 @@ async def test_prompts_that_a_worker_was_sent_count_until_a_report_can_have_them
     assert link.local_prompt_tokens == 640, "the report has the first one"
     clock.now_s += worker_link.STALE_AFTER_S + 0.001
     assert link.local_prompt_tokens == 0, "without reports the prompt counts for a while"
+
+
+async def test_placement_takes_the_streams_that_a_worker_reports_as_decoding() -> None:
+    async with open_fleet(1) as fleet:
+        (link,) = fleet.links_of(Role.DECODE)
+        assert isinstance(link, IdleConnection)
+        streams = worker_pb2.LoadReport(
+            sequence=1, requests_running=8, requests_decoding=8, decode_tokens_in_flight=9_000
+        )
+        link.report_load(streams)
+        TokensInFlight(link, 80_000)  # waits for prefill
+        (worker,) = fleet.loads().decode
+        assert (worker.sequences, worker.context_tokens, worker.decoding) == (9, 89_000, 8)
 
 
 class Noted:
