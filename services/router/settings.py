@@ -201,4 +201,4 @@ class RouterSettings(ServiceSettings):
             check_authority(self.tls_client_ca, "client_ca")
         except TlsFault as fault:
             raise fault.as_argument(lambda name: self.given_as(f"tls_{name}")) from None
-        return replace(tls, ca=self.tls_client_ca)
+        return replace(tls, ca=self.tls_client_ca, ca_name="client-ca")

@@ -32,6 +32,7 @@ class TlsFiles:
     certificate: Path
     key: Path
     server_name: str = ""  # what servers' certificates are for; "" = the host that is dialled
+    ca_name: str = "ca"  # the end of the flag of `ca`; a router has one more, of its clients
 
     def paths(self) -> dict[str, Path]:
         """The three files by name."""
@@ -61,7 +62,7 @@ class TlsFiles:
     def check(self) -> None:
         """Raises TlsFault, an OSError, for files that are not PEM, or a key of another certificate."""
         check_pair(self.certificate, self.key)
-        check_authority(self.ca)
+        check_authority(self.ca, self.ca_name)
 
     def may_replace(self) -> bool:
         """Whether replaced files can be served. Says why not, or that the certificate has ended.

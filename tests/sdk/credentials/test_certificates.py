@@ -137,6 +137,19 @@ def test_a_service_names_its_settings_by_their_sources(tmp_path: Path) -> None:
         settings(files, SLIPSTREAM_TLS_CLIENT_CA=str(other.key)).client_tls()
 
 
+def test_a_replaced_authority_of_clients_is_named_by_its_own_flag(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, clients = Authority(tmp_path / "peers").issue("one"), Authority(tmp_path / "clients").issue("two")
+    found = settings(files, SLIPSTREAM_TLS_CLIENT_CA=str(clients.ca)).client_tls()
+    assert found is not None and found.may_replace()
+    clients.ca.write_text("x")
+    assert not found.may_replace()
+    assert [record.message for record in caplog.records] == [
+        f"the old certificate stays in use: --tls-client-ca: {clients.ca} is not PEM with a certificate"
+    ]
+
+
 def test_a_pair_for_etcd_is_checked_too(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     files, other = authority.issue("one"), authority.issue("other")
