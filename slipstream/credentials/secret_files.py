@@ -27,7 +27,9 @@ def exposure(path: Path) -> str:
 
 
 def exposure_of(path: Path, found: os.stat_result, *, user: int, groups: Collection[int]) -> str:
-    """`exposure` for a process of this user and these groups."""
+    """`exposure` for a process of this user and these groups. Nothing of a folder, a pipe or a terminal."""
+    if not stat.S_ISREG(found.st_mode):
+        return ""
     is_given = found.st_uid == 0 and found.st_gid in groups and not found.st_mode & stat.S_IWGRP
     exposed = found.st_mode & (_OTHERS if is_given else _OTHERS | _GROUP)
     if not exposed:
