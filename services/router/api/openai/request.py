@@ -137,7 +137,7 @@ class _ChatBody(_Body):
     logprobs: Flag = None
     top_logprobs: WholeNumber = None
 
-    REFUSED: ClassVar = {**_Body.REFUSED, "best_of": (1,), "echo": (False,), "prompt": ("",)}
+    REFUSED: ClassVar = {**_Body.REFUSED, "best_of": (1,), "echo": (False,), "prompt": ("", [])}
 
 
 class _CompletionBody(_Body):

@@ -88,17 +88,17 @@ _OTHERS: Mapping[str, tuple[object, ...]] = {
 
 # Media beside the messages, as Ollama and models of Workers AI take them.
 _MEDIA: Mapping[str, tuple[object, ...]] = {
-    "image": (),
-    "image_b64": (),
-    "image_url": (),
-    "images": ([],),
-    "video": (),
+    "image": ("", []),
+    "image_b64": ("",),
+    "image_url": ("",),
+    "images": ("", []),
+    "video": ("", []),
 }
 
 # Texts for the model that other endpoints take under these names, and completions never read.
 TEXTS_ELSEWHERE: Mapping[str, tuple[object, ...]] = {
     "input": ("", []),
-    "instructions": ("",),
+    "instructions": ("", []),
     "system": ("", []),
 }
 # vLLM's fields that both kinds of completions have, and no other endpoint.

@@ -145,6 +145,12 @@ def test_a_text_that_no_completion_reads_is_refused_by_name(name: str) -> None:
         chat(prompt="p")
 
 
+@pytest.mark.parametrize("name", ["image", "images", "video", "instructions", "input", "system", "prompt"])
+def test_an_empty_input_that_chat_never_reads_is_none(name: str) -> None:
+    for nothing in (None, "", []):
+        chat(**{name: nothing})
+
+
 @pytest.mark.parametrize("name", sorted(OF_CHAT_ONLY))
 def test_a_field_of_chat_alone_is_refused_elsewhere(name: str) -> None:
     bodies: list[tuple[Callable[[bytes], object], dict[str, Any]]] = [
