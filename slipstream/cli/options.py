@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,9 +79,11 @@ def check_endpoints(endpoints: Iterable[str], *, flag: str = "--endpoint") -> No
 
 
 def warn_of_exposure(flag: str, file: Path) -> None:
-    """Say on stderr that others may read a file of a secret."""
+    """Say on stderr that others may read a file of a secret, by the source of the flag's value."""
     if text := exposure(file):
-        print(f"slipstream: {flag}: {text}", file=sys.stderr)
+        command = _running.get()
+        source = flag if command is None else _by_source(command, flag)
+        print(f"slipstream: {source}: {text}", file=sys.stderr)
 
 
 def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -> str | None:
@@ -137,11 +140,16 @@ def tls_from(
     return files
 
 
+# The context of the command that runs: it has the sources of the flags' values.
+_running: ContextVar[Any] = ContextVar("command", default=None)
+
+
 class SourceCommand(TyperCommand):
     """A command whose errors name the variable, and not the flag, of a value that a variable gave."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raises what it raises, with the fields of InvalidArgument by their sources."""
+        before = _running.set(ctx)
         try:
             return super().invoke(ctx)
         except InvalidArgument as error:
@@ -149,6 +157,8 @@ class SourceCommand(TyperCommand):
             if field == error.field:
                 raise
             raise type(error)(field, error.reason) from None
+        finally:
+            _running.reset(before)
 
 
 def name_sources(app: typer.Typer) -> None:

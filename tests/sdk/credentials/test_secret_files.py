@@ -108,3 +108,12 @@ def test_a_command_says_it_on_stderr(tmp_path: Path) -> None:
             shown = CliRunner().invoke(app, ["status", "--router", "127.0.0.1:1", flag, str(file)])
             assert (f"slipstream: {flag}: {file} has mode 0644" in shown.stderr) is (mode == 0o644)
             assert text not in shown.stderr
+
+
+def test_a_command_names_the_variable_that_gave_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-slip-a")
+    file.chmod(0o644)
+    command, environment = ["status", "--router", "127.0.0.1:1"], {"SLIPSTREAM_API_KEY_FILE": str(file)}
+    shown = CliRunner().invoke(app, command, env=environment)
+    assert f"slipstream: SLIPSTREAM_API_KEY_FILE: {file} has mode 0644" in shown.stderr
