@@ -19,7 +19,7 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.telemetry.paced_warnings import WARN_EVERY_S, PacedWarnings
 from services.router.workers.prefill_client import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
-from services.router.workers.unreported_prompts import REPORT_DELAY_S, UnreportedPrompts
+from services.router.workers.recent_prompts import RecentPrompts
 from slipstream.enum_names import role_name, transport_name
 from slipstream.rpc.backoff import ANSWER_S, Backoff
 from slipstream.rpc.credential_fault import credential_fault, lasting_fault
@@ -95,7 +95,7 @@ class WorkerConnection:
         # The last report less this router's own counts at that time: the load of other routers.
         self._tokens_of_others = 0
         self._requests_of_others = 0
-        self._unreported_prompts = UnreportedPrompts()
+        self._recent_prompts = RecentPrompts()
         self._clock = clock
         self._on_change = on_change
         self._on_report = on_report
@@ -141,16 +141,15 @@ class WorkerConnection:
 
     def sent_prompt(self, tokens: int) -> None:
         """The decode worker is to compute `tokens` of a prompt itself."""
-        self._unreported_prompts.add(tokens, now_s=self._clock())
+        self._recent_prompts.add(tokens, now_s=self._clock())
 
     @property
     def local_prompt_tokens(self) -> int:
-        """Tokens that a decode worker is to compute itself: those in the report, and what was sent since."""
+        """Tokens that a decode worker is to compute itself: those in the report, or those sent lately where
+        these are more, because the report may lack them."""
         report = self.report
-        if report is None:
-            self._unreported_prompts.drop_older(self._clock() - STALE_AFTER_S)
         reported = report.prefill_tokens_in_flight if report is not None else 0
-        return reported + self._unreported_prompts.tokens
+        return max(reported, self._recent_prompts.tokens(now_s=self._clock()))
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -283,7 +282,6 @@ class WorkerConnection:
             return
         self._report = report
         self._reported_s = self._clock()
-        self._unreported_prompts.drop_older(self._reported_s - REPORT_DELAY_S)
         self.draining = report.draining
         self.settle(has_ended=False)
         prefill = self.worker.role is Role.PREFILL

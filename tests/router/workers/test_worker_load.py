@@ -10,7 +10,7 @@ from bench.placement.idle_fleet import IdleConnection, open_fleet
 from libs.common.cluster.worker_record import Role, Worker
 from services.router.workers import connection as worker_link
 from services.router.workers.connection import TokensInFlight, WorkerConnection
-from services.router.workers.unreported_prompts import REPORT_DELAY_S
+from services.router.workers.recent_prompts import REPORT_DELAY_S
 from slipstream.v1 import worker_pb2
 
 
@@ -73,20 +73,22 @@ async def test_a_stale_report_counts_for_nothing(link: WorkerConnection, clock: 
     assert link.load() == (None, 100, 1)
 
 
-async def test_prompts_that_a_worker_was_sent_count_until_a_report_can_have_them(
+async def test_prompts_that_a_worker_was_sent_count_while_a_report_may_lack_them(
     link: WorkerConnection, clock: Clock
 ) -> None:
     link.sent_prompt(700)
     assert link.local_prompt_tokens == 700, "no report came"
     clock.now_s += REPORT_DELAY_S / 2
     link._take(report(1, tokens=30, running=1))
-    assert link.local_prompt_tokens == 730, "the report may be older than the prompt"
     link.sent_prompt(40)
-    clock.now_s += REPORT_DELAY_S
-    link._take(report(2, tokens=600, running=2))
-    assert link.local_prompt_tokens == 640, "the report has the first one"
-    clock.now_s += worker_link.STALE_AFTER_S + 0.001
-    assert link.local_prompt_tokens == 0, "without reports the prompt counts for a while"
+    assert link.local_prompt_tokens == 740, "the report is from before a long step"
+    link._take(report(2, tokens=900, running=3))
+    assert link.local_prompt_tokens == 900, "others sent prompts, too"
+    link._take(report(3, tokens=10, running=1))
+    clock.now_s += REPORT_DELAY_S / 2 + 0.001
+    assert link.local_prompt_tokens == 40, "the first one is in the report, or done"
+    clock.now_s += REPORT_DELAY_S / 2
+    assert link.local_prompt_tokens == 10
 
 
 async def test_placement_takes_the_streams_that_a_worker_reports_as_decoding() -> None:
