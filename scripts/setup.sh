@@ -82,7 +82,7 @@ if ! has_ibverbs && command -v apt-get >/dev/null 2>&1; then
 fi
 has_ibverbs || say "libibverbs1 is missing and cannot be installed: KV moves over plain sockets instead of Mooncake"
 # Of 180 MB of sources these 70 are hardly ever imported, and compile then. Half a second of processor time goes into each MB.
-rare='/(tests?|transformers/models|networkx|mypyc?|pip|pygments/lexers|openai/resources|scipy/signal'
+rare='/site-packages/(.*/)?(tests?|transformers/models|networkx|mypyc?|pip|pygments/lexers|openai/resources|scipy/signal'
 rare="$rare|torch/_inductor|torch/testing/_internal)/"
 "$venv/bin/python" -m compileall -q -j 0 -x "$rare" "$venv/lib" >/dev/null 2>&1 || true
 touch "$venv/.$extra"
