@@ -200,7 +200,8 @@ class RouterFleet:
             block_tokens=capacity.get("block_tokens", 64),
             block_bytes=capacity.get("block_bytes", 0),
             model=self.worker_models.decode_model(link.key),
-            prefill_model=self.worker_models.prefill_model(link.key, tokens_per_s=link.prefill_tokens_per_s),
+            # Not by its report: prefill workers that never got a prompt would look slower than it for ever.
+            prefill_model=self.worker_models.prefill_model(link.key),
         )
 
     def find(self, role: Role, instance: str) -> WorkerConnection | None:

@@ -104,6 +104,15 @@ async def test_placement_takes_the_streams_that_a_worker_reports_as_decoding() -
         assert (worker.sequences, worker.context_tokens, worker.decoding) == (9, 89_000, 8)
 
 
+async def test_a_decode_worker_that_computed_prompts_fast_is_priced_like_an_untried_prefill_worker() -> None:
+    async with open_fleet(1) as fleet:
+        (link,) = fleet.links_of(Role.DECODE)
+        assert isinstance(link, IdleConnection)
+        link.report_load(worker_pb2.LoadReport(sequence=1, prefill_tokens_per_s=20_000))
+        loads = fleet.loads()
+        assert loads.decode[0].prefill_model == loads.prefill[0].model
+
+
 class Noted:
     """A `WorkerListener` that notes its calls, and then raises if it is to."""
 
