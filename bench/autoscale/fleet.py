@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -82,7 +82,6 @@ class SimulatedFleet:
     def __init__(self, hardware: Hardware, rule: ScalingRule, *, sizes: dict[Role, int]) -> None:
         self.hardware = hardware
         self.now_ms = 0.0
-        self.store: LruCache | None = None
         self.arrived_tokens = self.arrived_uncached = self.arrived_output = self.arrived = 0
         self.runs: list[Run] = []
         self.changes = 0
@@ -111,7 +110,7 @@ class SimulatedFleet:
         workers = self._workers[role]
         self.changes += n != len(workers)
         while len(workers) < n:
-            node = PrefillLine() if role is Role.PREFILL else DecodeNode(len(workers), self)
+            node = PrefillLine() if role is Role.PREFILL else DecodeNode(self)
             workers.append(SimulatedWorker(node, self.now_ms, self.now_ms + start_ms))
         while len(workers) > n:
             workers[-1].removed_ms = self.now_ms
@@ -136,17 +135,6 @@ class SimulatedFleet:
     def at(self, time_ms: float, event: Callable[[], None]) -> None:
         """Run `event` then."""
         heapq.heappush(self._events, (time_ms, next(self._numbers), event))
-
-    def noisy(self, duration_ms: float) -> float:
-        """A duration as it happens: here always as long as predicted."""
-        return duration_ms
-
-    def computed_on_decode(self, run: Run) -> None:
-        """Decode workers of this simulation get no prompts to compute."""
-        raise AssertionError(f"request {run.request.number} was computed by a decode worker")
-
-    def decode_blocks_changed(self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes]) -> None:
-        """No placement of this simulation reads the caches of decode workers."""
 
     def run(self, requests: Iterable[TraceRequest], *, until_ms: float) -> None:
         """Serve all requests of the day."""

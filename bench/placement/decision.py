@@ -70,7 +70,6 @@ class Scene:
             worker_pb2.LoadReport(
                 sequence=self._sequence,
                 requests_running=draw.randint(1, 12),
-                requests_decoding=draw.randint(1, 12) if link in self._decode else 0,
                 prefill_tokens_in_flight=draw.randint(0, 30_000) if link in self._prefill else 0,
                 decode_tokens_in_flight=draw.randint(1, 90_000) if link in self._decode else 0,
                 blocks_free=draw.randint(500, 5_000),

@@ -25,7 +25,6 @@ class Hardware:
     in_order: bool = False  # prefill workers compute one prompt after the other
     decode_tokens: int = 4_000_000  # KV room of each decode worker
     max_sequences: int = 256
-    chunk_tokens: int = 512  # of a prompt in a step of a decode worker that computes it
     max_waiting: int = 256  # prompts in a prefill worker's line; more are rejected
     prefill: PrefillModel = field(
         default_factory=lambda: PrefillModel(
@@ -55,7 +54,7 @@ class Run:
     """A request on its way."""
 
     request: TraceRequest
-    prefill: int = -1  # -1: the decode worker computes the prompt
+    prefill: int = -1
     decode: int = -1
     cached_tokens: int = 0
     peer: int | None = None  # the prefill worker it reads KV from

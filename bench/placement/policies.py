@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from bench.placement.model import KV_BYTES_PER_TOKEN, Run
 from bench.placement.prefill import STORE
-from bench.placement.sim import ON_DECODE, Policy, Simulation
+from bench.placement.sim import Policy, Simulation
 from bench.placement.trace import BLOCK_TOKENS
 from services.router.placement.policy import place
 from services.router.placement.round_robin import ColdRoundRobin
@@ -40,11 +40,6 @@ class _Deaf:
         return
 
     def blocks_changed(
-        self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
-    ) -> None:
-        return
-
-    def decode_blocks_changed(
         self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
     ) -> None:
         return
@@ -133,31 +128,23 @@ class LendingRule:
     ) -> None:
         self._rule.blocks_changed(worker, new, evicted, now_ms)
 
-    def decode_blocks_changed(
-        self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
-    ) -> None:
-        self._rule.decode_blocks_changed(worker, new, evicted, now_ms)
-
 
 class Slipstream:
     """The router's `place` with its index, models and round robin, in `n_routers` routers that share nothing.
 
     Requests go to the routers in turn. What a worker holds is heard of EVENT_DELAY_MS later; the requests
     of the other routers REPORT_DELAY_MS later; how fast workers are is learnt from first tokens. `lends`:
-    whether prefill workers say that they lend their caches. `local`: whether a decode worker may compute a
-    prompt.
+    whether prefill workers say that they lend their caches.
     """
 
     name = "slipstream"
 
-    def __init__(self, n_routers: int = 1, *, lends: bool = True, local: bool = True) -> None:
+    def __init__(self, n_routers: int = 1, *, lends: bool = True) -> None:
         if n_routers > 1:
             self.name = f"slipstream, {n_routers} routers"
         if not lends:
             self.name = "slipstream, nothing lent"
-        if not local:
-            self.name = "slipstream, prompts on prefill only"
-        self._routers = [_Router(lends=lends, local=local) for _ in range(n_routers)]
+        self._routers = [_Router(lends=lends) for _ in range(n_routers)]
         self._sim: Simulation | None = None
 
     def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
@@ -170,19 +157,11 @@ class Slipstream:
     def blocks_changed(
         self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
     ) -> None:
-        self._report(_STORE_NAME if worker == STORE else f"p{worker}", new, evicted, now_ms)
-
-    def decode_blocks_changed(
-        self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
-    ) -> None:
-        self._report(f"d{worker}", new, evicted, now_ms)
-
-    def _report(self, name: str, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float) -> None:
         assert self._sim is not None
 
         def report() -> None:
             for router in self._routers:
-                router.blocks_changed(name, new, evicted)
+                router.blocks_changed(worker, new, evicted)
 
         self._sim.at(now_ms + EVENT_DELAY_MS, report)
 
@@ -193,9 +172,8 @@ class Slipstream:
 class _Router:
     """What one router knows."""
 
-    def __init__(self, *, lends: bool, local: bool) -> None:
+    def __init__(self, *, lends: bool) -> None:
         self._lends = lends
-        self._local = local
         self._index = PrefixIndex()
         self._book = WorkerModels()
         self._faded_s = 0.0
@@ -222,8 +200,6 @@ class _Router:
             prefill_expected_tokens={name: tokens(name) for name in names},
             prefill_confirmed_tokens=confirmed,
             prefill_lendable_tokens=confirmed if self._lends else {},
-            decode_expected_tokens={f"d{i}": tokens(f"d{i}") for i in range(len(sim.decode))},
-            may_skip_prefill=self._local,
             store_held={_STORE_NAME: HeldTokens(stored, stored)},
             content_key=request.hashes[0] if request.hashes else b"",
         )
@@ -231,15 +207,14 @@ class _Router:
         self._remember(run, decision, now_s)
         run.expected_uncached = decision.uncached_tokens
         run.peer = int(decision.peer[1:]) if decision.peer else None
-        prefill = int(decision.prefill[1:]) if decision.prefill else ON_DECODE
-        return prefill, int(decision.decode[1:])
+        return int(decision.prefill[1:]), int(decision.decode[1:])
 
     def _remember(self, run: Run, decision: PlacementDecision, now_s: float) -> None:
         if decision.cold:
             self._cold_round_robin.placed(decision.prefill)
         wait_s = (decision.cost.queue_ms + decision.cost.prefill_ms + decision.cost.load_ms) / 1e3
         self._index.predict(
-            decision.prefill or decision.decode,
+            decision.prefill,
             run.request.hashes,
             tenant="",
             now_s=now_s,
@@ -249,8 +224,6 @@ class _Router:
 
     def computed(self, run: Run, sim: Simulation) -> None:
         _, predicted = self._mine.pop(run.request.number)
-        if run.prefill == ON_DECODE:
-            return
         from_peer = run.read_tokens if run.peer is not None else 0
         self._book.observe_prefill(
             f"p{run.prefill}",
@@ -276,8 +249,10 @@ class _Router:
             f"d{run.decode}", n_bytes=n_bytes, transfer_ms=sim.hardware.decode.transfer_ms(n_bytes)
         )
 
-    def blocks_changed(self, name: str, new: Sequence[bytes], evicted: Sequence[bytes]) -> None:
-        tier = common_pb2.CACHE_TIER_DRAM if name == _STORE_NAME else common_pb2.CACHE_TIER_WORKER
+    def blocks_changed(self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes]) -> None:
+        name, tier = f"p{worker}", common_pb2.CACHE_TIER_WORKER
+        if worker == STORE:
+            name, tier = _STORE_NAME, common_pb2.CACHE_TIER_DRAM
         view = self._index.view(name)
         view.stored(tier, new)
         view.removed(tier, evicted)
@@ -289,13 +264,10 @@ class _Router:
                 f"d{i}",
                 context_tokens=node.assigned_tokens,
                 sequences=node.assigned,
-                reported_decoding=node.sequences,
-                queued_tokens=node.prompt_tokens_left(),
                 max_sequences=sim.hardware.max_sequences,
                 block_tokens=BLOCK_TOKENS,
                 block_bytes=BLOCK_TOKENS * KV_BYTES_PER_TOKEN,
                 model=self._book.decode_model(f"d{i}"),
-                prefill_model=self._book.prefill_model(f"d{i}"),
             )
             for i, node in enumerate(sim.decode)
         )

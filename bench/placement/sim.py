@@ -15,10 +15,8 @@ from typing import Protocol
 from bench.placement.cache import LruCache
 from bench.placement.decode import DecodeNode
 from bench.placement.model import KV_BYTES_PER_TOKEN, Hardware, Run
-from bench.placement.prefill import STORE, InOrder, PrefillNode, SharedSteps
+from bench.placement.prefill import InOrder, PrefillNode, SharedSteps
 from bench.placement.trace import TraceRequest
-
-ON_DECODE = -1
 
 
 class Policy(Protocol):
@@ -27,8 +25,7 @@ class Policy(Protocol):
     name: str
 
     def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
-        """(prefill worker, decode worker) for the request, now; sets `peer` where KV is to be read there.
-        Prefill worker ON_DECODE: the decode worker computes the prompt."""
+        """(prefill worker, decode worker) for the request, now; sets `peer` where KV is to be read there."""
 
     def computed(self, run: Run, sim: Simulation) -> None:
         """The first token came."""
@@ -37,11 +34,6 @@ class Policy(Protocol):
         self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
     ) -> None:
         """The cache of a prefill worker, or of the kvstore (STORE), has changed."""
-
-    def decode_blocks_changed(
-        self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes], now_ms: float
-    ) -> None:
-        """The cache of a decode worker has changed."""
 
 
 class Simulation:
@@ -54,7 +46,7 @@ class Simulation:
         node = InOrder if hardware.in_order else SharedSteps
         self.prefill: list[PrefillNode] = [node(i, self) for i in range(hardware.n_prefill)]
         self.store = LruCache(hardware.store_blocks) if hardware.store_blocks else None
-        self.decode = [DecodeNode(i, self) for i in range(hardware.n_decode)]
+        self.decode = [DecodeNode(self) for _ in range(hardware.n_decode)]
         self.runs: list[Run] = []
         self._draw = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -85,10 +77,6 @@ class Simulation:
         run = Run(request, expected_uncached=request.prompt_tokens, sent_ms=self.now_ms)
         self.runs.append(run)
         run.prefill, run.decode = self.policy.choose(run, self)
-        if run.prefill == ON_DECODE:
-            self.decode[run.decode].expect(run)
-            self.decode[run.decode].compute(run)
-            return
         worker = self.prefill[run.prefill]
         if len(worker.line) > self.hardware.max_waiting:
             run.rejected = True
@@ -104,20 +92,6 @@ class Simulation:
         """The cache of a prefill worker, or of the kvstore (STORE), has changed."""
         self.policy.blocks_changed(worker, new, evicted, self.now_ms)
 
-    def decode_blocks_changed(self, worker: int, new: Sequence[bytes], evicted: Sequence[bytes]) -> None:
-        """The cache of a decode worker has changed."""
-        self.policy.decode_blocks_changed(worker, new, evicted, self.now_ms)
-
-    def computed_on_decode(self, run: Run) -> None:
-        """The first token of a prompt that a decode worker computed is there."""
-        run.first_token_ms = self.now_ms
-        if self.store is not None:
-            self.blocks_changed(STORE, *self.store.put(run.request.hashes))
-        self.policy.computed(run, self)
-        if run.request.output_tokens <= 1:
-            run.done_ms = self.now_ms
-            self.decode[run.decode].release(run)
-
     def computed(self, run: Run) -> None:
         """The first token is there: the KV goes to decode, unless that was all."""
         self.policy.computed(run, self)
@@ -126,6 +100,5 @@ class Simulation:
             run.done_ms = self.now_ms
             node.release(run)
             return
-        missing_tokens = run.request.prompt_tokens - node.held_tokens(run)
-        pull_ms = self.noisy(self.hardware.decode.transfer_ms(missing_tokens * KV_BYTES_PER_TOKEN))
+        pull_ms = self.noisy(self.hardware.decode.transfer_ms(run.request.prompt_tokens * KV_BYTES_PER_TOKEN))
         self.at(self.now_ms + pull_ms, lambda: node.join(run))

@@ -46,7 +46,6 @@ async def test_many_sequences_share_frames() -> None:
             await stream.call.write(start_request(node, tokens, attempt=attempt(name), sampling=params))
         await step_until(gate, lambda: node.core.pages.running == 6)
         await step_until(gate, lambda: any(len(frame.packed_tokens) == 6 * 4 for frame in stream.frames))
-        assert node.core.load().requests_decoding == 6
         gate.open()
         for name, tokens in prompts.items():
             last = await stream.last(name)

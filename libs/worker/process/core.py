@@ -248,7 +248,6 @@ class WorkerCore:
         return worker_pb2.LoadReport(
             requests_running=self.pages.running,
             requests_waiting=self.pages.waiting,
-            requests_decoding=held.sequences_decoding,
             prefill_tokens_in_flight=held.prefill_tokens_waiting,
             decode_tokens_in_flight=held.decode_context_tokens,
             blocks_free=held.pages_free,

@@ -62,8 +62,6 @@ class Assignment:
         prefill = self.workers.prefill
         if prefill is not None and self.decision.cold:
             fleet.cold_round_robin.placed(prefill.key)
-        if prefill is None:
-            self.workers.decode.sent_prompt(self.decision.uncached_tokens)
         computes = prefill or self.workers.decode
         predicted_s = (cost.queue_ms + cost.prefill_ms + cost.load_ms) / 1e3
         fleet.index.predict(

@@ -29,7 +29,6 @@ docs/adr/0008-price-placements-in-predicted-milliseconds.md gives the reasons.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -44,7 +43,7 @@ from services.router.placement.explanation import (
     pair_reason,
 )
 from services.router.placement.kv_source import KvSources, find_sources
-from services.router.placement.pricing import LATER_SEQUENCES, price_decode, price_local, price_prefill
+from services.router.placement.pricing import price_decode, price_local, price_prefill
 from services.router.placement.selection import Choice, bound_load, choose, usable_by_group
 from services.router.placement.types import (
     ChoiceReason,
@@ -59,7 +58,9 @@ from slipstream.errors import Unavailable
 
 # A request is cold if no prefill worker has more than this share of its prompt.
 COLD_SHARE = 0.1
-# A decode worker computes a prompt while a prefill worker is there only if that saves more than this time.
+# A decode worker computes at most this many tokens of a prompt between the steps of its batch while a prefill
+# worker is there, and only if that saves more than this time.
+LOCAL_MAX_TOKENS = 512
 LOCAL_MARGIN_MS = 25.0
 
 _PART_WORDS = {
@@ -105,8 +106,7 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> PlacementDecision
             decode_choice = choose(usable_decode[group], request, cold=False)
             pairs.append(_pair(choose(usable, request, cold=cold), decode_choice, fleet))
     pairs.sort(key=lambda pair: pair.cost.total_ms)
-    limit_ms = pairs[0].cost.total_ms if pairs else math.inf
-    local = _price_local(request, fleet, decode, sources, limit_ms)
+    local = _price_local(request, fleet, decode, sources, has_pairs=bool(pairs))
     alone = _alone(choose(local, request, cold=False), fleet) if local else None
     parts = {"prefill": prefill, "decode": decode, "local": local}
     if alone is not None and (reason := _local_reason(alone, pairs, prefill)):
@@ -134,35 +134,26 @@ def _price_local(
     fleet: PlacementFleet,
     decode: _Candidates,
     sources: _Sources,
-    limit_ms: float,
+    *,
+    has_pairs: bool,
 ) -> list[WorkerCandidate]:
-    """The decode workers that compute the prompt for less than `limit_ms`, the price of the best pair."""
+    """The decode workers that may compute the prompt: not too much of it between the steps of a batch."""
     if not request.may_skip_prefill or request.pinned_prefill:
         return []
-    prompt_tokens, region_ms = request.prompt_tokens, fleet.region_ms
+    least_tokens = request.prompt_tokens - LOCAL_MAX_TOKENS if has_pairs else 0
     stored_tokens = max([store.tokens for each in sources.values() for store in each.stores], default=0)
-    local = []
-    for worker, candidate in zip(fleet.decode, decode, strict=True):
-        if candidate.refused:
-            continue
-        # A bound of the price first, because few workers can win: the missing tokens without their attention.
-        held = candidate.held_tokens
-        missing_tokens = prompt_tokens - (held if held > stored_tokens else stored_tokens)
-        missing_ms = worker.prefill_model.token_ms * missing_tokens * (1 + LATER_SEQUENCES + worker.decoding)
-        if candidate.total_ms - candidate.transfer_ms + missing_ms < limit_ms:
-            priced = price_local(request, worker, candidate, sources.get(candidate.group))
-            if priced.total_ms + region_ms.get(priced.group[1], 0.0) < limit_ms:
-                local.append(priced)
-    return local
+    local = [
+        price_local(request, worker, candidate, sources.get(candidate.group))
+        for worker, candidate in zip(fleet.decode, decode, strict=True)
+        if not candidate.refused and (stored_tokens >= least_tokens or candidate.held_tokens >= least_tokens)
+    ]
+    return [candidate for candidate in local if candidate.cached_tokens >= least_tokens]
 
 
 def _pair(prefill: Choice, decode: Choice, fleet: PlacementFleet) -> _PricedWay:
     p, d = prefill.candidate, decode.candidate
-    # Prompts that d computes itself go on while p computes this one: only what is left of them is waited for.
-    ready_ms = p.queue_ms + p.prefill_ms + p.load_ms
-    queue_ms = p.queue_ms + d.queue_ms - ready_ms if d.queue_ms > ready_ms else p.queue_ms
     terms_ms = (
-        *(queue_ms, p.prefill_ms, p.load_ms, d.transfer_ms, d.decode_queue_ms, d.step_ms),
+        *(p.queue_ms, p.prefill_ms, p.load_ms, d.transfer_ms, d.decode_queue_ms, d.step_ms),
         *(p.others_ms + d.others_ms, fleet.region_ms.get(p.group[1], 0.0)),
     )
     return _PricedWay((prefill, decode), Cost(*terms_ms, sum(terms_ms)))

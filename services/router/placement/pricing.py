@@ -22,9 +22,6 @@ from services.router.placement.types import (
 
 # A millisecond of a decode step weighs as much as this many milliseconds before the first token.
 STEP_WEIGHT_TOKENS = 16
-# A prompt on a decode worker is priced with this many more streams than stand still there: streams join
-# meanwhile, and a later prompt does not find its KV on the prefill workers (ADR 8).
-LATER_SEQUENCES = 1
 MIB = 1 << 20
 OTHER_MODEL = "runs another model"
 
@@ -106,14 +103,12 @@ def price_decode(request: PlacementRequest, workers: Sequence[DecodeWorker]) -> 
             wait_ms = max(wait_ms, turnover_ms * ahead_sequences / worker.max_sequences)
         step_ms = STEP_WEIGHT_TOKENS * after_ms
         others_ms = STEP_WEIGHT_TOKENS * sequences * (after_ms - before_ms)
-        # Steps are longer until the prompts that the worker computes itself are done.
-        queue_ms = worker.prefill_model.token_ms * worker.queued_tokens if worker.queued_tokens else 0.0
-        total_ms = queue_ms + transfer_ms + wait_ms + step_ms + others_ms
+        total_ms = transfer_ms + wait_ms + step_ms + others_ms
         refused = worker.refused or ("" if worker.fingerprint == fingerprint else OTHER_MODEL)
         group = (worker.transport, worker.region)
         candidate = WorkerCandidate(
             "decode", instance, group, refused, total_ms, held, context_tokens, others_ms,
-            transfer_ms, wait_ms, step_ms, 0, queue_ms,
+            transfer_ms, wait_ms, step_ms,
         )  # fmt: skip
         candidates.append(candidate)
     return candidates
@@ -129,9 +124,9 @@ def price_local(
     source, load_ms = None, 0.0
     if sources is not None:
         source, load_ms, prefill_ms = sources.best_read(held, prefill_ms, model, with_peer=False)
-    queue_ms = decode.queue_ms
+    queue_ms = model.queue_ms(worker.queued_tokens, 0)
     # The batch stands still while the prompt is computed.
-    others_ms = decode.others_ms + (worker.decoding + LATER_SEQUENCES) * prefill_ms
+    others_ms = decode.others_ms + worker.sequences * prefill_ms
     wait_ms, step_ms = decode.decode_queue_ms, decode.step_ms
     total_ms = queue_ms + prefill_ms + load_ms + wait_ms + step_ms + others_ms
     loaded = source.tokens - held if source is not None else 0

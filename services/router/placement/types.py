@@ -67,7 +67,7 @@ class PrefillWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
-    """One decode worker; see PrefillWorker. `sequences` are assigned to it, with `context_tokens` in all."""
+    """One decode worker; see PrefillWorker. `sequences` run there, with `context_tokens` in all."""
 
     instance: str
     fingerprint: str = ""
@@ -76,7 +76,6 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
     refused: str = ""
     context_tokens: int = 0
     sequences: int = 0
-    reported_decoding: int | None = None  # sequences that decode by the last report; None = all
     queued_tokens: int = 0  # of prompts that it computes itself
     free_blocks: int | None = None  # pages that are free or can be evicted; None = unknown
     max_sequences: int = 0  # 0 = unknown
@@ -84,12 +83,6 @@ class DecodeWorker(msgspec.Struct, frozen=True, gc=False):
     block_bytes: int = 0  # 0 = unknown
     model: DecodeModel = msgspec.field(default_factory=DecodeModel)
     prefill_model: PrefillModel = msgspec.field(default_factory=PrefillModel)
-
-    @property
-    def decoding(self) -> int:
-        """How many sequences decode: others wait for prefill."""
-        reported = self.reported_decoding
-        return self.sequences if reported is None or reported > self.sequences else reported
 
 
 class KvStore(msgspec.Struct, frozen=True, gc=False):
@@ -212,5 +205,5 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     reasons: tuple[ChoiceReason, ...] = ()
     # The candidates that run the request: prefill and decode, or local alone.
     chosen: tuple[WorkerCandidate, ...] = ()
-    # All prefill and decode workers, and as part "local" decode workers that cost less than the best pair.
+    # All prefill and decode workers, and decode workers that may compute the prompt as part "local".
     candidates: tuple[WorkerCandidate, ...] = ()

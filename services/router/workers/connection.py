@@ -19,7 +19,6 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.telemetry.paced_warnings import WARN_EVERY_S, PacedWarnings
 from services.router.workers.prefill_client import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
-from services.router.workers.recent_prompts import RecentPrompts
 from slipstream.enum_names import role_name, transport_name
 from slipstream.rpc.backoff import ANSWER_S, Backoff
 from slipstream.rpc.credential_fault import credential_fault, lasting_fault
@@ -95,7 +94,6 @@ class WorkerConnection:
         # The last report less this router's own counts at that time: the load of other routers.
         self._tokens_of_others = 0
         self._requests_of_others = 0
-        self._recent_prompts = RecentPrompts()
         self._clock = clock
         self._on_change = on_change
         self._on_report = on_report
@@ -138,24 +136,6 @@ class WorkerConnection:
         if report is None:
             return None, tokens, requests
         return report, tokens + self._tokens_of_others, requests + self._requests_of_others
-
-    def sent_prompt(self, tokens: int) -> None:
-        """The decode worker is to compute `tokens` of a prompt itself."""
-        self._recent_prompts.add(tokens, now_s=self._clock())
-
-    @property
-    def local_prompt_tokens(self) -> int:
-        """Tokens that a decode worker is to compute itself: those in the report, or those sent lately where
-        these are more, because the report may lack them."""
-        report = self.report
-        reported = report.prefill_tokens_in_flight if report is not None else 0
-        return max(reported, self._recent_prompts.tokens(now_s=self._clock()))
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """The speed in the last load report, 0 = none."""
-        report = self.report
-        return report.prefill_tokens_per_s if report is not None else 0.0
 
     @property
     def own_tokens(self) -> tuple[int, ...]:

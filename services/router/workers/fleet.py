@@ -167,7 +167,7 @@ class RouterFleet:
         return PlacementFleet(tuple(prefill), tuple(decode), tuple(stores), self._region_ms)
 
     def _prefill_worker(self, link: WorkerConnection, refused: str) -> PrefillWorker:
-        _, tokens, requests = link.load()
+        report, tokens, requests = link.load()
         worker = link.worker
         return PrefillWorker(
             instance=worker.instance,
@@ -179,12 +179,15 @@ class RouterFleet:
             queued_requests=requests,
             queue=link.own_tokens,
             last_cold=self.cold_round_robin.last_number(link.key),
-            model=self.worker_models.prefill_model(link.key, tokens_per_s=link.prefill_tokens_per_s),
+            model=self.worker_models.prefill_model(
+                link.key, tokens_per_s=report.prefill_tokens_per_s if report is not None else 0.0
+            ),
         )
 
     def _decode_worker(self, link: WorkerConnection, refused: str) -> DecodeWorker:
         report, tokens, requests = link.load()
-        worker, capacity = link.worker, link.worker.capacity
+        worker = link.worker
+        capacity = worker.capacity
         return DecodeWorker(
             instance=worker.instance,
             fingerprint=link.digest,
@@ -193,14 +196,12 @@ class RouterFleet:
             refused=refused,
             context_tokens=tokens,
             sequences=requests,
-            reported_decoding=report.requests_decoding if report is not None else None,
-            queued_tokens=link.local_prompt_tokens,
+            queued_tokens=report.prefill_tokens_in_flight if report is not None else 0,
             free_blocks=(report.blocks_free + report.blocks_cached) if report and capacity else None,
             max_sequences=capacity.get("max_batch", 0),
             block_tokens=capacity.get("block_tokens", 64),
             block_bytes=capacity.get("block_bytes", 0),
             model=self.worker_models.decode_model(link.key),
-            # Not by its report: prefill workers that never got a prompt would look slower than it for ever.
             prefill_model=self.worker_models.prefill_model(link.key),
         )
 

@@ -14,7 +14,7 @@ from bench.placement.cache import LruCache, shared_cache_share
 from bench.placement.compare import RULES, compare, simulate
 from bench.placement.model import Hardware, Run, percentile
 from bench.placement.policies import LeastLoad, RoundRobin, Slipstream
-from bench.placement.sim import ON_DECODE, Simulation
+from bench.placement.sim import Simulation
 from bench.placement.trace import (
     BLOCK_TOKENS,
     AgentShape,
@@ -42,8 +42,7 @@ def test_every_request_is_served_once_and_work_is_conserved(rule: type) -> None:
     runs = sim.run(requests)
     assert [run.request for run in runs] == requests
     assert all(run.request.at_ms <= run.first_token_ms <= run.done_ms < float("inf") for run in runs)
-    busy_ms = sum(line.busy_ms for line in sim.prefill) + sum(node.busy_ms for node in sim.decode)
-    assert busy_ms == pytest.approx(
+    assert sum(node.busy_ms for node in sim.prefill) == pytest.approx(
         sum(SMALL.prefill.compute_ms(run.uncached_tokens, run.request.prompt_tokens) for run in runs)
     )
     assert [(node.assigned, node.assigned_tokens, node.sequences) for node in sim.decode] == [(0, 0, 0)] * 2
@@ -111,8 +110,6 @@ class _ToOneWithPeer:
     def blocks_changed(self, worker: int, new: object, evicted: object, now_ms: float) -> None:
         return
 
-    decode_blocks_changed = blocks_changed
-
 
 def test_kv_is_read_from_a_peer_and_leaves_it_first() -> None:
     sim = Simulation(replace(SMALL, prefill=PLAIN, cache_blocks=5), _ToOneWithPeer())
@@ -129,48 +126,6 @@ def test_every_worker_reads_from_the_kvstore() -> None:
     sim = Simulation(replace(SMALL, prefill=PLAIN, store_blocks=100, n_prefill=2), RoundRobin())
     first, second = sim.run([request(0, 0.0, [1, 2]), request(1, 5_000.0, [1, 2])])
     assert (first.prefill, second.prefill, second.read_tokens) == (0, 1, 1024)
-
-
-class _OnDecode:
-    """Prompts of more than one block are computed on the decode worker."""
-
-    name = "on decode"
-
-    def choose(self, run: Run, sim: Simulation) -> tuple[int, int]:
-        return (ON_DECODE if len(run.request.hashes) > 1 else 0), 0
-
-    def computed(self, run: Run, sim: Simulation) -> None:
-        return
-
-    def blocks_changed(self, worker: int, new: object, evicted: object, now_ms: float) -> None:
-        return
-
-    decode_blocks_changed = blocks_changed
-
-
-def test_a_prompt_on_decode_shares_its_steps_with_the_streams_there() -> None:
-    decode = DecodeModel(10.0, 1e-9, 1e-9, 1e-9, 1e-9)
-    hardware = replace(SMALL, prefill=PLAIN, decode=decode, n_prefill=1, n_decode=1, chunk_tokens=40)
-    stream, long = request(0, 0.0, [1], output_tokens=101), request(1, 1_000.0, [7, 8], output_tokens=3)
-    alone, beside = (Simulation(hardware, _OnDecode()).run(each) for each in ([stream], [stream, long]))
-    # Each 40 of the 1,034 tokens lengthen a step of 10 ms by 40 ms, until the stream ends.
-    assert alone[0].done_ms == pytest.approx(522 + 1_000, rel=1e-3)
-    assert beside[0].done_ms == pytest.approx(1_000 + (100 - 47.8) * 10 + 1_034, rel=0.02)
-    assert beside[1].ttft_ms == pytest.approx(1_034 + 1_034 / 40 * 10, rel=0.02)
-    assert beside[1].done_ms == pytest.approx(beside[1].first_token_ms + 20, rel=1e-3)
-    # A later turn finds the KV on the worker.
-    again = request(2, 9_000.0, [7, 8, 9])
-    assert Simulation(hardware, _OnDecode()).run([stream, long, again])[2].cached_tokens == 2 * BLOCK_TOKENS
-
-
-def test_behind_a_long_queue_the_router_lets_an_idle_decode_worker_compute() -> None:
-    hardware = replace(SMALL, n_prefill=1, n_decode=1)
-    runs = Simulation(hardware, Slipstream()).run(
-        [request(i, i * 1.0, [*range(100 * i, 100 * i + 40)], output_tokens=2) for i in range(1, 9)]
-    )
-    apart = Simulation(hardware, Slipstream(local=False)).run([run.request for run in runs])
-    assert {run.prefill for run in runs} == {0, ON_DECODE}
-    assert percentile([run.ttft_ms for run in runs], 0.9) < percentile([run.ttft_ms for run in apart], 0.9)
 
 
 def test_the_bound_is_a_queue_in_front_of_one_cache() -> None:

@@ -72,7 +72,7 @@ async def test_a_request_shows_its_timeline_its_placement_and_its_tokens(
         "prefill": summary["prefill"],
         "decode": summary["decode"],
     }
-    assert len(placement["candidates"]) == placement["candidates_total"] == 4  # a local one would cost more
+    assert len(placement["candidates"]) == placement["candidates_total"] == 6  # 2 of each part
     for row in placement["candidates"]:
         assert row["total_ms"] == pytest.approx(sum(row["terms"].values()), abs=0.01)
 

@@ -112,7 +112,6 @@ class RandomFleets:
             instance,
             context_tokens=draw.choice(self._tokens) * sequences,
             sequences=sequences,
-            reported_decoding=draw.choice((None, 0, draw.randint(0, 70))),
             queued_tokens=draw.choice((0, 300)),
             free_blocks=draw.choice((None, 0, draw.randint(0, 2_000))),
             max_sequences=draw.choice((0, 4, 64)),

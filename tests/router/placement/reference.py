@@ -28,6 +28,7 @@ LOAD_BOUND = 1.25
 COLD_SHARE = 0.1
 COLD_BAND = 0.1
 COLD_BAND_MS = 2.0
+LOCAL_MAX_TOKENS = 512
 LOCAL_MARGIN_MS = 25.0
 
 
@@ -61,16 +62,15 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> ReferenceDecision
     pairs = [(p, d) for p in best_prefill for d in best_decode if p.group == d.group]
     local: list[ReferenceLeg] = []
     alone: list[ReferenceLeg] = []
-    best_pair, pair_cost = _cheapest(pairs, fleet)
     if request.may_skip_prefill and not request.pinned_prefill:
+        most = LOCAL_MAX_TOKENS if pairs else request.prompt_tokens
         local = [
-            local_leg(request, worker, fleet, decode=leg)
+            local_leg(request, worker, fleet, decode=leg, max_tokens=most)
             for worker, leg in zip(fleet.decode, decode, strict=True)
         ]
-        if best_pair is not None:
-            local = [_refuse_dearer(leg, pair_cost, fleet) for leg in local]
         alone = [leg for leg in local if not leg.refused]
     legs = (*prefill, *decode, *local)
+    best_pair, pair_cost = _cheapest(pairs, fleet)
     if alone:
         chosen = _best(alone, request, cold=False)
         margin_ms = LOCAL_MARGIN_MS if best_pair else 0.0
@@ -80,13 +80,6 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> ReferenceDecision
     if best_pair is None:
         raise Unavailable(_no_worker("prefill", prefill))
     return _decide_pair(request, fleet, best_pair, pair_cost, legs, cold=cold)
-
-
-def _refuse_dearer(leg: ReferenceLeg, pair: ReferenceCost, fleet: PlacementFleet) -> ReferenceLeg:
-    cost = _with_way(leg.cost, leg, fleet)
-    if leg.refused or cost.total_ms < pair.total_ms:
-        return leg
-    return replace(leg, refused="a pair costs less")
 
 
 def _prefill_legs(request: PlacementRequest, fleet: PlacementFleet) -> list[ReferenceLeg]:
@@ -165,11 +158,7 @@ def _cheapest(
     best, best_cost = None, ReferenceCost()
     for pair in pairs:
         prefill, decode = pair
-        # Prompts that the decode worker computes itself go on while this one is computed elsewhere.
-        p, d = prefill.cost, decode.cost
-        ready_ms = p.queue_ms + p.prefill_ms + p.load_ms
-        queue_ms = p.queue_ms + d.queue_ms - ready_ms if d.queue_ms > ready_ms else p.queue_ms
-        cost = _with_way(replace(p.plus(d), queue_ms=queue_ms), decode, fleet)
+        cost = _with_way(prefill.cost.plus(decode.cost), decode, fleet)
         if best is None or cost.total_ms < best_cost.total_ms:
             best, best_cost = pair, cost
     return best, best_cost

@@ -17,7 +17,6 @@ from services.router.placement.types import (
 )
 
 STEP_WEIGHT_TOKENS = 16
-LATER_SEQUENCES = 1
 PEER_GAIN_MS = 5.0
 
 
@@ -250,8 +249,6 @@ def decode_leg(request: PlacementRequest, worker: DecodeWorker) -> ReferenceLeg:
         part="decode",
         instance=worker.instance,
         cost=ReferenceCost(
-            # Steps are longer until the prompts that the worker computes itself are done.
-            queue_ms=worker.prefill_model.queue_ms(worker.queued_tokens, 0),
             transfer_ms=worker.model.transfer_ms(missing_blocks * worker.block_bytes),
             decode_queue_ms=wait_ms,
             step_ms=step_ms,
@@ -270,6 +267,7 @@ def local_leg(
     fleet: PlacementFleet,
     *,
     decode: ReferenceLeg,
+    max_tokens: int,
 ) -> ReferenceLeg:
     """Prompt and sequence on one decode worker, of which `decode` is the decode leg."""
     held = usable(request, request.decode_expected_tokens.get(worker.instance, 0))
@@ -277,18 +275,21 @@ def local_leg(
     model = worker.prefill_model
     source = best_source(request, fleet, group=group, held=held, model=model) if fleet.stores else NOWHERE
     uncached = request.prompt_tokens - held - source.tokens
+    refused = decode.refused
+    if not refused and uncached > max_tokens:
+        refused = f"{uncached} tokens to compute are too many between steps"
     compute_ms = model.compute_ms(uncached, request.prompt_tokens)
     return ReferenceLeg(
         part="local",
         instance=worker.instance,
         cost=ReferenceCost(
-            queue_ms=decode.cost.queue_ms,
+            queue_ms=model.queue_ms(worker.queued_tokens, 0),
             prefill_ms=compute_ms,
             load_ms=source.load_ms,
             decode_queue_ms=decode.cost.decode_queue_ms,
             step_ms=decode.cost.step_ms,
             # The batch stands still while the prompt is computed.
-            others_ms=decode.cost.others_ms + (worker.decoding + LATER_SEQUENCES) * compute_ms,
+            others_ms=decode.cost.others_ms + worker.sequences * compute_ms,
         ),
         held_tokens=held,
         source=source.instance,
@@ -296,7 +297,7 @@ def local_leg(
         uncached_tokens=uncached,
         load_tokens=worker.context_tokens,
         group=group,
-        refused=decode.refused,
+        refused=refused,
     )
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import fields, replace
 
 from services.router.placement.cost_model import PrefillModel
 from services.router.placement.kv_source import find_sources
-from services.router.placement.policy import place
+from services.router.placement.policy import LOCAL_MAX_TOKENS, place
 from services.router.placement.prefill_queue import queue_delay
 from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.selection import LOAD_BOUND
@@ -189,11 +189,8 @@ def test_every_term_is_named_and_they_sum_to_what_is_compared(
         assert all(term >= 0 for term in terms)
         assert cost.total_ms == pytest.approx(sum(terms))
     if decision.prefill:
-        prefill, decode = decision.chosen
-        # Prompts that the decode worker computes itself go on while the prefill worker computes this one.
-        ready_ms = prefill.queue_ms + prefill.prefill_ms + prefill.load_ms
-        parts_ms = prefill.total_ms + decode.total_ms - min(decode.queue_ms, ready_ms)
-        assert decision.cost.total_ms - decision.cost.region_ms == pytest.approx(parts_ms)
+        parts = sum(candidate.total_ms for candidate in decision.chosen)
+        assert decision.cost.total_ms - decision.cost.region_ms == pytest.approx(parts)
     assert decision.decode in decision.reason
 
 
@@ -304,42 +301,9 @@ def test_a_short_prompt_is_computed_on_decode_when_prefill_is_far_behind() -> No
     decision = place(turn, busy)
     assert (decision.prefill, decision.decode, decision.uncached_tokens) == ("", "d0", 100)
     assert "prefill wait is 25000.0 ms longer on p0 with d0" in decision.reason
+    long = replace(turn, decode_expected_tokens={"d0": 8_000 - LOCAL_MAX_TOKENS - 1})
+    assert place(long, busy).prefill == "p0"
     assert place(replace(turn, may_skip_prefill=False), busy).prefill == "p0"
-
-
-def _behind(queued_tokens: int, *decode: DecodeWorker) -> PlacementFleet:
-    return PlacementFleet((PrefillWorker("p0", queued_tokens=queued_tokens),), decode)
-
-
-def test_a_long_prompt_is_computed_on_an_idle_decode_worker_behind_a_long_queue_only() -> None:
-    request = PlacementRequest(8_000, may_skip_prefill=True)
-    decision = place(request, _behind(50_000, DecodeWorker("d0")))
-    assert (decision.prefill, decision.decode, decision.uncached_tokens) == ("", "d0", 8_000)
-    assert place(request, _behind(0, DecodeWorker("d0"))).prefill == "p0"
-    # The wait of 25 s is less than what a prompt of 4.6 s costs eight streams, unless they wait for prefill.
-    assert place(request, _behind(50_000, DecodeWorker("d0", sequences=8))).prefill == "p0"
-    waiting = DecodeWorker("d0", sequences=8, context_tokens=80_000, reported_decoding=1)
-    assert place(request, _behind(50_000, waiting)).prefill == ""
-    assert place(request, _behind(50_000, DecodeWorker("d0", sequences=8), DecodeWorker("d1"))).decode == "d1"
-
-
-def test_a_long_sequence_that_waits_for_prefill_hides_no_stream_that_decodes() -> None:
-    request, worker = PlacementRequest(8_000, may_skip_prefill=True), DecodeWorker("d0", reported_decoding=8)
-    streams = replace(worker, sequences=8, context_tokens=9_000)
-    fuller = replace(worker, sequences=9, context_tokens=89_000)
-    assert [place(request, _behind(50_000, each)).prefill for each in (streams, fuller)] == ["p0", "p0"]
-
-
-def test_prompts_that_wait_on_a_decode_worker_make_it_dearer() -> None:
-    fleet = _behind(50_000, DecodeWorker("d0", queued_tokens=100), DecodeWorker("d1"))
-    for request in (PlacementRequest(8_000), PlacementRequest(8_000, may_skip_prefill=True)):
-        assert place(request, fleet).decode == "d1"
-    # The sequence of a pair waits for what is left of them when its own prompt is computed.
-    queued = [
-        place(PlacementRequest(8_000), _behind(0, DecodeWorker("d0", queued_tokens=tokens))).cost
-        for tokens in (9, 20_000)
-    ]
-    assert [cost.queue_ms for cost in queued] == [0.0, 20_000 * 0.5 - queued[1].prefill_ms]
 
 
 def test_a_region_that_holds_the_session_is_used_until_it_is_full() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.router.placement.policy import LOCAL_MARGIN_MS, place
+from services.router.placement.policy import place
 from services.router.placement.pricing import price_prefill
 from services.router.placement.types import DecodeWorker, PlacementFleet, PlacementRequest, PrefillWorker
 
@@ -109,34 +109,3 @@ def test_a_decode_worker_with_more_to_do_is_not_chosen_for_it(
         fuller = replace(fuller, context_tokens=worker.context_tokens + more)
     busy = replace(fleet, decode=tuple(fuller if w is worker else w for w in fleet.decode))
     assert place(request, busy).decode != worker.instance
-
-
-@given(requests(), fleets())
-@settings(max_examples=100, deadline=None)
-def test_a_prompt_goes_to_a_decode_worker_alone_only_where_that_saves_more_than_the_margin(
-    request: PlacementRequest, fleet: PlacementFleet
-) -> None:
-    pair = place(request, fleet)
-    alone = place(replace(request, may_skip_prefill=True), fleet)
-    if alone.prefill:
-        assert (alone.prefill, alone.decode, alone.cost) == (pair.prefill, pair.decode, pair.cost)
-        return
-    assert alone.cost.total_ms + LOCAL_MARGIN_MS < pair.cost.total_ms
-    worker = next(w for w in fleet.decode if w.instance == alone.decode)
-    assert alone.cost.others_ms >= (worker.sequences + 1) * alone.cost.prefill_ms
-
-
-@given(requests(), fleets(), few, st.integers(0, 3))
-@settings(max_examples=100, deadline=None)
-def test_load_on_decode_draws_no_prompt_there_and_load_on_prefill_drives_none_away(
-    request: PlacementRequest, fleet: PlacementFleet, tokens: int, sequences: int
-) -> None:
-    request = replace(request, may_skip_prefill=True)
-    prefill, decode = fleet.prefill[0], fleet.decode[0]
-    before = place(request, PlacementFleet((prefill,), (decode,)))
-    if before.prefill:
-        decode = replace(decode, sequences=decode.sequences + sequences, queued_tokens=tokens)
-        assert place(request, PlacementFleet((prefill,), (decode,))).prefill
-    else:
-        prefill = replace(prefill, queued_tokens=prefill.queued_tokens + tokens)
-        assert not place(request, PlacementFleet((prefill,), (decode,))).prefill

@@ -110,9 +110,9 @@ def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
         model = PrefillModel(token_ms=1.0)
         return PlacementFleet((PrefillWorker("p0", queued_tokens=queued_tokens, model=model),), DECODE)
 
-    pair_ms = place(request, fleet(0)).cost.total_ms
-    local_ms = place(request, fleet(100_000)).cost.total_ms  # whatever the queue of the prefill worker
-    at_margin = round(25 + local_ms - pair_ms)
+    parts = {leg.part: leg.cost.total_ms for leg in place(request, fleet(0)).candidates}
+    ahead_ms = parts["prefill"] + parts["decode"] - parts["local"]  # of the local way, with nothing queued
+    at_margin = round(25 - ahead_ms)
     assert at_margin > 5
     assert place(request, fleet(at_margin - 5)).prefill == "p0"
     assert place(request, fleet(at_margin + 5)).prefill == ""

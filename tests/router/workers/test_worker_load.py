@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bench.placement.idle_fleet import IdleConnection, open_fleet
 from libs.common.cluster.worker_record import Role, Worker
 from services.router.workers import connection as worker_link
 from services.router.workers.connection import TokensInFlight, WorkerConnection
-from services.router.workers.recent_prompts import REPORT_DELAY_S
 from slipstream.v1 import worker_pb2
 
 
@@ -71,46 +69,6 @@ async def test_a_stale_report_counts_for_nothing(link: WorkerConnection, clock: 
     clock.now_s += 0.001
     assert link.report is None
     assert link.load() == (None, 100, 1)
-
-
-async def test_prompts_that_a_worker_was_sent_count_while_a_report_may_lack_them(
-    link: WorkerConnection, clock: Clock
-) -> None:
-    link.sent_prompt(700)
-    assert link.local_prompt_tokens == 700, "no report came"
-    clock.now_s += REPORT_DELAY_S / 2
-    link._take(report(1, tokens=30, running=1))
-    link.sent_prompt(40)
-    assert link.local_prompt_tokens == 740, "the report is from before a long step"
-    link._take(report(2, tokens=900, running=3))
-    assert link.local_prompt_tokens == 900, "others sent prompts, too"
-    link._take(report(3, tokens=10, running=1))
-    clock.now_s += REPORT_DELAY_S / 2 + 0.001
-    assert link.local_prompt_tokens == 40, "the first one is in the report, or done"
-    clock.now_s += REPORT_DELAY_S / 2
-    assert link.local_prompt_tokens == 10
-
-
-async def test_placement_takes_the_streams_that_a_worker_reports_as_decoding() -> None:
-    async with open_fleet(1) as fleet:
-        (link,) = fleet.links_of(Role.DECODE)
-        assert isinstance(link, IdleConnection)
-        streams = worker_pb2.LoadReport(
-            sequence=1, requests_running=8, requests_decoding=8, decode_tokens_in_flight=9_000
-        )
-        link.report_load(streams)
-        TokensInFlight(link, 80_000)  # waits for prefill
-        (worker,) = fleet.loads().decode
-        assert (worker.sequences, worker.context_tokens, worker.decoding) == (9, 89_000, 8)
-
-
-async def test_a_decode_worker_that_computed_prompts_fast_is_priced_like_an_untried_prefill_worker() -> None:
-    async with open_fleet(1) as fleet:
-        (link,) = fleet.links_of(Role.DECODE)
-        assert isinstance(link, IdleConnection)
-        link.report_load(worker_pb2.LoadReport(sequence=1, prefill_tokens_per_s=20_000))
-        loads = fleet.loads()
-        assert loads.decode[0].prefill_model == loads.prefill[0].model
 
 
 class Noted:
