@@ -144,7 +144,8 @@ def test_the_name_in_the_certificates_comes_from_the_file(
     lines, flags = tls_options(by_flags=by_flags)
     (tmp_path / "c.toml").write_text("\n".join(["[common]", 'tls_server_name = "peers.internal"', *lines]))
     config = up(started, tmp_path / "c.toml", *flags)
-    assert config.tls == TlsFiles(**_TLS_FILES, server_name="peers.internal")
+    files = _TLS_FILES["ca"], _TLS_FILES["certificate"], _TLS_FILES["key"]
+    assert config.tls == TlsFiles(*files, server_name="peers.internal")
     assert {each.tls_server_name for each in settings_of(config).values()} == {"peers.internal"}
 
 

@@ -147,7 +147,8 @@ def test_a_text_that_no_completion_reads_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["image", "images", "video", "instructions", "input", "system", "prompt"])
 def test_an_empty_input_that_chat_never_reads_is_none(name: str) -> None:
-    for nothing in (None, "", []):
+    empty: list[object] = [None, "", []]
+    for nothing in empty:
         chat(**{name: nothing})
 
 
