@@ -239,10 +239,17 @@ def test_no_request_waits_for_a_disk_that_is_away(site: Site) -> None:
     site.disk.hang("read", "write", "sync")
     try:
         site.run_until(lambda: site.figure(AWAY), "a disk that is away")
-        before = site.figure(WAITS), site.figure(GIVEN_UP, *PREFILLERS)
-        for _ in range(2):
-            site.run()
-        assert (site.figure(WAITS), site.figure(GIVEN_UP, *PREFILLERS)) == before
+        waits = site.figure(WAITS)
+
+        def restores_all() -> bool:
+            given_up = site.figure(GIVEN_UP, *PREFILLERS)
+            for _ in range(2):
+                site.run()
+            return site.figure(GIVEN_UP, *PREFILLERS) == given_up
+
+        # On busy cores a restore from memory may be slower than computing, and is given up for that.
+        until(restores_all, what="two loads of which no restore is given up")
+        assert site.figure(WAITS) == waits
         assert site.figure(AWAY) == 1
     finally:
         site.disk.heal()
