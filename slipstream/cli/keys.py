@@ -63,13 +63,9 @@ def new(
         raise InvalidArgument("--expires", "must be in the future")
     limits = _limits(limit or [])
     key = new_key()
-    if output is None:
+    with contextlib.nullcontext() if output is None else _writing_key(output, key):
         add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits, key=key)
-        print(key)
-        return
-    with _writing_key(output, key):
-        add_key(file, name=name, tenant=tenant, scope=scope, expires_s=expires_s, limits=limits, key=key)
-    print(f"the key {name} is in {output}")
+    print(key if output is None else f"the key {name} is in {output}")
 
 
 @keys_app.command("scrape-token")
@@ -138,7 +134,7 @@ def revoke(
 def _writing_key(path: Path, key: str) -> Iterator[None]:
     """Write the key before the block, which lets it count; where the block fails, the file goes.
 
-    Raises InvalidArgument for a path that exists or cannot be written: afterwards nobody knows the key.
+    Raises InvalidArgument for a path that exists or cannot be written: a key that cannot be written would be lost.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
