@@ -17,11 +17,11 @@ _GROUP = stat.S_IRGRP | stat.S_IWGRP
 
 
 def exposure(path: Path) -> str:
-    """What to say of a file that others may read or write; empty where nobody else may, or it is missing."""
+    """The warning for a file that other users may read or write; empty for a private or missing file."""
     try:
         found = path.stat()
     except OSError:
-        return ""  # whoever needs the file says so
+        return ""  # the code that reads the file raises the error
     groups = {os.getegid(), *os.getgroups()}
     return exposure_of(path, found, user=os.geteuid(), groups=groups)
 

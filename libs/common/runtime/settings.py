@@ -53,7 +53,7 @@ def setting(
     """A field of a settings class; required without a default.
 
     `default_text` states what None stands for; `least` and `most` bound a number. `is_secret`: it names a
-    file that nobody else should read.
+    file that only the process should read.
     """
     described = Described(help, default_text, choices, least, most, check, is_hidden, is_secret)
     return dataclasses.field(default=default, kw_only=True, metadata={"setting": described})

@@ -36,7 +36,7 @@ def _content(token: object) -> str | None:
 
 
 def _chat_template(model_dir: Path, stated: object) -> str | None:
-    """The template of a file of its own goes first, as in transformers; of several, the one named default."""
+    """chat_template.jinja goes before the configuration, as in transformers; a list gives its default."""
     path = model_dir / "chat_template.jinja"
     if path.exists():
         return path.read_text(encoding="utf-8")

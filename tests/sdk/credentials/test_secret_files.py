@@ -59,7 +59,7 @@ def test_the_command_mends_it(tmp_path: Path) -> None:
     assert exposure(secret) == "" and stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert exposure(tmp_path / "none") == ""
     tmp_path.chmod(0o755)
-    assert exposure(tmp_path) == ""  # whoever needs a file says that it is a folder
+    assert exposure(tmp_path) == ""  # the code that reads the file refuses a folder
 
 
 def test_a_service_says_it_of_every_file_of_a_secret(
