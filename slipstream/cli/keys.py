@@ -134,7 +134,7 @@ def revoke(
 def _writing_key(path: Path, key: str) -> Iterator[None]:
     """Write the key before the block, which lets it count; where the block fails, the file goes.
 
-    Raises InvalidArgument for a path that exists or cannot be written: a key that cannot be written would be lost.
+    Raises InvalidArgument for a path that exists or cannot be written, before the key counts.
     """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
