@@ -26,13 +26,15 @@ _ITEMS_DECODER = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 # What msgspec raises for a raw field, whose text nothing has read before: no JSON of the type, or no UTF-8.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 _NULL = b"null"
+_EMPTY = (_NULL, b'""', b"[]")
 _TRUE = b"true"
 _NONE_EFFORT = msgspec.Raw(b'"none"')
-# Fields of this API alone, which the parser of chat completions would name as ignored.
-_OWN = frozenset({"prompt", "raw", "lora", "model", "queueRequest", "requests", "external_reference"})
-
 # Inputs of other models of this API. An answer that passed over one would look like an answer to it.
 _MEDIA = ("image", "image_b64", "audio", "video")
+# Fields of this API alone, which the parser of chat completions would name as ignored.
+_OWN = frozenset(
+    {"prompt", "raw", "lora", "model", "queueRequest", "requests", "external_reference", *_MEDIA}
+)
 
 
 class LoraUnsupported(InvalidArgument):
@@ -120,7 +122,7 @@ def _run(fields: Fields, model: str) -> RunBody:
     if _flag(fields, "raw"):
         raise bounds.UNSUPPORTED.refused("raw")
     for name in _MEDIA:
-        if not _is_null(fields, name):
+        if bytes(fields.get(name, _NULL)) not in _EMPTY:
             raise bounds.UNSUPPORTED.refused(name)
     chat: dict[str, Any] = {name: value for name, value in fields.items() if name not in _OWN}
     chat["model"] = model

@@ -53,7 +53,8 @@ def test_media_are_refused_by_their_field(name: str) -> None:
     error = refusal(prompt="What is this?", **{name: [1, 2]})
     assert (error.field, error.reason) == (name, refusal(prompt="hi", raw=True).reason)
     assert refusal(requests=[{"prompt": "hi", name: "AA=="}]).field == f"requests[0].{name}"
-    assert chat(prompt="hi", **{name: None})["messages"]
+    for empty in (None, "", []):
+        assert chat(prompt="hi", **{name: empty})["messages"]
 
 
 def test_a_prompt_is_one_message_of_the_user() -> None:
