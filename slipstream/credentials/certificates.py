@@ -1,6 +1,6 @@
-"""PEM files of certificates and keys: whether they can be used, and when a certificate ends.
+"""PEM files of certificates and keys: whether they can be used, and from when until when.
 
-Python's `ssl` shows the end of peers' certificates only, so that of our own is read from its DER.
+Python's `ssl` shows the times of peers' certificates only, so those of our own are read from its DER.
 """
 
 from __future__ import annotations
@@ -71,16 +71,17 @@ def check_authority(ca: Path, name: str = "ca") -> None:
         raise TlsFault([name], f"{ca} cannot be used: {why}") from None
 
 
-def ended(certificate: Path, *, now_s: float) -> str:
-    """What to say of a certificate that has ended; empty where it has not, or where the file has none."""
+def validity_fault(certificate: Path, *, now_s: float) -> str:
+    """What to say of a certificate that has ended or has not begun; empty for every other file."""
     try:
-        end_s = expiry_unix_s(_read("certificate", certificate))
+        begin_s, end_s = validity_unix_s(_read("certificate", certificate))
     except (OSError, ValueError):
         return ""
-    if end_s > now_s:
+    if begin_s <= now_s < end_s:
         return ""
-    end = datetime.fromtimestamp(end_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return f"{certificate} ended at {end}: clients and peers refuse it"
+    verb, time_s = ("begins", begin_s) if now_s < begin_s else ("ended", end_s)
+    shown = datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return f"{certificate} {verb} at {shown}: clients and peers refuse it"
 
 
 def _read(name: str, path: Path) -> str:
@@ -97,8 +98,8 @@ def _holds_instead(text: str) -> str:
     return ": it has a private key" if _KEY.search(text) else ""
 
 
-def expiry_unix_s(pem: str) -> float:
-    """When the first certificate of a PEM file ends. Raises ValueError for what is none."""
+def validity_unix_s(pem: str) -> tuple[float, float]:
+    """When the first certificate of a PEM file begins and ends. Raises ValueError for what is none."""
     found = _PEM.search(pem)
     if found is None:
         raise ValueError("the file has no certificate")
@@ -106,12 +107,16 @@ def expiry_unix_s(pem: str) -> float:
         ((_, certificate),) = _elements(ssl.PEM_cert_to_DER_cert(found[0]))
         (_, to_be_signed), *_ = _elements(certificate)
         fields = [value for tag, value in _elements(to_be_signed) if tag != _VERSION]
-        # Serial number, signature, issuer, validity: a begin and an end.
-        _, (tag, end) = _elements(fields[3])
-        form = "%Y%m%d%H%M%SZ" if tag == _LONG_TIME else "%y%m%d%H%M%SZ"
-        return float(calendar.timegm(time.strptime(end.decode("ascii"), form)))
+        # Serial number, signature, issuer, validity.
+        begin, end = _elements(fields[3])
+        return _unix_s(*begin), _unix_s(*end)
     except (IndexError, ValueError):
         raise ValueError("the file's first certificate is malformed") from None
+
+
+def _unix_s(tag: int, time_text: bytes) -> float:
+    form = "%Y%m%d%H%M%SZ" if tag == _LONG_TIME else "%y%m%d%H%M%SZ"
+    return float(calendar.timegm(time.strptime(time_text.decode("ascii"), form)))
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:

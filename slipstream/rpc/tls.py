@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from slipstream.credentials.certificates import TlsFault, check_authority, check_pair, ended
+from slipstream.credentials.certificates import TlsFault, check_authority, check_pair, validity_fault
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class TlsFiles:
         check_authority(self.ca, self.ca_name)
 
     def may_replace(self) -> bool:
-        """Whether replaced files can be served. Says why not, or that the certificate has ended.
+        """Whether replaced files can be served. Says why not, or that the certificate is not valid now.
 
         All ports of a process ask, and the log has one line for each reason.
         """
@@ -75,12 +75,12 @@ class TlsFiles:
             names = ", ".join(f"--tls-{name}" for name in fault.names)
             _say_once(self, logging.ERROR, f"the old certificate stays in use: {names}: {fault.reason}")
             return False
-        self.warn_if_ended()
+        self.warn_if_invalid_now()
         return True
 
-    def warn_if_ended(self) -> None:
-        """Say once that the certificate has ended."""
-        if text := ended(self.certificate, now_s=time.time()):
+    def warn_if_invalid_now(self) -> None:
+        """Say once that the certificate has ended, or has not begun."""
+        if text := validity_fault(self.certificate, now_s=time.time()):
             _say_once(self, logging.WARNING, text)
 
 

@@ -13,7 +13,7 @@ from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
 from services.router.request.model_card import ModelCard
 from slipstream.async_client import AsyncClient
-from slipstream.credentials.certificates import expiry_unix_s
+from slipstream.credentials.certificates import validity_unix_s
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -48,7 +48,7 @@ async def test_a_clients_certificate_opens_the_public_port_only(model: FakeModel
             assert await drain_code(endpoint, PEERS, "GetStatus") is grpc.StatusCode.OK
         assert await drain_code(router.host.endpoint, PEERS, "GetStatus") is grpc.StatusCode.UNAVAILABLE
         ends = router.metrics.snapshot()["slipstream_certificate_expires_unix_seconds"]
-        assert ends == expiry_unix_s(PEERS.certificate.read_text())
+        assert ends == validity_unix_s(PEERS.certificate.read_text())[1]
 
 
 @pytest.mark.parametrize(

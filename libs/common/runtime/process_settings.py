@@ -127,7 +127,7 @@ class ServiceSettings:
             files.check()
         except TlsFault as fault:
             raise fault.as_argument(lambda name: self.given_as(f"tls_{name}")) from None
-        files.warn_if_ended()
+        files.warn_if_invalid_now()
         return files
 
     def dial(self) -> Dial:

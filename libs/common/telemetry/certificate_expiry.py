@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.credentials.certificates import expiry_unix_s
+from slipstream.credentials.certificates import validity_unix_s
 from slipstream.rpc.tls import FilesVersion, files_version
 
 
@@ -24,7 +24,7 @@ class CertificateExpiry:
         if version != self._seen:
             self._seen = version
             try:
-                end_s = expiry_unix_s(self._file.read_text())
+                _, end_s = validity_unix_s(self._file.read_text())
             except (OSError, ValueError):
                 return self._figures
             self._figures = {"slipstream_certificate_expires_unix_seconds": end_s}

@@ -14,7 +14,7 @@ from libs.common.etcd.channel import EtcdTls
 from libs.common.runtime.loading import load_settings
 from services.router.settings import RouterSettings
 from slipstream.cli.options import tls_from
-from slipstream.credentials.certificates import TlsFault, ended, expiry_unix_s
+from slipstream.credentials.certificates import TlsFault, validity_fault, validity_unix_s
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from tests.support.tls.authority import Authority
@@ -168,16 +168,18 @@ def test_a_pair_for_etcd_is_checked_too(tmp_path: Path) -> None:
     EtcdTls(files.ca, files.certificate, files.key).check()
 
 
-def test_a_certificate_that_has_ended_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("verb", ["begins", "ended"])
+def test_a_certificate_that_is_not_valid_now_is_said_once(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = Authority(tmp_path).issue("one")
-    end_s = expiry_unix_s(files.certificate.read_text())
-    assert ended(files.certificate, now_s=end_s - 1) == ""
+    begin_s, end_s = validity_unix_s(files.certificate.read_text())
+    for valid_s in (begin_s, end_s - 1):
+        assert validity_fault(files.certificate, now_s=valid_s) == ""
     assert settings(files).tls() == files and not caplog.records
-    monkeypatch.setattr("slipstream.rpc.tls.time.time", lambda: end_s + 1)
+    monkeypatch.setattr("slipstream.rpc.tls.time.time", lambda: begin_s - 1 if verb == "begins" else end_s)
     for _ in range(3):
         assert settings(files).tls() == files
         assert files.may_replace()
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and f"{files.certificate} ended at 20" in record.message
+    assert record.levelno == logging.WARNING and f"{files.certificate} {verb} at 20" in record.message
