@@ -52,6 +52,7 @@ class Connection:
             self._heard(answer.exception())
             return answer.result()
         finally:
+            answer.add_done_callback(_retrieve_error)
             answer.cancel()
 
     async def outcome_of(self, asked: Awaitable[_T]) -> _T:
@@ -74,6 +75,12 @@ class Connection:
             return
         self.heard_s = asyncio.get_running_loop().time()
         self.has_answered = True
+
+
+def _retrieve_error(answer: asyncio.Future[Any]) -> None:
+    """asyncio logs an error that nothing asks for. A call that fails as it is cancelled has one."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 class Connections:

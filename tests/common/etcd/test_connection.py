@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -128,3 +129,32 @@ async def test_a_call_on_a_closed_channel_raises_unavailable_instead_of_being_ca
     asked.cancel()  # a closed channel cancels its calls
     with pytest.raises(EtcdUnavailable):
         await waiting
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_the_error_of_a_call_that_is_given_up_is_not_logged(is_cancelled: bool) -> None:
+    """gRPC may answer a cancellation with the call's own error."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+
+    async def failing() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise deadline_exceeded() from None
+
+    silent = Connection(_channel())
+    asked = asyncio.create_task(silent.answer_of(failing()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    if is_cancelled:
+        asked.cancel()
+    else:
+        silent.fail_reads()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else EtcdUnavailable):
+        await asked
+    del asked
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert said == []
