@@ -85,7 +85,7 @@ class RpcFuzzer:
             response_deserializer=GetMessageClass(method.output_type).FromString,
         )(timeout=_CALL_S, metadata=metadata(self.rng, self.headers))
         try:
-            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.InternalError):
                 for data in sent:
                     await call.write(data)
                 await call.done_writing()
