@@ -14,7 +14,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,17 @@ class Row:
         return str(self.default) if self.default not in (None, "", ()) else "none"
 
 
-def rows(kind: type[Any]) -> dict[str, Row]:
+def rows(kind: type[Any]) -> Mapping[str, Row]:
     """The settings of a class by name, in the order of its fields."""
+    if kind not in _rows_of:  # a process asks nine times
+        _rows_of[kind] = types.MappingProxyType(_read_rows(kind))
+    return _rows_of[kind]
+
+
+_rows_of: dict[type[Any], Mapping[str, Row]] = {}
+
+
+def _read_rows(kind: type[Any]) -> dict[str, Row]:
     hints = typing.get_type_hints(kind)
     found = {}
     for field in dataclasses.fields(kind):
