@@ -53,8 +53,9 @@ def test_media_are_refused_by_their_field(name: str) -> None:
     error = refusal(prompt="What is this?", **{name: [1, 2]})
     assert (error.field, error.reason) == (name, refusal(prompt="hi", raw=True).reason)
     assert refusal(requests=[{"prompt": "hi", name: "AA=="}]).field == f"requests[0].{name}"
-    for empty in (None, "", []):
-        assert chat(prompt="hi", **{name: empty})["messages"]
+    empty: list[object] = [None, "", []]
+    for value in empty:
+        assert chat(prompt="hi", **{name: value})["messages"]
 
 
 def test_a_prompt_is_one_message_of_the_user() -> None:
