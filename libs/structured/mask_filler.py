@@ -1,25 +1,69 @@
-"""Computes the masks of all constrained rows of a step, in parallel and without the interpreter's lock."""
+"""Computes the masks of all constrained rows of a step, in parallel and without the interpreter's lock.
+
+The masks of an ambiguous grammar take longer with each token, up to seconds. All sequences of a worker wait
+for them. So a step's masks have a limit of time, and the costliest sequences beyond it fail.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from llguidance import LLExecutor, LLMatcher
 
 from libs.structured.constraint import Banned, GrammarConstraint, MaskRows, Phase
+from libs.structured.grammar_check import MAX_MASK_S
+
+Work = Sequence[tuple[GrammarConstraint, Sequence[int]]]
 
 
 class GrammarMasks:
-    """Implements the engine's `MaskFiller`. One call at a time."""
+    """Implements the engine's `MaskFiller`. One call at a time.
 
-    def __init__(self, n_threads: int) -> None:
+    Threads of the executor have no clocks of their own. So the step after a slow one computes its masks one
+    by one, and measures each. A mask that is slow once, as the first of a large grammar is, fails nothing.
+    """
+
+    def __init__(
+        self,
+        n_threads: int,
+        *,
+        limit_s: float = MAX_MASK_S,
+        now_s: Callable[[], float] = time.perf_counter,
+        cpu_s: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._executor = LLExecutor(num_threads=n_threads)
+        self._limit_s = limit_s
+        self._now_s = now_s
+        self._cpu_s = cpu_s
+        self._was_slow = False
 
-    def fill(self, work: Sequence[tuple[GrammarConstraint, Sequence[int]]], masks: MaskRows) -> list[Banned]:
+    def fill(self, work: Work, masks: MaskRows) -> list[Banned]:
         """Write the masks of each constraint and its drafts, row after row.
 
         Returns for each row None, or the tokens that it may not sample when it needs no mask.
         """
+        if self._was_slow:
+            self._was_slow = False
+            return self._fill_measured(work, masks)
+        began_s = self._now_s()
+        banned = self._fill_together(work, masks)
+        self._was_slow = self._now_s() - began_s > self._limit_s
+        return banned
+
+    def _fill_measured(self, work: Work, masks: MaskRows) -> list[Banned]:
+        banned: list[Banned] = []
+        took_cpu_s = []
+        for constraint, drafts in work:
+            began_s = self._cpu_s()
+            banned += constraint.fill(drafts, masks[len(banned) :])
+            took_cpu_s.append(self._cpu_s() - began_s)
+        for number in costliest(took_cpu_s, self._limit_s):
+            constraint = work[number][0]
+            constraint.failure = constraint.failure or "is too complex: its tokens take too long"
+        return banned
+
+    def _fill_together(self, work: Work, masks: MaskRows) -> list[Banned]:
         banned: list[Banned] = []
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
@@ -41,3 +85,15 @@ class GrammarMasks:
         for constraint, _ in work:
             constraint.note_failure()
         return banned
+
+
+def costliest(costs_s: Sequence[float], limit_s: float) -> list[int]:
+    """The fewest numbers of `costs_s` without which the rest sums up to at most `limit_s`. Pure."""
+    excess_s = sum(costs_s) - limit_s
+    found = []
+    for number in sorted(range(len(costs_s)), key=lambda i: -costs_s[i]):
+        if excess_s <= 0:
+            break
+        excess_s -= costs_s[number]
+        found.append(number)
+    return found

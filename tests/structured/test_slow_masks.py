@@ -1,0 +1,117 @@
+"""A grammar whose masks grow slower with each token fails its own sequence, and none beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.structured.constraint import GrammarConstraint
+from libs.structured.grammar_cache import compile_grammar
+from libs.structured.mask_filler import GrammarMasks, costliest
+from libs.structured.vocabulary import GrammarVocabulary
+from libs.text.tokenizer import Tokenizer
+from slipstream.sampling import OutputConstraint
+
+_AMBIGUOUS = "start: e\ne: e e | /[a-z ]/\n"
+_PLAIN = "start: /[a-z ]+/\n"
+_MOST_TOKENS = 400
+
+
+class _Clock:
+    """Counts masks as time: each that a step computes alone takes `cost_s`."""
+
+    def __init__(self, costs_s: Sequence[float] = ()) -> None:
+        self.now_s = 0.0
+        self.costs_s = list(costs_s)
+
+    def read(self) -> float:
+        self.now_s += self.costs_s.pop(0) if self.costs_s else 0.0
+        return self.now_s
+
+
+def _constraint(grammar: str, vocabulary: GrammarVocabulary, filler: GrammarMasks) -> GrammarConstraint:
+    rules = OutputConstraint(grammar)
+    return GrammarConstraint(rules, compile_grammar(grammar, vocabulary), vocabulary, filler=filler)
+
+
+def _masks(n_rows: int, vocabulary: GrammarVocabulary) -> np.ndarray:
+    return np.zeros((n_rows, -(-vocabulary.size // 32)), dtype=np.int32)
+
+
+def test_an_ambiguous_grammar_ends_alone_before_its_masks_take_long(vocabulary: GrammarVocabulary) -> None:
+    filler = GrammarMasks(1, limit_s=0.01)
+    costly, plain = (_constraint(grammar, vocabulary, filler) for grammar in (_AMBIGUOUS, _PLAIN))
+    chance = random.Random(0)
+    for _ in range(_MOST_TOKENS):
+        masks = _masks(2, vocabulary)
+        filler.fill([(costly, ()), (plain, ())], masks)
+        assert not plain.failure
+        if costly.failure:
+            break
+        allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[0])
+        letters = [int(token) for token in allowed if token not in vocabulary.end_ids]
+        for constraint in (costly, plain):
+            constraint.advance([chance.choice(letters)])
+    assert "is too complex" in costly.failure
+
+
+def test_rows_of_items_are_limited_where_no_time_is(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    filler = GrammarMasks(1, limit_s=60.0)
+    costly = _constraint(_AMBIGUOUS, vocabulary, filler)
+    letters = tokenizer.encode_text("the dog")
+    for _ in range(_MOST_TOKENS):
+        costly.advance(letters)
+    assert "items; max is 1000" in costly.failure
+
+
+def test_a_mask_that_is_slow_once_fails_nothing(vocabulary: GrammarVocabulary) -> None:
+    wall, cpu = _Clock([0, 0.5, 0, 0.1, 0, 0.5]), _Clock([0, 0.02, 0, 0.02])
+    filler = GrammarMasks(1, limit_s=0.1, now_s=wall.read, cpu_s=cpu.read)
+    pair = [(_constraint(_PLAIN, vocabulary, filler), ()) for _ in range(2)]
+    for _ in range(3):
+        filler.fill(pair, _masks(2, vocabulary))
+    assert not any(constraint.failure for constraint, _ in pair)
+
+
+def test_the_step_after_a_slow_one_fails_the_costliest(vocabulary: GrammarVocabulary) -> None:
+    wall, cpu = _Clock([0, 0.5]), _Clock([0, 0.02, 0, 0.09])
+    filler = GrammarMasks(1, limit_s=0.1, now_s=wall.read, cpu_s=cpu.read)
+    pair = [(_constraint(_PLAIN, vocabulary, filler), ()) for _ in range(2)]
+    for _ in range(2):
+        filler.fill(pair, _masks(2, vocabulary))
+    assert [bool(constraint.failure) for constraint, _ in pair] == [False, True]
+
+
+@given(st.lists(st.floats(0, 10), max_size=20), st.floats(0, 20))
+def test_the_costliest_are_the_fewest_that_bring_the_rest_below_the_limit(
+    costs_s: list[float], limit_s: float
+) -> None:
+    found = costliest(costs_s, limit_s)
+    kept = [cost_s for number, cost_s in enumerate(costs_s) if number not in found]
+    assert sum(kept) <= limit_s + 1e-9
+    if found:
+        assert sum(kept) + min(costs_s[number] for number in found) > limit_s - 1e-9
+        assert max(kept, default=0.0) <= min(costs_s[number] for number in found)
+
+
+@pytest.mark.parametrize("n_drafts", [0, 3])
+def test_measured_masks_equal_those_computed_together(
+    n_drafts: int, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    together, measured = GrammarMasks(2), GrammarMasks(2, limit_s=-1.0)
+    drafts = tokenizer.encode_text("a") * n_drafts
+    rows = []
+    for filler in (together, measured):
+        for _ in range(2):  # the second step of `measured` is the one that measures
+            work = [(_constraint(_PLAIN, vocabulary, filler), drafts) for _ in range(2)]
+            masks = _masks(2 * (1 + n_drafts), vocabulary)
+            assert filler.fill(work, masks) == [None] * len(masks)
+        rows.append(masks)
+    assert np.array_equal(rows[0], rows[1])
