@@ -338,11 +338,12 @@ TOP_LOGPROBS = _sampling.add(Range("top_logprobs", 0, 20, "As OpenAI's.", whole=
 TOP_LOGPROBS_OFF = _sampling.add(
     Rule("top_logprobs", "needs logprobs to be true", "As OpenAI's; gRPC has one field.", "HTTP")
 )
-PROMPT_LOGPROBS = _sampling.add(
-    Range("prompt_logprobs", 0, 20, "As vLLM's; `echo` with `logprobs` asks for them too.", whole=True)
-)
+PROMPT_LOGPROBS = _sampling.add(Range("prompt_logprobs", 0, 20, "As vLLM's; of `echo`, too.", whole=True))
 PROMPT_ROWS = _sampling.add(
     Size("prompt_logprobs", 0, 1 << 17, "log probabilities of prompts", "All rows of the answer, 1 + N each.")
+)
+ANSWER_ROWS = _sampling.add(
+    Size("logprobs", 0, 64 << 20, "bytes of log probabilities", "Of a whole answer.", "HTTP")
 )
 STOP = _sampling.add(Size("stop", 0, 16, "stop strings", "Each is looked for in each piece of text."))
 STOP_STRING = _sampling.add(Size("stop[i]", 1, 256, "bytes", "Text that may become one is held back."))

@@ -298,9 +298,10 @@ MORE: list[tuple[str, Case]] = [
 ]
 # Refused in test_bounds_running.py and, of a slow client, in http/test_robustness.py.
 # Many log probabilities of prompts: tests/router/execution/test_prompt_delivery.py.
+# Of an answer: tests/router/api/answers/test_logprob_rows.py.
 # Those of usage are no fields of a generation: tests/router/metering/test_usage_store.py.
 ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME", "PROMPT_ROWS", "USAGE_DAY"}
-ELSEWHERE |= {"USAGE_DAYS", "USAGE_GROUP"}
+ELSEWHERE |= {"USAGE_DAYS", "USAGE_GROUP", "ANSWER_ROWS"}
 ALL = [*CASES.items(), *MORE]
 
 

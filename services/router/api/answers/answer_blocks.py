@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from libs.text.special_tokens import THINK_END
+from services.router.api.answers.logprob_rows import LogprobBudget, LogprobRows
 from slipstream.v1 import router_pb2
 
 BlockKind = Literal["reasoning", "text", "call"]
@@ -19,14 +20,16 @@ class AnswerBlock:
 
     __slots__ = ("call_id", "index", "is_open", "kind", "logprobs", "name", "pieces")
 
-    def __init__(self, kind: BlockKind, index: int, *, call_id: str = "", name: str = "") -> None:
+    def __init__(
+        self, kind: BlockKind, index: int, budget: LogprobBudget, *, call_id: str = "", name: str = ""
+    ) -> None:
         self.kind = kind
         self.index = index
         self.call_id = call_id
         self.name = name
         self.is_open = True
         self.pieces: list[str] = []
-        self.logprobs: list[router_pb2.TextLogprob] = []
+        self.logprobs = LogprobRows(budget)
 
     @property
     def text(self) -> str:
@@ -42,6 +45,7 @@ class AnswerBlocks:
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
+        self._budget = LogprobBudget()
         self._call = -1  # the index of the open call, among the calls
         # Of tokens whose text is held back: they belong to the next piece of text.
         self._early_logprobs: list[router_pb2.TextLogprob] = []
@@ -53,7 +57,7 @@ class AnswerBlocks:
             self._grow(steps, "reasoning", delta.reasoning)
         if delta.text:
             self._grow(steps, "text", delta.text)
-            self.blocks[-1].logprobs += [*self._early_logprobs, *delta.logprobs]
+            self.blocks[-1].logprobs.add([*self._early_logprobs, *delta.logprobs])
             self._early_logprobs.clear()
         elif delta.logprobs and not delta.reasoning and not (self.blocks and self.blocks[-1].kind != "text"):
             self._early_logprobs += [item for item in delta.logprobs if item.token != THINK_END]
@@ -85,7 +89,7 @@ class AnswerBlocks:
 
     def _open(self, steps: list[Step], kind: BlockKind, *, call_id: str = "", name: str = "") -> AnswerBlock:
         self._close(steps)
-        block = AnswerBlock(kind, len(self.blocks), call_id=call_id, name=name)
+        block = AnswerBlock(kind, len(self.blocks), self._budget, call_id=call_id, name=name)
         self.blocks.append(block)
         steps.append(("open", block, ""))
         return block

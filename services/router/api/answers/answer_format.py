@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,8 @@ class AnswerWriter(abc.ABC):
         """The events of one piece."""
 
     @abc.abstractmethod
-    def closing(self, finished: router_pb2.Finished) -> bytes:
-        """The events of the end, the last of the stream among them."""
+    def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
+        """The events of the end, the last of the stream among them. Each piece takes a short time to make."""
 
     @abc.abstractmethod
     def add(self, delta: router_pb2.Delta) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -55,12 +55,12 @@ class MessageWriter(AnswerWriter):
         """The events of one piece of the answer."""
         return b"".join([self._step(step) for step in self._answer.add(delta)])
 
-    def closing(self, finished: router_pb2.Finished) -> bytes:
+    def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
         """The events after all pieces: the stop reason and the usage, whose counts are those of the end."""
         closed = b"".join([self._step(step) for step in self._answer.end()])
         stop = self._stop(finished)
         last = {"type": "message_delta", "delta": stop, "usage": usage_object(finished.usage)}
-        return closed + sse("message_delta", last) + sse("message_stop", {"type": "message_stop"})
+        yield closed + sse("message_delta", last) + sse("message_stop", {"type": "message_stop"})
 
     # ---- whole
 

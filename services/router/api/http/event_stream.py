@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -12,6 +12,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion11
 
 from services.router.api.answers.answer_format import AnswerWriter
+from services.router.api.http.piece_stream import PIECE_BYTES
 from slipstream.v1 import router_pb2
 
 log = logging.getLogger(__name__)
@@ -77,9 +78,18 @@ class EventStream:
         return True
 
     async def send(self, data: bytes, *, is_last: bool = False) -> None:
-        """Write encoded events, and return when the client has read enough. Raises ConnectionResetError."""
+        """Write encoded events, and return when the client has read enough. Raises ConnectionResetError.
+
+        A client that takes a piece of them in time is not cut off.
+        """
         self.has_events = True
-        await self._send_and_drain(data, is_last=is_last)
+        first, *pieces = [
+            data[begin : begin + PIECE_BYTES] for begin in range(0, len(data) or 1, PIECE_BYTES)
+        ]
+        for piece in pieces:
+            await self._send_and_drain(first, is_last=False)
+            first = piece
+        await self._send_and_drain(first, is_last=is_last)
 
     async def keep_alive(self) -> None:
         """Send the headers, unless they were sent, and a comment, which clients skip."""
@@ -94,12 +104,18 @@ class EventStream:
         answer = self.answer
         assert answer is not None
         data = b"" if self.has_events else answer.opening()
-        for event in events:
-            if event.HasField("delta"):
-                data += answer.delta_event(event.delta)
-            else:
-                data += answer.closing(event.finished)
-        return data
+        return data + b"".join([answer.delta_event(event.delta) for event in events])
+
+    def encode_end(self, events: Sequence[Event]) -> Iterator[bytes]:
+        """The same of events with the answer's end: one piece, or several that are long."""
+        data, answer = self.encode(events[:-1]), self.answer
+        assert answer is not None
+        for piece in answer.closing(events[-1].finished):
+            if len(data) > PIECE_BYTES:
+                yield data
+                data = b""
+            data += piece
+        yield data
 
     async def _send(self, data: bytes, *, is_last: bool = False) -> None:
         if not self.has_begun:

@@ -157,15 +157,20 @@ class GenerationEndpoint:
             stream.answer = await exchange.exchange.writer(opening.started)
             run.sink.direct_writer = stream
             salt = self._manager.context.salts.of_tenant(exchange.exchange.caller.tenant)
+            make = partial(self._manager.context.fleet.batcher.run, salt)
             while events := events or await self._waiting(stream, run.sink.next_events):
-                is_last = events[-1].HasField("finished")
-                data = await self._manager.context.fleet.batcher.run(salt, partial(stream.encode, events))
-                if is_last:
-                    await exchange.exchange.body.before_end()
-                await stream.send(data, is_last=is_last)
-                if is_last:
-                    return stream.response
-                events = []
+                if not events[-1].HasField("finished"):
+                    await stream.send(await make(partial(stream.encode, events)))
+                    events = []
+                    continue
+                pieces = stream.encode_end(events)
+                data = await make(partial(next, pieces))
+                while (piece := await make(partial(next, pieces, None))) is not None:
+                    await stream.send(data)
+                    data = piece
+                await exchange.exchange.body.before_end()
+                await stream.send(data, is_last=True)
+                return stream.response
             raise errors.Internal("the response has no end")
         except Exception as error:
             if not stream.has_begun:

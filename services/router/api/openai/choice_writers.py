@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.router.api.answers.answer_format import AnswerContext, ChoicesWriter, Json, ParsedBody
+from services.router.api.answers.logprob_rows import LogprobBudget
 from services.router.api.choices import leaders_of, sum_usage
 from services.router.api.openai.response import ResponseWriter
 from slipstream import bounds
@@ -23,6 +24,7 @@ class ChoiceWriters(ChoicesWriter):
         self._writers: dict[int, ResponseWriter] = {}
         self._leaders = leaders_of(body.requests)
         self._n_logprobs = 0  # of prompts, in the whole answer
+        self._budget = LogprobBudget()
         self._finished: dict[int, router_pb2.Finished] = {}
 
     def _after_start(
@@ -37,6 +39,7 @@ class ChoiceWriters(ChoicesWriter):
         started.request_id = self._context.request_id
         writer = self._body.writer(started, self._context, index)
         assert isinstance(writer, ResponseWriter)
+        writer.share_budget(self._budget)
         leader = self._leaders[index]
         if leader == index:
             self._check_rows(started, index)

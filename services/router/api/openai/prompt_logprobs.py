@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 
 from services.router.api.answers.answer_format import Json
+from services.router.api.answers.logprob_rows import CompletionRows, LogprobBudget
 from slipstream.v1 import router_pb2
 
 Rows = Sequence[router_pb2.TextLogprob]
-# Of the object `logprobs`: lists with one item for each token.
-_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class PromptLogprobsWriter:
@@ -29,7 +28,7 @@ class PromptLogprobsWriter:
         # A character may have several tokens, so offsets count what is complete before each.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._n_chars = 0
-        self._logprobs: Json = {name: [] for name in _LISTS}
+        self._logprobs = CompletionRows(LogprobBudget())
         # JSON already: all rows together take long to encode.
         self._rows: list[msgspec.Raw] = []
 
@@ -61,17 +60,17 @@ class PromptLogprobsWriter:
     def keep(self, logprobs: Json | None, rows: Sequence[Json | None] | None) -> None:
         """Fold the next rows, in both shapes, into the whole."""
         if logprobs is not None:
-            for name in _LISTS:
-                items = logprobs[name]
-                is_object = name == "top_logprobs"
-                self._logprobs[name] += [_raw(item) for item in items] if is_object else items
-        self._rows += [_raw(row) for row in rows or ()]
+            self._logprobs.add(logprobs)
+        self._rows += [msgspec.Raw(msgspec.json.encode(row)) for row in rows or ()]
 
     def whole_logprobs(self, answer: Json | None) -> Json | None:
         """Those of the prompt and then of the answer."""
         if self._echo_top is None:
             return answer
-        return {name: [*rows, *(answer[name] if answer else ())] for name, rows in self._logprobs.items()}
+        prompt = self._logprobs.lists
+        if not answer or not prompt:
+            return answer or prompt or None
+        return {name: [*rows, *answer[name]] for name, rows in prompt.items()}
 
     @property
     def rows(self) -> list[Any] | None:
@@ -80,10 +79,6 @@ class PromptLogprobsWriter:
 
     def _likely(self, item: router_pb2.TextLogprob) -> Json:
         return {top.token: top.logprob for top in reversed(item.top[: self._echo_top])}
-
-
-def _raw(value: Json | None) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _by_id(item: router_pb2.TextLogprob, top: int) -> Json:

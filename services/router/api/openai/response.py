@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
 import msgspec
 
 from services.router.api.answers.answer_format import AnswerWriter, Json
+from services.router.api.answers.logprob_rows import (
+    CompletionRows,
+    LogprobBudget,
+    LogprobRows,
+    row_object,
+)
 from services.router.api.openai.prompt_logprobs import PromptLogprobsWriter
 from slipstream.enum_names import transport_name
 from slipstream.metering.money import amount_number
@@ -59,9 +65,7 @@ class ResponseWriter(AnswerWriter):
         self._text: list[str] = [shape.echo]
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
-        # Of a whole answer. A chat's are JSON already: all of them together take long to encode.
-        self._positions: list[msgspec.Raw] = []
-        self._logprobs: list[router_pb2.TextLogprob] = []
+        self.share_budget(LogprobBudget())
         self._n_chars = len(shape.echo)  # of the text before the next token
         self._prompt = PromptLogprobsWriter(echo_top=shape.echo_logprobs, top=shape.prompt_logprobs)
         self.keeps_prompt = False  # for the further choices of a stream
@@ -70,6 +74,11 @@ class ResponseWriter(AnswerWriter):
         self._after = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
         before_content = b'{"index":%d,"finish_reason":null,"delta":{"content":' % index
         self._before_content = self._before + before_content
+
+    def share_budget(self, budget: LogprobBudget) -> None:
+        """Count the log probabilities of a whole answer with those of its other choices."""
+        self._rows = LogprobRows(budget)
+        self._completion_rows = CompletionRows(budget)
 
     def share_prompt(self, first: ResponseWriter) -> None:
         """Take the rows of the prompt from the first choice, which has them all."""
@@ -127,13 +136,13 @@ class ResponseWriter(AnswerWriter):
             said += b',"slipstream":' + _dumps(stats)
         return self._before + said + b"}\n\n"
 
-    def closing(self, finished: router_pb2.Finished) -> bytes:
+    def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
         """The end of an answer of one choice: finish reason, usage, statistics, and the end mark."""
         stats, usage = self._shape.with_stats, self._shape.include_usage
         last = self.finish_event(finished, with_stats=stats and not usage)
         if usage:
             last += self.usage_event(finished.usage, stats_object(finished) if stats else None)
-        return last + DONE
+        yield last + DONE
 
     def answer_end(self, usage: router_pb2.Usage, first: router_pb2.Finished) -> bytes:
         """The end of an answer of several choices, whose first one ended with `first`."""
@@ -153,9 +162,9 @@ class ResponseWriter(AnswerWriter):
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
         if self._chat:
-            self._positions += [msgspec.Raw(msgspec.json.encode(_position(item))) for item in delta.logprobs]
-        else:
-            self._logprobs.extend(delta.logprobs)
+            self._rows.add(delta.logprobs)
+        elif (logprobs := self._completion_logprobs(delta.logprobs)) is not None:
+            self._completion_rows.add(logprobs)
         for piece in delta.tool_calls:
             while len(self._calls) <= piece.index:
                 self._calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
@@ -174,7 +183,7 @@ class ResponseWriter(AnswerWriter):
                 choice["prompt_logprobs"] = rows
             if self._shape.prompt_alone:
                 return choice | {"text": self._shape.echo, "logprobs": self._prompt.whole_logprobs(None)}
-            logprobs = self._prompt.whole_logprobs(self._completion_logprobs(self._logprobs))
+            logprobs = self._prompt.whole_logprobs(self._completion_rows.lists or None)
             return choice | {"text": reasoning + text, "logprobs": logprobs}
         # As OpenAI: an answer of tool calls alone has null content.
         message: Json = {"role": "assistant", "content": text or (None if self._calls else "")}
@@ -185,7 +194,7 @@ class ResponseWriter(AnswerWriter):
             message["tool_calls"] = self._calls
         return choice | {
             "message": message,
-            "logprobs": {"content": self._positions} if self._positions else None,
+            "logprobs": {"content": self._rows.json()} if self._rows else None,
         }
 
     def body(self, finished: router_pb2.Finished) -> Json:
@@ -332,12 +341,4 @@ def _call_piece(call: router_pb2.ToolCallDelta) -> Json:
 def _chat_logprobs(items: Any) -> Json | None:
     if not items:
         return None
-    return {"content": [_position(item) for item in items]}
-
-
-def _position(item: router_pb2.TextLogprob) -> Json:
-    return {**_token(item), "top_logprobs": [_token(top) for top in item.top]}
-
-
-def _token(item: router_pb2.TextLogprob) -> Json:
-    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}
+    return {"content": [row_object(item) for item in items]}

@@ -20,7 +20,7 @@ from services.router.api.responses.request import (
     input_items,
 )
 from services.router.api.responses.store import ResponseStore
-from services.router.api.responses.stored_items import items_to_store
+from services.router.api.responses.stored_items import items_to_store, read_response
 from services.router.api.responses.writer import response_object
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job, JobRequest, JobState
@@ -100,7 +100,7 @@ class BackgroundResponses:
         async for seen in self._jobs.follow(tenant, job.id):
             if seen.state is JobState.SUCCEEDED:
                 body = await self._store.find_body(tenant, response_id)
-                yield await asyncio.to_thread(msgspec.json.decode, body)
+                yield await asyncio.to_thread(read_response, body)
             else:
                 yield await self._response(seen)
 

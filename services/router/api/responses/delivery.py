@@ -23,8 +23,7 @@ async def send_events(
         events = events_of(response, after=after)
         while (batch := await asyncio.to_thread(_next_batch, events)) is not None:
             after, data = batch
-            for begin in range(0, len(data), PIECE_BYTES):
-                await stream.send(data[begin : begin + PIECE_BYTES])
+            await stream.send(data)
     return after
 
 

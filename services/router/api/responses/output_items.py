@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from services.router.api.answers.answer_blocks import AnswerBlock
-from slipstream.v1 import router_pb2
 
 Json = dict[str, Any]
 
@@ -56,14 +54,5 @@ class OutputItems:
         text = "" if is_empty else block.text
         if block.kind == "reasoning":
             return {"type": "summary_text" if self.has_summary else "reasoning_text", "text": text}
-        logprobs = [] if is_empty else logprob_objects(block.logprobs)
+        logprobs = [] if is_empty else block.logprobs.json()
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def logprob_objects(items: Iterable[router_pb2.TextLogprob]) -> list[Json]:
-    """Log probabilities of tokens, with those of the most likely ones."""
-    return [{**_token(item), "top_logprobs": [_token(top) for top in item.top]} for item in items]
-
-
-def _token(item: router_pb2.TextLogprob) -> Json:
-    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}

@@ -12,7 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import msgspec
 
@@ -23,6 +22,7 @@ from libs.database.transaction import SqlTransaction
 from services.router.admission.tenant_shares import TenantSlots
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
+from services.router.api.responses.stored_items import read_item
 from services.router.request.json_limits import check_structure
 from slipstream import errors
 from slipstream.bound import shown
@@ -255,18 +255,12 @@ class _StoredOutput(msgspec.Struct):
 
 
 def _without_logprobs(item: Mapping[str, msgspec.Raw]) -> Json:
-    """An item of an answer without what no prompt has. It may have megabytes, so it is not decoded."""
-    made: dict[str, Any] = {name: msgspec.json.decode(item[name]) for name in item if name != "content"}
-    if "content" in item and made.get("type") == "message":
-        parts = msgspec.json.decode(item["content"], type=list[dict[str, msgspec.Raw]])
-        made["content"] = [_decoded(part) for part in parts]
-    elif "content" in item:
-        made["content"] = msgspec.json.decode(item["content"])
-    return {name: made[name] for name in item}
-
-
-def _decoded(part: Mapping[str, msgspec.Raw]) -> Json:
-    return {name: msgspec.json.decode(part[name]) for name in part if name != "logprobs"}
+    """An item of an answer without what no prompt has."""
+    read = read_item(item)
+    if read.get("type") == "message":
+        for part in read.get("content", ()):
+            part.pop("logprobs", None)
+    return read
 
 
 def _not_found(response_id: str, field: str) -> errors.NotFound:

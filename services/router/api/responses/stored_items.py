@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from libs.common import api_bounds
 from services.router.api.json_body import Json
@@ -18,6 +20,29 @@ PAGE_ITEMS = 20  # as OpenAI's
 def items_to_store(items: Iterable[Json], key: str) -> list[Json]:
     """The input of a response. `key` is the part of the response's id that makes its items' ids unique."""
     return [_stored(item, f"{key}_i{index}") for index, item in enumerate(items)]
+
+
+def read_response(body: bytes) -> Json:
+    """A stored response. Its log probabilities, which may have megabytes, stay JSON."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    output = msgspec.json.decode(fields["output"], type=list[dict[str, msgspec.Raw]])
+    read = {name: msgspec.json.decode(fields[name]) for name in fields if name != "output"}
+    return {name: read.get(name) for name in fields} | {"output": [read_item(item) for item in output]}
+
+
+def read_item(item: Mapping[str, msgspec.Raw]) -> Json:
+    """An item of a stored response's output. Its log probabilities, which may have megabytes, stay JSON."""
+    made: dict[str, Any] = {name: msgspec.json.decode(item[name]) for name in item if name != "content"}
+    if "content" in item and made.get("type") == "message":
+        parts = msgspec.json.decode(item["content"], type=list[dict[str, msgspec.Raw]])
+        made["content"] = [_read_part(part) for part in parts]
+    elif "content" in item:
+        made["content"] = msgspec.json.decode(item["content"])
+    return {name: made[name] for name in item}
+
+
+def _read_part(part: Mapping[str, msgspec.Raw]) -> Json:
+    return {name: part[name] if name == "logprobs" else msgspec.json.decode(part[name]) for name in part}
 
 
 def _stored(item: Json, suffix: str) -> Json:

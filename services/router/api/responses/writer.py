@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from services.router.api.answers.answer_blocks import AnswerBlock, AnswerBlocks, Step
 from services.router.api.answers.answer_format import AnswerWriter
-from services.router.api.responses.output_items import OutputItems, logprob_objects
+from services.router.api.responses.output_items import OutputItems
 from slipstream.v1 import common_pb2, router_pb2
 
 Json = dict[str, Any]
@@ -51,7 +50,6 @@ class ResponsesWriter(AnswerWriter):
         self._answer = AnswerBlocks()
         self._items = OutputItems(shape.key, has_summary=shape.has_summary)
         self._n_events = 0
-        self._n_logprobs = 0  # of the open block, in events so far
         self.response: Json | None = None
 
     # ---- streaming, in server-sent events
@@ -64,13 +62,15 @@ class ResponsesWriter(AnswerWriter):
 
     def delta_event(self, delta: router_pb2.Delta) -> bytes:
         """The events of one piece of the answer."""
-        return b"".join([self._step(step, "completed") for step in self._answer.add(delta)])
+        steps = self._answer.add(delta)
+        return b"".join([event for step in steps for event in self._step(step, "completed")])
 
-    def closing(self, finished: router_pb2.Finished) -> bytes:
-        """The events after all pieces. The last one holds the whole response."""
+    def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
+        """The events after all pieces, one at a time: several repeat the answer, the last one all of it."""
         status = _status(finished)
-        closed = b"".join([self._step(step, status) for step in self._answer.end()])
-        return closed + self._event(f"response.{status}", {"response": self.body(finished)})
+        for step in self._answer.end():
+            yield from self._step(step, status)
+        yield self._event(f"response.{status}", {"response": self.body(finished)})
 
     def failure(self, error: Json) -> bytes:
         """The last event of a stream whose request failed. It holds the output so far."""
@@ -109,16 +109,15 @@ class ResponsesWriter(AnswerWriter):
             echo=self._shape.echo,
         )
 
-    def _step(self, step: Step, status: str) -> bytes:
+    def _step(self, step: Step, status: str) -> Iterable[bytes]:
         action, block, text = step
         if action == "open":
-            return self._opened(block)
+            return [self._opened(block)]
         if action == "delta":
-            return self._grown(block, text)
+            return [self._grown(block, text)]
         return self._closed(block, status)
 
     def _opened(self, block: AnswerBlock) -> bytes:
-        self._n_logprobs = 0
         where = {"output_index": block.index, "item": self._items.begun(block)}
         opened = self._event("response.output_item.added", where)
         if block.kind == "call":
@@ -131,25 +130,24 @@ class ResponsesWriter(AnswerWriter):
         if block.kind == "call":
             return self._event("response.function_call_arguments.delta", piece)
         if block.kind == "text":
-            piece["logprobs"] = logprob_objects(block.logprobs[self._n_logprobs :])
-            self._n_logprobs = len(block.logprobs)
+            piece["logprobs"] = block.logprobs.next_json()
         return self._event(f"response.{self._names(block)[1]}", piece)
 
-    def _closed(self, block: AnswerBlock, status: str) -> bytes:
+    def _closed(self, block: AnswerBlock, status: str) -> Iterable[bytes]:
         place = self._place(block)
         if block.kind == "call":
             arguments = {"name": block.name, "arguments": block.text}
-            closed = self._event("response.function_call_arguments.done", {**place, **arguments})
+            yield self._event("response.function_call_arguments.done", {**place, **arguments})
         else:
             _, _, text_done, part_done = self._names(block)
             part = self._items.part(block)
             said: Json = {"text": block.text}
             if block.kind == "text":
                 said["logprobs"] = part["logprobs"]
-            closed = self._event(f"response.{text_done}", {**place, **said})
-            closed += self._event(f"response.{part_done}", {**place, "part": part})
+            yield self._event(f"response.{text_done}", {**place, **said})
+            yield self._event(f"response.{part_done}", {**place, "part": part})
         item = {"output_index": block.index, "item": self._items.whole(block, status)}
-        return closed + self._event("response.output_item.done", item)
+        yield self._event("response.output_item.done", item)
 
     def _names(self, block: AnswerBlock) -> tuple[str, str, str, str]:
         if block.kind == "text":
@@ -197,8 +195,8 @@ def response_object(
 
 def event_bytes(name: str, fields: Mapping[str, Any]) -> bytes:
     """One server-sent event, whose data repeats its name."""
-    data = json.dumps({"type": name, **fields}, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {name}\ndata: {data}\n\n".encode()
+    data = msgspec.json.encode({"type": name, **fields})
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
 
 def usage_object(usage: router_pb2.Usage) -> Json:

@@ -6,9 +6,10 @@ The account of the path is a name that clients have to send: the key alone says 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,12 @@ from services.router.api.workers_ai.envelope import (
     error_envelope,
     error_item,
 )
-from services.router.api.workers_ai.queued_runs import QueuedRuns, reference_of
+from services.router.api.workers_ai.queued_runs import (
+    QueuedRuns,
+    RunUsage,
+    around_answers,
+    reference_of,
+)
 from services.router.api.workers_ai.run_body import (
     BatchBody,
     ParsedRun,
@@ -192,35 +198,58 @@ class RunEndpoints:
 
     # ---- several runs in one call
 
-    async def _run_all(self, request: web.Request, caller: Caller, runs: Sequence[RunBody]) -> web.Response:
+    async def _run_all(
+        self, request: web.Request, caller: Caller, runs: Sequence[RunBody]
+    ) -> web.StreamResponse:
+        """Answer when all have ended. Answers that wait are in the tenant's share of what is sent to it."""
         batch_bounds.RUNS_AT_ONCE.check(len(runs))
-        room = asyncio.Semaphore(_TOGETHER)
+        room, usage = asyncio.Semaphore(_TOGETHER), RunUsage()
         request_id = request[RECORD].request_id
+        with contextlib.ExitStack() as held:
 
-        async def run_one(index: int, run: RunBody) -> dict[str, Any]:
-            async with room:
-                return await self._run_one(caller, run, index, f"{request_id}-{index}")
+            async def run_one(index: int, run: RunBody) -> bytes:
+                async with room:
+                    return await self._run_one(caller, run, index, f"{request_id}-{index}", usage, held)
 
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(run_one(index, run)) for index, run in enumerate(runs)]
-        items = [task.result() for task in started]
-        usage = {
-            name: sum(((item.get("result") or {}).get("usage") or {}).get(name, 0) for item in items)
-            for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-        }
-        body = msgspec.json.encode(envelope({"responses": items, "usage": usage}))
-        return web.Response(body=body, content_type="application/json", charset="utf-8")
+            async with asyncio.TaskGroup() as tasks:
+                started = [tasks.create_task(run_one(index, run)) for index, run in enumerate(runs)]
+            head, tail = around_answers(usage)
+            pieces = [
+                head,
+                *[(b"," if index else b"") + task.result() for index, task in enumerate(started)],
+                tail,
+            ]
+            response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+            response.content_length = sum(map(len, pieces))
+            return await send_pieces(request, response, _each(pieces), stall_s=self._generation.write_stall_s)
 
-    async def _run_one(self, caller: Caller, run: RunBody, index: int, request_id: str) -> dict[str, Any]:
+    async def _run_one(
+        self,
+        caller: Caller,
+        run: RunBody,
+        index: int,
+        request_id: str,
+        usage: RunUsage,
+        held: contextlib.ExitStack,
+    ) -> bytes:
+        """The JSON of one answer, which `held` counts from now on; `usage` grows by its tokens."""
         item: dict[str, Any] = {"id": index, "success": False, "external_reference": run.reference}
         try:
             exchange = await read_exchange(
                 self._manager, RunFormat(run), caller, run.chat, request_id=request_id[-128:]
             )
             answer = await run_to_end(self._manager, exchange)
+            usage.add(msgspec.convert(answer["result"].get("usage") or {}, RunUsage))
+            data = msgspec.json.encode(item | {"success": True, "result": answer["result"]})
+            held.enter_context(self._generation.delivery.sending(caller.tenant, len(data)))
+            return data
         except errors.SlipstreamError as error:
-            return item | {"errors": [error_item(failure_of(error))]}
-        return item | {"success": True, "result": answer["result"]}
+            return msgspec.json.encode(item | {"errors": [error_item(failure_of(error))]})
+
+
+async def _each(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
 
 
 def _check_run(run: RunBody, prefix: str) -> None:

@@ -96,16 +96,21 @@ class QueuedRuns:
 
     async def answer(self, tenant: str, request_id: str) -> AsyncIterator[bytes]:
         """The envelope around all answers, in pieces of a few answers."""
-        head, tail = msgspec.json.encode(envelope({"responses": [], "usage": None})).split(b"]", 1)
-        yield head
         index, after, usage = 0, "", RunUsage()
+        yield around_answers(usage)[0]
         while jobs := await self._jobs.results(tenant, request_id, after=after, limit=_PAGE):
             for group in groups_of(jobs):
                 page = await self._run_piece(tenant, partial(_encode_page, group, index, usage))
                 yield (b"," if index else b"") + page
                 index += len(group)
             after = jobs[-1][0].id
-        yield b"]" + tail.replace(b"null", msgspec.json.encode(usage), 1)
+        yield around_answers(usage)[1]
+
+
+def around_answers(usage: RunUsage) -> tuple[bytes, bytes]:
+    """The envelope before all answers of a call, and after them."""
+    head, tail = msgspec.json.encode(envelope({"responses": [], "usage": usage})).split(b"]", 1)
+    return head, b"]" + tail
 
 
 def _encode_page(jobs: Sequence[tuple[Job, JobResult | None]], begin: int, usage: RunUsage) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -92,11 +92,11 @@ class RunWriter(AnswerWriter):
     def delta_event(self, delta: router_pb2.Delta) -> bytes:
         return sse(native_delta(delta)) if self._is_native else self._chat.delta_event(delta)
 
-    def closing(self, finished: router_pb2.Finished) -> bytes:
+    def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
         if not self._is_native:
             return self._chat.closing(finished)
         usage = usage_object(finished.usage, _CHAT_SHAPE)
-        return sse({"response": "", "finish_reason": finish_reason(finished), "usage": usage}) + DONE
+        return [sse({"response": "", "finish_reason": finish_reason(finished), "usage": usage}) + DONE]
 
     def add(self, delta: router_pb2.Delta) -> None:
         self._chat.add(delta)

@@ -22,7 +22,7 @@ def written(
 ) -> list[Mapping[str, Any]]:
     writer = MessageWriter(STARTED, MessageShape(9, shows_thinking=shows_thinking))
     data = writer.opening() + b"".join([writer.delta_event(delta) for delta in deltas])
-    return sse_objects(data + writer.closing(end))
+    return sse_objects(data + b"".join(writer.closing(end)))
 
 
 def whole(deltas: Sequence[Delta], end: router_pb2.Finished) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.api.responses.replay import events_of
+from services.router.api.responses.stored_items import read_response
 from slipstream.errors import InvalidArgument
 from tests.router.support.answer_events import sse_objects
 
@@ -54,6 +56,16 @@ def test_a_stream_goes_on_after_any_event(items: list[dict[str, Any]], status: s
         begun = read(earlier, [])
         assert [each["type"] for each in begun] == [each["type"] for each in whole[: len(begun)]]
     assert whole[-1]["response"] == response(status, items)
+
+
+def test_log_probabilities_stay_json_on_their_way_from_the_store() -> None:
+    row = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
+    message = {**ITEMS[2], "content": [{**MESSAGE, "logprobs": [row] * 3}]}
+    stored = response("completed", [*ITEMS, message])
+    body = read_response(msgspec.json.encode(stored))
+    assert list(body) == list(stored)
+    assert type(body["output"][-1]["content"][0]["logprobs"]) is msgspec.Raw
+    assert list(events_of(body, after=-1)) == list(events_of(stored, after=-1))
 
 
 @pytest.mark.parametrize(

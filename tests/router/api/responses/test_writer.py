@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 
@@ -31,14 +32,15 @@ def written(
 ) -> list[Mapping[str, Any]]:
     writer = ResponsesWriter(STARTED, ResponsesShape("k", {"store": True}, has_summary=has_summary))
     data = writer.opening() + b"".join([writer.delta_event(delta) for delta in deltas])
-    return sse_objects(data + writer.closing(end))
+    return sse_objects(data + b"".join(writer.closing(end)))
 
 
 def whole(deltas: Sequence[Delta], end: router_pb2.Finished, *, has_summary: bool = False) -> dict[str, Any]:
     writer = ResponsesWriter(STARTED, ResponsesShape("k", {"store": True}, has_summary=has_summary))
     for delta in deltas:
         writer.add(delta)
-    return writer.body(end)
+    body: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(writer.body(end)))
+    return body
 
 
 def test_the_order_of_all_events() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from libs.common import api_bounds
 from libs.database.database import open_database
 from services.router.api.workers_ai import endpoint
 from services.router.api.workers_ai.endpoint import RUN_PATH
@@ -129,6 +130,24 @@ async def test_requests_of_one_call_fail_and_succeed_alone(
     assert bad["success"] is False and bad["errors"][0]["code"] == 5006 and "result" not in bad
     total = good["result"]["usage"]["total_tokens"] + third["result"]["usage"]["total_tokens"]
     assert result["usage"]["total_tokens"] == total
+
+
+async def test_answers_beyond_the_share_of_a_tenant_are_refused_alone(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 2_000
+    monkeypatch.setattr(api_bounds, "MAX_TENANT_SENT_RESPONSE_BYTES", most)
+    requests = [{"messages": HI, "seed": 1}] * 20
+    async with (
+        open_router(cluster, card) as opened,
+        aiohttp.ClientSession(f"http://{opened.http_endpoint}") as http,
+    ):
+        for _ in range(2):  # what was sent is given back
+            responses = (await ask(http, path_of(card), {"requests": requests}))["responses"]
+            good = [item for item in responses if item["success"]]
+            assert 0 < len(json.dumps(good, separators=(",", ":"))) <= most + len(good) + 2
+            bad = [item for item in responses if not item["success"]]
+            assert good and {item["errors"][0]["code"] for item in bad} == {3040}
 
 
 async def test_many_short_runs_of_one_call_are_checked_off_the_event_loop(

@@ -1,0 +1,89 @@
+"""Log probabilities of an answer as JSON, a row for each token, made as the tokens arrive. Pure.
+
+A long answer has megabytes of them, and some streams repeat them in several events. To encode them at the end
+holds the event loop for seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from services.router.api.answers.answer_format import Json
+from slipstream import bounds
+from slipstream.v1 import router_pb2
+
+
+class LogprobBudget:
+    """Counts the bytes of all rows that one answer keeps."""
+
+    def __init__(self) -> None:
+        self._n_bytes = 0
+
+    def spend(self, n_bytes: int) -> None:
+        """Count so many more. Raises InvalidArgument for too many."""
+        self._n_bytes += n_bytes
+        bounds.ANSWER_ROWS.check(self._n_bytes)
+
+
+class LogprobRows:
+    """The rows of a text in the shape of chat completions and responses."""
+
+    def __init__(self, budget: LogprobBudget) -> None:
+        self._budget = budget
+        self._rows: list[bytes] = []
+        self._n_said = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, items: Iterable[router_pb2.TextLogprob]) -> None:
+        """Add the rows of the next tokens. Raises InvalidArgument for too many bytes."""
+        rows = [msgspec.json.encode(row_object(item)) for item in items]
+        self._budget.spend(sum(map(len, rows)))
+        self._rows += rows
+
+    def next_json(self) -> msgspec.Raw:
+        """A list of the rows since the last call."""
+        rows = self._rows[self._n_said :]
+        self._n_said = len(self._rows)
+        return _list_of(rows)
+
+    def json(self) -> msgspec.Raw:
+        """A list of all rows, after the last `next_json`."""
+        if len(self._rows) > 1:  # several events need it
+            self._rows = [b",".join(self._rows)]
+        return _list_of(self._rows)
+
+
+class CompletionRows:
+    """The rows of a prompt or a text in the shape of completions. Objects among them are JSON already.
+
+    `lists` is empty while there are none.
+    """
+
+    def __init__(self, budget: LogprobBudget) -> None:
+        self.lists: Json = {}
+        self._budget = budget
+
+    def add(self, logprobs: Mapping[str, Sequence[Any]]) -> None:
+        """Add the lists of the next tokens. Raises InvalidArgument for too many bytes."""
+        likely = [msgspec.Raw(msgspec.json.encode(item)) for item in logprobs["top_logprobs"]]
+        self._budget.spend(sum([len(memoryview(item)) for item in likely]))
+        for name in logprobs:
+            self.lists.setdefault(name, []).extend(likely if name == "top_logprobs" else logprobs[name])
+
+
+def row_object(item: router_pb2.TextLogprob) -> Json:
+    """The row of one token, with the most likely ones."""
+    return {**_token(item), "top_logprobs": [_token(top) for top in item.top]}
+
+
+def _token(item: router_pb2.TextLogprob) -> Json:
+    return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}
+
+
+def _list_of(rows: Sequence[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(rows) + b"]")
