@@ -60,15 +60,15 @@ def test_an_ambiguous_grammar_ends_alone_before_its_masks_take_long(vocabulary: 
     assert "is too complex" in costly.failure
 
 
-def test_rows_of_items_are_limited_where_no_time_is(
-    vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+@pytest.mark.parametrize(("n_rules", "is_failed"), [(400, False), (1500, True)])
+def test_items_that_are_open_at_once_are_limited(
+    n_rules: int, is_failed: bool, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
 ) -> None:
-    filler = GrammarMasks(1, limit_s=60.0)
-    costly = _constraint(_AMBIGUOUS, vocabulary, filler)
-    letters = tokenizer.encode_text("the dog")
-    for _ in range(_MOST_TOKENS):
-        costly.advance(letters)
-    assert "items; max is 1000" in costly.failure
+    rules = "\n".join([f'r{n}: "b{n}" /[0-9]/' for n in range(n_rules)])
+    grammar = f'start: "a" e\ne: {" | ".join([f"r{n}" for n in range(n_rules)])}\n{rules}\n'
+    constraint = _constraint(grammar, vocabulary, GrammarMasks(1))
+    constraint.advance(tokenizer.encode_text("a"))
+    assert ("items; max is 1500" in constraint.failure) == is_failed
 
 
 def test_a_mask_that_is_slow_once_fails_nothing(vocabulary: GrammarVocabulary) -> None:
