@@ -43,7 +43,7 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
         super().__init__(instance)
         self._stub: decode_pb2_grpc.DecodeServiceAsyncStub = decode_pb2_grpc.DecodeServiceStub(channel)
         self._batcher = batcher
-        self.mark = batcher.mark  # see SequenceHost
+        self.mark, self.late_rows = batcher.mark, batcher.late_rows  # see SequenceHost
         self._interval_ms = 0  # as the worker was asked last
         self._sender = PromptSender()
 

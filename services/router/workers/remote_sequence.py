@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from services.router.workers.late_rows import LateRows, rows_of
 from services.router.workers.prompt_delta import SentPrompt
 from services.router.workers.token_batcher import PendingDelivery
 from slipstream import errors
@@ -43,6 +44,10 @@ class SequenceHost(Protocol):
 
     def remove(self, sequence: RemoteSequence) -> None:
         """Drop what still comes of the sequence."""
+
+    @property
+    def late_rows(self) -> LateRows:
+        """The log probabilities of all sequences of the router."""
 
     def mark(self, item: PendingDelivery) -> None:
         """Deliver `item` in the next round. A sequence calls this once until it is delivered."""
@@ -95,6 +100,7 @@ class RemoteSequence:
     def close(self) -> None:
         """Deliver nothing any more."""
         self._listener = None
+        self._drop()
         self._stream.remove(self)
 
     def feed(self, delta: decode_pb2.SequenceDelta) -> None:
@@ -109,16 +115,32 @@ class RemoteSequence:
         has_rest = ends or bool(delta.logprobs or delta.prompt_logprobs) or delta.HasField("failure")
         if has_rest:  # before its tokens, which may be delivered at once
             delta.tokens = b""
-            if self._rest is None:
-                self._rest = delta
-            else:
-                self._rest.MergeFrom(delta)
+            self._keep(delta)
         if tokens:
             self.feed_tokens(tokens)
         if self.finished:
             self.deliver()  # nothing comes that the end could be joined with
         elif has_rest:
             self._mark()
+
+    def _keep(self, rest: decode_pb2.SequenceDelta) -> None:
+        if self._rest is None:
+            self._rest = rest
+        else:
+            self._rest.MergeFrom(rest)
+        try:
+            self._stream.late_rows.add(self.tenant, rows_of(rest))
+        except errors.Aborted as error:
+            if self.finished:
+                return  # nothing more comes
+            self.abort()
+            self._drop()
+            self.fail(error)
+
+    def _drop(self) -> None:
+        """Forget what waits."""
+        self._stream.late_rows.remove(self.tenant, rows_of(self._rest))
+        self._tokens, self._rest = array("I"), None
 
     def feed_tokens(self, tokens: list[int]) -> None:
         """From the stream's reader: tokens and nothing else."""
@@ -161,12 +183,15 @@ class RemoteSequence:
     def _take(self, *, in_pieces: bool) -> tuple[list[int], decode_pb2.SequenceDelta | None]:
         """Take waiting tokens, or a piece of them: log probabilities cost a hundred times as much."""
         rest, piece = self._rest, MAX_LOGPROBS_PIECE
+        n_rows = rows_of(rest)
         if not in_pieces or rest is None or min(len(rest.logprobs), len(self._tokens)) <= piece:
             tokens, self._tokens, self._rest = self._tokens.tolist(), array("I"), None
+            self._stream.late_rows.remove(self.tenant, n_rows)
             return tokens, rest
         tokens, self._tokens = self._tokens[:piece].tolist(), self._tokens[piece:]
         first = decode_pb2.SequenceDelta(logprobs=rest.logprobs[:piece], prompt_logprobs=rest.prompt_logprobs)
         del rest.logprobs[:piece], rest.prompt_logprobs[:]
+        self._stream.late_rows.remove(self.tenant, n_rows - rows_of(rest))
         self._is_marked = True
         self._stream.mark(self)
         return tokens, first

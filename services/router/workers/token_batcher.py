@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
+from services.router.workers.late_rows import LateRows
 from services.router.workers.tenant_fair_queue import TenantFairQueue
 
 T = TypeVar("T")
@@ -26,8 +27,10 @@ PAUSE_ROUNDS = 4.0
 MAX_PAUSE_S = 0.05
 # Deliveries take so much of one iteration of the event loop. A request begins in about ten iterations.
 SLICE_S = 0.002
-# Deliveries that are so late stop the reading of frames, whose tokens would fill the router's memory.
+# Deliveries that are so late slow down the reading of frames, which join more tokens then.
 MAX_BACKLOG_S = 1.0
+# A frame that waits has tokens of tenants, too, whose deliveries are not late.
+MAX_STOP_S = 0.05
 # A handler that a round wakes runs in the loop's next iteration, its write in the one after.
 _ITERATIONS_OF_A_ROUND = 3
 
@@ -79,6 +82,7 @@ class TokenBatcher:
         self._running = False  # a round is due or under way
         self._has_items = False  # some of its items are not delivered
         self.rounds = 0
+        self.late_rows = LateRows()
 
     def mark(self, item: PendingDelivery) -> None:
         """Deliver `item` in the next round. The caller marks it once until it is delivered."""
@@ -99,11 +103,11 @@ class TokenBatcher:
             self._spend(self._clock() - began_s)
 
     async def caught_up(self) -> None:
-        """Return at once, or when late deliveries are made."""
-        while self._is_slicing and self._clock() - self._behind_since_s > MAX_BACKLOG_S:
+        """Return at once, or when late deliveries are made, but after MAX_STOP_S at most."""
+        if self._is_slicing and self._clock() - self._behind_since_s > MAX_BACKLOG_S:
             if self._caught_up is None:
                 self._caught_up = self._loop.create_future()
-            await asyncio.shield(self._caught_up)
+            await asyncio.wait([self._caught_up], timeout=MAX_STOP_S)
 
     # ---- rounds
 

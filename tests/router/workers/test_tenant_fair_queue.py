@@ -7,9 +7,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.router.workers import token_batcher
 from services.router.workers.tenant_fair_queue import TenantFairQueue
 from services.router.workers.token_batcher import SLICE_S, TokenBatcher
 
@@ -160,3 +162,16 @@ async def test_reading_waits_for_deliveries_that_are_late() -> None:
         await asyncio.sleep(0)
     await batcher.caught_up()
     assert len(seen) == 10
+
+
+async def test_reading_goes_on_beside_deliveries_that_stay_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames that wait are of other tenants, too."""
+    monkeypatch.setattr(token_batcher, "MAX_STOP_S", 0.0)
+    clock, seen = _Clock(), list[str]()
+    batcher = TokenBatcher(clock=clock)
+    for _ in range(1000):
+        batcher.mark(_Delivery(clock, "heavy", 0.5, seen.append))
+    while len(seen) < 4:
+        await asyncio.sleep(0)
+    await batcher.caught_up()
+    assert len(seen) < 100

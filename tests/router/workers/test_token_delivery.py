@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libs.common import service_bounds
 from libs.common.block_hash import as_tokens
 from services.decode.stream import DecodeStream
 from services.router.event_loop_lag import EventLoopLag, LagWindow, wanted_s
@@ -225,6 +226,51 @@ async def test_what_a_client_leaves_unread_is_bounded() -> None:
     assert len((await reader.next()).tokens) <= MAX_PARKED_TOKENS + 1
     with pytest.raises(errors.Aborted, match="unread"):
         await reader.next()
+    await stream.close()
+
+
+def _rows_frame(sequence: RemoteSequence, *, is_last: bool = False) -> decode_pb2.DecodeResponse:
+    row = common_pb2.PositionLogprobs(logprob=-1.0, top=[common_pb2.TokenLogprob(token_id=1)] * 4)
+    delta = decode_pb2.SequenceDelta(handle=sequence.handle, tokens=np.asarray([1], "<u4").tobytes())
+    delta.logprobs.append(row)
+    if is_last:
+        delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
+    return decode_pb2.DecodeResponse(deltas=[delta])
+
+
+async def test_log_probabilities_of_one_tenant_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_bounds, "MAX_TENANT_LATE_ROWS", 20)
+    stream = _stream()
+    readers, sequences = [SequenceReader() for _ in range(3)], list[RemoteSequence]()
+    for index, (reader, salt) in enumerate(zip(readers, (b"a", b"a", b"b"), strict=True)):
+        start = decode_pb2.StartSequence(attempt=_attempt(index), ticket=b"t", salt=salt)
+        sequences.append(stream.start(start, _PROMPT, reader))  # paused
+    for _ in range(2):
+        for sequence in sequences:
+            stream.dispatch(_rows_frame(sequence))
+    assert len(stream.late_rows) == 30
+    stream.dispatch(_rows_frame(sequences[0]))
+    for _ in range(2):
+        stream.dispatch(_rows_frame(sequences[2]))
+    for sequence in sequences:
+        sequence.resume()
+    with pytest.raises(errors.Aborted, match="20 log probabilities of this tenant"):
+        await readers[0].next()
+    assert len((await readers[1].next()).tokens) == 2
+    assert len((await readers[2].next()).tokens) == 4
+    assert not len(stream.late_rows)
+    await stream.close()
+
+
+async def test_the_end_of_an_answer_comes_whatever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_bounds, "MAX_TENANT_LATE_ROWS", 4)
+    stream, reader = _stream(), SequenceReader()
+    sequence = stream.start(decode_pb2.StartSequence(attempt=_attempt(0), ticket=b"t"), _PROMPT, reader)
+    stream.dispatch(_rows_frame(sequence, is_last=True))
+    sequence.resume()
+    assert (await reader.next()).ended
+    sequence.close()
+    assert not len(stream.late_rows)
     await stream.close()
 
 
