@@ -57,7 +57,9 @@ async def run(arguments: argparse.Namespace, folder: Path) -> Report:
             if arguments.smg is not None:
                 more = shlex.split(arguments.smg_arguments)
                 smg = await stack.enter_async_context(smg_beside(arguments.smg, folder, more=more, **pace))
-            ours = await stack.enter_async_context(under_test(arguments, folder, **pace))
+            ours = await stack.enter_async_context(
+                under_test(arguments, folder, prefill_ms=prefill_ms, step_ms=step_ms)
+            )
             report[name] = await part(Rig(ours, smg), arguments)
     return report
 

@@ -77,11 +77,18 @@ def children(pid: int) -> list[int]:
 
 @asynccontextmanager
 async def under_test(
-    arguments: argparse.Namespace, folder: Path, *, prefill_ms: float, step_ms: float
+    arguments: argparse.Namespace,
+    folder: Path,
+    *,
+    prefill_ms: float,
+    step_ms: float,
+    api_keys: Path | None = None,
 ) -> AsyncIterator[RouterUnderTest]:
     """Start a cluster with this pace."""
-    pace = FakePace(prefill_ms, step_ms)
-    async with fake_cluster(folder, pace, max_requests=4096, processes=arguments.processes) as cluster:
+    pace, processes = FakePace(prefill_ms, step_ms), arguments.processes
+    async with fake_cluster(
+        folder, pace, max_requests=4096, processes=processes, api_keys=api_keys
+    ) as cluster:
         yield RouterUnderTest(cluster, folder / "model")
 
 

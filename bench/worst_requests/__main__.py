@@ -3,7 +3,8 @@
     python -m bench.worst_requests [--json] [--rounds 3] [--at-once 1] [--only tools]
 
 A real router with fake workers streams one answer, a token every few milliseconds. Beside it the router gets
-the worst request of each kind within the bounds (bodies.py over HTTP, messages.py over gRPC). Printed are the
+from another tenant the worst request of each kind within the bounds (bodies.py over HTTP, messages.py over
+gRPC), some with the longest of answers. Printed are the
 size of the body, its status, the time to its end and the longest gap between two tokens of the stream, of all
 rounds. "idle" is the gap without another request. Aim: gaps below 100 ms. Condition: below 500 ms.
 """
@@ -29,6 +30,7 @@ import grpc
 from bench.router.rig import RouterUnderTest, under_test
 from bench.worst_requests import bodies, messages
 from bench.worst_requests.healthy_stream import HealthyStream, longest_gap_ms
+from slipstream.api_key_file import KEY_PREFIX, add_key
 from slipstream.rpc.dial import MAX_MESSAGE_BYTES
 
 AIM_MS, CONDITION_MS = 100.0, 500.0
@@ -36,6 +38,8 @@ _STEP_MS = 5.0
 _AFTER_S = 0.3  # what a request leaves behind shows in the stream after its answer
 _LIMIT_S = 120.0
 
+# The keys of two tenants, who share a router.
+HEALTHY, ATTACKER = (f"{KEY_PREFIX}{name}" for name in ("healthy", "attacker"))
 Row = dict[str, Any]
 
 
@@ -59,11 +63,23 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+def write_keys(path: Path) -> Path:
+    """Write the file of both keys."""
+    for key in (HEALTHY, ATTACKER):
+        name = key.removeprefix(KEY_PREFIX)
+        add_key(path, name=name, tenant=name, key=key)
+    return path
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
 def over_http(endpoint: str, request: bodies.HttpRequest) -> str:
     """Send a body from this thread."""
     host, _, port = endpoint.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=_LIMIT_S)
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **_headers(ATTACKER)}
     if request.encoding:
         headers["Content-Encoding"] = request.encoding
     try:
@@ -82,7 +98,8 @@ def over_grpc(endpoint: str, request: messages.GrpcRequest) -> str:
     with grpc.insecure_channel(endpoint, [("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]) as channel:
         call: Any = channel.unary_stream(request.method)  # also of a method with one response
         try:
-            for _ in call(request.message, timeout=_LIMIT_S):
+            metadata = tuple(_headers(ATTACKER).items())
+            for _ in call(request.message, timeout=_LIMIT_S, metadata=metadata):
                 pass
         except grpc.RpcError as error:
             return str(error.code().name)
@@ -109,7 +126,7 @@ def attacks(router: RouterUnderTest) -> list[Callable[[], Attack]]:
 
 def measure(router: RouterUnderTest, attack: Attack, *, at_once: int) -> Row:
     """Send one kind beside the stream, so many equal requests at the same time."""
-    with HealthyStream(router.http) as stream, ThreadPoolExecutor(at_once) as threads:
+    with HealthyStream(router.http, _headers(HEALTHY)) as stream, ThreadPoolExecutor(at_once) as threads:
         began_s = time.monotonic()
         statuses = [sending.result() for sending in [threads.submit(attack.send) for _ in range(at_once)]]
         took_s = time.monotonic() - began_s
@@ -136,7 +153,8 @@ def worst_of(rounds: list[Row]) -> Row:
 async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure all kinds against one router."""
     rows: list[Row] = []
-    async with under_test(options, folder, prefill_ms=5.0, step_ms=_STEP_MS) as router:
+    keys = write_keys(folder / "keys.toml")
+    async with under_test(options, folder, prefill_ms=5.0, step_ms=_STEP_MS, api_keys=keys) as router:
         for make in attacks(router):
             attack = make()
             if options.only not in attack.name:

@@ -12,7 +12,8 @@ from slipstream import bounds
 
 MOST = bounds.MAX_BODY_BYTES
 _CHAT = "/v1/chat/completions"
-RESPONSES, MESSAGES, DETOKENIZE = "/v1/responses", "/v1/messages", "/detokenize"
+COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/messages"
+DETOKENIZE = "/detokenize"
 RUN = "/client/v4/accounts/a/ai/run/model"  # the name of bench.router.rig's model
 _ROOM = 200  # bytes of a body around its long part
 _USER: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -142,7 +143,7 @@ _TEXTS: dict[str, Callable[[], HttpRequest]] = {
     "lone surrogates": lambda: _content(b"\\ud800"),
     "a name of 8 MiB": lambda: HttpRequest(b'{"' + b"\\u0001" * (MOST // 6 - 40) + b'":1}'),
     "a prompt": lambda: HttpRequest(
-        b'{"max_tokens":1,"prompt":"' + b"aA" * (MOST // 2 - 99) + b'"}', "/v1/completions"
+        b'{"max_tokens":1,"prompt":"' + b"aA" * (MOST // 2 - 99) + b'"}', COMPLETIONS
     ),
     "white space around": lambda: HttpRequest(b" " * (MOST - _ROOM) + chat([_USER]).body),
     "gzip, 8 MiB inside": lambda: _gzip(MOST - _ROOM),
@@ -233,6 +234,31 @@ _OTHER_APIS: dict[str, Callable[[], HttpRequest]] = {
     "/detokenize, 100,000 ids": lambda: HttpRequest(_json({"tokens": [1] * 100_000}), DETOKENIZE),
 }
 
+# Answers whose log probabilities take long to write: the end of some repeats all of them.
+_LOGPROBS: dict[str, Any] = {"messages": [_USER], "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+_LONG_ANSWERS: dict[str, Callable[[], HttpRequest]] = {
+    "chat, logprobs of 2000 tokens": lambda: HttpRequest(_json({**_LOGPROBS, "max_tokens": 2000})),
+    "chat, logprobs of 128 choices": lambda: HttpRequest(_json({**_LOGPROBS, "max_tokens": 200, "n": 128})),
+    "/v1/completions, logprobs of 128 choices": lambda: HttpRequest(
+        _json({"prompt": "a", "logprobs": 20, "ignore_eos": True, "max_tokens": 200, "n": 128}), COMPLETIONS
+    ),
+    "/v1/responses, logprobs of 2000 tokens": lambda: HttpRequest(
+        _json(
+            {
+                "input": "a",
+                "max_output_tokens": 2000,
+                "top_logprobs": 20,
+                "include": ["message.output_text.logprobs"],
+                "stream": True,
+            }
+        ),
+        RESPONSES,
+    ),
+    "run, logprobs of 64 answers": lambda: HttpRequest(
+        _json({"requests": [{**_LOGPROBS, "max_tokens": 400}] * 64}), RUN
+    ),
+}
+
 KINDS: dict[str, Callable[[], HttpRequest]] = {
     **_TOOLS,
     **_GRAMMARS,
@@ -240,4 +266,5 @@ KINDS: dict[str, Callable[[], HttpRequest]] = {
     **_MESSAGES,
     **_TEXTS,
     **_OTHER_APIS,
+    **_LONG_ANSWERS,
 }

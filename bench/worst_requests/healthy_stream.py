@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -18,10 +18,12 @@ _FIRST_S = 30.0
 class HealthyStream:
     """One long answer. A block of `with` begins after its first token."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, headers: Mapping[str, str]) -> None:
+        """`headers` name the caller."""
         host, _, port = endpoint.rpartition(":")
         self.arrivals: list[float] = []  # on the monotonic clock
         self.error = ""
+        self._headers = {"Content-Type": "application/json", **headers}
         self._connection = http.client.HTTPConnection(host, int(port), timeout=_FIRST_S)
         self._began = threading.Event()
         self._closing = False
@@ -43,8 +45,7 @@ class HealthyStream:
         messages = [{"role": "user", "content": "tell me a long story"}]
         body = {"messages": messages, "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
         try:
-            headers = {"Content-Type": "application/json"}
-            self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            self._connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
             answer = self._connection.getresponse()
             if answer.status != 200:
                 raise http.client.HTTPException(f"status {answer.status}")
