@@ -26,8 +26,7 @@ WRITE_STALL_S = 30.0
 GRPC_RESET_S = 5.0
 UNREAD_SUSPEND_S = 1.0
 MAX_TENANT_SUSPENDED = 256
-# About 50 MB. A router delivers 160,000 in a second.
-MAX_TENANT_LATE_ROWS = 1 << 20
+MAX_TENANT_LATE_ROWS = 1 << 20  # about 50 MB; a router delivers 160,000 in a second
 # A suspended request goes on after the first of these at the earliest, doubled each time up to the second.
 RESUME_PAUSE_S = (0.5, 15.0)
 GRPC_HANDSHAKE_S = 10.0
@@ -265,11 +264,7 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{MAX_MEASURED}",
         "others wait first",
     ),
-    (
-        "Long messages waiting to be parsed and checked: all tenants, in equal shares",
-        f"{MAX_WAITING_WORK}",
-        "refused",
-    ),
+    ("Long messages waiting for a check: all tenants, in equal shares", f"{MAX_WAITING_WORK}", "refused"),
     ("Expected wait for a prefill worker", f"{MAX_PREFILL_WAIT_S:g} s", "waits at the router"),
     ("Preemptions of one request by higher classes", f"{MAX_PREEMPTIONS}", "it stays"),
     ("Requests preempted for one", f"{MAX_PREEMPTION_VICTIMS}", "it waits"),
@@ -286,11 +281,7 @@ _TOGETHER: tuple[_Row, ...] = (
         "waits",
     ),
     ("Requests of one tenant that left their workers so", f"{MAX_TENANT_SUSPENDED}", "request aborted"),
-    (
-        "Log probabilities of one tenant that wait for their delivery at a router",
-        f"{MAX_TENANT_LATE_ROWS:,}",
-        "request aborted",
-    ),
+    ("Late log probabilities of one tenant at a router", f"{MAX_TENANT_LATE_ROWS}", "request aborted"),
     ("Failed attempts in a row without a new token", f"{MAX_FRUITLESS_ATTEMPTS}", "request failed"),
     ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),
