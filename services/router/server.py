@@ -182,7 +182,7 @@ class RouterServer:
             pipeline.fleet,
             pipeline.peers,
             own=options.instance,
-            own_admin=self.admin.endpoint,
+            own_admin=self._record.admin,
             load=self._load,
             sessions=pipeline.sessions.all,
         )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.placement_record import Placement, SessionId
 from libs.common.cluster.worker_record import Role
 from services.router.request.model_card import ModelCard
 from slipstream.enum_names import role_name
+from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
 from tests.router.autoscale.test_scaler import ReportedTier, running_router
 from tests.router.conftest import WAIT_S
+
+SECRET = ClusterSecret(b"a secret of this test, 32 bytes!")
 
 
 def key(number: int) -> bytes:
@@ -50,3 +55,10 @@ async def test_the_answer_explains_each_tier_and_ranks_the_workers(card: ModelCa
     assert prefills[0].endpoint == tier.workers[2].host.endpoint
     for worker in tier.workers:
         await worker.stop()
+
+
+async def test_a_router_is_named_by_the_address_that_others_dial(card: ModelCard) -> None:
+    ports: dict[str, Any] = {"admin": "0.0.0.0:0", "advertise": "127.0.0.1:7000", "secret": SECRET}
+    async with running_router(card, InMemoryDiscovery(), **ports) as router:
+        port = router.admin.endpoint.rpartition(":")[2]
+        assert [held.endpoint for held in await router.signals.holdings()] == [f"127.0.0.1:{port}"]
