@@ -151,15 +151,7 @@ class ServiceHost:
             options=list(merged.items()),
             maximum_concurrent_rpcs=GRPC_CALLS,
         )
-        try:
-            if tls is None:
-                self.port = self.server.add_insecure_port(listen)
-            else:
-                # gRPC calls them at each handshake.
-                self._credentials = tls.server_credentials(handshakes.note_handshake)
-                self.port = self.server.add_secure_port(listen, self._credentials)
-        except RuntimeError as error:
-            raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
+        self.port = self._open_port(listen, tls, handshakes)
         self.bound = f"{listen.rpartition(':')[0]}:{self.port}"
         self.endpoint = advertised_endpoint(self.bound, advertise)
         access.answer_to(self.bound, (self.endpoint, *names))
@@ -172,6 +164,17 @@ class ServiceHost:
         self._service_names: tuple[str, ...] = ()
         self._has_reflection = has_reflection
         self._stopping = asyncio.Event()
+
+    def _open_port(self, listen: str, tls: TlsFiles | None, handshakes: HandshakeWatch) -> int:
+        """The port that was bound. Raises Unavailable."""
+        try:
+            if tls is None:
+                return self.server.add_insecure_port(listen)
+            # gRPC calls them at each handshake.
+            self._credentials = tls.server_credentials(handshakes.note_handshake)
+            return self.server.add_secure_port(listen, self._credentials)
+        except RuntimeError as error:
+            raise errors.Unavailable(f"cannot listen on {listen}: {error}") from error
 
     async def start(self, service_names: Sequence[str]) -> None:
         """Serve. Alive at once; ready only after `set_ready`. Names are full ones."""

@@ -128,16 +128,7 @@ class RequestManager:
             await self._free_id(key, is_takeover=bool(request.resume_after_tokens) or caller.attempt > 1)
             run = RunningRequest(request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256)
             run.constraint = constraint
-            admission = self._admission(request, caller, request_id, chars)
-            self.texts.take(caller.tenant, chars, is_job=caller.is_job)
-            try:
-                if self.context.metering is not None:
-                    run.metered = self.context.metering.begin(caller, admission, counts_prompt=not is_checked)
-                run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
-            except BaseException as refusal:
-                self.texts.give_back(caller.tenant, chars)
-                run.end_metering(refusal)
-                raise
+            self._offer(run, request, caller, counts_prompt=not is_checked)
         except errors.SlipstreamError as refusal:
             self.context.counters.add("slipstream_requests_refused_total")
             if isinstance(refusal, errors.Overloaded):
@@ -154,6 +145,22 @@ class RequestManager:
         task = run.start(work, deadline_s=caller.deadline_s)
         task.add_done_callback(partial(self._ended, run, key, chars))
         return run
+
+    def _offer(
+        self, run: RunningRequest, request: GenerationRequest, caller: Caller, *, counts_prompt: bool
+    ) -> None:
+        """Admit the request or let it wait, with its text in the tenant's share. Raises Overloaded."""
+        chars = request.text_chars
+        admission = self._admission(request, caller, run.request_id, chars)
+        self.texts.take(caller.tenant, chars, is_job=caller.is_job)
+        try:
+            if self.context.metering is not None:
+                run.metered = self.context.metering.begin(caller, admission, counts_prompt=counts_prompt)
+            run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
+        except BaseException as refusal:
+            self.texts.give_back(caller.tenant, chars)
+            run.end_metering(refusal)
+            raise
 
     async def encode(self, request: GenerationRequest, caller: Caller, *, n_bytes: int) -> Prompt:
         """The prompt of a request that does not run. Raises as `begin` does, but for Overloaded."""
