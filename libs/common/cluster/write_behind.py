@@ -18,6 +18,7 @@ dropped and counted.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import islice
 
@@ -43,9 +44,10 @@ class PlacementWriteBehind:
         self._max_tenant_sessions = max_tenant_sessions
         self._of_tenant: dict[str, set[SessionId]] = {}  # all sessions that are recorded, dirty or in flight
         self._write_interval_s = write_interval_s
-        self._written_s: dict[SessionId, float] = {}  # of the last interval, the earliest first
+        # To find its first item, a dict walks over all that were removed before it; an OrderedDict does not.
+        self._written_s: OrderedDict[SessionId, float] = OrderedDict()  # of the last interval, earliest first
         self._recorded: dict[SessionId, Placement] = {}
-        self._dirty: dict[SessionId, Placement] = {}
+        self._dirty: OrderedDict[SessionId, Placement] = OrderedDict()
         self._in_flight: dict[SessionId, Placement] = {}
         self._unknown: dict[SessionId, tuple[Placement, ...]] = {}
         self.conflicts = 0
@@ -54,7 +56,7 @@ class PlacementWriteBehind:
     @property
     def pending(self) -> int:
         """The number of sessions with a change that may not be recorded yet."""
-        return len(self._dirty.keys() | self._in_flight.keys())
+        return len(self._dirty) + sum([session not in self._dirty for session in self._in_flight])
 
     def get(self, session: SessionId) -> Placement | None:
         """The newest placement, unrecorded ones included, with the epoch of the last record."""
@@ -94,8 +96,8 @@ class PlacementWriteBehind:
             if now_s - self._written_s[earliest] < self._write_interval_s:
                 break
             del self._written_s[earliest]
-        waiting = self._in_flight.keys() | self._written_s.keys()
-        sessions = list(islice((session for session in self._dirty if session not in waiting), limit))
+        due = (s for s in self._dirty if s not in self._in_flight and s not in self._written_s)
+        sessions = list(islice(due, limit))
         for session in sessions:
             self._in_flight[session] = self._dirty.pop(session)
             self._written_s[session] = now_s
@@ -161,7 +163,8 @@ class PlacementWriteBehind:
         """Make the write in flight dirty again."""
         placement = self._in_flight.pop(session)
         # In front, as it has waited longest. A change made meanwhile supersedes it.
-        self._dirty = {session: self._dirty.get(session, placement), **self._dirty}
+        self._dirty.setdefault(session, placement)
+        self._dirty.move_to_end(session, last=False)
 
     def _accept(self, session: SessionId, placement: Placement) -> None:
         """Record a placement that is ours or contradicts no change; it is the base of later changes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -222,3 +224,23 @@ def test_a_write_that_was_not_made_is_repeated_at_once_and_an_unknown_one_later(
     write_behind.mark_unknown(session)
     assert not write_behind.start_writes(10, now_s=0.9)
     assert write_behind.start_writes(10, now_s=1.1)
+
+
+def test_writes_that_fail_copy_nothing_of_what_waits() -> None:
+    """etcd is away: one transaction of 64 fails again and again while 20,000 sessions wait."""
+    write_behind = PlacementWriteBehind(max_dirty=30_000)
+    for number in range(20_000):
+        write_behind.put(SessionId("t", str(number)), Placement(block_count=number))
+    table_bytes = sys.getsizeof(dict(write_behind.all()))
+    tracemalloc.start()
+    try:
+        for attempt in range(3):
+            written = write_behind.start_writes(64, now_s=float(attempt))
+            for session, _ in reversed(written):
+                write_behind.mark_unknown(session)
+            assert write_behind.pending == 20_000
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(written) == 64 and written[0][0] == SessionId("t", "0")  # they stay in front
+    assert peak_bytes < table_bytes / 4
