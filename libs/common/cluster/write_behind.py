@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from libs.common.cluster.placement_record import UNRECORDED, Placement, SessionId
+from libs.common.cluster.tenant_sessions import TenantSessions
 from libs.common.service_bounds import MAX_TENANT_SESSIONS
 
 # Placements of one session with unknown outcomes; only a long outage makes more than a few.
@@ -42,7 +43,7 @@ class PlacementWriteBehind:
         """`max_tenant_sessions`: a tenant that has so many begins no further one."""
         self._max_dirty = max_dirty
         self._max_tenant_sessions = max_tenant_sessions
-        self._of_tenant: dict[str, set[SessionId]] = {}  # all sessions that are recorded, dirty or in flight
+        self.names = TenantSessions()  # all sessions that are recorded, dirty or in flight
         self._write_interval_s = write_interval_s
         # To find its first item, a dict walks over all that were removed before it; an OrderedDict does not.
         self._written_s: OrderedDict[SessionId, float] = OrderedDict()  # of the last interval, earliest first
@@ -77,7 +78,7 @@ class PlacementWriteBehind:
         A new session of a tenant that has too many is dropped.
         """
         known = self._dirty.get(session) or self._in_flight.get(session) or self._recorded.get(session)
-        if known is None and len(self._of_tenant.get(session.tenant, ())) >= self._max_tenant_sessions:
+        if known is None and self.names.count(session.tenant) >= self._max_tenant_sessions:
             self.dropped += 1
             return
         if session not in self._dirty and len(self._dirty) >= self._max_dirty:
@@ -196,10 +197,7 @@ class PlacementWriteBehind:
 
     def _count(self, session: SessionId) -> None:
         """Count the session as one of its tenant, as long as anything of it is here."""
-        sessions = self._of_tenant.setdefault(session.tenant, set())
         if session in self._recorded or session in self._dirty or session in self._in_flight:
-            sessions.add(session)
+            self.names.add(session)
         else:
-            sessions.discard(session)
-            if not sessions:
-                del self._of_tenant[session.tenant]
+            self.names.discard(session)

@@ -144,7 +144,8 @@ async def test_routers_share_placements(kind: str, tmp_path: Path) -> None:
                 changed = await wait_for_placement(each, SESSION, later)
                 assert changed is not None and changed.epoch > seen.epoch
         assert a.all() == b.all()
-        assert list(a.all()) == [SESSION]
+        assert list(a.all()) == [SESSION] == a.sessions_of(SESSION.tenant)
+        assert a.tenants() == [SESSION.tenant] and a.peek(SESSION) == a.get(SESSION)
 
 
 async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -> None:
@@ -159,6 +160,18 @@ async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -
     assert placements.get(sessions[2]) is None
     placements.put(sessions[2], Placement(decode="d-2"))
     assert sessions[1] not in placements.all() and len(placements.all()) == 3
+    assert placements.tenants() == ["t"] and set(placements.sessions_of("t")) == set(placements.all())
+    assert placements.sessions_of("u") == []
+
+
+async def test_a_look_at_a_session_keeps_it_no_longer() -> None:
+    placements = InMemoryPlacements(max_sessions=2)
+    sessions = [SessionId("t", name) for name in "abc"]
+    for session in sessions[:2]:
+        placements.put(session, Placement(decode="d-0"))
+    assert placements.peek(sessions[0]) == placements.all()[sessions[0]]
+    placements.put(sessions[2], Placement(decode="d-0"))
+    assert placements.peek(sessions[0]) is None
 
 
 async def test_many_placement_changes_are_written_in_few_transactions(etcd: EtcdProcess) -> None:

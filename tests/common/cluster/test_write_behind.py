@@ -105,8 +105,11 @@ class TwoRouters(RuleBasedStateMachine):
     @invariant()
     def each_session_of_a_tenant_is_counted_while_it_is_known(self) -> None:
         for write_behind in self.write_behinds:
-            counted = {session for sessions in write_behind._of_tenant.values() for session in sessions}
-            assert counted == set(write_behind.all())
+            names = [
+                name for tenant in write_behind.names.tenants() for name in write_behind.names.of(tenant)
+            ]
+            assert len(names) == len(set(names)) == sum(map(write_behind.names.count, ("t", "u")))
+            assert set(names) == set(write_behind.all())
 
     @invariant()
     def at_most_one_write_of_a_session_is_in_flight(self) -> None:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from libs.common.cluster.placement_record import Placement, SessionId
 from libs.common.cluster.placements import InMemoryPlacements
-from services.router.execution.sessions import NOTHING, Sessions
+from services.router.execution.sessions import NOTHING, PIECE_SESSIONS, Sessions
 
 HASHES = [bytes([n]) * 16 for n in range(3)]
+
+
+class CountedPlacements(InMemoryPlacements):
+    """Keeps whose placements are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_up: list[SessionId] = []
+
+    def peek(self, session: SessionId) -> Placement | None:
+        self.looked_up.append(session)
+        return super().peek(session)
 
 
 def record(sessions: Sessions, hashes: list[bytes], *, name: str | None = "s") -> None:
@@ -30,3 +43,19 @@ def test_a_prompt_that_continues_the_session_finds_its_tokens() -> None:
     assert (found.placement.decode, found.stored_tokens) == ("d-0", 128)
     assert sessions.look_up("anna", "s", HASHES[1:], block_tokens=64).stored_tokens == 0
     assert sessions.look_up("bert", "s", HASHES, block_tokens=64) == NOTHING
+
+
+def test_a_list_of_sessions_looks_up_a_piece_at_a_time_and_only_those_it_shows() -> None:
+    placements = CountedPlacements()
+    names = {tenant: [SessionId(tenant, f"s-{n}") for n in range(1200)] for tenant in ("anna", "bert")}
+    for name in (*names["anna"], *names["bert"]):
+        placements.put(name, Placement(decode="d-0"))
+    sessions = Sessions(placements)
+    for tenant, expected in (("anna", names["anna"]), (None, [*names["anna"], *names["bert"]]), ("carl", [])):
+        shown: list[SessionId] = []
+        for piece in sessions.pieces(tenant):
+            assert len(placements.looked_up) <= PIECE_SESSIONS
+            assert [name for name, _ in piece] == placements.looked_up
+            shown += placements.looked_up
+            placements.looked_up.clear()
+        assert len(shown) == len(expected) and set(shown) == set(expected)
