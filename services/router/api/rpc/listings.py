@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from libs.common import list_bounds
 from libs.common.cluster.placement_record import Placement, SessionId
 from services.router.admission.fair_threads import RunPiece
 from services.router.api.rpc.callers import Callers, Context, is_operator
@@ -56,17 +57,20 @@ class ListMethods:
         return response
 
     async def list_sessions(self, request: router_pb2.ListSessionsRequest, context: Context) -> bytes:
-        """ListSessions: the caller's own where there are several tenants. A serialised ListSessionsResponse.
+        """ListSessions: the caller's own where there are several tenants.
 
-        A tenant may have 50,000 sessions, of which the event loop looks up a piece at a time.
+        Returns the ListSessionsResponse as a thread has serialised it. Raises InvalidArgument.
         """
         tenant = self._callers.tenant(context)
         shown = None if self._callers.sees_all_tenants() else tenant
-        encoded = []
-        for piece in self._sessions.pieces(shown):
-            encoded.append(await self._run_piece(tenant, partial(_encode_sessions, piece)))
-        # Messages one after the other are one message with the items of all.
-        return await self._run_piece(tenant, partial(b"".join, encoded))
+        list_bounds.SESSIONS_LIMIT.check(request.limit)
+        found, last = await self._sessions.page(
+            shown,
+            after=_read_cursor(request.after),
+            limit=request.limit or list_bounds.SESSIONS_PAGE,
+            run_piece=partial(self._run_piece, tenant),
+        )
+        return await self._run_piece(tenant, partial(_encode_sessions, found, last.key if last else ""))
 
     async def list_workers(
         self, request: router_pb2.ListWorkersRequest, context: Context
@@ -89,8 +93,16 @@ class ListMethods:
         )
 
 
-def _encode_sessions(piece: Sequence[tuple[SessionId, Placement]]) -> bytes:
+def _read_cursor(after: str) -> SessionId | None:
+    try:
+        return SessionId.from_key(after) if after else None
+    except ValueError:
+        raise list_bounds.SESSIONS_AFTER.refused() from None
+
+
+def _encode_sessions(page: Sequence[tuple[SessionId, Placement]], next_cursor: str) -> bytes:
     response = router_pb2.ListSessionsResponse(
+        next=next_cursor,
         sessions=[
             router_pb2.SessionPlacement(
                 tenant=session.tenant,
@@ -102,7 +114,7 @@ def _encode_sessions(piece: Sequence[tuple[SessionId, Placement]]) -> bytes:
                 tail_hash=placement.tail_hash,
                 epoch=placement.epoch,
             )
-            for session, placement in piece
-        ]
+            for session, placement in page
+        ],
     )
     return response.SerializeToString()
