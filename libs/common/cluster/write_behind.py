@@ -14,12 +14,12 @@ dropped and counted.
     requeue(s)           the write was not tried; dirty again
     mark_unknown(s)      no response; dirty again, and a record equal to this placement counts as ours
     observe(s, r)        a record seen by the watch; as `reject`, for sessions that are not in flight
+    expire(s, r)         r is not in etcd any more; nothing, if another record is known meanwhile
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from itertools import islice
 
 from libs.common.cluster.placement_record import UNRECORDED, Placement, SessionId
@@ -153,12 +153,14 @@ class PlacementWriteBehind:
         else:
             self._yield_to(session, placement, was_in_flight=False)
 
-    def observe_all(self, placements: Mapping[SessionId, Placement]) -> None:
-        """Apply all records in etcd, after a gap: sessions without one have expired."""
-        for session in self._recorded.keys() - placements.keys():
+    def records(self) -> list[tuple[SessionId, Placement]]:
+        """The records that are known now."""
+        return list(self._recorded.items())
+
+    def expire(self, session: SessionId, record: Placement) -> None:
+        """Apply that this record has expired, unless a newer one was seen or written meanwhile."""
+        if self._recorded.get(session) is record:
             self.observe(session, None)
-        for session, placement in placements.items():
-            self.observe(session, placement)
 
     def _retry(self, session: SessionId) -> None:
         """Make the write in flight dirty again."""

@@ -94,7 +94,13 @@ class TwoRouters(RuleBasedStateMachine):
     @rule(router=ROUTERS)
     def snapshot(self, router: int) -> None:
         self.events[router].clear()
-        self.write_behinds[router].observe_all(self.records)
+        write_behind = self.write_behinds[router]
+        before = write_behind.records()
+        for session, placement in self.records.items():
+            write_behind.observe(session, placement)
+        for session, record in before:
+            if session not in self.records:
+                write_behind.expire(session, record)
 
     @rule(session=st.sampled_from(SESSIONS))
     def expire(self, session: SessionId) -> None:
@@ -247,3 +253,18 @@ def test_writes_that_fail_copy_nothing_of_what_waits() -> None:
         tracemalloc.stop()
     assert len(written) == 64 and written[0][0] == SessionId("t", "0")  # they stay in front
     assert peak_bytes < table_bytes / 4
+
+
+def test_a_record_that_was_written_meanwhile_does_not_expire() -> None:
+    write_behind = PlacementWriteBehind(max_dirty=10)
+    session = SESSIONS[0]
+    write_behind.observe(session, Placement(block_count=1, epoch=5))
+    [(_, before)] = write_behind.records()
+    write_behind.put(session, Placement(block_count=2))
+    assert write_behind.start_writes(1, now_s=0.0)
+    write_behind.confirm(session, 6)
+    write_behind.expire(session, before)
+    [(_, after)] = write_behind.records()
+    assert after.epoch == 6
+    write_behind.expire(session, after)
+    assert write_behind.records() == [] == write_behind.names.tenants()
