@@ -6,6 +6,8 @@ from slipstream.bound import Range, Rule, Section, Size
 
 MAX_SUBMITTED_JOBS = 500
 MAX_JOBS_PAGE = 1000
+# Of a result in one answer: gRPC sends a message in one piece on the event loop.
+MAX_RESULT_PART_BYTES = 8 << 20
 
 JOBS = Section("Jobs")
 SUBMITTED = JOBS.add(Size("jobs", 1, MAX_SUBMITTED_JOBS, "jobs in one call", "One transaction.", "gRPC"))
@@ -33,5 +35,19 @@ WEBHOOK = JOBS.add(
 )
 PAGE = JOBS.add(
     Range("limit", 0, MAX_JOBS_PAGE, "0 = 100 jobs; one answer holds a page.", whole=True, apis="gRPC")
+)
+_LARGEST_VALUE = "No database keeps a larger value."
+RESULT_OFFSET = JOBS.add(Range("result_offset", 0, 1 << 30, _LARGEST_VALUE, whole=True, apis="gRPC"))
+_ONE_MESSAGE = "A message is sent in one piece. 0 = all that follow."
+RESULT_LIMIT = JOBS.add(
+    Range("result_limit", 0, MAX_RESULT_PART_BYTES, _ONE_MESSAGE, whole=True, apis="gRPC")
+)
+RESULT_PARTS = JOBS.add(
+    Rule(
+        "result_limit",
+        f"must be given where more than {MAX_RESULT_PART_BYTES} bytes of the result follow: read it in parts",
+        "The SDK does so.",
+        apis="gRPC",
+    )
 )
 NAMED = JOBS.add(Rule("id", "must be given, or group_id", "A call about no job is a mistake.", apis="gRPC"))

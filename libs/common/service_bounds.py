@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from libs.common import api_bounds, batch_bounds, worker_bounds
+from libs.common import api_bounds, batch_bounds, list_bounds, worker_bounds
 from libs.common.job_bounds import JOBS
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -377,8 +377,8 @@ def render_markdown() -> str:
         "for the body's size; NOT_FOUND and 404 for the model). The message is the field, a colon and the",
         "words below, the same in both APIs.",
     ]
-    for section in (*bounds.SECTIONS, *api_bounds.API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
-        lines += section.markdown()
+    for each in (*bounds.SECTIONS, list_bounds.LISTS, *api_bounds.API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
+        lines += each.markdown()
     tables = (
         ("Connections", _CONNECTIONS),
         ("Requests together", _TOGETHER),

@@ -14,6 +14,7 @@ import typer
 from slipstream import __version__
 from slipstream.cli.access import OperatorAccess, takes_access
 from slipstream.cli.autoscale import autoscale
+from slipstream.cli.chat.harmless_text import harmless
 from slipstream.cli.client_access import ClientAccess, takes_client
 from slipstream.cli.jobs.app import jobs_app
 from slipstream.cli.keys import keys_app
@@ -50,7 +51,7 @@ def run() -> None:
     try:
         code = app(standalone_mode=False, prog_name="slipstream")
     except SlipstreamError as error:
-        print(f"slipstream: {error.message}", file=sys.stderr)
+        print(harmless(f"slipstream: {error.message}"), file=sys.stderr)
         raise SystemExit(1) from None
     except typer.Abort:
         print("\nslipstream: aborted", file=sys.stderr)

@@ -105,9 +105,7 @@ def show(file: KeyFile, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.markup import escape
-
-    from slipstream.cli.tables import figures_table, print_table
+    from slipstream.cli.tables import cell, figures_table, print_table
 
     if not rows:
         print("no keys")
@@ -115,8 +113,8 @@ def show(file: KeyFile, as_json: AsJson = False) -> None:
     table = figures_table(("key", "tenant", "scope", "expires", "limits"), ())
     for row in rows:
         ends = f"{row['expires'] or 'never'}{' (expired)' if row['is_expired'] else ''}"
-        cells = (row["name"], row["tenant"], row["scope"], ends, ", ".join(row["limits"]) or "none")
-        table.add_row(*(escape(str(cell)) for cell in cells))
+        texts = (row["name"], row["tenant"], row["scope"], ends, ", ".join(row["limits"]) or "none")
+        table.add_row(*(cell(str(text)) for text in texts))
     print_table(table)
 
 

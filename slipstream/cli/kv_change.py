@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from slipstream.block_hashes import unpack_hashes
+from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.kv_nodes import Nodes, ask_all
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -79,4 +80,4 @@ def _print(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: b
     print_table(table)
     for row in rows:
         if row["error"]:
-            print(f"{row['node']}: {row['error']}")
+            print(harmless_line(f"{row['node']}: {row['error']}"))

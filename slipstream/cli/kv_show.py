@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from slipstream.block_view import BlockView
+from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.kv_nodes import NodeReply, Nodes, ask_all
 from slipstream.cli.status import check_all_answered
 from slipstream.cli.tables import figures_table, print_table
@@ -60,7 +61,7 @@ def _print_blocks(listed: Sequence[Mapping[str, Any]]) -> None:
         print_table(table)
     for node in listed:
         shown = f"{len(node['blocks'])} of {node['held']} blocks"
-        print(f"{node['node']}: {node['error'] or shown}")
+        print(harmless_line(f"{node['node']}: {node['error'] or shown}"))
 
 
 async def show_tiers(nodes: Nodes, *, as_json: bool) -> None:
@@ -109,7 +110,7 @@ def _print_tiers(shown: Sequence[Mapping[str, Any]]) -> None:
         print_table(totals)
     for node in shown:
         if node["error"]:
-            print(f"{node['node']}: {node['error']}")
+            print(harmless_line(f"{node['node']}: {node['error']}"))
 
 
 async def _held(channel: grpc.aio.Channel) -> dict[int, set[bytes]]:

@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
+from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.fleet.fleet_client import FleetClient, fleet_dict
 from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import figures_table, print_table
@@ -55,7 +56,8 @@ def answer_fields(answer: worker_pb2.GetStatusResponse | SlipstreamError) -> dic
 def print_troubles(troubles: Mapping[str, str | None]) -> None:
     """One line for each reason of the processes without an answer."""
     for trouble in dict.fromkeys(filter(None, troubles.values())):
-        print(f"{', '.join(name for name, text in troubles.items() if text == trouble)}: {trouble}")
+        names = ", ".join(name for name, text in troubles.items() if text == trouble)
+        print(harmless_line(f"{names}: {trouble}"))
 
 
 def check_all_answered(silent: Sequence[str]) -> None:
@@ -84,7 +86,7 @@ async def show_fleet(client: FleetClient, *, as_json: bool) -> None:
     table = figures_table(("worker", "endpoint", "state"), LOAD_COLUMNS)
     for row in fleet["processes"]:
         table.add_row(row["instance"], row["endpoint"], row["state"], *load_cells(row))
-    print(f"{fleet['model']}, as {fleet['router']} sees it")
+    print(harmless_line(f"{fleet['model']}, as {fleet['router']} sees it"))
     print_table(table)
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import render
+from rich.markup import escape, render
 from rich.measure import Measurement
 from rich.table import Table
+
+from slipstream.cli.chat.harmless_text import harmless_line
 
 _MIN_NAME_WIDTH = 16
 
@@ -21,6 +23,11 @@ def figures_table(names: Iterable[str], figures: Iterable[str]) -> Table:
     for heading in figures:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     return table
+
+
+def cell(text: str) -> str:
+    """A cell with text of others: one line that neither a terminal nor rich obeys."""
+    return escape(harmless_line(text))
 
 
 def print_table(table: Table, *, console: Console | None = None, shorten_first: bool = False) -> None:

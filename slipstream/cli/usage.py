@@ -41,9 +41,7 @@ def usage(
 
 
 def _show(rows: Sequence[UsageRecord], groups: Sequence[str]) -> None:
-    from rich.markup import escape
-
-    from slipstream.cli.tables import figures_table, print_table
+    from slipstream.cli.tables import cell, figures_table, print_table
 
     if not rows:
         print("no usage")
@@ -51,7 +49,7 @@ def _show(rows: Sequence[UsageRecord], groups: Sequence[str]) -> None:
     headings = (name.replace("_", " ") for name in _FIGURES)
     table = figures_table(groups, (*headings, "cost", "currency"))
     for row in rows:
-        names = (escape(getattr(row, name)) or "-" for name in groups)
+        names = (cell(getattr(row, name)) or "-" for name in groups)
         figures = (f"{getattr(row, name):,}" for name in _FIGURES)
         table.add_row(*names, *figures, f"{row.cost:,f}", row.currency or "-")
     print_table(table)

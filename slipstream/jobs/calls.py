@@ -21,6 +21,7 @@ from slipstream.jobs.messages import (
     FinishedJob,
     GroupProgress,
     JobOptions,
+    ResultParts,
     SubmittedJob,
     amid,
     finished_job,
@@ -42,6 +43,7 @@ _LOST_S = 30.0
 # Failures that look like TLS at one end only, as each try would; a router that stops causes one.
 _HINTED_TRIES = 3
 _PAGE = 1000
+_RESULT_PART_BYTES = 4 << 20
 
 
 class _Losses:
@@ -107,7 +109,12 @@ class BlockingJobs:
 
     def get(self, job_id: str) -> FinishedJob:
         """One job, and its answer once it has one. Raises NotFound."""
-        return finished_job(self._call("GetJob", jobs_pb2.GetJobRequest(id=job_id)))
+        request = jobs_pb2.GetJobRequest(id=job_id, result_limit=_RESULT_PART_BYTES)
+        parts = ResultParts(self._call("GetJob", request))
+        while parts.missing:
+            request.result_offset = parts.n_bytes
+            parts.add(self._call("GetJob", request))
+        return finished_job(parts.first.job, parts.result)
 
     def list_jobs(self, *, group_id: str = "", state: str = "") -> Iterator[SubmittedJob]:
         """The jobs in the order of their submission."""
@@ -208,7 +215,12 @@ class AsyncJobs:
 
     async def get(self, job_id: str) -> FinishedJob:
         """As `BlockingJobs.get`."""
-        return finished_job(await self._call("GetJob", jobs_pb2.GetJobRequest(id=job_id)))
+        request = jobs_pb2.GetJobRequest(id=job_id, result_limit=_RESULT_PART_BYTES)
+        parts = ResultParts(await self._call("GetJob", request))
+        while parts.missing:
+            request.result_offset = parts.n_bytes
+            parts.add(await self._call("GetJob", request))
+        return finished_job(parts.first.job, parts.result)
 
     async def list_jobs(self, *, group_id: str = "", state: str = "") -> AsyncIterator[SubmittedJob]:
         """As `BlockingJobs.list_jobs`."""

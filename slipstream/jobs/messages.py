@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.errors import DataCorrupt, InvalidArgument, SlipstreamError
 from slipstream.v1 import jobs_pb2
 
 CHAT_PATH = "/v1/chat/completions"
@@ -183,10 +183,35 @@ def submitted_job(job: jobs_pb2.Job) -> SubmittedJob:
     )
 
 
-def finished_job(response: jobs_pb2.GetJobResponse) -> FinishedJob:
-    """The job and the answer of a message."""
-    answer = json.loads(response.result) if response.HasField("result") else None
-    return FinishedJob(submitted_job(response.job), answer)
+class ResultParts:
+    """The result of a job, whose JSON comes in several messages."""
+
+    def __init__(self, first: jobs_pb2.GetJobResponse) -> None:
+        self.first = first
+        self._parts = [first.result]
+        self.n_bytes = len(first.result)
+
+    @property
+    def missing(self) -> bool:
+        """Whether further parts follow."""
+        return self.n_bytes < self.first.result_bytes
+
+    def add(self, response: jobs_pb2.GetJobResponse) -> None:
+        """Add the part that follows. Raises DataCorrupt where there is none."""
+        if not response.result:
+            raise DataCorrupt(f"{self.first.job.id}: the result ends after {self.n_bytes} bytes")
+        self._parts.append(response.result)
+        self.n_bytes += len(response.result)
+
+    @property
+    def result(self) -> bytes | None:
+        """The whole JSON; None for a job without a result."""
+        return b"".join(self._parts) if self.first.HasField("result") else None
+
+
+def finished_job(job: jobs_pb2.Job, result: bytes | None) -> FinishedJob:
+    """The job of a message, and its answer from JSON."""
+    return FinishedJob(submitted_job(job), None if result is None else json.loads(result))
 
 
 def group_progress(counts: jobs_pb2.JobCounts) -> GroupProgress:

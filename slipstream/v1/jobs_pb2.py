@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18slipstream/v1/jobs.proto\x12\rslipstream.v1\"\xb5\x01\n\x06NewJob\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x11\n\treference\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x05 \x01(\t\x12\x12\n\nexpires_ms\x18\x06 \x01(\x04\x12\x14\n\x0cretention_ms\x18\x07 \x01(\x04\x12\'\n\x07webhook\x18\x08 \x01(\x0b\x32\x16.slipstream.v1.Webhook\"&\n\x07Webhook\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\xa7\x02\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.JobState\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\t\x12\x10\n\x08group_id\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12\x13\n\x0bhttp_status\x18\x07 \x01(\r\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x15\n\routput_tokens\x18\t \x01(\x04\x12\x16\n\x0e\x63reated_unix_s\x18\n \x01(\x01\x12\x16\n\x0estarted_unix_s\x18\x0b \x01(\x01\x12\x14\n\x0c\x65nded_unix_s\x18\x0c \x01(\x01\x12\x16\n\x0e\x65xpires_unix_s\x18\r \x01(\x01\x12\x0f\n\x07is_held\x18\x0e \x01(\x08\"s\n\tJobCounts\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\x04\x12\x11\n\tsucceeded\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x04\"8\n\x11SubmitJobsRequest\x12#\n\x04jobs\x18\x01 \x03(\x0b\x32\x15.slipstream.v1.NewJob\"6\n\x12SubmitJobsResponse\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.slipstream.v1.Job\"\x1b\n\rGetJobRequest\x12\n\n\x02id\x18\x01 \x01(\t\"Q\n\x0eGetJobResponse\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.slipstream.v1.Job\x12\x13\n\x06result\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\t\n\x07_result\"l\n\x0fListJobsRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.JobState\x12\x10\n\x08\x61\x66ter_id\x18\x03 \x01(\t\x12\r\n\x05limit\x18\x04 \x01(\r\"4\n\x10ListJobsResponse\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.slipstream.v1.Job\"=\n\x11\x43\x61ncelJobsRequest\x12\x0c\n\x02id\x18\x01 \x01(\tH\x00\x12\x12\n\x08group_id\x18\x02 \x01(\tH\x00\x42\x06\n\x04jobs\"\'\n\x12\x43\x61ncelJobsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x04\"=\n\x11\x46ollowJobsRequest\x12\x0c\n\x02id\x18\x01 \x01(\tH\x00\x12\x12\n\x08group_id\x18\x02 \x01(\tH\x00\x42\x06\n\x04jobs\"m\n\x12\x46ollowJobsResponse\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x12.slipstream.v1.JobH\x00\x12*\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x18.slipstream.v1.JobCountsH\x00\x42\x08\n\x06\x63hange*\xb1\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10JOB_STATE_QUEUED\x10\x01\x12\x15\n\x11JOB_STATE_RUNNING\x10\x02\x12\x17\n\x13JOB_STATE_SUCCEEDED\x10\x03\x12\x14\n\x10JOB_STATE_FAILED\x10\x04\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x05\x12\x15\n\x11JOB_STATE_EXPIRED\x10\x06\x32\x9b\x03\n\nJobService\x12Q\n\nSubmitJobs\x12 .slipstream.v1.SubmitJobsRequest\x1a!.slipstream.v1.SubmitJobsResponse\x12\x45\n\x06GetJob\x12\x1c.slipstream.v1.GetJobRequest\x1a\x1d.slipstream.v1.GetJobResponse\x12K\n\x08ListJobs\x12\x1e.slipstream.v1.ListJobsRequest\x1a\x1f.slipstream.v1.ListJobsResponse\x12Q\n\nCancelJobs\x12 .slipstream.v1.CancelJobsRequest\x1a!.slipstream.v1.CancelJobsResponse\x12S\n\nFollowJobs\x12 .slipstream.v1.FollowJobsRequest\x1a!.slipstream.v1.FollowJobsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18slipstream/v1/jobs.proto\x12\rslipstream.v1\"\xb5\x01\n\x06NewJob\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x11\n\treference\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x05 \x01(\t\x12\x12\n\nexpires_ms\x18\x06 \x01(\x04\x12\x14\n\x0cretention_ms\x18\x07 \x01(\x04\x12\'\n\x07webhook\x18\x08 \x01(\x0b\x32\x16.slipstream.v1.Webhook\"&\n\x07Webhook\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\xa7\x02\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.JobState\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\t\x12\x10\n\x08group_id\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\x12\x13\n\x0bhttp_status\x18\x07 \x01(\r\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x15\n\routput_tokens\x18\t \x01(\x04\x12\x16\n\x0e\x63reated_unix_s\x18\n \x01(\x01\x12\x16\n\x0estarted_unix_s\x18\x0b \x01(\x01\x12\x14\n\x0c\x65nded_unix_s\x18\x0c \x01(\x01\x12\x16\n\x0e\x65xpires_unix_s\x18\r \x01(\x01\x12\x0f\n\x07is_held\x18\x0e \x01(\x08\"s\n\tJobCounts\x12\x0e\n\x06queued\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\x04\x12\x11\n\tsucceeded\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x04\"8\n\x11SubmitJobsRequest\x12#\n\x04jobs\x18\x01 \x03(\x0b\x32\x15.slipstream.v1.NewJob\"6\n\x12SubmitJobsResponse\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.slipstream.v1.Job\"H\n\rGetJobRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rresult_offset\x18\x02 \x01(\x04\x12\x14\n\x0cresult_limit\x18\x03 \x01(\x04\"g\n\x0eGetJobResponse\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.slipstream.v1.Job\x12\x13\n\x06result\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x14\n\x0cresult_bytes\x18\x03 \x01(\x04\x42\t\n\x07_result\"l\n\x0fListJobsRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.JobState\x12\x10\n\x08\x61\x66ter_id\x18\x03 \x01(\t\x12\r\n\x05limit\x18\x04 \x01(\r\"4\n\x10ListJobsResponse\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.slipstream.v1.Job\"=\n\x11\x43\x61ncelJobsRequest\x12\x0c\n\x02id\x18\x01 \x01(\tH\x00\x12\x12\n\x08group_id\x18\x02 \x01(\tH\x00\x42\x06\n\x04jobs\"\'\n\x12\x43\x61ncelJobsResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x04\"=\n\x11\x46ollowJobsRequest\x12\x0c\n\x02id\x18\x01 \x01(\tH\x00\x12\x12\n\x08group_id\x18\x02 \x01(\tH\x00\x42\x06\n\x04jobs\"m\n\x12\x46ollowJobsResponse\x12!\n\x03job\x18\x01 \x01(\x0b\x32\x12.slipstream.v1.JobH\x00\x12*\n\x06\x63ounts\x18\x02 \x01(\x0b\x32\x18.slipstream.v1.JobCountsH\x00\x42\x08\n\x06\x63hange*\xb1\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10JOB_STATE_QUEUED\x10\x01\x12\x15\n\x11JOB_STATE_RUNNING\x10\x02\x12\x17\n\x13JOB_STATE_SUCCEEDED\x10\x03\x12\x14\n\x10JOB_STATE_FAILED\x10\x04\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x05\x12\x15\n\x11JOB_STATE_EXPIRED\x10\x06\x32\x9b\x03\n\nJobService\x12Q\n\nSubmitJobs\x12 .slipstream.v1.SubmitJobsRequest\x1a!.slipstream.v1.SubmitJobsResponse\x12\x45\n\x06GetJob\x12\x1c.slipstream.v1.GetJobRequest\x1a\x1d.slipstream.v1.GetJobResponse\x12K\n\x08ListJobs\x12\x1e.slipstream.v1.ListJobsRequest\x1a\x1f.slipstream.v1.ListJobsResponse\x12Q\n\nCancelJobs\x12 .slipstream.v1.CancelJobsRequest\x1a!.slipstream.v1.CancelJobsResponse\x12S\n\nFollowJobs\x12 .slipstream.v1.FollowJobsRequest\x1a!.slipstream.v1.FollowJobsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.jobs_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOBSTATE']._serialized_start=1351
-  _globals['_JOBSTATE']._serialized_end=1528
+  _globals['_JOBSTATE']._serialized_start=1418
+  _globals['_JOBSTATE']._serialized_end=1595
   _globals['_NEWJOB']._serialized_start=44
   _globals['_NEWJOB']._serialized_end=225
   _globals['_WEBHOOK']._serialized_start=227
@@ -46,21 +46,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITJOBSRESPONSE']._serialized_start=740
   _globals['_SUBMITJOBSRESPONSE']._serialized_end=794
   _globals['_GETJOBREQUEST']._serialized_start=796
-  _globals['_GETJOBREQUEST']._serialized_end=823
-  _globals['_GETJOBRESPONSE']._serialized_start=825
-  _globals['_GETJOBRESPONSE']._serialized_end=906
-  _globals['_LISTJOBSREQUEST']._serialized_start=908
-  _globals['_LISTJOBSREQUEST']._serialized_end=1016
-  _globals['_LISTJOBSRESPONSE']._serialized_start=1018
-  _globals['_LISTJOBSRESPONSE']._serialized_end=1070
-  _globals['_CANCELJOBSREQUEST']._serialized_start=1072
-  _globals['_CANCELJOBSREQUEST']._serialized_end=1133
-  _globals['_CANCELJOBSRESPONSE']._serialized_start=1135
-  _globals['_CANCELJOBSRESPONSE']._serialized_end=1174
-  _globals['_FOLLOWJOBSREQUEST']._serialized_start=1176
-  _globals['_FOLLOWJOBSREQUEST']._serialized_end=1237
-  _globals['_FOLLOWJOBSRESPONSE']._serialized_start=1239
-  _globals['_FOLLOWJOBSRESPONSE']._serialized_end=1348
-  _globals['_JOBSERVICE']._serialized_start=1531
-  _globals['_JOBSERVICE']._serialized_end=1942
+  _globals['_GETJOBREQUEST']._serialized_end=868
+  _globals['_GETJOBRESPONSE']._serialized_start=870
+  _globals['_GETJOBRESPONSE']._serialized_end=973
+  _globals['_LISTJOBSREQUEST']._serialized_start=975
+  _globals['_LISTJOBSREQUEST']._serialized_end=1083
+  _globals['_LISTJOBSRESPONSE']._serialized_start=1085
+  _globals['_LISTJOBSRESPONSE']._serialized_end=1137
+  _globals['_CANCELJOBSREQUEST']._serialized_start=1139
+  _globals['_CANCELJOBSREQUEST']._serialized_end=1200
+  _globals['_CANCELJOBSRESPONSE']._serialized_start=1202
+  _globals['_CANCELJOBSRESPONSE']._serialized_end=1241
+  _globals['_FOLLOWJOBSREQUEST']._serialized_start=1243
+  _globals['_FOLLOWJOBSREQUEST']._serialized_end=1304
+  _globals['_FOLLOWJOBSRESPONSE']._serialized_start=1306
+  _globals['_FOLLOWJOBSRESPONSE']._serialized_end=1415
+  _globals['_JOBSERVICE']._serialized_start=1598
+  _globals['_JOBSERVICE']._serialized_end=2009
 # @@protoc_insertion_point(module_scope)

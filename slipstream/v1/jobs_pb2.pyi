@@ -268,15 +268,23 @@ class GetJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
+    RESULT_OFFSET_FIELD_NUMBER: _builtins.int
+    RESULT_LIMIT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    result_offset: _builtins.int
+    """the first byte of the result that is wanted"""
+    result_limit: _builtins.int
+    """at most so many bytes of it; 0 = all that follow, if they fit into an answer"""
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
+        result_offset: _builtins.int = ...,
+        result_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "result_limit", b"result_limit", "result_offset", b"result_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,8 +296,11 @@ class GetJobResponse(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    RESULT_BYTES_FIELD_NUMBER: _builtins.int
     result: _builtins.bytes
-    """the JSON that the endpoint answers with `http_status`"""
+    """the wanted bytes of the JSON that the endpoint answers with `http_status`"""
+    result_bytes: _builtins.int
+    """the size of the whole JSON"""
     @_builtins.property
     def job(self) -> Global___Job: ...
     def __init__(
@@ -297,10 +308,11 @@ class GetJobResponse(_message.Message):
         *,
         job: Global___Job | None = ...,
         result: _builtins.bytes | None = ...,
+        result_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_result", b"_result", "job", b"job", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_result", b"_result", "job", b"job", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_result", b"_result", "job", b"job", "result", b"result", "result_bytes", b"result_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__result: _TypeAlias = _typing.Literal["result"]  # noqa: Y015
     _WhichOneofArgType__result: _TypeAlias = _typing.Literal["_result", b"_result"]  # noqa: Y015

@@ -77,7 +77,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """GetJob returns one job, and its result once it has one. It has no effect. Idempotent.
+        """GetJob returns one job, and its result once it has one; a result of more than 8 MiB in parts, by several
+        calls. It has no effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,9 @@ class JobServiceStub:
     result. Idempotent for jobs with an idempotency key, which then answer the job that exists.
     """
     GetJob: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.GetJobRequest, _jobs_pb2.GetJobResponse]
-    """GetJob returns one job, and its result once it has one. It has no effect. Idempotent."""
+    """GetJob returns one job, and its result once it has one; a result of more than 8 MiB in parts, by several
+    calls. It has no effect. Idempotent.
+    """
     ListJobs: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.ListJobsRequest, _jobs_pb2.ListJobsResponse]
     """ListJobs returns a page of jobs without results, in the order of their submission. It has no effect.
     Idempotent.
@@ -64,7 +66,9 @@ class JobServiceAsyncStub(JobServiceStub):
     result. Idempotent for jobs with an idempotency key, which then answer the job that exists.
     """
     GetJob: _aio.UnaryUnaryMultiCallable[_jobs_pb2.GetJobRequest, _jobs_pb2.GetJobResponse]  # type: ignore[assignment]
-    """GetJob returns one job, and its result once it has one. It has no effect. Idempotent."""
+    """GetJob returns one job, and its result once it has one; a result of more than 8 MiB in parts, by several
+    calls. It has no effect. Idempotent.
+    """
     ListJobs: _aio.UnaryUnaryMultiCallable[_jobs_pb2.ListJobsRequest, _jobs_pb2.ListJobsResponse]  # type: ignore[assignment]
     """ListJobs returns a page of jobs without results, in the order of their submission. It has no effect.
     Idempotent.
@@ -97,7 +101,9 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _jobs_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_jobs_pb2.GetJobResponse, _abc.Awaitable[_jobs_pb2.GetJobResponse]]:
-        """GetJob returns one job, and its result once it has one. It has no effect. Idempotent."""
+        """GetJob returns one job, and its result once it has one; a result of more than 8 MiB in parts, by several
+        calls. It has no effect. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def ListJobs(

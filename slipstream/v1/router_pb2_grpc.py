@@ -145,8 +145,8 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
-        tenants, in no particular order. It has no effect. Idempotent.
+        """ListSessions returns a page of where the KV of each session of the caller's tenant is, to an operator that
+        of all tenants, in the order of tenant and session. It has no effect. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

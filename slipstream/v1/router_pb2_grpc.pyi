@@ -67,8 +67,8 @@ class RouterServiceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]
     """ListModels returns the served models in no particular order. It has no effect. Idempotent."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]
-    """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
-    tenants, in no particular order. It has no effect. Idempotent.
+    """ListSessions returns a page of where the KV of each session of the caller's tenant is, to an operator that
+    of all tenants, in the order of tenant and session. It has no effect. Idempotent.
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
     """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
@@ -118,8 +118,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_router_pb2.ListModelsRequest, _router_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels returns the served models in no particular order. It has no effect. Idempotent."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_router_pb2.ListSessionsRequest, _router_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
-    tenants, in no particular order. It has no effect. Idempotent.
+    """ListSessions returns a page of where the KV of each session of the caller's tenant is, to an operator that
+    of all tenants, in the order of tenant and session. It has no effect. Idempotent.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """ListWorkers returns the workers that this router is connected to and their load, in no particular order.
@@ -202,8 +202,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListSessionsResponse, _abc.Awaitable[_router_pb2.ListSessionsResponse]]:
-        """ListSessions returns where the KV of each session of the caller's tenant is, to an operator that of all
-        tenants, in no particular order. It has no effect. Idempotent.
+        """ListSessions returns a page of where the KV of each session of the caller's tenant is, to an operator that
+        of all tenants, in the order of tenant and session. It has no effect. Idempotent.
         """
 
     @_abc_1.abstractmethod

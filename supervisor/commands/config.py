@@ -79,14 +79,12 @@ def show(
     if as_json:
         print(json.dumps(shown, indent=2))
         return
-    from rich.markup import escape
-
-    from slipstream.cli.tables import figures_table, print_table
+    from slipstream.cli.tables import cell, figures_table, print_table
 
     table = figures_table(("tier", "setting", "value", "from"), ())
     for name, rows in shown.items():
         for row in rows:
-            table.add_row(name, row["setting"], escape(_text(row["value"])), escape(row["source"]))
+            table.add_row(name, row["setting"], cell(_text(row["value"])), cell(row["source"]))
     print_table(table)
 
 

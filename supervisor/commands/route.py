@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from services.router.placement.decision_json import explanation
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
 from services.router.placement.policy import place
+from slipstream.cli.chat.harmless_text import harmless
+from slipstream.cli.tables import cell
 from slipstream.errors import InvalidArgument
 
 _TERMS = (
@@ -42,7 +43,7 @@ def show_route(fleet_path: Path, request_path: Path, *, as_json: bool) -> None:
         return
     console = Console(width=200, highlight=False)
     console.print(_table(shown))
-    console.print(_choice(shown), markup=False)
+    console.print(harmless(_choice(shown)), markup=False)
 
 
 def _table(shown: dict[str, Any]) -> Table:
@@ -59,12 +60,12 @@ def _table(shown: dict[str, Any]) -> Table:
         table.add_row(
             "*" if (row["part"], row["instance"]) in chosen else "",
             row["part"],
-            escape(row["instance"]),
+            cell(row["instance"]),
             str(row["held_tokens"] or ""),
-            escape(loads),
+            cell(loads),
             str(row["uncached_tokens"] or ""),
             *(f"{row['cost'][term]:.1f}" if row["cost"][term] else "" for term in _TERMS),
-            escape(row["refused"]),
+            cell(row["refused"]),
         )
     return table
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import structs
-from rich.markup import escape
 from rich.table import Table
 
 from libs.common.cluster.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.access import EtcdAccess
 from libs.common.etcd.channel import EtcdTls
+from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.status import (
     ASK_TIMEOUT_S,
     LOAD_COLUMNS,
@@ -27,7 +27,7 @@ from slipstream.cli.status import (
     load_cells,
     print_troubles,
 )
-from slipstream.cli.tables import figures_table, print_table
+from slipstream.cli.tables import cell, figures_table, print_table
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, read_record
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.dial import Dial
@@ -61,7 +61,7 @@ async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
             {worker["instance"]: worker["error"] for worker in workers if _state(worker) == _SILENT}
         )
         if trouble:
-            print(f"placements are not known: {trouble}")
+            print(f"placements are not known: {harmless_line(trouble)}")
         elif sessions or any(worker["role"] == Role.ROUTER and worker["status"] for worker in workers):
             _print_sessions(sessions)
         else:
@@ -181,7 +181,7 @@ def _print_sessions(sessions: Sequence[Mapping[str, Any]]) -> None:
     table = figures_table(("session", "tenant", "prefill", "decode", "kvstore"), ("blocks", "epoch"))
     for row in sessions[:_SESSION_ROWS]:
         fields = ("session", "tenant", "prefill", "decode", "kvstore", "block_count", "epoch")
-        table.add_row(*(escape(str(row[field])) for field in fields))
+        table.add_row(*(cell(str(row[field])) for field in fields))
     print_table(table, shorten_first=True)
     if len(sessions) > _SESSION_ROWS:
         print(f"and {len(sessions) - _SESSION_ROWS} more")

@@ -14,14 +14,16 @@ dropped and counted.
     requeue(s)           the write was not tried; dirty again
     mark_unknown(s)      no response; dirty again, and a record equal to this placement counts as ours
     observe(s, r)        a record seen by the watch; as `reject`, for sessions that are not in flight
+    expire(s, r)         r is not in etcd any more; nothing, if another record is known meanwhile
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
 from itertools import islice
 
 from libs.common.cluster.placement_record import UNRECORDED, Placement, SessionId
+from libs.common.cluster.tenant_sessions import TenantSessions
 from libs.common.service_bounds import MAX_TENANT_SESSIONS
 
 # Placements of one session with unknown outcomes; only a long outage makes more than a few.
@@ -41,11 +43,12 @@ class PlacementWriteBehind:
         """`max_tenant_sessions`: a tenant that has so many begins no further one."""
         self._max_dirty = max_dirty
         self._max_tenant_sessions = max_tenant_sessions
-        self._of_tenant: dict[str, set[SessionId]] = {}  # all sessions that are recorded, dirty or in flight
+        self.names = TenantSessions()  # all sessions that are recorded, dirty or in flight
         self._write_interval_s = write_interval_s
-        self._written_s: dict[SessionId, float] = {}  # of the last interval, the earliest first
+        # To find its first item, a dict walks over all that were removed before it; an OrderedDict does not.
+        self._written_s: OrderedDict[SessionId, float] = OrderedDict()  # of the last interval, earliest first
         self._recorded: dict[SessionId, Placement] = {}
-        self._dirty: dict[SessionId, Placement] = {}
+        self._dirty: OrderedDict[SessionId, Placement] = OrderedDict()
         self._in_flight: dict[SessionId, Placement] = {}
         self._unknown: dict[SessionId, tuple[Placement, ...]] = {}
         self.conflicts = 0
@@ -54,7 +57,7 @@ class PlacementWriteBehind:
     @property
     def pending(self) -> int:
         """The number of sessions with a change that may not be recorded yet."""
-        return len(self._dirty.keys() | self._in_flight.keys())
+        return len(self._dirty) + sum([session not in self._dirty for session in self._in_flight])
 
     def get(self, session: SessionId) -> Placement | None:
         """The newest placement, unrecorded ones included, with the epoch of the last record."""
@@ -75,7 +78,7 @@ class PlacementWriteBehind:
         A new session of a tenant that has too many is dropped.
         """
         known = self._dirty.get(session) or self._in_flight.get(session) or self._recorded.get(session)
-        if known is None and len(self._of_tenant.get(session.tenant, ())) >= self._max_tenant_sessions:
+        if known is None and self.names.count(session.tenant) >= self._max_tenant_sessions:
             self.dropped += 1
             return
         if session not in self._dirty and len(self._dirty) >= self._max_dirty:
@@ -94,8 +97,8 @@ class PlacementWriteBehind:
             if now_s - self._written_s[earliest] < self._write_interval_s:
                 break
             del self._written_s[earliest]
-        waiting = self._in_flight.keys() | self._written_s.keys()
-        sessions = list(islice((session for session in self._dirty if session not in waiting), limit))
+        due = (s for s in self._dirty if s not in self._in_flight and s not in self._written_s)
+        sessions = list(islice(due, limit))
         for session in sessions:
             self._in_flight[session] = self._dirty.pop(session)
             self._written_s[session] = now_s
@@ -150,18 +153,21 @@ class PlacementWriteBehind:
         else:
             self._yield_to(session, placement, was_in_flight=False)
 
-    def observe_all(self, placements: Mapping[SessionId, Placement]) -> None:
-        """Apply all records in etcd, after a gap: sessions without one have expired."""
-        for session in self._recorded.keys() - placements.keys():
+    def records(self) -> list[tuple[SessionId, Placement]]:
+        """The records that are known now."""
+        return list(self._recorded.items())
+
+    def expire(self, session: SessionId, record: Placement) -> None:
+        """Apply that this record has expired, unless a newer one was seen or written meanwhile."""
+        if self._recorded.get(session) is record:
             self.observe(session, None)
-        for session, placement in placements.items():
-            self.observe(session, placement)
 
     def _retry(self, session: SessionId) -> None:
         """Make the write in flight dirty again."""
         placement = self._in_flight.pop(session)
         # In front, as it has waited longest. A change made meanwhile supersedes it.
-        self._dirty = {session: self._dirty.get(session, placement), **self._dirty}
+        self._dirty.setdefault(session, placement)
+        self._dirty.move_to_end(session, last=False)
 
     def _accept(self, session: SessionId, placement: Placement) -> None:
         """Record a placement that is ours or contradicts no change; it is the base of later changes."""
@@ -193,10 +199,7 @@ class PlacementWriteBehind:
 
     def _count(self, session: SessionId) -> None:
         """Count the session as one of its tenant, as long as anything of it is here."""
-        sessions = self._of_tenant.setdefault(session.tenant, set())
         if session in self._recorded or session in self._dirty or session in self._in_flight:
-            sessions.add(session)
+            self.names.add(session)
         else:
-            sessions.discard(session)
-            if not sessions:
-                del self._of_tenant[session.tenant]
+            self.names.discard(session)

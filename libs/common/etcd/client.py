@@ -35,6 +35,7 @@ from slipstream.etcd.v3 import etcd_pb2 as pb
 from slipstream.rpc.names import wait_resolved
 
 _READ_ATTEMPT_S = 1.0
+_PIECE_KEYS = 1024  # of a prefix that are read in one iteration of the event loop
 # etcd's default --max-txn-ops is 128.
 MAX_SWAPS = 64
 
@@ -108,8 +109,13 @@ class EtcdClient:
         """All keys that start with `prefix`, as of one revision."""
         request = pb.RangeRequest(key=prefix.encode(), range_end=prefix_end(prefix))
         response = await self._read("KV/Range", request, pb.RangeResponse)
-        entries = (_key_value(kv) for kv in response.kvs)
-        return PrefixSnapshot(response.header.revision, {entry.key: entry for entry in entries})
+        entries: dict[str, KeyValue] = {}
+        for n, kv in enumerate(response.kvs, start=1):
+            entry = _key_value(kv)
+            entries[entry.key] = entry
+            if n % _PIECE_KEYS == 0:  # there may be 100,000s, and the event loop has other work
+                await asyncio.sleep(0)
+        return PrefixSnapshot(response.header.revision, entries)
 
     async def put(self, key: str, value: bytes, *, lease_id: int = NO_LEASE) -> int:
         """Set the key unconditionally; returns its mod_revision.

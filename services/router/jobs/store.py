@@ -14,7 +14,7 @@ from libs.database.transaction import SqlTransaction, SqlValue
 from services.router.jobs.decisions import prefix_key
 from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_job, job_of
 from services.router.jobs.schema import JOB_SCHEMA
-from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobState
+from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobResultPart, JobState
 from slipstream import bounds
 from slipstream.errors import FailedPrecondition, NotFound, Overloaded
 
@@ -128,6 +128,22 @@ class JobStore:
             raise _unknown(job_id)
         status, body = rows[0]
         return None if body is None else JobResult(status, bytes(body))
+
+    async def result_part(self, tenant: str, job_id: str, *, offset: int, limit: int) -> JobResultPart | None:
+        """At most `limit` bytes of the answer's body, from `offset` on; None as for `result`.
+
+        Raises NotFound. No more of the body leaves the database.
+        """
+        sql = (
+            "SELECT length(body), substr(body, CAST(? AS INTEGER), CAST(? AS INTEGER))"
+            " FROM jobs LEFT JOIN job_results USING (id) WHERE id = ? AND tenant = ?"
+        )
+        values = (offset + 1, limit, job_id, tenant)
+        rows = await self._database.read(lambda tx: tx.execute(sql, values))
+        if not rows:
+            raise _unknown(job_id)
+        n_bytes, data = rows[0]
+        return None if data is None else JobResultPart(n_bytes, bytes(data))
 
     async def list_jobs(
         self,

@@ -95,6 +95,14 @@ class JobResult:
 
 
 @dataclass(frozen=True, slots=True)
+class JobResultPart:
+    """Some bytes of the JSON body of a result, which has `n_bytes` in all."""
+
+    n_bytes: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class JobCounts:
     """How many jobs are in each state."""
 

@@ -128,9 +128,11 @@ def show(
     access: ClientAccess,
 ) -> None:
     """Print one job with its answer, as JSON."""
+    from slipstream.cli.jobs.progress import print_document
+
     with access.open() as client:
         found = client.jobs.wait(job_id) if wait else client.jobs.get(job_id)
-    print(json.dumps({**_as_json(found.job), "answer": found.answer}, indent=2, ensure_ascii=False))
+    print_document({**_as_json(found.job), "answer": found.answer})
 
 
 @jobs_app.command()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from itertools import islice
+from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slipstream.cli.chat.harmless_text import harmless_line
-from slipstream.cli.tables import figures_table, print_table
+from slipstream.cli.chat.harmless_text import harmless, harmless_line
+from slipstream.cli.tables import cell, figures_table, print_table
 from slipstream.jobs.calls import BlockingJobs
 from slipstream.jobs.messages import FinishedJob, GroupProgress, SubmittedJob
 
@@ -54,6 +55,12 @@ def words(counts: GroupProgress) -> str:
     return ", ".join(f"{count} {name}" for name in names if (count := getattr(counts, name))) or "no jobs"
 
 
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print JSON with the characters of texts as they are; a terminal obeys none of them."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    print(harmless(text) if sys.stdout.isatty() else text)
+
+
 def print_jobs(jobs: Iterable[SubmittedJob], *, console: Console | None = None) -> None:
     """A table of jobs."""
     names = ("job", "group", "reference", "state", "submitted")
@@ -64,6 +71,6 @@ def print_jobs(jobs: Iterable[SubmittedJob], *, console: Console | None = None) 
         state = f"{job.state} (held)" if job.is_held else job.state
         texts = (job.id, job.group_id, job.reference, state, made)
         table.add_row(
-            *[escape(text) for text in texts], str(job.http_status or ""), str(job.output_tokens), took
+            *[cell(text) for text in texts], str(job.http_status or ""), str(job.output_tokens), took
         )
     print_table(table, console=console)

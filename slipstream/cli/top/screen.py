@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.top.rows import FleetRows, ProcessRow, TierRow, sorted_rows
 
 MIN_NAME, MAX_NAME = 12, 48
@@ -87,7 +88,7 @@ def _with_footer(lines: list[Text], state: ScreenState, where: str, height: int)
     if state.question is not None:
         footer = Text(state.question.words, style="bold yellow")
     elif state.note:
-        footer = Text(state.note, style="bold")
+        footer = Text(harmless_line(state.note), style="bold")
     padding = [Text()] * max(0, height - len(lines) - 1)
     return [*lines, *padding, footer][-max(height, 1) :]
 
@@ -96,10 +97,13 @@ def _heading(view: FleetRows | None, state: ScreenState) -> list[Text]:
     paused = f"  by {state.sort}" + ("  paused" if state.is_paused else "")
     if view is None:
         title = Text(f"slipstream top  {state.endpoint}  {state.time_text}{paused}", style="bold")
-        return [title, Text(state.trouble or "asks a router", style="bold red" if state.trouble else "")]
+        return [
+            title,
+            Text(harmless_line(state.trouble) or "asks a router", style="bold red" if state.trouble else ""),
+        ]
     title = Text(f"{view.model}  {view.router} at {state.endpoint}  {state.time_text}{paused}", style="bold")
     if state.trouble:
-        return [title, Text(f"no answer, asks again: {state.trouble}", style="bold red")]
+        return [title, Text(f"no answer, asks again: {harmless_line(state.trouble)}", style="bold red")]
     return [title, Text(_requests(view))]
 
 

@@ -3,12 +3,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.cluster import placements as placements_module
 from libs.common.cluster.placement_record import Placement, SessionId, decode_placement, encode_placement
 from libs.common.cluster.placements import (
     SESSION_TTL_S,
@@ -16,7 +18,9 @@ from libs.common.cluster.placements import (
     InMemoryPlacements,
     Placements,
 )
+from libs.common.cluster.write_behind import PlacementWriteBehind
 from libs.common.etcd.client import EtcdClient
+from libs.common.etcd.messages import KeyValue, PrefixSnapshot
 from slipstream.errors import DeadlineExceeded
 from tests.support.network.fault_proxy import FaultProxy
 from tests.support.processes.etcd_process import EtcdProcess
@@ -144,7 +148,8 @@ async def test_routers_share_placements(kind: str, tmp_path: Path) -> None:
                 changed = await wait_for_placement(each, SESSION, later)
                 assert changed is not None and changed.epoch > seen.epoch
         assert a.all() == b.all()
-        assert list(a.all()) == [SESSION]
+        assert list(a.all()) == [SESSION] == a.sessions_of(SESSION.tenant)
+        assert a.tenants() == [SESSION.tenant] and a.peek(SESSION) == a.get(SESSION)
 
 
 async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -> None:
@@ -159,6 +164,18 @@ async def test_a_router_without_etcd_evicts_the_least_recently_used_sessions() -
     assert placements.get(sessions[2]) is None
     placements.put(sessions[2], Placement(decode="d-2"))
     assert sessions[1] not in placements.all() and len(placements.all()) == 3
+    assert placements.tenants() == ["t"] and set(placements.sessions_of("t")) == set(placements.all())
+    assert placements.sessions_of("u") == []
+
+
+async def test_a_look_at_a_session_keeps_it_no_longer() -> None:
+    placements = InMemoryPlacements(max_sessions=2)
+    sessions = [SessionId("t", name) for name in "abc"]
+    for session in sessions[:2]:
+        placements.put(session, Placement(decode="d-0"))
+    assert placements.peek(sessions[0]) == placements.all()[sessions[0]]
+    placements.put(sessions[2], Placement(decode="d-0"))
+    assert placements.peek(sessions[0]) is None
 
 
 async def test_many_placement_changes_are_written_in_few_transactions(etcd: EtcdProcess) -> None:
@@ -284,3 +301,25 @@ async def test_malformed_placements_are_ignored(etcd: EtcdProcess) -> None:
         await placements.flush(timeout_s=WAIT_S)
         await wait_for_placement(placements, SESSION, Placement(decode="d-0"))
     await client.close()
+
+
+async def test_a_snapshot_is_applied_piece_by_piece() -> None:
+    """Other work has a turn after each piece, of the records that are there and of those that expired."""
+    sessions = [SessionId("t", str(number)) for number in range(3000)]
+    value = encode_placement(Placement(decode="d-0"))
+    entries = {each.key: KeyValue(each.key, value, mod_revision=1) for each in sessions}
+    state = PlacementWriteBehind(max_dirty=10)
+    for expected, update in (
+        (sessions, PrefixSnapshot(5, {**entries, "/slipstream/v1/sessions/a/b/c": KeyValue("", b"", 1)})),
+        (sessions[:100], PrefixSnapshot(9, dict(list(entries.items())[:100]))),
+    ):
+        applying = asyncio.create_task(placements_module._observe(state, update))
+        counts = [state.names.count("t")]
+        while not applying.done():
+            await asyncio.sleep(0)
+            counts.append(state.names.count("t"))
+        await applying
+        assert set(state.names.of("t")) == set(expected)
+        assert (
+            len(set(counts)) > 3 and max(abs(b - a) for a, b in pairwise(counts)) <= placements_module._PIECE
+        )

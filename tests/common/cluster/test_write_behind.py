@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -92,7 +94,13 @@ class TwoRouters(RuleBasedStateMachine):
     @rule(router=ROUTERS)
     def snapshot(self, router: int) -> None:
         self.events[router].clear()
-        self.write_behinds[router].observe_all(self.records)
+        write_behind = self.write_behinds[router]
+        before = write_behind.records()
+        for session, placement in self.records.items():
+            write_behind.observe(session, placement)
+        for session, record in before:
+            if session not in self.records:
+                write_behind.expire(session, record)
 
     @rule(session=st.sampled_from(SESSIONS))
     def expire(self, session: SessionId) -> None:
@@ -103,8 +111,11 @@ class TwoRouters(RuleBasedStateMachine):
     @invariant()
     def each_session_of_a_tenant_is_counted_while_it_is_known(self) -> None:
         for write_behind in self.write_behinds:
-            counted = {session for sessions in write_behind._of_tenant.values() for session in sessions}
-            assert counted == set(write_behind.all())
+            names = [
+                name for tenant in write_behind.names.tenants() for name in write_behind.names.of(tenant)
+            ]
+            assert len(names) == len(set(names)) == sum(map(write_behind.names.count, ("t", "u")))
+            assert set(names) == set(write_behind.all())
 
     @invariant()
     def at_most_one_write_of_a_session_is_in_flight(self) -> None:
@@ -222,3 +233,38 @@ def test_a_write_that_was_not_made_is_repeated_at_once_and_an_unknown_one_later(
     write_behind.mark_unknown(session)
     assert not write_behind.start_writes(10, now_s=0.9)
     assert write_behind.start_writes(10, now_s=1.1)
+
+
+def test_writes_that_fail_copy_nothing_of_what_waits() -> None:
+    """etcd is away: one transaction of 64 fails again and again while 20,000 sessions wait."""
+    write_behind = PlacementWriteBehind(max_dirty=30_000)
+    for number in range(20_000):
+        write_behind.put(SessionId("t", str(number)), Placement(block_count=number))
+    table_bytes = sys.getsizeof(dict(write_behind.all()))
+    tracemalloc.start()
+    try:
+        for attempt in range(3):
+            written = write_behind.start_writes(64, now_s=float(attempt))
+            for session, _ in reversed(written):
+                write_behind.mark_unknown(session)
+            assert write_behind.pending == 20_000
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(written) == 64 and written[0][0] == SessionId("t", "0")  # they stay in front
+    assert peak_bytes < table_bytes / 4
+
+
+def test_a_record_that_was_written_meanwhile_does_not_expire() -> None:
+    write_behind = PlacementWriteBehind(max_dirty=10)
+    session = SESSIONS[0]
+    write_behind.observe(session, Placement(block_count=1, epoch=5))
+    [(_, before)] = write_behind.records()
+    write_behind.put(session, Placement(block_count=2))
+    assert write_behind.start_writes(1, now_s=0.0)
+    write_behind.confirm(session, 6)
+    write_behind.expire(session, before)
+    [(_, after)] = write_behind.records()
+    assert after.epoch == 6
+    write_behind.expire(session, after)
+    assert write_behind.records() == [] == write_behind.names.tenants()

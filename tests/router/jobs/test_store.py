@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.router.jobs.store import JobLimits, JobStore
-from services.router.jobs.types import JobCounts, JobOutcome, JobRequest, JobResult, JobState
+from services.router.jobs.types import JobCounts, JobOutcome, JobRequest, JobResult, JobResultPart, JobState
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
 from tests.router.jobs.stores import DONE, PATH, JobTables, make_request
 
@@ -47,6 +47,8 @@ async def test_a_job_ends_with_its_result(tables: JobTables) -> None:
     assert (job.state, job.status, job.reference, job.output_tokens) == (JobState.SUCCEEDED, 200, "line 1", 7)
     assert job.ended_unix_s - job.started_unix_s == 5
     assert await tables.store.result("alice", job_id) == JobResult(200, DONE.body)
+    part = await tables.store.result_part("alice", job_id, offset=1, limit=3)
+    assert part == JobResultPart(len(DONE.body), DONE.body[1:4])
     assert await tables.store.request("alice", job_id) == make_request("a").body
 
 

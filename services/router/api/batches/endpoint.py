@@ -85,7 +85,8 @@ class BatchEndpoints:
         check_length(request)
         try:
             async with self._uploads.receiving(tenant), asyncio.timeout(batch_bounds.FILE_UPLOAD_S):
-                file = await FileUpload(files, tenant).read(request)
+                upload = FileUpload(files, tenant, check_key=lambda: self._reader.tenant(request))
+                file = await upload.read(request)
         except TimeoutError:
             raise bounds.BODY_TIME.refused() from None
         return web.json_response(file_object(file))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from aiohttp import (
@@ -22,6 +23,7 @@ from services.router.api.batches.file_store import FileStore, FileWriter, NewFil
 from services.router.api.batches.records import StoredFile
 from slipstream.errors import BodyTooLarge, InvalidArgument
 
+KEY_CHECK_S = 1.0
 _READ_BYTES = 64 << 10
 _MAX_TEXT_BYTES = 1024
 # Of boundaries, headers, and what comes before the first part, which may be anything; each takes long.
@@ -41,21 +43,40 @@ _SECONDS = re.compile(r"[0-9]{1,9}")
 class FileUpload:
     """One form: the parts `file` and `purpose`, and how long the file lives."""
 
-    def __init__(self, files: FileStore, tenant: str) -> None:
+    def __init__(self, files: FileStore, tenant: str, *, check_key: Callable[[], object]) -> None:
+        """`check_key` raises Unauthenticated once the key of the upload counts no more."""
+        self._check_key = check_key
         self._files = files
         self._tenant = tenant
         self._texts: dict[str, str] = {}
         self._writer: FileWriter | None = None
 
     async def read(self, request: web.Request) -> StoredFile:
-        """Store the file of the form. Raises InvalidArgument, Overloaded; what was stored goes then."""
+        """Store the file of the form. Raises InvalidArgument, Overloaded; what was stored goes then.
+
+        Raises Unauthenticated within KEY_CHECK_S after the key ceased to count, also while nothing arrives.
+        """
+        reading = asyncio.create_task(self._read(request))
+        try:
+            while not reading.done():
+                self._check_key()
+                await asyncio.wait([reading], timeout=KEY_CHECK_S)
+        except BaseException:
+            reading.cancel()
+            await asyncio.wait([reading])
+            raise
+        return reading.result()
+
+    async def _read(self, request: web.Request) -> StoredFile:
         try:
             await self._read_parts(request)
             if self._writer is None:
                 raise batch_bounds.FILE.refused()
             if self._texts.get("purpose") != "batch":
                 raise batch_bounds.PURPOSE.refused()
-            return await self._writer.finish(ttl_s=_ttl_s(self._texts))
+            ttl_s = _ttl_s(self._texts)
+            self._check_key()
+            return await self._writer.finish(ttl_s=ttl_s)
         except BaseException:
             if self._writer is not None:
                 await self._writer.abandon()

@@ -80,13 +80,20 @@ class JobService:
 
     async def get(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.GetJobResponse:
         """GetJob."""
-        tenant = self._callers.tenant(context)
+        job_bounds.RESULT_OFFSET.check(request.result_offset)
+        job_bounds.RESULT_LIMIT.check(request.result_limit)
+        tenant, offset = self._callers.tenant(context), request.result_offset
         job = await self._store.get(tenant, request.id)
         response = jobs_pb2.GetJobResponse(job=_message_of(job))
-        if job.state.ended:
-            result = await self._store.result(tenant, request.id)
-            if result is not None:
-                response.result = result.body
+        if not job.state.ended:
+            return response
+        limit = request.result_limit or job_bounds.MAX_RESULT_PART_BYTES
+        part = await self._store.result_part(tenant, request.id, offset=offset, limit=limit)
+        if part is not None:
+            if not request.result_limit and part.n_bytes - offset > limit:
+                raise job_bounds.RESULT_PARTS.refused()
+            response.result = part.data
+            response.result_bytes = part.n_bytes
         return response
 
     async def list_jobs(

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+from libs.common import list_bounds
+from libs.common.cluster.placement_record import Placement, SessionId
+from services.router.admission.fair_threads import RunPiece
 from services.router.api.rpc.callers import Callers, Context, is_operator
 from services.router.execution.sessions import Sessions
 from services.router.metering.metering import Metering, price_of
@@ -12,7 +18,7 @@ from slipstream.v1 import router_pb2
 
 
 class ListMethods:
-    """The methods. None of them waits."""
+    """The methods. None of them waits, but for a thread."""
 
     def __init__(
         self,
@@ -22,12 +28,14 @@ class ListMethods:
         sessions: Sessions,
         card: ModelCard,
         metering: Metering | None,
+        run_piece: RunPiece,
     ) -> None:
         self._callers = callers
         self._metering = metering
         self._fleet = fleet
         self._sessions = sessions
         self._card = card
+        self._run_piece = run_piece
 
     async def list_models(
         self, request: router_pb2.ListModelsRequest, context: Context
@@ -48,28 +56,21 @@ class ListMethods:
                 model.price.output_pico = price.output_pico
         return response
 
-    async def list_sessions(
-        self, request: router_pb2.ListSessionsRequest, context: Context
-    ) -> router_pb2.ListSessionsResponse:
-        """ListSessions: the caller's own where there are several tenants."""
+    async def list_sessions(self, request: router_pb2.ListSessionsRequest, context: Context) -> bytes:
+        """ListSessions: the caller's own where there are several tenants.
+
+        Returns the ListSessionsResponse as a thread has serialised it. Raises InvalidArgument.
+        """
         tenant = self._callers.tenant(context)
-        sees_all = self._callers.sees_all_tenants()
-        return router_pb2.ListSessionsResponse(
-            sessions=[
-                router_pb2.SessionPlacement(
-                    tenant=session.tenant,
-                    session=session.session,
-                    kvstore=placement.kvstore,
-                    prefill_worker=placement.prefill,
-                    decode_worker=placement.decode,
-                    blocks=placement.block_count,
-                    tail_hash=placement.tail_hash,
-                    epoch=placement.epoch,
-                )
-                for session, placement in self._sessions.all().items()
-                if sees_all or session.tenant == tenant
-            ]
+        shown = None if self._callers.sees_all_tenants() else tenant
+        list_bounds.SESSIONS_LIMIT.check(request.limit)
+        found, last = await self._sessions.page(
+            shown,
+            after=_read_cursor(request.after),
+            limit=request.limit or list_bounds.SESSIONS_PAGE,
+            run_piece=partial(self._run_piece, tenant),
         )
+        return await self._run_piece(tenant, partial(_encode_sessions, found, last.key if last else ""))
 
     async def list_workers(
         self, request: router_pb2.ListWorkersRequest, context: Context
@@ -90,3 +91,30 @@ class ListMethods:
                 for link in self._fleet.links()
             ]
         )
+
+
+def _read_cursor(after: str) -> SessionId | None:
+    try:
+        return SessionId.from_key(after) if after else None
+    except ValueError:
+        raise list_bounds.SESSIONS_AFTER.refused() from None
+
+
+def _encode_sessions(page: Sequence[tuple[SessionId, Placement]], next_cursor: str) -> bytes:
+    response = router_pb2.ListSessionsResponse(
+        next=next_cursor,
+        sessions=[
+            router_pb2.SessionPlacement(
+                tenant=session.tenant,
+                session=session.session,
+                kvstore=placement.kvstore,
+                prefill_worker=placement.prefill,
+                decode_worker=placement.decode,
+                blocks=placement.block_count,
+                tail_hash=placement.tail_hash,
+                epoch=placement.epoch,
+            )
+            for session, placement in page
+        ],
+    )
+    return response.SerializeToString()

@@ -53,7 +53,14 @@ class GrpcServer:
             manager, self.callers, self._access_log, clock=clock, write_stall_s=write_stall_s
         )
         metering = manager.context.metering
-        self._lists = ListMethods(self.callers, fleet=fleet, sessions=sessions, card=card, metering=metering)
+        self._lists = ListMethods(
+            self.callers,
+            fleet=fleet,
+            sessions=sessions,
+            card=card,
+            metering=metering,
+            run_piece=manager.context.threads.run,
+        )
         self._usage = UsageMethod(metering, self.callers)
         self._tokens = TokenMethods(manager, self.callers, card)
 
@@ -130,5 +137,6 @@ class GrpcServer:
 
 
 def _serialize(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
+    """A long answer is serialised already, off the event loop."""
+    data: bytes = message if isinstance(message, bytes) else message.SerializeToString()
     return data

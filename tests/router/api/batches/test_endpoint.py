@@ -16,7 +16,7 @@ import pytest
 from libs.common import batch_bounds
 from libs.database.database import open_database
 from services.router.api.api_keys import ApiKeys
-from services.router.api.batches import endpoint
+from services.router.api.batches import endpoint, upload
 from services.router.api.batches.file_store import FileStore
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -280,3 +280,35 @@ async def test_a_form_without_a_key_is_not_read(tenants: Tenants) -> None:
     form.add_field("file", b"x", filename="a")
     async with tenants.http.post("/v1/files", data=form) as answer:
         assert answer.status == 401
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["that goes on", "that is silent"])
+async def test_an_upload_ends_with_its_key(
+    tenants: Tenants, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the end alone ends an upload that goes on; the check of each second ends a silent one."""
+    monkeypatch.setattr(upload, "KEY_CHECK_S", 60.0 if goes_on else 0.02)
+    database = tenants.router._options.database
+    assert database is not None
+    files = FileStore(database, wall_clock_s=time.time)
+    is_revoked, never = asyncio.Event(), asyncio.Event()
+
+    async def form() -> AsyncIterator[bytes]:
+        yield b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + line("a")
+        await (is_revoked if goes_on else never).wait()
+        yield line("b") + b'\r\n--xx\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n'
+        yield b"batch\r\n--xx--\r\n"
+
+    headers = {"Content-Type": "multipart/form-data; boundary=xx"}
+    asked = asyncio.create_task(tenants.ask("POST", "/v1/files", data=form(), headers=headers, status=401))
+    async with asyncio.timeout(60):
+        while not await database.read(lambda tx: tx.execute("SELECT id FROM files WHERE is_whole = 0")):
+            await asyncio.sleep(0.01)
+        keys = tenants.router._options.keys
+        assert keys._records is not None
+        keys.replace([record for record in keys._records.values() if record.tenant != "alice"])
+        is_revoked.set()
+        assert (await asked)["error"]["code"] == "invalid_api_key"
+        while await files.sweep():
+            pass
+    assert await database.read(lambda tx: tx.execute("SELECT id FROM files")) == []

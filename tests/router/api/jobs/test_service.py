@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from libs.common import api_bounds
+from libs.common import api_bounds, job_bounds
 from libs.database.database import open_database
 from services.router.api.responses.store import ResponseStore, StoredResponse
 from services.router.jobs.store import JobStore
@@ -20,7 +20,9 @@ from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import bounds, errors
-from slipstream.rpc.dial import dial
+from slipstream.async_client import AsyncClient
+from slipstream.client import Client
+from slipstream.rpc.dial import MAX_MESSAGE_BYTES, dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import jobs_pb2
 from slipstream.v1.jobs_pb2_grpc import JobServiceStub
@@ -115,6 +117,30 @@ async def test_an_answer_is_the_same_in_each_attempt(stub: Any, router: RouterSe
         return answer
 
     assert comparable(second.result) == comparable(first.result)
+
+
+async def test_a_result_larger_than_a_message_is_read_in_parts(stub: Any, router: RouterServer) -> None:
+    [ended] = await _run(stub, new_job(max_tokens=1))
+    large = json.dumps({"text": "x" * (34 << 20)}).encode()
+    assert len(large) > MAX_MESSAGE_BYTES
+    store, job_id = router.jobs.store, ended.job.id
+    assert store is not None
+    await store._database.run(lambda tx: tx.execute("UPDATE job_results SET body = ?", (large,)))
+    async with AsyncClient(router.host.endpoint) as client:
+        assert (await client.jobs.get(job_id)).answer == json.loads(large)
+    with Client(router.host.endpoint) as blocking:
+        assert (await asyncio.to_thread(blocking.jobs.get, job_id)).answer == json.loads(large)
+    whole = await _refusal(stub.GetJob(jobs_pb2.GetJobRequest(id=job_id)))
+    assert isinstance(whole, errors.InvalidArgument) and whole.field == "result_limit"
+    offset = len(large) - job_bounds.MAX_RESULT_PART_BYTES
+    tail = await stub.GetJob(jobs_pb2.GetJobRequest(id=job_id, result_offset=offset))
+    assert (tail.result, tail.result_bytes) == (large[offset:], len(large))
+    part = await stub.GetJob(jobs_pb2.GetJobRequest(id=job_id, result_offset=3, result_limit=5))
+    assert (part.result, part.result_bytes) == (large[3:8], len(large))
+    for field, given in (("result_limit", (8 << 20) + 1), ("result_offset", (1 << 30) + 1)):
+        request = jobs_pb2.GetJobRequest(id=job_id, **{field: given})
+        refusal = await _refusal(stub.GetJob(request))
+        assert isinstance(refusal, errors.InvalidArgument) and refusal.field == field
 
 
 async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any) -> None:
