@@ -66,8 +66,7 @@ class RequestManager:
         # One for each request that is over for its client and not yet released on its workers.
         self._release_tasks: set[asyncio.Task[None]] = set()
         self._unread_timer: asyncio.TimerHandle | None = None  # while requests run
-        self._draining = False
-        self._measuring, self._to_measure = asyncio.Lock(), 0
+        self._draining, self._measuring, self._to_measure = False, asyncio.Lock(), 0
 
     @property
     def held(self) -> int:
