@@ -6,27 +6,45 @@ import hashlib
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
+from functools import partial
 
 from llguidance import LLMatcher, LLParserLimits
 
+from libs.structured.answer_grammar import is_of_client
 from libs.structured.vocabulary import GrammarVocabulary
 from slipstream.errors import InvalidArgument
 
 MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_BYTES = 16 << 20  # of grammar text
-# A mask beyond these limits fails its request alone, at the same token on every worker. 20,000 items are
-# about 80 ms of CPU time where the grammar is not ambiguous; mask_filler.py limits the time itself. Valid
-# instances of 9,795 schemas of MaskBench have rows of at most 1,039 items. Compiling spends the first fuel,
-# of which llguidance's default is 1,000,000: keys without \u beside patterns take more. Error messages have
-# no text of the grammar.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=4_000_000, step_max_items=20_000, max_items_in_row=1_500, verbose_errors=False
-)
+# A mask beyond these limits fails its request alone, at the same token on every worker. Compiling spends the
+# first fuel, of which llguidance's default is 1,000,000: keys without \u beside patterns take more. Error
+# messages have no text of the grammar.
+#
+# 2,366 valid instances of schemas of MaskBench were walked on a vocabulary of 163,584: with 8,000 items a
+# mask as many go on as with 20,000. Those of 9,795 schemas have rows of at most 1,039 items.
+_limits = partial(LLParserLimits, initial_lexer_fuel=4_000_000, verbose_errors=False)
+LIMITS = _limits(step_max_items=8_000, max_items_in_row=1_500)
+# A client's own grammar may be ambiguous in every way, so that a mask takes the cube of its size: with these
+# limits up to 30 ms.
+CLIENT_LIMITS = _limits(step_max_items=4_000, max_items_in_row=400)
+MAX_CLIENT_SYMBOLS = 500
+ALONE_LIMITS = _limits(step_max_items=4_000, max_items_in_row=400, max_grammar_size=MAX_CLIENT_SYMBOLS)
 
 
-def compile_grammar(grammar: str, vocabulary: GrammarVocabulary, *, field: str = "grammar") -> LLMatcher:
-    """A matcher in its first state. Raises InvalidArgument naming `field`. Holds no interpreter lock."""
-    matcher = LLMatcher(vocabulary.trie, grammar, log_level=0, limits=LIMITS)
+def compile_grammar(
+    grammar: str,
+    vocabulary: GrammarVocabulary,
+    *,
+    field: str = "grammar",
+    limits: LLParserLimits | None = None,
+) -> LLMatcher:
+    """A matcher in its first state. Raises InvalidArgument naming `field`. Holds no interpreter lock.
+
+    `limits`: by default those that fit the origin of the grammar.
+    """
+    if limits is None:
+        limits = CLIENT_LIMITS if is_of_client(grammar) else LIMITS
+    matcher = LLMatcher(vocabulary.trie, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise InvalidArgument(field, f"cannot be compiled: {first_lines(matcher.get_error())}")
     return matcher

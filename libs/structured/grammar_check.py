@@ -18,7 +18,12 @@ from llguidance import LLMatcher
 from msgspec.structs import replace
 
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
-from libs.structured.grammar_cache import compile_grammar, first_lines
+from libs.structured.grammar_cache import (
+    ALONE_LIMITS,
+    MAX_CLIENT_SYMBOLS,
+    compile_grammar,
+    first_lines,
+)
 from libs.structured.schema.json_schema import find_unsupported
 from libs.structured.schema.unheld import find_unheld, locate
 from libs.structured.tool_grammar import CallableTool
@@ -69,7 +74,7 @@ def check_grammar(request: CheckRequest, vocabulary: GrammarVocabulary) -> Check
     field = parts[0].field
     try:
         for part in parts:  # first, because a part with such a defect may take long to make a grammar of
-            _check_part(part)
+            _check_part(part, vocabulary)
         output = request.output if request.has_text else None
         grammar = answer_grammar(output, request.tools, vocabulary.special_ids, parallel=request.parallel)
         try:
@@ -87,12 +92,23 @@ def check_grammar(request: CheckRequest, vocabulary: GrammarVocabulary) -> Check
     return Checked(grammar)
 
 
-def _check_part(part: OutputFormat) -> None:
-    """Refuse what llguidance would take, and not hold."""
+def _check_part(part: OutputFormat, vocabulary: GrammarVocabulary) -> None:
+    """Refuse what llguidance would take, and not hold, or mask too slowly."""
     if part.kind == "json_schema" and (found := find_unheld(part.content)) is not None:
         raise InvalidArgument(".".join(filter(None, (part.field, found[0]))), found[1])
     if part.kind == "lark" and (used := _FORBIDDEN_IN_LARK.search(_LITERALS.sub("", part.content))):
         raise InvalidArgument(part.field, f"may not use {used.group()}: it holds text, not control tokens")
+    if part.kind == "lark":
+        _check_size(part, vocabulary)
+
+
+def _check_size(part: OutputFormat, vocabulary: GrammarVocabulary) -> None:
+    try:
+        compile_grammar(answer_grammar(part, (), {}), vocabulary, limits=ALONE_LIMITS)
+    except InvalidArgument as error:
+        if "grammar size" in error.reason:
+            reason = f"is too complex: its rules have more than {MAX_CLIENT_SYMBOLS} symbols"
+            raise InvalidArgument(part.field, reason) from None
 
 
 def _name_defect(part: OutputFormat, vocabulary: GrammarVocabulary) -> None:

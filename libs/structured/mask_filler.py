@@ -14,14 +14,17 @@ from llguidance import LLExecutor, LLMatcher
 from libs.structured.constraint import Banned, GrammarConstraint, MaskRows, Phase
 from libs.structured.grammar_check import MAX_MASK_S
 
+# A grammar may be slow at some tokens only.
+_MEASURED_STEPS = 16
+
 Work = Sequence[tuple[GrammarConstraint, Sequence[int]]]
 
 
 class GrammarMasks:
     """Implements the engine's `MaskFiller`. One call at a time.
 
-    Threads of the executor have no clocks of their own. So the step after a slow one computes its masks one
-    by one, and measures each. A mask that is slow once, as the first of a large grammar is, fails nothing.
+    Threads of the executor have no clocks of their own. So the steps after a slow one compute their masks one
+    by one, and measure each. A mask that is slow once, as the first of a large grammar is, fails nothing.
     """
 
     def __init__(
@@ -36,19 +39,21 @@ class GrammarMasks:
         self._limit_s = limit_s
         self._now_s = now_s
         self._cpu_s = cpu_s
-        self._was_slow = False
+        self._n_measured = 0  # steps from now on
 
     def fill(self, work: Work, masks: MaskRows) -> list[Banned]:
         """Write the masks of each constraint and its drafts, row after row.
 
         Returns for each row None, or the tokens that it may not sample when it needs no mask.
         """
-        if self._was_slow:
-            self._was_slow = False
-            return self._fill_measured(work, masks)
         began_s = self._now_s()
-        banned = self._fill_together(work, masks)
-        self._was_slow = self._now_s() - began_s > self._limit_s
+        if self._n_measured:
+            self._n_measured -= 1
+            banned = self._fill_measured(work, masks)
+        else:
+            banned = self._fill_together(work, masks)
+        if self._now_s() - began_s > self._limit_s:
+            self._n_measured = _MEASURED_STEPS
         return banned
 
     def _fill_measured(self, work: Work, masks: MaskRows) -> list[Banned]:

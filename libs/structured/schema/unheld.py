@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from libs.structured.schema.distinct_keys import count_distinct_keys, find_few_keys, find_most_keys
 from libs.structured.schema.endless_schemas import without_endless
+from libs.structured.schema.large_unions import find_large_union
 from libs.structured.schema.open_keys import can_spell_keys, find_control_character, values
 from libs.structured.schema.schema_walk import Json, Parts, path_text, walk
 
@@ -26,6 +27,8 @@ def find_unheld(schema: Json | bool) -> _Found:
     pruned = without_endless(schema, parts)
     if pruned is False and schema is not False:
         return "", "has no value that ends"
+    if (union := find_large_union(schema, parts)) is not None:
+        return union
     return _find_keys(parts if pruned is schema else list(walk(pruned)))
 
 
