@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 from llguidance import LLMatcher, LLParserLimits
@@ -14,15 +15,18 @@ from libs.structured.answer_grammar import is_of_client
 from libs.structured.vocabulary import GrammarVocabulary
 from slipstream.errors import InvalidArgument
 
-MAX_CACHED_GRAMMARS = 256
+MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_BYTES = 16 << 20  # of grammar text
+# Compiling takes a few milliseconds.
+MAX_USES = 8
 # A mask beyond these limits fails its request alone, at the same token on every worker. Compiling spends the
 # first fuel, of which llguidance's default is 1,000,000: keys without \u beside patterns take more. Error
 # messages have no text of the grammar.
 #
 # 2,366 valid instances of schemas of MaskBench were walked on a vocabulary of 163,584: with 8,000 items a
 # mask as many go on as with 20,000. Those of 9,795 schemas have rows of at most 1,039 items.
-_limits = partial(LLParserLimits, initial_lexer_fuel=4_000_000, verbose_errors=False)
+# With 2,000 states of the lexer all 2,791 that were walked go on; 50,000 take up to 45 MB.
+_limits = partial(LLParserLimits, initial_lexer_fuel=4_000_000, max_lexer_states=50_000, verbose_errors=False)
 LIMITS = _limits(step_max_items=8_000, max_items_in_row=1_500)
 # A client's own grammar may be ambiguous in every way, so that a mask takes the cube of its size: with these
 # limits up to 30 ms.
@@ -55,13 +59,31 @@ def first_lines(error: str) -> str:
     return " ".join(error.split("<state>")[0].split())
 
 
-class GrammarCache:
-    """Compiled grammars, the least recently used removed first. Threads that need the same one share it."""
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    matcher: Future[LLMatcher]
+    n_bytes: int
+    n_uses: int = 0
 
-    def __init__(self, *, max_grammars: int = MAX_CACHED_GRAMMARS, max_bytes: int = MAX_CACHED_BYTES) -> None:
+
+class GrammarCache:
+    """Compiled grammars, the least recently used removed first. Threads that need the same one share it.
+
+    The copies of a matcher share the states of its lexer, which grow with each answer up to their limit. So a
+    grammar is compiled again after some uses.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_grammars: int = MAX_CACHED_GRAMMARS,
+        max_bytes: int = MAX_CACHED_BYTES,
+        max_uses: int = MAX_USES,
+    ) -> None:
         self._max_grammars = max_grammars
         self._max_bytes = max_bytes
-        self._compiled: OrderedDict[bytes, tuple[Future[LLMatcher], int]] = OrderedDict()
+        self._max_uses = max_uses
+        self._compiled: OrderedDict[bytes, _Compiled] = OrderedDict()
         self._n_bytes = 0
         self._lock = threading.Lock()
 
@@ -71,36 +93,39 @@ class GrammarCache:
     def get(self, grammar: str, vocabulary: GrammarVocabulary) -> LLMatcher:
         """A fresh matcher of the grammar. Raises InvalidArgument when it cannot be compiled."""
         digest = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+        mine: _Compiled | None = None
         with self._lock:
             found = self._compiled.get(digest)
-            if found is not None:
-                self._compiled.move_to_end(digest)
-            else:
-                mine: Future[LLMatcher] = Future()
-                self._keep(digest, mine, len(grammar))
-        if found is None:
+            if found is None or found.n_uses >= self._max_uses:
+                self._remove(digest)
+                found = mine = _Compiled(Future(), len(grammar))
+                self._keep(digest, mine)
+            found.n_uses += 1
+            self._compiled.move_to_end(digest)
+        if mine is not None:
             try:
-                mine.set_result(compile_grammar(grammar, vocabulary))
+                mine.matcher.set_result(compile_grammar(grammar, vocabulary))
             except BaseException as error:
-                mine.set_exception(error)
+                mine.matcher.set_exception(error)
                 self._drop(digest, mine)
                 raise
-            found = (mine, 0)
-        return found[0].result().deep_copy()
+        return found.matcher.result().deep_copy()
 
-    def _keep(self, digest: bytes, matcher: Future[LLMatcher], n_bytes: int) -> None:
-        self._compiled[digest] = (matcher, n_bytes)
-        self._n_bytes += n_bytes
+    def _keep(self, digest: bytes, compiled: _Compiled) -> None:
+        self._compiled[digest] = compiled
+        self._n_bytes += compiled.n_bytes
         while len(self._compiled) > self._max_grammars or (
             self._n_bytes > self._max_bytes and len(self._compiled) > 1
         ):
-            _, (_, freed) = self._compiled.popitem(last=False)
-            self._n_bytes -= freed
+            self._remove(next(iter(self._compiled)))
 
-    def _drop(self, digest: bytes, matcher: Future[LLMatcher]) -> None:
+    def _remove(self, digest: bytes) -> None:
+        removed = self._compiled.pop(digest, None)
+        if removed is not None:
+            self._n_bytes -= removed.n_bytes
+
+    def _drop(self, digest: bytes, compiled: _Compiled) -> None:
         """Forget a grammar that failed, so that a later request compiles it again."""
         with self._lock:
-            found = self._compiled.get(digest)
-            if found is not None and found[0] is matcher:
-                del self._compiled[digest]
-                self._n_bytes -= found[1]
+            if self._compiled.get(digest) is compiled:
+                self._remove(digest)

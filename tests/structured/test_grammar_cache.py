@@ -1,0 +1,72 @@
+"""Compiled grammars are shared, bounded, and compiled again before their lexers have grown for long."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from llguidance import LLMatcher
+
+from libs.structured import grammar_cache
+from libs.structured.grammar_cache import LIMITS, GrammarCache
+from libs.structured.vocabulary import GrammarVocabulary
+from slipstream.errors import InvalidArgument
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that were compiled, in order."""
+    found: list[str] = []
+    compile_grammar = grammar_cache.compile_grammar
+
+    def note(grammar: str, vocabulary: GrammarVocabulary) -> LLMatcher:
+        found.append(grammar)
+        return compile_grammar(grammar, vocabulary)
+
+    monkeypatch.setattr(grammar_cache, "compile_grammar", note)
+    return found
+
+
+def rule(text: str) -> str:
+    return f'start: "{text}"\n'
+
+
+def test_a_grammar_is_compiled_again_after_some_uses(
+    compiled: list[str], vocabulary: GrammarVocabulary
+) -> None:
+    cache = GrammarCache(max_uses=3)
+    matchers = [cache.get(rule("a"), vocabulary) for _ in range(7)]
+    assert len(compiled) == 3 and len(cache) == 1
+    assert not any(matcher.is_error() for matcher in matchers)
+
+
+def test_threads_share_one_compilation(compiled: list[str], vocabulary: GrammarVocabulary) -> None:
+    cache = GrammarCache()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: cache.get(rule("a"), vocabulary), range(grammar_cache.MAX_USES)))
+    assert compiled == [rule("a")]
+
+
+def test_the_least_recently_used_are_removed(compiled: list[str], vocabulary: GrammarVocabulary) -> None:
+    cache = GrammarCache(max_grammars=2)
+    for text in "abac":
+        cache.get(rule(text), vocabulary)
+    assert len(cache) == 2
+    cache.get(rule("a"), vocabulary)
+    assert compiled == [rule(text) for text in "abc"]
+    cache = GrammarCache(max_bytes=2 * len(rule("a")))
+    for text in "abc":
+        cache.get(rule(text), vocabulary)
+    assert len(cache) == 2
+
+
+def test_a_grammar_that_fails_is_forgotten(compiled: list[str], vocabulary: GrammarVocabulary) -> None:
+    cache = GrammarCache()
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="cannot be compiled"):
+            cache.get("start: x\n", vocabulary)
+    assert len(compiled) == 2 and not len(cache)
+
+
+def test_the_lexer_of_a_grammar_is_bounded() -> None:
+    assert LIMITS.max_lexer_states == grammar_cache.CLIENT_LIMITS.max_lexer_states == 50_000
