@@ -91,6 +91,16 @@ NO_STORE = RESPONSES.add(
         "HTTP",
     )
 )
+RESPONSE_ROWS = RESPONSES.add(
+    Size(
+        "top_logprobs",
+        0,
+        32 << 20,
+        "bytes of log probabilities",
+        "Four events of a stream repeat them.",
+        "HTTP",
+    )
+)
 STORED = RESPONSES.add(
     Size(
         "store",

@@ -27,14 +27,16 @@ class ConstraintFactory:
         with self._lock:
             self._vocabulary()
 
-    def make(self, rules: OutputConstraint, emitted: Sequence[int]) -> GrammarConstraint:
+    def make(
+        self, rules: OutputConstraint, emitted: Sequence[int], *, salt: bytes = b""
+    ) -> GrammarConstraint:
         """A constraint in the state after `emitted`. Raises InvalidArgument for a bad grammar.
 
-        Takes as long as the grammar compiles, the first time.
+        Takes as long as the grammar compiles, the first time. `salt`: that of the tenant.
         """
         with self._lock:
             vocabulary = self._vocabulary()
-        matcher = self.grammars.get(rules.grammar, vocabulary)
+        matcher = self.grammars.get(rules.grammar, vocabulary, salt=salt)
         constraint = GrammarConstraint(rules, matcher, vocabulary, filler=self._filler)
         constraint.advance(emitted)
         return constraint

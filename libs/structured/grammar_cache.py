@@ -18,7 +18,7 @@ from slipstream.errors import InvalidArgument
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_BYTES = 16 << 20  # of grammar text
 # Compiling takes a few milliseconds.
-MAX_USES = 8
+MAX_USES = 64
 # A mask beyond these limits fails its request alone, at the same token on every worker. Compiling spends the
 # first fuel, of which llguidance's default is 1,000,000: keys without \u beside patterns take more. Error
 # messages have no text of the grammar.
@@ -69,8 +69,8 @@ class _Compiled:
 class GrammarCache:
     """Compiled grammars, the least recently used removed first. Threads that need the same one share it.
 
-    The copies of a matcher share the states of its lexer, which grow with each answer up to their limit. So a
-    grammar is compiled again after some uses.
+    The copies of a matcher share the states of its lexer, which grow with each answer. At their limit all
+    answers by that grammar fail, so tenants share none, and a grammar is compiled again after some uses.
     """
 
     def __init__(
@@ -90,9 +90,12 @@ class GrammarCache:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def get(self, grammar: str, vocabulary: GrammarVocabulary) -> LLMatcher:
-        """A fresh matcher of the grammar. Raises InvalidArgument when it cannot be compiled."""
-        digest = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+    def get(self, grammar: str, vocabulary: GrammarVocabulary, *, salt: bytes = b"") -> LLMatcher:
+        """A fresh matcher of the grammar. Raises InvalidArgument when it cannot be compiled.
+
+        `salt`: that of the tenant.
+        """
+        digest = hashlib.blake2b(grammar.encode(), digest_size=16, key=hashlib.sha256(salt).digest()).digest()
         mine: _Compiled | None = None
         with self._lock:
             found = self._compiled.get(digest)

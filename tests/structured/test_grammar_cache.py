@@ -40,6 +40,14 @@ def test_a_grammar_is_compiled_again_after_some_uses(
     assert not any(matcher.is_error() for matcher in matchers)
 
 
+def test_tenants_share_no_lexer(compiled: list[str], vocabulary: GrammarVocabulary) -> None:
+    """One whose answers bring a shared lexer to its limit would end the answers of another."""
+    cache = GrammarCache()
+    for salt in (b"anna", b"bert", b"anna"):
+        cache.get(rule("a"), vocabulary, salt=salt)
+    assert len(compiled) == len(cache) == 2
+
+
 def test_threads_share_one_compilation(compiled: list[str], vocabulary: GrammarVocabulary) -> None:
     cache = GrammarCache()
     with ThreadPoolExecutor(4) as threads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from libs.engine.step.types import SequenceSpec
@@ -42,7 +43,8 @@ class SequenceGrammars:
             done.set_result(None)
             return done
         made: asyncio.Future[GrammarConstraint | None] = loop.run_in_executor(
-            self._threads, self._factory.make, spec.sampling.constraint, spec.emitted
+            self._threads,
+            partial(self._factory.make, spec.sampling.constraint, spec.emitted, salt=spec.salt),
         )
         made.add_done_callback(_note_failure)
         return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+from libs.common import api_bounds
 from libs.text.special_tokens import THINK_END
 from services.router.api.answers.logprob_rows import LogprobBudget, LogprobRows
 from slipstream.v1 import router_pb2
@@ -45,7 +46,7 @@ class AnswerBlocks:
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
-        self._budget = LogprobBudget()
+        self._budget = LogprobBudget(api_bounds.RESPONSE_ROWS)
         self._call = -1  # the index of the open call, among the calls
         # Of tokens whose text is held back: they belong to the next piece of text.
         self._early_logprobs: list[router_pb2.TextLogprob] = []

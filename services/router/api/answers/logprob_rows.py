@@ -13,19 +13,21 @@ import msgspec
 
 from services.router.api.answers.answer_format import Json
 from slipstream import bounds
+from slipstream.bound import Size
 from slipstream.v1 import router_pb2
 
 
 class LogprobBudget:
-    """Counts the bytes of all rows that one answer keeps."""
+    """Counts the bytes of all rows that one answer keeps, by a row of the table of bounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, bound: Size | None = None) -> None:
+        self._bound = bound or bounds.ANSWER_ROWS
         self._n_bytes = 0
 
     def spend(self, n_bytes: int) -> None:
         """Count so many more. Raises InvalidArgument for too many."""
         self._n_bytes += n_bytes
-        bounds.ANSWER_ROWS.check(self._n_bytes)
+        self._bound.check(self._n_bytes)
 
 
 class LogprobRows:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from libs.common import api_bounds
 from services.router.api.answers import logprob_rows
 from services.router.api.answers.answer_format import AnswerWriter
 from services.router.api.answers.logprob_rows import LogprobBudget, LogprobRows
@@ -80,11 +81,12 @@ def test_the_end_of_a_whole_answer_makes_no_rows(kind: str, made: list[Any]) -> 
 @pytest.mark.parametrize("kind", writers())
 def test_too_many_rows_end_the_answer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "ANSWER_ROWS", replace(bounds.ANSWER_ROWS, high=100))
+    monkeypatch.setattr(api_bounds, "RESPONSE_ROWS", replace(api_bounds.RESPONSE_ROWS, high=100))
     writer = writers()[kind]()
     long = Delta(text="a", logprobs=[ROW] * N_TOKENS)
     with pytest.raises(InvalidArgument) as refused:
         writer.add(long)
-    assert refused.value.field == "logprobs"
+    assert refused.value.field == ("top_logprobs" if kind == "responses" else "logprobs")
 
 
 def test_rows_since_the_last_call_and_all_rows() -> None:
