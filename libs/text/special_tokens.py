@@ -67,6 +67,15 @@ KIMI_OFFSETS: Mapping[str, int] = {
 # The tokens that end an answer: Kimi's own and its equivalents.
 ANSWER_ENDS = (IM_END, EOS, EOT)
 
+# All tokens of a call's form.
+TOOL_CALL_TOKENS = (
+    TOOL_CALLS_SECTION_BEGIN,
+    TOOL_CALLS_SECTION_END,
+    TOOL_CALL_BEGIN,
+    TOOL_CALL_ARGUMENT_BEGIN,
+    TOOL_CALL_END,
+)
+
 # The tokens of the chat template and the response parser. A vocabulary without one of them is refused.
 REQUIRED_TOKENS: frozenset[str] = frozenset(
     {
@@ -75,11 +84,7 @@ REQUIRED_TOKENS: frozenset[str] = frozenset(
         IM_ASSISTANT,
         IM_SYSTEM,
         IM_MIDDLE,
-        TOOL_CALLS_SECTION_BEGIN,
-        TOOL_CALLS_SECTION_END,
-        TOOL_CALL_BEGIN,
-        TOOL_CALL_ARGUMENT_BEGIN,
-        TOOL_CALL_END,
+        *TOOL_CALL_TOKENS,
         THINK_BEGIN,
         THINK_END,
     }

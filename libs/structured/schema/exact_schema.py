@@ -21,6 +21,8 @@ def exact_schema(schema: Any, *, spells_keys: bool) -> Any:
     is_old = has_items_as_places(schema)
 
     def exact(part: _Part) -> _Part:
+        if part.get("uniqueItems") is False:  # it says nothing, and llguidance refuses the keyword
+            del part["uniqueItems"]
         made = with_one_form(with_exact_bounds(with_pattern(part)), is_old=is_old)
         return with_spelled_keys(made) if spells_keys else made
 

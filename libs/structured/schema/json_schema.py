@@ -72,7 +72,7 @@ def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:
     """The path of the first keyword, format or reference that no grammar can hold, and why; None without."""
     for path, part in walk(schema):
         for name, value in part.items():
-            if name in UNSUPPORTED:
+            if name in UNSUPPORTED and not (name == "uniqueItems" and value is False):
                 return path_text(path, name), "is not supported"
             if name == "format" and value not in FORMATS and _may_be_text(part):
                 return path_text(path, name), f"must be one of {', '.join(sorted(FORMATS))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -80,9 +81,14 @@ def end_job(
     )
     if url:
         data = {"id": job_id, "state": state.value, "group_id": group_id, "reference": reference}
-        notice = {"type": f"job.{state.value}", "timestamp": now_s, "data": data}
+        notice = {"type": f"job.{state.value}", "timestamp": _iso_time(now_s), "data": data}
         tx.execute(
             "INSERT INTO job_notices VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
             (f"msg_{job_id}", url, secret, msgspec.json.encode(notice), now_s, now_s, tenant, host_of(url)),
         )
     return True
+
+
+def _iso_time(unix_s: float) -> str:
+    """The time as Standard Webhooks has it in bodies: ISO 8601, in UTC."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -32,6 +32,7 @@ from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
     TOOL_CALL_BEGIN,
     TOOL_CALL_END,
+    TOOL_CALL_TOKENS,
     TOOL_CALLS_SECTION_BEGIN,
 )
 from libs.text.tokenizer import Tokenizer
@@ -312,7 +313,7 @@ def _sampling(
             stops = (*stops, card.tokenizer.special_id(TOOL_CALL_END))
         if not chat.tools or mode == "none":
             # The tools of mode none stay in the prompt, because the conversation's cached KV includes them.
-            banned = [card.tokenizer.special_id(name) for name in (TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN)]
+            banned = [card.tokenizer.special_id(name) for name in TOOL_CALL_TOKENS]
     seed = wish.seed if wish.seed is not None else default_seed(request_id)
     plain: dict[str, Any] = {**card.sampling_defaults, **wish.given}
     plain["top_p"] = max(plain["top_p"], _MIN_TOP_P)

@@ -44,7 +44,7 @@ def read_line(line: str) -> TypedLine:
 def help_text() -> str:
     """The commands and keys."""
     lines = [f"  {name:<13} {meaning}" for name, meaning in COMMANDS.items()]
-    lines.append("  Ctrl-C        end the answer that is being written")
+    lines.append("  Ctrl-C        end the answer that is being written, or drop the line that is typed")
     return "\n".join([*lines, "A message that begins with a slash is typed with two."])
 
 

@@ -1,7 +1,8 @@
 """The conversation of `slipstream chat`.
 
-Ctrl-C ends the answer that is being written, Ctrl-D the conversation. Where the model calls a tool,
-the terminal asks for what the tool should answer. What is printed of others has no control characters.
+Ctrl-C ends the answer that is being written, or drops the line that is typed. Ctrl-D ends the conversation.
+Where the model calls a tool, the terminal asks for what the tool should answer. What is printed of others has
+no control characters.
 """
 
 from __future__ import annotations
@@ -76,13 +77,21 @@ class _Conversation:
     def run(self, endpoint: str) -> bool:
         """Talk until the input ends. Returns whether the last turn did not fail."""
         print(self._greeting(endpoint))
-        succeeded = True
+        succeeded, was_interrupted = True, False
         while True:
             try:
                 typed = read_line(self._ask("you> "))
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 print()
                 return succeeded
+            except KeyboardInterrupt:  # it drops the line that is being typed
+                print()
+                if was_interrupted:
+                    return succeeded
+                print("(Ctrl-D, or Ctrl-C again, ends the conversation)")
+                was_interrupted = True
+                continue
+            was_interrupted = False
             if typed.command == "/quit":
                 return succeeded
             if typed.command:

@@ -104,7 +104,10 @@ def talk(endpoint: str, *lines: str) -> list[str]:
         prompts.append(prompt)
         if not left:
             raise EOFError
-        return left.pop(0)
+        line = left.pop(0)
+        if line == "\x03":
+            raise KeyboardInterrupt
+        return line
 
     options = ChatOptions(ClientAccess(Path("nowhere"), endpoint), "Be kind.", [], {"max_tokens": 7})
     run_chat(options, ask=ask)
@@ -259,3 +262,11 @@ def test_a_missing_cluster_and_invalid_tools_raise_errors(tmp_path: Path) -> Non
 
 def test_the_example_declares_the_tools_of_the_demo() -> None:
     assert read_tools(ROOT / "docs" / "examples" / "tools.json") == TOOLS
+
+
+def test_one_interrupt_drops_the_line_and_two_end_the_conversation(
+    router: tuple[Router, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(router[1], "\x03", "Hello.", "\x03", "\x03", "never sent") == ["you> "] * 4
+    shown = capsys.readouterr().out
+    assert shown.count("Ctrl-C again") == 2 and "You said Hello.." in shown and "never" not in shown

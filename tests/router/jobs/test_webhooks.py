@@ -7,6 +7,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -106,6 +107,7 @@ async def test_the_end_of_a_job_is_announced_and_signed(tables: JobTables) -> No
     assert headers["webhook-signature"] == f"v1,{expected}"
     notice = json.loads(body)
     assert (notice["type"], notice["data"]["id"]) == ("job.succeeded", job_id)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", notice["timestamp"])
     assert await tables.database.read(lambda tx: tx.execute("SELECT id FROM job_notices")) == []
 
 
