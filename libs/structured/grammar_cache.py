@@ -18,7 +18,7 @@ from slipstream.errors import InvalidArgument
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_BYTES = 16 << 20  # of grammar text
 # Compiling takes a few milliseconds.
-MAX_USES = 64
+MAX_USES = 16
 # A mask beyond these limits fails its request alone, at the same token on every worker. Compiling spends the
 # first fuel, of which llguidance's default is 1,000,000: keys without \u beside patterns take more. Error
 # messages have no text of the grammar.
