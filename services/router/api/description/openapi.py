@@ -12,7 +12,7 @@ import msgspec
 
 from services.router.api.description.answers import RunEnvelope
 from services.router.api.description.error_bodies import Error, MessagesError
-from services.router.api.description.operations import OPERATIONS, Operation
+from services.router.api.description.operations import OPERATIONS, REQUIRED, Operation
 from slipstream import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -30,6 +30,8 @@ def openapi_json() -> bytes:
     types = [kind for kind in kinds if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(types, schemas, strict=True))
+    for kind, names in REQUIRED.items():
+        components[schema_of[kind]["$ref"].rpartition("/")[2]]["required"] = list(names)
     paths: dict[str, Any] = {}
     for each in OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _described(each, schema_of)

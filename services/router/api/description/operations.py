@@ -10,7 +10,7 @@ import msgspec
 
 from services.router.api.anthropic.request import MESSAGES_BODIES
 from services.router.api.batches.batch_body import CreateBatchBody
-from services.router.api.description import answers
+from services.router.api.description import answers, resources
 from services.router.api.openai.request import BODIES
 from services.router.api.openai.token_bodies import TOKEN_BODIES
 from services.router.api.responses.request import RESPONSE_BODIES
@@ -52,6 +52,17 @@ def _generation(path: str, summary: str, like: str) -> Operation:
     return Operation("post", path, summary, body, answer, is_streamed=True)
 
 
+# Fields that a body must have. The types have defaults, so that each missing one is refused by its name.
+REQUIRED: Mapping[type[msgspec.Struct], Sequence[str]] = {
+    BODIES[_CHAT]: ("messages",),
+    BODIES[_COMPLETIONS]: ("prompt",),
+    RESPONSE_BODIES[_RESPONSES]: ("input",),
+    MESSAGES_BODIES[_MESSAGES]: ("max_tokens", "messages"),
+    MESSAGES_BODIES[_COUNT]: ("messages",),
+    TOKEN_BODIES["/detokenize"]: ("tokens",),
+    CreateBatchBody: ("input_file_id",),
+}
+
 OPERATIONS: Sequence[Operation] = (
     _generation(_CHAT, "A chat completion", _CHAT),
     _generation(_COMPLETIONS, "Completions of texts or token ids", _COMPLETIONS),
@@ -70,14 +81,19 @@ OPERATIONS: Sequence[Operation] = (
         answer=answers.Response,
         is_streamed=True,
     ),
-    Operation("delete", _ONE, "Delete a stored response"),
+    Operation("delete", _ONE, "Delete a stored response", answer=resources.Deleted),
     Operation(
         "post",
         f"{_ONE}/cancel",
         "End a response in the background",
         answer=answers.Response,
     ),
-    Operation("get", f"{_ONE}/input_items", "A page of the input of a stored response"),
+    Operation(
+        "get",
+        f"{_ONE}/input_items",
+        "A page of the input of a stored response",
+        answer=resources.InputItemPage,
+    ),
     _generation(_MESSAGES, "A message of Anthropic's API", _MESSAGES),
     Operation(
         "post",
@@ -102,22 +118,25 @@ OPERATIONS: Sequence[Operation] = (
         "Class, special tokens and chat template of the tokenizer",
         answer=answers.TokenizerInfo,
     ),
-    Operation("get", "/v1/models", "The served model by each of its names"),
-    Operation("get", "/v1/models/{name}", "The served model by one of its names"),
+    Operation("get", "/v1/models", "The served model by each of its names", answer=resources.ModelList),
+    Operation("get", "/v1/models/{name}", "The served model by one of its names", answer=resources.Model),
     Operation(
         "get",
         "/v1/usage",
         "What the caller's tenant has used and what it costs, by day, key, model or endpoint",
+        answer=resources.UsageList,
     ),
-    Operation("post", "/v1/files", "Upload a file of requests, one a line", has_form=True),
-    Operation("get", "/v1/files", "A page of files"),
-    Operation("get", "/v1/files/{id}", "A file"),
-    Operation("delete", "/v1/files/{id}", "Delete a file"),
+    Operation(
+        "post", "/v1/files", "Upload a file of requests, one a line", answer=resources.File, has_form=True
+    ),
+    Operation("get", "/v1/files", "A page of files", answer=resources.FilePage),
+    Operation("get", "/v1/files/{id}", "A file", answer=resources.File),
+    Operation("delete", "/v1/files/{id}", "Delete a file", answer=resources.Deleted),
     Operation("get", "/v1/files/{id}/content", "The content of a file"),
-    Operation("post", "/v1/batches", "A batch of the requests in a file", CreateBatchBody),
-    Operation("get", "/v1/batches", "A page of batches, newest first"),
-    Operation("get", "/v1/batches/{id}", "A batch"),
-    Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch"),
+    Operation("post", "/v1/batches", "A batch of the requests in a file", CreateBatchBody, resources.Batch),
+    Operation("get", "/v1/batches", "A page of batches, newest first", answer=resources.BatchPage),
+    Operation("get", "/v1/batches/{id}", "A batch", answer=resources.Batch),
+    Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", answer=resources.Batch),
     Operation(
         "post",
         f"{_RUNS}/run/{{model}}",
@@ -130,12 +149,14 @@ OPERATIONS: Sequence[Operation] = (
     _generation(_RUNS + _COMPLETIONS, f"As {_COMPLETIONS}", _COMPLETIONS),
     _generation(_RUNS + _RESPONSES, f"As {_RESPONSES}", _RESPONSES),
     Operation("post", f"{_RUNS}/v1/embeddings", "Refused: no model here has this task", has_object=True),
-    Operation("get", f"{_RUNS}/v1/models", "As /v1/models"),
+    Operation("get", f"{_RUNS}/v1/models", "As /v1/models", answer=resources.ModelList),
     Operation("get", "/healthz/ready", "200 while requests can run, else 503", is_open=True),
-    Operation("get", "/healthz/live", "200 while the process answers", is_open=True),
+    Operation(
+        "get", "/healthz/live", "200 while the process answers", answer=resources.Liveness, is_open=True
+    ),
     Operation("get", "/health", "As /healthz/ready", is_open=True),
     Operation("get", "/ping", "As /healthz/ready", is_open=True),
-    Operation("get", "/version", "The version of the router", is_open=True),
+    Operation("get", "/version", "The version of the router", answer=resources.Version, is_open=True),
     Operation("get", "/openapi.json", "This description", is_open=True),
     Operation("get", "/docs", "This description as a page", is_open=True),
 )

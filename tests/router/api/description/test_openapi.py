@@ -13,9 +13,9 @@ import pytest
 
 from libs.database.database import Database
 from libs.text import special_tokens as special
-from services.router.api.description import answers, error_bodies
+from services.router.api.description import answers, error_bodies, resources
 from services.router.api.description.openapi import openapi_json
-from services.router.api.description.operations import OPERATIONS
+from services.router.api.description.operations import OPERATIONS, REQUIRED, Operation
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from tests.router.conftest import open_router, script
@@ -167,3 +167,71 @@ async def test_counts_and_errors_have_their_types(http: aiohttp.ClientSession) -
             path.replace("accounts/a/", "accounts/{account}/").replace("tiny", "{model}")
         ]["post"]["responses"]["default"]["content"]["application/json"]["schema"]["$ref"]
         assert reference.rpartition("/")[2] == kind.__name__
+
+
+async def fetch(http: aiohttp.ClientSession, path: str, kind: type[msgspec.Struct]) -> Any:
+    async with http.get(path) as answer:
+        data = await answer.read()
+        assert answer.status == 200, data
+        return msgspec.json.decode(data, type=kind)
+
+
+@pytest.mark.parametrize(
+    "each", [each for each in OPERATIONS if each.body in REQUIRED], ids=lambda each: each.path
+)
+async def test_a_body_without_a_required_field_is_refused_by_its_name(
+    http: aiohttp.ClientSession, each: Operation
+) -> None:
+    assert each.body is not None
+    values: dict[str, Any] = {"messages": USER, "max_tokens": 1, "input": "a", "prompt": "a", "tokens": [1]}
+    values |= {"endpoint": "/v1/completions", "input_file_id": "file-x"}
+    needed = REQUIRED[each.body]
+    for missing in needed:
+        body = {name: values[name] for name in needed if name != missing}
+        async with http.post(each.path.replace("{account}", "a"), json=body) as answer:
+            said = await answer.text()
+            assert answer.status == 400 and missing in said, (missing, said)
+
+
+async def test_answers_about_models_usage_and_the_process_have_their_types(
+    http: aiohttp.ClientSession, card: ModelCard
+) -> None:
+    models = await fetch(http, "/v1/models", resources.ModelList)
+    assert await fetch(http, f"/v1/models/{card.name}", resources.Model) in models.data
+    await fetch(http, "/healthz/live", resources.Liveness)
+    await fetch(http, "/version", resources.Version)
+    usage = await fetch(http, "/v1/usage?group_by=day&group_by=model", resources.UsageList)
+    assert usage.group_by == ["day", "model"]
+
+
+async def test_answers_about_files_batches_and_stored_responses_have_their_types(
+    http: aiohttp.ClientSession, model: FakeModel, card: ModelCard
+) -> None:
+    script(model, *[answer_of(card, text="It")] * 5)
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": USER}}
+    files = []
+    for _ in range(2):  # one that a batch reads, and one to delete
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", json.dumps(line).encode(), filename="requests.jsonl")
+        async with http.post("/v1/files", data=form) as answer:
+            files.append(msgspec.json.decode(await answer.read(), type=resources.File))
+    file, deleted_file = files
+    assert len((await fetch(http, "/v1/files", resources.FilePage)).data) == 2
+    assert await fetch(http, f"/v1/files/{file.id}", resources.File) == file
+    batch = await give(
+        http,
+        "/v1/batches",
+        resources.Batch,
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+    await fetch(http, f"/v1/batches/{batch.id}", resources.Batch)
+    assert len((await fetch(http, "/v1/batches", resources.BatchPage)).data) == 1
+    await give(http, f"/v1/batches/{batch.id}/cancel", resources.Batch)
+    response = await give(http, "/v1/responses", answers.Response, input="Where?")
+    path = f"/v1/responses/{response.id}"
+    assert (await fetch(http, f"{path}/input_items", resources.InputItemPage)).data
+    for deleted in (path, f"/v1/files/{deleted_file.id}"):
+        async with http.delete(deleted) as answer:
+            assert msgspec.json.decode(await answer.read(), type=resources.Deleted).deleted
