@@ -7,7 +7,7 @@ before a tool call are free: such a state costs no mask. The grammar holds the r
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,11 @@ class GrammarConstraint:
         vocabulary: GrammarVocabulary,
         *,
         filler: Any = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_failure` is called when the matcher fails, of its grammar or of its limits."""
         self.filler = filler
+        self._on_failure = on_failure
         self.matcher = matcher
         self.phase = _first_phase(rules)
         self.failure = ""
@@ -109,6 +112,7 @@ class GrammarConstraint:
         """Take over an error of the matcher, which stays in it."""
         if not self.failure and self.matcher.is_error():
             self.failure = first_lines(self.matcher.get_error())
+            self._on_failure()
 
     def _fill_row(self, row: npt.NDArray[np.int32]) -> Banned:
         if self.phase is Phase.HELD:

@@ -37,6 +37,7 @@ class ConstraintFactory:
         with self._lock:
             vocabulary = self._vocabulary()
         matcher = self.grammars.get(rules.grammar, vocabulary, salt=salt)
-        constraint = GrammarConstraint(rules, matcher, vocabulary, filler=self._filler)
+        forget = functools.partial(self.grammars.forget, rules.grammar, salt=salt)
+        constraint = GrammarConstraint(rules, matcher, vocabulary, filler=self._filler, on_failure=forget)
         constraint.advance(emitted)
         return constraint

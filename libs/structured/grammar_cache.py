@@ -29,10 +29,10 @@ MAX_USES = 16
 _limits = partial(LLParserLimits, initial_lexer_fuel=4_000_000, max_lexer_states=50_000, verbose_errors=False)
 LIMITS = _limits(step_max_items=8_000, max_items_in_row=1_500)
 # A client's own grammar may be ambiguous in every way, so that a mask takes the cube of its size: with these
-# limits up to 30 ms.
-CLIENT_LIMITS = _limits(step_max_items=4_000, max_items_in_row=400)
-MAX_CLIENT_SYMBOLS = 500
-ALONE_LIMITS = _limits(step_max_items=4_000, max_items_in_row=400, max_grammar_size=MAX_CLIENT_SYMBOLS)
+# limits up to 10 ms. The choices of one request have as many masks in a step.
+CLIENT_LIMITS = _limits(step_max_items=2_000, max_items_in_row=300)
+MAX_CLIENT_SYMBOLS = 300
+ALONE_LIMITS = _limits(step_max_items=2_000, max_items_in_row=300, max_grammar_size=MAX_CLIENT_SYMBOLS)
 
 
 def compile_grammar(
@@ -56,6 +56,8 @@ def compile_grammar(
 
 def first_lines(error: str) -> str:
     """The reason of an error of llguidance, without the dump of its state."""
+    if error.startswith("panic"):  # of a repetition or a grammar that is too large
+        return "it is too complex"
     return " ".join(error.split("<state>")[0].split())
 
 
@@ -95,7 +97,7 @@ class GrammarCache:
 
         `salt`: that of the tenant.
         """
-        digest = hashlib.blake2b(grammar.encode(), digest_size=16, key=hashlib.sha256(salt).digest()).digest()
+        digest = _digest(grammar, salt)
         mine: _Compiled | None = None
         with self._lock:
             found = self._compiled.get(digest)
@@ -113,6 +115,11 @@ class GrammarCache:
                 self._drop(digest, mine)
                 raise
         return found.matcher.result().deep_copy()
+
+    def forget(self, grammar: str, *, salt: bytes = b"") -> None:
+        """Compile the grammar again when it is needed: the lexer of the present one is at its limit."""
+        with self._lock:
+            self._remove(_digest(grammar, salt))
 
     def _keep(self, digest: bytes, compiled: _Compiled) -> None:
         self._compiled[digest] = compiled
@@ -132,3 +139,7 @@ class GrammarCache:
         with self._lock:
             if self._compiled.get(digest) is compiled:
                 self._remove(digest)
+
+
+def _digest(grammar: str, salt: bytes) -> bytes:
+    return hashlib.blake2b(grammar.encode(), digest_size=16, key=hashlib.sha256(salt).digest()).digest()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 from libs.structured import grammar_cache
+from libs.structured.constraints import ConstraintFactory
 from libs.structured.grammar_cache import LIMITS, GrammarCache
 from libs.structured.vocabulary import GrammarVocabulary
+from libs.text.tokenizer import Tokenizer
 from slipstream.errors import InvalidArgument
+from slipstream.sampling import OutputConstraint
 
 
 @pytest.fixture
@@ -78,3 +83,27 @@ def test_a_grammar_that_fails_is_forgotten(compiled: list[str], vocabulary: Gram
 
 def test_the_lexer_of_a_grammar_is_bounded() -> None:
     assert LIMITS.max_lexer_states == grammar_cache.CLIENT_LIMITS.max_lexer_states == 50_000
+
+
+def test_a_lexer_at_its_limit_fails_no_later_answer(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setattr(grammar_cache, "LIMITS", grammar_cache._limits(max_lexer_states=400))
+    rules = OutputConstraint("start: /[ab]*a[ab]{14}c/\n")
+    factory = ConstraintFactory(lambda: vocabulary, n_threads=1)
+    chance, masks = random.Random(0), np.zeros((1, -(-vocabulary.size // 32)), dtype=np.int32)
+    letters = [tokenizer.encode_text(letter) for letter in "ab"]
+    worn = factory.make(rules, ())
+    for _ in range(2_000):
+        worn.advance(chance.choice(letters))
+        worn.fill((), masks)
+        if worn.failure:
+            break
+    assert "too many states" in worn.failure and not len(factory.grammars)
+    fresh = factory.make(rules, ())
+    fresh.fill((), masks)
+    assert not fresh.failure
+
+
+def test_what_llguidance_gives_up_is_too_complex() -> None:
+    assert grammar_cache.first_lines("panic: called `Result::unwrap()`\n<backtrace>") == "it is too complex"

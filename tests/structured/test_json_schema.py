@@ -220,3 +220,25 @@ def _changed(instance: Any, chance: random.Random) -> Any:
     if isinstance(instance, list) and instance:
         return [_changed(instance[0], chance), *instance[1:]]
     return {"unexpected": True} if not isinstance(instance, dict) else "unexpected"
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"uniqueItems": False},
+        {"not": False},
+        {"propertyNames": True},
+        {"propertyNames": {}},
+        {"dependentRequired": {}},
+        {"dependentSchemas": {}},
+        {"dependencies": {}},
+        {"unevaluatedProperties": True},
+        {"unevaluatedItems": {}},
+    ],
+)
+def test_keywords_that_say_nothing_are_taken(
+    keyword: dict[str, Any], vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    schema = {"properties": {"a": {"type": ["array", "object"], **keyword}}, **keyword}
+    assert defect(schema, vocabulary) == ("", "")
+    assert accepts(schema, '{"a":[1,1]}', vocabulary, tokenizer)

@@ -148,11 +148,11 @@ def test_a_grammar_of_many_rules_is_refused_and_one_of_few_has_quick_masks(
         )
 
     assert check(100).field == "guided_grammar"
-    assert check(100).reason == "is too complex: its rules have more than 500 symbols"
-    constraint = _constraint(check(30).grammar, vocabulary, GrammarMasks(1))
+    assert check(100).reason == "is too complex: its rules have more than 300 symbols"
+    constraint = _constraint(check(20).grammar, vocabulary, GrammarMasks(1))
     constraint.advance(tokenizer.encode_text("x" * 40))
     constraint.fill((), _masks(1, vocabulary))
-    assert "Too many items (limit 4000" in constraint.failure
+    assert "Too many items (limit 2000" in constraint.failure
 
 
 def _nested_union(n: int, *, held: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from libs.structured.schema.array_places import has_items_as_places, with_one_form
@@ -13,7 +13,24 @@ from libs.structured.schema.string_formats import with_pattern
 # Keywords whose values are data and no schemas, and those whose values are schemas by name.
 _DATA = frozenset({"const", "default", "enum", "examples"})
 _BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+# Values with which keywords that no grammar holds say nothing.
+_WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "not": (False,),
+    "propertyNames": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "uniqueItems": (False,),
+}
 _Part = dict[str, Any]
+
+
+def has_no_effect(keyword: str, value: Any) -> bool:
+    """Whether the keyword allows everything with this value. llguidance refuses it with any."""
+    harmless = _WITHOUT_EFFECT.get(keyword, ())
+    return any(value is each or (value == {} and each == {}) for each in harmless)
 
 
 def exact_schema(schema: Any, *, spells_keys: bool) -> Any:
@@ -21,9 +38,8 @@ def exact_schema(schema: Any, *, spells_keys: bool) -> Any:
     is_old = has_items_as_places(schema)
 
     def exact(part: _Part) -> _Part:
-        if part.get("uniqueItems") is False:  # it says nothing, and llguidance refuses the keyword
-            del part["uniqueItems"]
-        made = with_one_form(with_exact_bounds(with_pattern(part)), is_old=is_old)
+        said = {name: value for name, value in part.items() if not has_no_effect(name, value)}
+        made = with_one_form(with_exact_bounds(with_pattern(said)), is_old=is_old)
         return with_spelled_keys(made) if spells_keys else made
 
     return _copy(schema, exact)

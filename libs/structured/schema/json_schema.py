@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from libs.structured.schema.distinct_keys import count_distinct_keys
 from libs.structured.schema.endless_schemas import without_endless
-from libs.structured.schema.exact_schema import exact_schema
+from libs.structured.schema.exact_schema import exact_schema, has_no_effect
 from libs.structured.schema.key_count import PLAIN_ESCAPES
 from libs.structured.schema.open_keys import forbids_unicode_escapes, needs_codes
 from libs.structured.schema.schema_walk import Json, path_text, walk
@@ -72,7 +72,7 @@ def find_unsupported(schema: Json | bool) -> tuple[str, str] | None:
     """The path of the first keyword, format or reference that no grammar can hold, and why; None without."""
     for path, part in walk(schema):
         for name, value in part.items():
-            if name in UNSUPPORTED and not (name == "uniqueItems" and value is False):
+            if name in UNSUPPORTED and not has_no_effect(name, value):
                 return path_text(path, name), "is not supported"
             if name == "format" and value not in FORMATS and _may_be_text(part):
                 return path_text(path, name), f"must be one of {', '.join(sorted(FORMATS))}"
