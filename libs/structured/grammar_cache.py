@@ -58,7 +58,7 @@ def first_lines(error: str) -> str:
     """The reason of an error of llguidance, without the dump of its state."""
     if error.startswith("panic"):  # of a repetition or a grammar that is too large
         return "it is too complex"
-    return " ".join(error.split("<state>")[0].split())
+    return " ".join(error.split("<state>")[0].replace("<non-verbose/>", "").split())
 
 
 @dataclass(slots=True, eq=False)
