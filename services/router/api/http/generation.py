@@ -128,7 +128,7 @@ class GenerationEndpoint:
             run.sink.holds_start = not read.options.stream or exchange.needs_decision
             if read.options.stream:
                 return await self._stream(exchange, run)
-            body = await whole_of(read, run)
+            body = await whole_of(self._manager, read, run)
             headers = exchange.headers(run)
         finally:
             run.end()
@@ -214,7 +214,7 @@ class GenerationEndpoint:
             await choices.start()
             if read.options.stream:
                 return await self._stream_choices(exchange, choices)
-            body = await whole_of_choices(read, choices)
+            body = await whole_of_choices(self._manager, read, choices)
             headers = exchange.headers(choices.first)
         finally:
             choices.end()
@@ -225,10 +225,12 @@ class GenerationEndpoint:
         stream = EventStream(exchange.request, headers, write_stall_s=self.write_stall_s)
         body, context = exchange.exchange.body, exchange.exchange.context
         answer = body.choices_writer(context)
+        salt = self._manager.context.salts.of_tenant(exchange.exchange.caller.tenant)
+        make = partial(self._manager.context.fleet.batcher.run, salt)
         try:
             while (item := await self._waiting(stream, choices.next_events)) is not None:
                 await body.before_writer(context, item[0])
-                await stream.send(answer.encode(*item))
+                await stream.send(await make(partial(answer.encode, *item)))
             await stream.send(answer.last_event(choices.leaders), is_last=True)
             return stream.response
         except Exception as error:
