@@ -133,10 +133,12 @@ OPERATIONS: Sequence[Operation] = (
     Operation("get", "/v1/files/{id}", "A file", answer=resources.File),
     Operation("delete", "/v1/files/{id}", "Delete a file", answer=resources.Deleted),
     Operation("get", "/v1/files/{id}/content", "The content of a file"),
-    Operation("post", "/v1/batches", "A batch of the requests in a file", CreateBatchBody, resources.Batch),
+    Operation(
+        "post", "/v1/batches", "A batch of the requests in a file", CreateBatchBody, resources.BatchResource
+    ),
     Operation("get", "/v1/batches", "A page of batches, newest first", answer=resources.BatchPage),
-    Operation("get", "/v1/batches/{id}", "A batch", answer=resources.Batch),
-    Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", answer=resources.Batch),
+    Operation("get", "/v1/batches/{id}", "A batch", answer=resources.BatchResource),
+    Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", answer=resources.BatchResource),
     Operation(
         "post",
         f"{_RUNS}/run/{{model}}",

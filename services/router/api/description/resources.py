@@ -75,7 +75,7 @@ class BatchUsage(_Resource):
     total_tokens: int
 
 
-class Batch(_Resource):
+class BatchResource(_Resource):
     """A batch, with the times of its states."""
 
     id: str
@@ -106,7 +106,7 @@ class BatchPage(_Resource):
     """A page of batches."""
 
     object: Literal["list"]
-    data: list[Batch]
+    data: list[BatchResource]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -221,14 +221,14 @@ async def test_answers_about_files_batches_and_stored_responses_have_their_types
     batch = await give(
         http,
         "/v1/batches",
-        resources.Batch,
+        resources.BatchResource,
         input_file_id=file.id,
         endpoint="/v1/chat/completions",
         completion_window="24h",
     )
-    await fetch(http, f"/v1/batches/{batch.id}", resources.Batch)
+    await fetch(http, f"/v1/batches/{batch.id}", resources.BatchResource)
     assert len((await fetch(http, "/v1/batches", resources.BatchPage)).data) == 1
-    await give(http, f"/v1/batches/{batch.id}/cancel", resources.Batch)
+    await give(http, f"/v1/batches/{batch.id}/cancel", resources.BatchResource)
     response = await give(http, "/v1/responses", answers.Response, input="Where?")
     path = f"/v1/responses/{response.id}"
     assert (await fetch(http, f"{path}/input_items", resources.InputItemPage)).data
