@@ -150,7 +150,9 @@ def test_a_grammar_with_too_costly_masks_fails_alone(monkeypatch: pytest.MonkeyP
         OutputFormat("lark", 'start: e{60,200} "!"\ne: "a"+ b*\nb: "b" | "a" | e'), (), {}
     )
     constraints = {"plain": FACTORY.make(OutputConstraint(GRAMMAR), ())}
-    monkeypatch.setattr(grammar_cache, "LIMITS", LLParserLimits(step_max_items=100, verbose_errors=False))
+    monkeypatch.setattr(
+        grammar_cache, "CLIENT_LIMITS", LLParserLimits(step_max_items=100, verbose_errors=False)
+    )
     constraints["costly"] = FACTORY.make(OutputConstraint(costly), ())
     engine = make_engine()
     for name, constraint in constraints.items():

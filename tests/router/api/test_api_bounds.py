@@ -22,7 +22,7 @@ ROWS: Mapping[str, Bound] = {
 }
 # Rows that need a database, or its lack: test_answer_apis.py, test_store.py, test_background.py and
 # test_replay.py.
-ELSEWHERE = {"NO_STORE", "STORED", "REFERENCES", "REFERRED", "CONVERSATION"}
+ELSEWHERE = {"NO_STORE", "STORED", "REFERENCES", "REFERRED", "CONVERSATION", "RESPONSE_ROWS"}
 ELSEWHERE |= {name for name in ROWS if name.startswith(("BACKGROUND", "STARTING_AFTER"))}
 
 
