@@ -14,14 +14,14 @@ from msgspec import UNSET, UnsetType
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
-class _Strict(msgspec.Struct, forbid_unknown_fields=True):
+class StrictAnswer(msgspec.Struct, forbid_unknown_fields=True):
     """The base of all: an answer has no other field."""
 
 
 # ---- chat completions and completions
 
 
-class TokenLogprob(_Strict):
+class TokenLogprob(StrictAnswer):
     token: str
     logprob: float
     bytes: list[int]
@@ -31,22 +31,22 @@ class PositionLogprobs(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(_Strict):
+class ChatLogprobs(StrictAnswer):
     content: list[PositionLogprobs]
 
 
-class CalledFunction(_Strict):
+class CalledFunction(StrictAnswer):
     name: str
     arguments: str
 
 
-class CalledTool(_Strict):
+class CalledTool(StrictAnswer):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class ChatAnswer(_Strict):
+class ChatAnswer(StrictAnswer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -54,22 +54,22 @@ class ChatAnswer(_Strict):
     tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
-class ChatChoice(_Strict):
+class ChatChoice(StrictAnswer):
     index: int
     finish_reason: FinishReason
     message: ChatAnswer
     logprobs: ChatLogprobs | None
 
 
-class PromptTokensDetails(_Strict):
+class PromptTokensDetails(StrictAnswer):
     cached_tokens: int
 
 
-class CompletionTokensDetails(_Strict):
+class CompletionTokensDetails(StrictAnswer):
     reasoning_tokens: int
 
 
-class CompletionUsage(_Strict):
+class CompletionUsage(StrictAnswer):
     """The cost stands where the model has a price."""
 
     prompt_tokens: int
@@ -81,7 +81,7 @@ class CompletionUsage(_Strict):
     currency: str | UnsetType = UNSET
 
 
-class ChatCompletion(_Strict):
+class ChatCompletion(StrictAnswer):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -93,14 +93,14 @@ class ChatCompletion(_Strict):
     slipstream: dict[str, Any] | UnsetType = UNSET
 
 
-class CompletionLogprobs(_Strict):
+class CompletionLogprobs(StrictAnswer):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(_Strict):
+class CompletionChoice(StrictAnswer):
     index: int
     finish_reason: FinishReason
     text: str
@@ -108,7 +108,7 @@ class CompletionChoice(_Strict):
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
-class Completion(_Strict):
+class Completion(StrictAnswer):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -122,32 +122,32 @@ class Completion(_Strict):
 # ---- responses
 
 
-class OutputText(_Strict, tag_field="type", tag="output_text"):
+class OutputText(StrictAnswer, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any]
     logprobs: list[PositionLogprobs]
 
 
-class OutputMessage(_Strict, tag_field="type", tag="message"):
+class OutputMessage(StrictAnswer, tag_field="type", tag="message"):
     id: str
     status: str
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class ReasoningText(_Strict):
+class ReasoningText(StrictAnswer):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(_Strict, tag_field="type", tag="reasoning"):
+class ReasoningItem(StrictAnswer, tag_field="type", tag="reasoning"):
     id: str
     status: str
     summary: list[ReasoningText]
     content: list[ReasoningText]
 
 
-class FunctionCall(_Strict, tag_field="type", tag="function_call"):
+class FunctionCall(StrictAnswer, tag_field="type", tag="function_call"):
     id: str
     status: str
     call_id: str
@@ -155,12 +155,12 @@ class FunctionCall(_Strict, tag_field="type", tag="function_call"):
     arguments: str
 
 
-class CachedTokens(_Strict):
+class CachedTokens(StrictAnswer):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class ResponseUsage(_Strict):
+class ResponseUsage(StrictAnswer):
     input_tokens: int
     input_tokens_details: CachedTokens
     output_tokens: int
@@ -168,11 +168,11 @@ class ResponseUsage(_Strict):
     total_tokens: int
 
 
-class IncompleteDetails(_Strict):
+class IncompleteDetails(StrictAnswer):
     reason: str
 
 
-class Response(_Strict):
+class Response(StrictAnswer):
     """Behind the usage stand the fields that repeat the request."""
 
     id: str
@@ -207,7 +207,7 @@ class Response(_Strict):
     slipstream: dict[str, Any] | UnsetType = UNSET
 
 
-class InputTokens(_Strict):
+class InputTokens(StrictAnswer):
     object: Literal["response.input_tokens"]
     input_tokens: int
 
@@ -215,26 +215,26 @@ class InputTokens(_Strict):
 # ---- messages
 
 
-class TextBlock(_Strict, tag_field="type", tag="text"):
+class TextBlock(StrictAnswer, tag_field="type", tag="text"):
     text: str
 
 
-class ThinkingBlock(_Strict, tag_field="type", tag="thinking"):
+class ThinkingBlock(StrictAnswer, tag_field="type", tag="thinking"):
     thinking: str
     signature: str
 
 
-class ToolUseBlock(_Strict, tag_field="type", tag="tool_use"):
+class ToolUseBlock(StrictAnswer, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ThinkingTokens(_Strict):
+class ThinkingTokens(StrictAnswer):
     thinking_tokens: int
 
 
-class MessageUsage(_Strict):
+class MessageUsage(StrictAnswer):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
@@ -242,7 +242,7 @@ class MessageUsage(_Strict):
     output_tokens_details: ThinkingTokens
 
 
-class Message(_Strict):
+class Message(StrictAnswer):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -256,25 +256,25 @@ class Message(_Strict):
     slipstream: dict[str, Any] | UnsetType = UNSET
 
 
-class MessageTokens(_Strict):
+class MessageTokens(StrictAnswer):
     input_tokens: int
 
 
 # ---- tokens
 
 
-class Tokens(_Strict):
+class Tokens(StrictAnswer):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class TokensText(_Strict):
+class TokensText(StrictAnswer):
     prompt: str
 
 
-class TokenizerInfo(_Strict):
+class TokenizerInfo(StrictAnswer):
     tokenizer_class: str | None
     bos_token: str | None
     eos_token: str | None
@@ -288,12 +288,12 @@ class TokenizerInfo(_Strict):
 # ---- Workers AI
 
 
-class RunErrorItem(_Strict):
+class RunErrorItem(StrictAnswer):
     code: int
     message: str
 
 
-class RunEnvelope(_Strict):
+class RunEnvelope(StrictAnswer):
     """Workers AI's envelope, of answers and of errors."""
 
     result: Any

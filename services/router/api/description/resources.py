@@ -7,12 +7,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-
-class _Resource(msgspec.Struct, forbid_unknown_fields=True):
-    """The base of all: an answer has no other field."""
+from services.router.api.description.answers import StrictAnswer
 
 
-class Deleted(_Resource):
+class Deleted(StrictAnswer):
     """What a deletion answers."""
 
     id: str
@@ -20,7 +18,7 @@ class Deleted(_Resource):
     deleted: Literal[True]
 
 
-class File(_Resource):
+class File(StrictAnswer):
     """A file of requests, or of their answers."""
 
     id: str
@@ -34,7 +32,7 @@ class File(_Resource):
     status_details: None
 
 
-class FilePage(_Resource):
+class FilePage(StrictAnswer):
     """A page of files."""
 
     object: Literal["list"]
@@ -44,14 +42,14 @@ class FilePage(_Resource):
     has_more: bool
 
 
-class BatchErrors(_Resource):
+class BatchErrors(StrictAnswer):
     """Why a batch did not begin."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]
 
 
-class BatchCounts(_Resource):
+class BatchCounts(StrictAnswer):
     """The requests of a batch."""
 
     total: int
@@ -59,13 +57,13 @@ class BatchCounts(_Resource):
     failed: int
 
 
-class BatchReasoningTokens(_Resource):
+class BatchReasoningTokens(StrictAnswer):
     """A part of the tokens of the answers."""
 
     reasoning_tokens: int
 
 
-class BatchUsage(_Resource):
+class BatchUsage(StrictAnswer):
     """The tokens of all requests that succeeded."""
 
     input_tokens: int
@@ -75,7 +73,7 @@ class BatchUsage(_Resource):
     total_tokens: int
 
 
-class BatchResource(_Resource):
+class BatchResource(StrictAnswer):
     """A batch, with the times of its states."""
 
     id: str
@@ -102,7 +100,7 @@ class BatchResource(_Resource):
     metadata: dict[str, str] | None
 
 
-class BatchPage(_Resource):
+class BatchPage(StrictAnswer):
     """A page of batches."""
 
     object: Literal["list"]
@@ -112,7 +110,7 @@ class BatchPage(_Resource):
     has_more: bool
 
 
-class InputItemPage(_Resource):
+class InputItemPage(StrictAnswer):
     """A page of the input of a response."""
 
     object: Literal["list"]
@@ -122,7 +120,7 @@ class InputItemPage(_Resource):
     has_more: bool
 
 
-class Pricing(_Resource):
+class Pricing(StrictAnswer):
     """Exact decimal numbers a token."""
 
     currency: str
@@ -131,7 +129,7 @@ class Pricing(_Resource):
     completion: str
 
 
-class Model(_Resource):
+class Model(StrictAnswer):
     """With a header `anthropic-version` models have the shape of Anthropic's API instead."""
 
     id: str
@@ -145,14 +143,14 @@ class Model(_Resource):
     pricing: Pricing | UnsetType = UNSET
 
 
-class ModelList(_Resource):
+class ModelList(StrictAnswer):
     """The served model by each of its names."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class UsageRow(_Resource):
+class UsageRow(StrictAnswer):
     """The first five fields are there where rows are grouped by them. `cost` is an exact decimal number."""
 
     requests: int
@@ -168,7 +166,7 @@ class UsageRow(_Resource):
     endpoint: str | UnsetType = UNSET
 
 
-class UsageList(_Resource):
+class UsageList(StrictAnswer):
     """Sums over requests."""
 
     object: Literal["list"]
@@ -178,13 +176,13 @@ class UsageList(_Resource):
     data: list[UsageRow]
 
 
-class Liveness(_Resource):
+class Liveness(StrictAnswer):
     """The process answers."""
 
     status: Literal["alive"]
 
 
-class Version(_Resource):
+class Version(StrictAnswer):
     """The version of the router."""
 
     version: str

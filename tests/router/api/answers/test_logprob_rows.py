@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_stream_of_responses_makes_each_row_once(made: list[Any]) -> None:
-    """Its last four events repeat all rows, each in a piece of its own."""
+    """Its last four events repeat all rows, and the writer yields each event as one piece."""
     writer = writers()["responses"]()
     deltas = [writer.delta_event(Delta(text="a", logprobs=[ROW])) for _ in range(N_TOKENS)]
     end = list(writer.closing(finished()))
