@@ -30,9 +30,10 @@ _limits = partial(LLParserLimits, initial_lexer_fuel=4_000_000, max_lexer_states
 LIMITS = _limits(step_max_items=8_000, max_items_in_row=1_500)
 # A client's own grammar may be ambiguous in every way, so that a mask takes the cube of its size: with these
 # limits up to 10 ms. The choices of one request have as many masks in a step.
-CLIENT_LIMITS = _limits(step_max_items=2_000, max_items_in_row=300)
+_client_limits = partial(_limits, step_max_items=2_000, max_items_in_row=300)
+CLIENT_LIMITS = _client_limits()
 MAX_CLIENT_SYMBOLS = 300
-ALONE_LIMITS = _limits(step_max_items=2_000, max_items_in_row=300, max_grammar_size=MAX_CLIENT_SYMBOLS)
+ALONE_LIMITS = _client_limits(max_grammar_size=MAX_CLIENT_SYMBOLS)
 
 
 def compile_grammar(
