@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import msgspec
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from libs.common import api_bounds
 from services.router.admission.tenant_shares import TextShares
-from services.router.api.http.piece_stream import PIECE_BYTES, send_pieces
+from services.router.api.http.piece_stream import PIECE_BYTES, each_piece, send_pieces
 from services.router.api.json_body import Json
 
 _JSON = {"Content-Type": "application/json; charset=utf-8"}
@@ -53,12 +53,8 @@ class AnswerDelivery:
         with self.sending(tenant, len(data)):
             response = web.StreamResponse(headers=all_headers)
             response.content_length = len(data)
-            return await send_pieces(request, response, _once(data), stall_s=stall_s)
+            return await send_pieces(request, response, each_piece([data]), stall_s=stall_s)
 
     def sending(self, tenant: str, n_bytes: int) -> AbstractContextManager[None]:
         """Send so many bytes inside. Raises Overloaded beyond the tenant's share."""
         return self._sent.holding(tenant, n_bytes)
-
-
-async def _once(data: bytes) -> AsyncIterator[bytes]:
-    yield data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from aiohttp import web
 
@@ -38,6 +38,12 @@ async def send_pieces(
         if request.transport is not None:
             request.transport.abort()
     return response
+
+
+async def each_piece(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """Pieces that are there already, for `send_pieces`."""
+    for piece in pieces:
+        yield piece
 
 
 async def _write(response: web.StreamResponse, piece: bytes, stall_s: float) -> None:

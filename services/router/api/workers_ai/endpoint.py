@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from services.router.api.answers.whole import run_to_end
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.middleware import RECORD
-from services.router.api.http.piece_stream import send_pieces
+from services.router.api.http.piece_stream import each_piece, send_pieces
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.workers_ai.envelope import (
     InvalidRunModel,
@@ -221,7 +221,9 @@ class RunEndpoints:
             ]
             response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
             response.content_length = sum(map(len, pieces))
-            return await send_pieces(request, response, _each(pieces), stall_s=self._generation.write_stall_s)
+            return await send_pieces(
+                request, response, each_piece(pieces), stall_s=self._generation.write_stall_s
+            )
 
     async def _run_one(
         self,
@@ -245,11 +247,6 @@ class RunEndpoints:
             return data
         except errors.SlipstreamError as error:
             return msgspec.json.encode(item | {"errors": [error_item(failure_of(error))]})
-
-
-async def _each(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
 
 
 def _check_run(run: RunBody, prefix: str) -> None:
