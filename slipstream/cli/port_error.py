@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+from grpc_status import rpc_status
 
 from slipstream.errors import SlipstreamError, Unauthenticated, Unavailable
 from slipstream.rpc.credential_fault import credential_fault, is_http_port, with_tls_hint
@@ -23,5 +24,7 @@ def port_error(error: grpc.aio.AioRpcError) -> SlipstreamError:
     fault = credential_fault(error)
     if fault is not None:
         return Unauthenticated(f"{fault} ({_CREDENTIALS})" if _NO_CREDENTIAL in fault else fault)
+    if error.code() is grpc.StatusCode.CANCELLED and rpc_status.from_call(error) is None:
+        return Unavailable("the process ended the call: it stops")
     typed = from_rpc_error(error)
     return Unavailable(with_tls_hint(typed.message)) if isinstance(typed, Unavailable) else typed

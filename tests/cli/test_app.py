@@ -112,6 +112,10 @@ def test_a_failed_call_of_an_operator_has_a_hint(code: grpc.StatusCode, details:
     assert hint in port_error(_failed(code, details)).message
 
 
+def test_a_call_that_a_stopping_process_ends_may_be_made_again() -> None:
+    assert isinstance(port_error(_failed(grpc.StatusCode.CANCELLED, "")), Unavailable)
+
+
 async def test_status_of_a_port_without_status_names_the_admin_port(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
