@@ -13,13 +13,28 @@ from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
 from services.decode.draft_gate import DraftGate, DraftMode
 from services.decode.step_costs import DEFAULT_CONFIDENCE, least_confidence
 
+# Consecutive rows from which a head drafts nearly as well as with all of them. On the shipped model 128 rows
+# give 3.96 tokens a step, 64 give 3.68, and FEATURE_WINDOW_TOKENS give 4.15.
+WHOLE_ROWS = 128
+
 
 @dataclass(slots=True)
 class _RunningSequence:
     context_tokens: int = 0
-    is_whole: bool = True  # no step of it ran without features
+    has_all: bool = True  # rows since its prompt: no step of it ran without features
+    n_rows: int = 0  # since the last step without features
     setup_ms: float = 0.0
     tokens: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.has_all or self.n_rows >= WHOLE_ROWS
+
+    def add(self, n_tokens: int, *, has_features: bool) -> None:
+        """A step gave it `n_tokens`."""
+        self.tokens += n_tokens
+        self.has_all = self.has_all and has_features
+        self.n_rows = self.n_rows + n_tokens if has_features else 0
 
 
 @dataclass(slots=True)
@@ -73,7 +88,7 @@ class DraftControl:
             self.mode = DraftMode.ON
         else:
             whole = all(sequence.is_whole for sequence in self._running.values())
-            self.mode = self.gate.choose(n_sequences, context_tokens, fresh=whole)
+            self.mode = self.gate.choose(n_sequences, context_tokens, is_whole=whole)
         ids = frozenset(self._running)
         self._begun = _StepBegun(self.mode, self.clock_ms(), ids, context_tokens)
         return self.mode
@@ -102,8 +117,7 @@ class DraftControl:
             sequence = self._running.get(output.seq_id)
             if sequence is not None:
                 sequence.context_tokens = output.computed_tokens
-                sequence.tokens += len(output.tokens)
-                sequence.is_whole = sequence.is_whole and output.features is not None
+                sequence.add(len(output.tokens), has_features=output.features is not None)
         if begun is not None and self.gate is not None and ids == begun.seq_ids:
             continues = self._ended_ms is not None and self._ended_ids == ids
             began_ms = self._ended_ms if continues and self._ended_ms is not None else begun.began_ms

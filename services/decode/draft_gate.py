@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.decode.step_costs import StepWindow
+from services.decode.step_costs import SetupCosts, StepWindow
 
 
 class DraftMode(Enum):
@@ -27,21 +27,24 @@ class GateLimits:
 
     window_steps: int = 64
     baseline_steps: int = 16  # known of a way before the other one is tried
-    feature_steps: int = 6  # with features alone, before drafts are tried
+    feature_steps: int = 6  # with features alone at least, before drafts are tried
+    gather_steps: int = 160  # with features alone at most: until the contexts of all sequences are whole
     skipped_steps: int = 2  # the first ones with drafts: the head takes in the context
     trial_steps: int = 16
     given_up_steps: int = 5  # after these, a trial at twice the cost ends
     checked_steps: int = 16  # how often drafts are compared with the last trial without them
     trial_share: float = 0.01
     longest_pause_ms: float = 120_000.0
-    # A trial waits for sequences with whole contexts, until it is overdue by this factor.
-    patience: float = 3.0
+    # Steps of any batch from the begin of a trial of drafts; then it is given up.
+    longest_trial_steps: int = 512
     margin: float = 0.02
 
 
 class _Phase(Enum):
+    """A trial of drafts gathers contexts, skips steps and is measured. One of plain steps is measured at once."""
+
     SETTLED = 0
-    FEATURES = 1
+    GATHER = 1
     SKIPPED = 2
     TRIAL = 3
 
@@ -64,42 +67,40 @@ class _Bucket:
     trial_ms: float = 0.0  # all time of the running trial
     trial_tokens: float = 0.0
 
-    @property
-    def mode(self) -> DraftMode:
-        if self.phase is _Phase.SETTLED:
-            return DraftMode.ON if self.on else DraftMode.OFF
-        if self.on or self.phase is _Phase.FEATURES:
-            return DraftMode.FEATURES
-        return DraftMode.ON
-
 
 @dataclass(slots=True)
 class DraftGate:
     """One for a decode worker. Batches of 1, 2-3, 4-7, ... sequences and contexts below 1k, 4k, 16k, ...
     tokens are judged apart; a new bucket begins with the verdict of its nearest neighbour, and with the pause
-    of one with no more sequences."""
+    of one with no more sequences.
+
+    Drafts are tried in one bucket at a time, once the contexts of its sequences are whole: a head that lacks
+    half of a context drafts half as well. Until the trial has ended, all batches compute features."""
 
     limits: GateLimits = field(default_factory=GateLimits)
     is_forced: bool = False  # drafts are always on; the gate measures what they cost
     feature_factor: float = 1.0  # a plain step with features, of one without
-    setup_ms: float = 0.0  # of a sequence with drafts: its context is taken in once
-    sequence_tokens: float = 0.0  # that such a sequence gave
+    setup: SetupCosts = field(default_factory=SetupCosts)
     _buckets: dict[tuple[int, int], _Bucket] = field(default_factory=dict)
+    _tried: _Bucket | None = None  # where drafts are being tried
+    _tried_steps: int = 0  # of all batches since that began
 
-    def choose(self, n_sequences: int, context_tokens: int, *, fresh: bool = True) -> DraftMode:
+    def choose(self, n_sequences: int, context_tokens: int, *, is_whole: bool = True) -> DraftMode:
         """The mode of the next step of so many sequences with so many tokens on average.
 
-        `fresh`: the drafter's contexts would be whole, because no step ran without features.
+        `is_whole`: the drafter would have enough of the context of each sequence.
         """
         bucket = self._bucket(n_sequences, context_tokens)
-        if bucket.phase is _Phase.SETTLED and self._is_due(bucket, fresh):
+        if bucket.phase is _Phase.SETTLED and self._is_due(bucket):
             self._begin(bucket)
-        return bucket.mode
+        elif bucket.phase is _Phase.GATHER and self._has_gathered(bucket, is_whole):
+            bucket.phase, bucket.steps_left = _Phase.SKIPPED, self.limits.skipped_steps
+        return self._mode(bucket)
 
     def wants_contexts(self, n_sequences: int, context_tokens: int) -> bool:
         """Whether a sequence that begins now may have drafts: they are on, tried, or due to be tried."""
         bucket = self._bucket(n_sequences, context_tokens)
-        return bucket.on or bucket.phase is not _Phase.SETTLED or self._is_due(bucket, fresh=True)
+        return self._mode(bucket) is not DraftMode.OFF or self._is_due(bucket)
 
     def record(
         self,
@@ -118,29 +119,23 @@ class DraftGate:
         if n_sequences < 1 or n_tokens < 1:
             return
         bucket = self._bucket(n_sequences, context_tokens)
-        if mode is not bucket.mode:
+        if mode is not self._mode(bucket):
             return
         tokens = n_tokens / n_sequences
-        if bucket.phase is _Phase.SETTLED:
+        if bucket.phase is not _Phase.SETTLED:
+            self._record_trial(bucket, elapsed_ms, tokens, n_drafts)
+        elif mode is not DraftMode.FEATURES:
             bucket.window.add(elapsed_ms, tokens, n_drafts)
             bucket.settled_ms += elapsed_ms
             bucket.settled_steps += 1
-            return
-        bucket.trial_ms += elapsed_ms
-        bucket.trial_tokens += tokens
-        if bucket.phase is _Phase.FEATURES:
-            bucket.features.add(elapsed_ms, tokens, n_drafts)
-        elif bucket.phase is _Phase.TRIAL:
-            bucket.trial.add(elapsed_ms, tokens, n_drafts)
-        bucket.steps_left -= 1
-        if bucket.steps_left <= 0 or self._is_hopeless(bucket):
-            self._advance(bucket)
+        if self._tried is not None:
+            self._tried_steps += 1
+            if self._tried_steps >= self.limits.longest_trial_steps:
+                self._give_up(self._tried)
 
     def record_setup(self, setup_ms: float, n_tokens: int) -> None:
         """A sequence ended whose context took a head `setup_ms` to take in."""
-        weight = 0.1 if self.sequence_tokens else 1.0
-        self.setup_ms += weight * (setup_ms - self.setup_ms)
-        self.sequence_tokens += weight * (n_tokens - self.sequence_tokens)
+        self.setup.add(setup_ms, n_tokens)
 
     def draft_costs(self, n_sequences: int, context_tokens: int) -> StepWindow | None:
         """The steps with drafts of this bucket; None before there are enough."""
@@ -150,12 +145,19 @@ class DraftGate:
 
     # ---- trials
 
-    def _is_due(self, bucket: _Bucket, fresh: bool) -> bool:
+    def _mode(self, bucket: _Bucket) -> DraftMode:
+        if bucket.phase is _Phase.GATHER or (bucket.on and bucket.phase is _Phase.TRIAL):
+            return DraftMode.FEATURES
+        if bucket.on or bucket.phase is not _Phase.SETTLED:
+            return DraftMode.ON
+        return DraftMode.OFF if self._tried is None else DraftMode.FEATURES
+
+    def _is_due(self, bucket: _Bucket) -> bool:
         if self.is_forced or len(bucket.window) < self.limits.baseline_steps:
             return False
         if bucket.on:
             return bucket.settled_ms >= bucket.due_ms or self._got_worse(bucket)
-        return bucket.settled_ms >= bucket.due_ms * (1.0 if fresh else self.limits.patience)
+        return self._tried is None and bucket.settled_ms >= bucket.due_ms
 
     def _got_worse(self, bucket: _Bucket) -> bool:
         """Whether drafts now cost more than steps without them did; looked at once in a while."""
@@ -170,7 +172,24 @@ class DraftGate:
         if bucket.on:
             bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
         else:
-            bucket.phase, bucket.steps_left = _Phase.FEATURES, self.limits.feature_steps
+            bucket.phase, bucket.steps_left = _Phase.GATHER, self.limits.gather_steps
+            self._tried, self._tried_steps = bucket, 0
+
+    def _has_gathered(self, bucket: _Bucket, is_whole: bool) -> bool:
+        return bucket.steps_left <= 0 or (is_whole and len(bucket.features) >= self.limits.feature_steps)
+
+    def _record_trial(self, bucket: _Bucket, elapsed_ms: float, tokens: float, n_drafts: int) -> None:
+        bucket.trial_ms += elapsed_ms
+        bucket.trial_tokens += tokens
+        bucket.steps_left -= 1
+        if bucket.phase is _Phase.GATHER:
+            bucket.features.add(elapsed_ms, tokens, n_drafts)
+        elif bucket.phase is _Phase.TRIAL:
+            bucket.trial.add(elapsed_ms, tokens, n_drafts)
+            if bucket.steps_left <= 0 or self._is_hopeless(bucket):
+                self._judge(bucket)
+        elif bucket.steps_left <= 0:
+            bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
 
     def _is_hopeless(self, bucket: _Bucket) -> bool:
         return (
@@ -178,21 +197,28 @@ class DraftGate:
             and bucket.trial.cost_ms > 2 * bucket.window.cost_ms
         )
 
-    def _advance(self, bucket: _Bucket) -> None:
-        if bucket.phase is _Phase.FEATURES:
-            ratio = bucket.features.median_ms / max(bucket.window.median_ms, 1e-9)
-            self.feature_factor += 0.3 * (min(max(ratio, 1.0), 1.25) - self.feature_factor)
-            bucket.phase, bucket.steps_left = _Phase.SKIPPED, self.limits.skipped_steps
-        elif bucket.phase is _Phase.SKIPPED:
-            bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
-        else:
-            self._judge(bucket)
+    def _give_up(self, bucket: _Bucket) -> None:
+        """Batches of this bucket became too rare: nothing is known, and their next trial waits."""
+        excess_ms = max(bucket.trial_ms - bucket.trial_tokens * bucket.window.cost_ms, 0.0)
+        self._settle(
+            bucket, excess_ms + (self.feature_factor - 1) * self._tried_steps * bucket.window.median_ms
+        )
+
+    def _settle(self, bucket: _Bucket, excess_ms: float) -> None:
+        """The trial has ended, and has cost `excess_ms`."""
+        bucket.phase = _Phase.SETTLED
+        bucket.settled_ms, bucket.settled_steps = 0.0, 0
+        bucket.due_ms = min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
+        if self._tried is bucket:
+            self._tried = None
 
     def _judge(self, bucket: _Bucket) -> None:
         own_ms, other_ms = bucket.window.cost_ms, bucket.trial.cost_ms
         if bucket.on:
             own_ms, other_ms = own_ms + self._setup(bucket), other_ms / self.feature_factor
         else:
+            ratio = bucket.features.median_ms / max(bucket.window.median_ms, 1e-9)
+            self.feature_factor += 0.3 * (min(max(ratio, 1.0), 1.25) - self.feature_factor)
             other_ms += self._setup(bucket)
         excess_ms = max(bucket.trial_ms - bucket.trial_tokens * own_ms, 0.0)
         if other_ms < own_ms * (1 - self.limits.margin):
@@ -201,13 +227,12 @@ class DraftGate:
             excess_ms = max(own_ms - other_ms, 0.0) * self.limits.trial_steps
             own_ms, other_ms = other_ms, own_ms
             bucket.window.clear()
-        bucket.phase, bucket.other_ms = _Phase.SETTLED, other_ms
-        bucket.settled_ms, bucket.settled_steps = 0.0, 0
-        bucket.due_ms = min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
+        bucket.other_ms = other_ms
+        self._settle(bucket, excess_ms)
 
     def _setup(self, bucket: _Bucket) -> float:
         """Share of a token in the setups of all sequences of the batch: each one delays the others."""
-        return bucket.n_sequences * self.setup_ms / max(self.sequence_tokens, 1.0)
+        return bucket.n_sequences * self.setup.ms_per_token
 
     def _bucket(self, n_sequences: int, context_tokens: int) -> _Bucket:
         key = n_sequences.bit_length(), max(context_tokens.bit_length() - 9, 0) // 2

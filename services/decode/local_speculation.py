@@ -12,6 +12,7 @@ import numpy as np
 from libs.common.block_hash import TokenArray
 from libs.engine.step.draft_head import ContextRows, DraftHead
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray, StepOutput
+from libs.worker.process.warm_up import warm_up_head
 from services.decode.draft_control import DraftControl
 from services.decode.draft_gate import DraftGate, DraftMode
 
@@ -49,6 +50,7 @@ class LocalSpeculation:
 
     def load(self, head: DraftHead) -> None:
         """Use this head from now on."""
+        warm_up_head(head)
         self._head = head
 
     # ---- on the event loop

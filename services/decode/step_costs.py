@@ -10,6 +10,7 @@ from dataclasses import dataclass
 _OUTLIER_MEDIANS = 4.0
 _LEAST_CONFIDENCE, _MOST_CONFIDENCE = 0.1, 0.7
 DEFAULT_CONFIDENCE = 0.4
+_SETUPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,25 @@ class StepWindow:
     def _bounded(self) -> list[float]:
         bound = _OUTLIER_MEDIANS * self.median_ms
         return [min(step.elapsed_ms, bound) for step in self._steps]
+
+
+class SetupCosts:
+    """What the last sequences with drafts cost before their first draft: a head takes in the context once."""
+
+    def __init__(self) -> None:
+        self._sequences: collections.deque[tuple[float, int]] = collections.deque(maxlen=_SETUPS)
+
+    def add(self, setup_ms: float, n_tokens: int) -> None:
+        """A sequence that ended after `n_tokens`."""
+        self._sequences.append((setup_ms, n_tokens))
+
+    @property
+    def ms_per_token(self) -> float:
+        """Of one sequence, by medians; 0 without any."""
+        if not self._sequences:
+            return 0.0
+        times_ms, tokens = zip(*self._sequences, strict=True)
+        return statistics.median(times_ms) / max(statistics.median(tokens), 1)
 
 
 def least_confidence(window: StepWindow | None, n_sequences: int) -> float:

@@ -10,16 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from libs.engine.step.draft_head import ContextRows, DraftHead
+from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, ContextRows, DraftHead
+from libs.worker.process.warm_up import warm_up_head
 from slipstream.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
-MAX_DRAFT_TOKENS = 8
 MAX_FAILED_BATCHES_IN_ROW = 3
-_WARM_UP = "warm-up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class Batcher:
     def _run(self, loaded: asyncio.Future[DraftHead]) -> None:
         try:
             head = self._load()
-            warm_up(head)
+            warm_up_head(head)
         except BaseException as error:
             self._post(loaded.set_exception, error)
             return
@@ -138,15 +135,6 @@ class Batcher:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed: the process ends
             log.debug("event loop closed before the drafter thread ended")
-
-
-def warm_up(head: DraftHead) -> None:
-    """One small sequence through a fresh head, so that the first request does not pay for first uses."""
-    for start, n_rows in ((0, 32), (32, 1)):
-        features = np.zeros((n_rows, head.feature_width), np.float32)
-        head.extend_batch([ContextRows(_WARM_UP, start, np.zeros(n_rows, np.uint32), features)])
-        head.propose_batch([_WARM_UP], MAX_DRAFT_TOKENS)
-    head.close(_WARM_UP)
 
 
 def answer_batch(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:

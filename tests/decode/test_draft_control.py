@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
-from services.decode.draft_control import DraftControl
+from services.decode.draft_control import WHOLE_ROWS, DraftControl
 from services.decode.draft_gate import DraftGate, DraftMode
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import RemoteSpeculation
@@ -56,13 +56,26 @@ def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
     step(control, clock, [output("a")], setup_ms=50)
     step(control, clock, [output("a", finish=True)])
     control.close("a")
-    assert (gate.setup_ms, gate.sequence_tokens) == (50, 3)
+    assert gate.setup.ms_per_token == 50 / 3
     clock.now_ms += 1000  # idle
     control.open("b", is_whole=True, context_tokens=5)
     step(control, clock, [output("b")])
     control.open("c", is_whole=True, context_tokens=5)
     step(control, clock, [output("b")])  # "c" had no row
     assert gate.given == [(3, 1), (5, 1), (5, 1), (3, 1)]
+
+
+def test_a_context_is_whole_again_after_enough_rows() -> None:
+    control = DraftControl(None, Clock(), 16)
+    control.open("a", is_whole=True, context_tokens=5)
+    (sequence,) = control._running.values()
+    step(control, Clock(), [output("a")])
+    assert sequence.is_whole
+    step(control, Clock(), [output("a", with_features=False)])
+    for n_rows in range(WHOLE_ROWS):
+        assert not sequence.is_whole, n_rows
+        step(control, Clock(), [output("a")])
+    assert sequence.is_whole
 
 
 def test_no_drafter_and_too_many_sequences_leave_steps_plain() -> None:

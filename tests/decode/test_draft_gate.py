@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -156,18 +156,64 @@ def test_a_small_batch_does_not_wait_because_drafts_lost_in_a_larger_one() -> No
     assert DraftMode.ON in run(gate, Machine(), 100).modes
 
 
+@dataclass
+class Contexts:
+    """Sequences of a batch whose size changes, and how many rows in a row the head has of each."""
+
+    rows: list[int]
+
+    def step(self, gate: DraftGate, machine: Machine) -> DraftMode:
+        """Drafts of a sequence with few rows are hardly ever right."""
+        n = len(self.rows)
+        mode = gate.choose(n, 500, is_whole=min(self.rows) >= 128)
+        whole = replace(
+            machine,
+            accepted=machine.accepted * min(min(self.rows) / 128, 1),
+            seed=machine.rng.randrange(1 << 30),
+        )
+        elapsed_ms, n_tokens = whole.step(mode, n)
+        gate.record(mode, n, 500, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS)
+        self.rows = [0 if mode is DraftMode.OFF else rows + 1 for rows in self.rows]
+        return mode
+
+
 def test_a_trial_waits_for_whole_contexts() -> None:
-    gate, machine = DraftGate(), Machine(drafter_ms=4.0)
-    run(gate, machine, 300)
+    """Judged by sequences of which the head has nothing, drafts that halve the cost would lose."""
+    gate, machine = DraftGate(), Machine(base_ms=4.0)
+    contexts = Contexts([0])
+    assert {contexts.step(gate, machine) for _ in range(16)} == {DraftMode.OFF}
+    assert {contexts.step(gate, machine) for _ in range(100)} == {DraftMode.FEATURES}
+    assert {contexts.step(gate, machine) for _ in range(100)} >= {DraftMode.ON}
+    assert {contexts.step(gate, machine) for _ in range(100)} == {DraftMode.ON}
+
+
+def test_a_trial_goes_on_after_a_dip_of_the_batch() -> None:
+    """A sequence ends every 40 steps, and the next one begins 10 steps later, with the rows of its prompt."""
+    gate, machine = DraftGate(), Machine(base_ms=8.0)
+    contexts = Contexts([0, 0, 0, 0])
     modes = []
-    for _ in range(10_000):
-        mode = gate.choose(1, 500, fresh=False)
-        elapsed_ms, n_tokens = machine.step(mode)
-        gate.record(mode, 1, 500, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS)
-        modes.append(mode)
-    patient = modes.count(DraftMode.ON)
-    eager = run(DraftGate(), machine, 10_000).modes.count(DraftMode.ON)
-    assert 0 < patient < eager / 2
+    for _ in range(20):
+        modes += [contexts.step(gate, machine) for _ in range(40)]
+        contexts.rows.pop(0)
+        modes += [contexts.step(gate, machine) for _ in range(10)]
+        contexts.rows.append(500 if gate.wants_contexts(4, 500) else 0)
+    assert set(modes[-200:]) == {DraftMode.ON}
+
+
+def test_a_trial_ends_where_its_batches_do_not_come_again() -> None:
+    gate, machine = DraftGate(), Machine(base_ms=4.0)
+    run(gate, machine, LIMITS.baseline_steps + 1, sequences=4)
+    ran = run(gate, machine, 2 * LIMITS.longest_trial_steps)
+    assert ran.modes[:100].count(DraftMode.FEATURES) == 100, "contexts are gathered for the batch of four"
+    assert set(ran.modes[-100:]) == {DraftMode.ON}, "the next trial is that of one sequence"
+
+
+def test_one_slow_setup_does_not_decide() -> None:
+    gate = DraftGate()
+    gate.record_setup(500.0, 20)
+    for _ in range(3):
+        gate.record_setup(3.0, 150)
+    assert gate.setup.ms_per_token == pytest.approx(0.02)
 
 
 def test_steps_that_went_otherwise_are_not_counted() -> None:

@@ -9,6 +9,9 @@ from typing import Protocol
 from libs.common.block_hash import TokenArray
 from libs.engine.step.types import FloatArray
 
+# What a request to a head may ask for, of one sequence.
+MAX_DRAFT_TOKENS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:

@@ -1,10 +1,11 @@
-"""One small sequence through a fresh engine, so that the first request does not pay for first uses."""
+"""A sequence through a fresh engine or head, so that the first request does not pay for first uses."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from libs.engine.step.types import Engine, SamplingParams, SequenceSpec
+from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, ContextRows, DraftHead
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS, Engine, SamplingParams, SequenceSpec
 from slipstream.errors import Internal
 
 _SEQ_ID = "warm-up"
@@ -27,3 +28,12 @@ def warm_up(engine: Engine) -> None:
         raise Internal("the engine does not finish a sequence of a few tokens")
     finally:
         engine.release(_SEQ_ID)
+
+
+def warm_up_head(head: DraftHead) -> None:
+    """Take in a prompt and one step, and draft after each; leaves no context behind."""
+    for start, n_rows in ((0, FEATURE_WINDOW_TOKENS), (FEATURE_WINDOW_TOKENS, 1)):
+        features = np.zeros((n_rows, head.feature_width), np.float32)
+        head.extend_batch([ContextRows(_SEQ_ID, start, np.zeros(n_rows, np.uint32), features)])
+        head.propose_batch([_SEQ_ID], MAX_DRAFT_TOKENS)
+    head.close(_SEQ_ID)
