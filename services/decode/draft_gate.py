@@ -41,7 +41,7 @@ class GateLimits:
 
 
 class _Phase(Enum):
-    """A trial of drafts gathers contexts, skips steps and is measured. One of plain steps is measured at once."""
+    """A trial of drafts passes all of them, one of plain steps is measured at once."""
 
     SETTLED = 0
     GATHER = 1
