@@ -1,7 +1,8 @@
 """Logs of the requests of a load run, and their summary. Pure.
 
 ITL is the time between two tokens of a request at the client; tokens that arrive together share the gap
-before them evenly. Goodput counts only requests within both limits.
+before them evenly. The time per token of a request is the mean of its ITLs (vLLM's benchmark calls it TPOT).
+Goodput counts only requests within both limits.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ class RequestLog:
             gaps += [(t1 - t0) * 1e3 / fresh] * fresh
         return gaps
 
+    @property
+    def time_per_token_ms(self) -> float | None:
+        """The mean of `itl_ms`; None without a second token."""
+        gaps = self.itl_ms()
+        return sum(gaps) / len(gaps) if gaps else None
+
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p90 and p99 by linear interpolation; empty for no values."""
@@ -55,6 +62,7 @@ def summarise(
     done = [log for log in logs if not log.error]
     ttfts = [t for log in done if (t := log.ttft_ms) is not None]
     itls = [gap for log in done for gap in log.itl_ms()]
+    times_per_token = [t for log in done if (t := log.time_per_token_ms) is not None]
     good = [log for log in done if _is_good(log, ttft_limit_ms, itl_limit_ms)]
     prompt = sum(log.prompt_tokens for log in done)
     completion = sum(log.completion_tokens for log in done)
@@ -71,6 +79,7 @@ def summarise(
         "mean_prompt_tokens": round(prompt / len(done), 1) if done else 0.0,
         "ttft_ms": percentiles(ttfts),
         "itl_ms": percentiles(itls),
+        "time_per_token_ms": percentiles(times_per_token),
         "completion_tokens_per_s": round(completion / wall_s, 1) if wall_s else 0.0,
         "prompt_tokens_per_s": round(prompt / wall_s, 1) if wall_s else 0.0,
         "goodput_requests_per_s": round(len(good) / wall_s, 3) if wall_s else 0.0,
@@ -81,6 +90,5 @@ def summarise(
 
 
 def _is_good(log: RequestLog, ttft_limit_ms: float, itl_limit_ms: float) -> bool:
-    gaps = log.itl_ms()
-    mean_itl_ms = sum(gaps) / len(gaps) if gaps else 0.0
-    return log.ttft_ms is not None and log.ttft_ms <= ttft_limit_ms and mean_itl_ms <= itl_limit_ms
+    time_per_token_ms = log.time_per_token_ms or 0.0
+    return log.ttft_ms is not None and log.ttft_ms <= ttft_limit_ms and time_per_token_ms <= itl_limit_ms

@@ -8,9 +8,8 @@ from typing import Any
 
 # What is compared: title, path in a run's report, whether less is better.
 FIGURES: Sequence[tuple[str, tuple[str, ...], bool]] = (
-    ("time per token p50, ms", ("itl_ms", "p50"), True),
-    ("time per token p90, ms", ("itl_ms", "p90"), True),
-    ("time per token p99, ms", ("itl_ms", "p99"), True),
+    *((f"time between tokens {p}, ms", ("itl_ms", p), True) for p in ("p50", "p90", "p99")),
+    *((f"a request's time per token {p}, ms", ("time_per_token_ms", p), True) for p in ("p50", "p90", "p99")),
     ("TTFT p50, ms", ("ttft_ms", "p50"), True),
     ("TTFT p90, ms", ("ttft_ms", "p90"), True),
     ("TTFT p99, ms", ("ttft_ms", "p99"), True),
@@ -46,10 +45,10 @@ def knee(rows_by_rate: Mapping[float, Sequence[Mapping[str, Any]]], *, least_sha
 
 def as_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text."""
-    lines = [f"{'':30}{names[0]:>14}{names[1]:>14}{'ratio':>10}"]
+    lines = [f"{'':34}{names[0]:>14}{names[1]:>14}{'ratio':>10}"]
     for row in rows:
         values = [_text(row[key]) for key in ("first", "second", "ratio")]
-        lines.append(f"{row['figure']:30}{values[0]:>14}{values[1]:>14}{values[2]:>10}")
+        lines.append(f"{row['figure']:34}{values[0]:>14}{values[1]:>14}{values[2]:>10}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,10 @@ def _log(sent_s: float, *arrivals: tuple[float, int]) -> RequestLog:
 
 
 def test_tokens_that_arrive_together_share_the_gap_before_them() -> None:
-    assert _log(0.0, (0.1, 1), (0.4, 4)).itl_ms() == pytest.approx([100.0] * 3)
+    log = _log(0.0, (0.1, 1), (0.4, 4), (0.8, 5))
+    assert log.itl_ms() == pytest.approx([100.0] * 3 + [400.0])
+    assert log.time_per_token_ms == pytest.approx(175.0)
+    assert _log(0.0, (0.1, 1)).time_per_token_ms is None
     assert _log(1.0, (1.25, 1)).ttft_ms == pytest.approx(250.0)
 
 

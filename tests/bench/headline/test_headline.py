@@ -44,7 +44,7 @@ def report(p90: float, share: float) -> dict[str, object]:
 def test_rows_have_medians_and_the_ratio_of_first_to_second() -> None:
     rows = compare([report(10, 1.0), report(12, 1.0), report(50, 1.0)], [report(60, 0.5)])
     by_title = {row["figure"]: row for row in rows}
-    row = by_title["time per token p90, ms"]
+    row = by_title["time between tokens p90, ms"]
     assert (row["first"], row["second"], row["ratio"]) == (12.0, 60.0, 0.2)
     assert by_title["TTFT p50, ms"]["first"] is None
     assert by_title["failed requests"]["ratio"] is None
