@@ -107,7 +107,7 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> PlacementDecision
             pairs.append(_pair(choose(usable, request, cold=cold), decode_choice, fleet))
     pairs.sort(key=lambda pair: pair.cost.total_ms)
     local = _price_local(request, fleet, decode, sources, has_pairs=bool(pairs))
-    alone = _alone(choose(local, request, cold=False), fleet) if local else None
+    alone = _cheapest_alone(local, request, fleet)
     parts = {"prefill": prefill, "decode": decode, "local": local}
     if alone is not None and (reason := _local_reason(alone, pairs, prefill)):
         return _decide(request, fleet, alone, [reason], parts)
@@ -157,6 +157,15 @@ def _pair(prefill: Choice, decode: Choice, fleet: PlacementFleet) -> _PricedWay:
         *(p.others_ms + d.others_ms, fleet.region_ms.get(p.group[1], 0.0)),
     )
     return _PricedWay((prefill, decode), Cost(*terms_ms, sum(terms_ms)))
+
+
+def _cheapest_alone(
+    local: _Candidates, request: PlacementRequest, fleet: PlacementFleet
+) -> _PricedWay | None:
+    """The best decode worker of a group, and of these the one that is cheapest with the way to its region."""
+    groups = usable_by_group(local).values()
+    ways = [_alone(choose(usable, request, cold=False), fleet) for usable in groups]
+    return min(ways, key=lambda way: way.cost.total_ms, default=None)
 
 
 def _alone(local: Choice, fleet: PlacementFleet) -> _PricedWay:

@@ -72,9 +72,9 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> ReferenceDecision
     legs = (*prefill, *decode, *local)
     best_pair, pair_cost = _cheapest(pairs, fleet)
     if alone:
-        chosen = _best(alone, request, cold=False)
+        ways = [(_with_way(leg.cost, leg, fleet), leg) for leg in _best_by_group(alone, request, cold=False)]
+        cost, chosen = min(ways, key=lambda way: way[0].total_ms)
         margin_ms = LOCAL_MARGIN_MS if best_pair else 0.0
-        cost = _with_way(chosen.cost, chosen, fleet)
         if best_pair is None or cost.total_ms + margin_ms < pair_cost.total_ms:
             return _decide_local(request, fleet, chosen, cost, legs)
     if best_pair is None:

@@ -101,6 +101,18 @@ def test_a_region_is_as_much_farther_as_its_way_takes() -> None:
     assert (chosen(19.0), chosen(21.0)) == ("there", "here")
 
 
+def test_the_way_to_a_region_counts_for_decode_workers_that_compute_prompts_too() -> None:
+    def chosen(way_ms: float) -> str:
+        decode = (
+            DecodeWorker("d-here", prefill_model=PrefillModel(request_ms=21.0)),
+            DecodeWorker("d-there", region="far", prefill_model=PrefillModel(request_ms=1.0)),
+        )
+        fleet = PlacementFleet((), decode, region_ms={"far": way_ms})
+        return place(PlacementRequest(100, may_skip_prefill=True), fleet).decode
+
+    assert (chosen(19.0), chosen(21.0)) == ("d-there", "d-here")
+
+
 def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
     request = PlacementRequest(
         1_000, prefill_expected_tokens={"p0": 990}, decode_expected_tokens={"d0": 900}, may_skip_prefill=True
