@@ -1,8 +1,8 @@
 """The one table of input bounds: what a request may hold, and the message of each refusal.
 
-The router's gRPC and HTTP servers check with these rows, so both refuse with the same field and the same
-words. docs/bounds.md is made from the table (`python -m libs.common.service_bounds > docs/bounds.md`); a test
-holds the two together, and each row has a test that refuses a bad value on each of its APIs. Pure.
+Both APIs of the router check with these rows (where: services/router/request/validation.py) and refuse in the
+same words. docs/bounds.md is made from the table (`python -m libs.common.service_bounds > docs/bounds.md`); a
+test holds the two together, and each row has a test that refuses a bad value on each of its APIs. Pure.
 """
 
 from __future__ import annotations

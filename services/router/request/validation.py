@@ -1,6 +1,17 @@
 """Checks the values of a request against the table of bounds, for HTTP and gRPC alike. Pure.
 
 Errors name fields by their paths in the HTTP body: `messages[1].role`, `tools[0].function.name`.
+
+Nearly all bounds of slipstream/bounds.py are checked at these places (files below services/router/):
+
+    bytes     HTTP: RequestReader.body (api/http/request_reader.py), then check_structure before a parser;
+              gRPC: the port's message bound (ports.py), then read_message (api/rpc/message_reader.py)
+    types     the parser of each API, which makes a GenerationRequest (types.py)
+    values    RequestManager.begin -> check_caller, check_values; those of a job before it is stored:
+              AnswerExecutor.check (api/jobs/executor.py) -> check_values
+    context   encode_prompt -> PromptDraft.finish -> check_context, once the prompt is encoded;
+              what the workers that are there take: select_workers (execution/worker_selection.py)
+    workers   parse_prompt, parse_sampling (libs/worker/requests/request_spec.py): they trust no router
 """
 
 from __future__ import annotations
