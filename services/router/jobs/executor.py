@@ -1,4 +1,4 @@
-"""The interface that runs the body of a job. The API that has the formats of bodies implements it."""
+"""The interface that runs the body of a job. api/jobs/executor.py implements it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls of routers about jobs: claim, end, give back. A call is a transaction fenced by owner and attempt.
+"""Calls of routers about jobs: claim, end, give back. Each is one transaction.
+
+A claim raises the job's attempt. `_MINE` fences `finish`, `fail` and `give_back`: they change only a row that
+runs with the owner and the attempt of the claim.
 
 A router is an owner with a beat that it raises. Other routers watch the beat by their own monotonic clocks:
 an owner whose beat stands still has its row removed and its jobs queued again. A router without its row ends

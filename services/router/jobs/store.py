@@ -1,4 +1,7 @@
-"""The calls of tenants about jobs: submit, get, list, follow, cancel. Every call is one transaction."""
+"""The calls of tenants about jobs: submit, get, list, follow, cancel.
+
+Each submission is one transaction. The calls of routers, which run the jobs, are in leases.py.
+"""
 
 from __future__ import annotations
 
