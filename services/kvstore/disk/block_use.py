@@ -131,7 +131,7 @@ class BlockUse:
         return self._evict(evictor, drop)
 
     def make_tenant_room(self, number: int, slot_bytes: int, drop: Callable[[int], int]) -> bool:
-        """`drop` blocks of the tenant until he may take the slot; False when they do not suffice."""
+        """`drop` blocks of the tenant until it may take the slot; False when they do not suffice."""
         quota = self._quota
         if quota is None or slot_bytes > quota.limit_bytes:
             return quota is None or quota.has_room(number, slot_bytes)

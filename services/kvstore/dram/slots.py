@@ -1,7 +1,7 @@
 """Fixed-size slots in slabs, the blocks in them, and which block goes when room is needed. Pure.
 
-Both tiers are tables of slots: a slab is a piece of registered memory, or a file on disk. A slab is cut
-into slots of one size, page-rounded; it can be cut anew when every block in it may go.
+A slab is a piece of registered memory. It is cut into slots of one size, page-rounded, and can be cut anew
+when every block in it may go. The disks have their own table (`disk/table/table.py`).
 
     free slot --allocate--> taken --publish--> block --evict or drop--> free slot
                               \\___free________________________________/
