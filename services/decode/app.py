@@ -33,6 +33,10 @@ class DecodeApp(EngineApp):
     _fleet: Fleet | None = None
 
     async def make_draft_source(self, discovery: Discovery) -> DraftSource | None:
+        """The source of drafts; None where flags or the lack of a draft head rule them out.
+
+        Otherwise DraftControl decides for each step.
+        """
         options = self.options
         has_head = options.draft_model is not None or options.engine == "fake"
         if options.draft_tokens < 1 or options.drafts == "off" or not has_head:

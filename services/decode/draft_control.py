@@ -1,5 +1,7 @@
 """The drafts of a step: the gate's question before a step, and its measurement after it.
 
+Both kinds of Speculation ask `begin` on the engine's thread, when EngineThread asks them for drafts.
+
 Time counts from the end of one step to the end of the next one, as long as the same sequences run: that
 covers all that drafts cost a decode worker, also between its steps. Not thread-safe.
 """

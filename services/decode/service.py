@@ -26,7 +26,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
-    """Admits sequences and sends their tokens, one frame a step for each router."""
+    """Admits sequences and sends each router one frame a step, or fewer if it asks so."""
 
     def __init__(self, core: WorkerCore, speculation: Speculation | None) -> None:
         self._core = core

@@ -1,7 +1,9 @@
 """One router's stream: its sequences, and the deltas that wait for the next frame.
 
-A frame holds what came since the last one, at most one delta for each sequence, so a router that does not
-read costs its sequences' tokens only. Order within a sequence is kept and nothing is dropped.
+`DecodeSequence` puts the deltas; `MultiplexedServer.serve` takes the frames, one a step, or fewer where the
+router asks for an interval. A frame holds what came since the last one, at most one delta for each sequence.
+So a router that does not read costs the memory of its sequences' tokens only. Order within a sequence is kept
+and nothing is dropped.
 """
 
 from __future__ import annotations

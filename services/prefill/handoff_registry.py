@@ -1,4 +1,8 @@
-"""Live handoffs and the jobs that own their pages. When one of the two ends, the other ends too."""
+"""Live handoffs and the jobs that own their pages. When one of the two ends, the other ends too.
+
+PrefillJob opens, publishes and completes a handoff. PrefillService passes on the calls of the decode worker
+(services/decode/handoff.py): watch, renew, release.
+"""
 
 from __future__ import annotations
 

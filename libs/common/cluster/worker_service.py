@@ -5,6 +5,9 @@
     worker.load_changed()        # after anything that changes load or ledger; cheap, never blocks
 
 The callables run on the event loop, must not block and must not raise.
+
+Drain and Undrain are for operators (libs/common/rpc/access_table.py): AccessInterceptor, which each host
+has, refuses all other callers before these methods run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """One try at a request on one pair of workers: prefill, handoff to decode, tokens, release.
 
 The router sends the ticket to decode as soon as prefill has opened the handoff, so decode pulls blocks while
-prefill computes. The stream readers call the attempt, which pushes token batches to its listener.
-`release` frees the attempt on both workers, whatever its end, so that no lease has to expire.
+prefill computes. The stream readers and the token batcher call the attempt, which pushes token batches to
+its listener (hedging.py). `release` frees the attempt on both workers, whatever its end, so that no lease has
+to expire.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _LAST_DELTA_TIMEOUT_S = 1.0
 
 
 class AttemptListener(Protocol):
-    """Receives an attempt's tokens and its end. The stream readers make all calls synchronously."""
+    """Receives an attempt's tokens and its end. All calls are synchronous, on the event loop."""
 
     def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
         """Take the next tokens. A batch with a finish reason is the last call for the attempt."""

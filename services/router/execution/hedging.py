@@ -1,7 +1,8 @@
 """Hedging: two attempts at one request run in parallel, and the first one that delivers a token wins.
 
 The second attempt, the hedge, begins on another prefill worker when the first one takes unusually long
-(policies/hedge_policy.py). The slower attempt is aborted and released.
+(policies/hedge_policy.py). The slower attempt is aborted and released. Every attempt runs in a
+`HedgedAttempt`, which retry_loop.py makes, also where no hedge begins.
 """
 
 from __future__ import annotations

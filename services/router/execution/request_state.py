@@ -1,7 +1,8 @@
 """The state of one running request, over all its attempts: inputs, output, statistics and sink.
 
-Attempts push tokens into the state (`deliver`), which pushes events into the sink at once. While the sink is
-full the state pauses the attempt, and resumes it when the sink's reader has made room.
+A `HedgedAttempt` pushes its winner's tokens into the state (`deliver`), which pushes events into the sink at
+once. While the sink is full the state pauses the attempt. It resumes the attempt when the sink's reader has
+made room.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class PrefillListener(Protocol):
     """Receives the events of one prompt. All calls are synchronous, from the stream's reader."""
 
     def on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
-        """The handoff, progress, or the first token, which is the last event."""
+        """The handoff, progress, rows of prompt_logprobs, or last the first token."""
 
     def on_prefill_failed(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
         """Nothing more comes. `is_connection_lost`: the connection failed, not this prompt."""

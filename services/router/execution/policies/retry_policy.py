@@ -1,7 +1,8 @@
 """Decides after a failed attempt between another attempt and an error. Pure.
 
 The policy limits the attempts in a row that add no token. Attempts that add tokens reset this count, so a
-long stream survives many worker failures. An attempt that left a draining worker does not count.
+long stream survives many worker failures. An attempt that left a draining worker does not count there. All
+attempts at a request together have a bound, too. `retry_loop.py` asks after each failure.
 """
 
 from __future__ import annotations
