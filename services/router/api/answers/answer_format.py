@@ -44,7 +44,7 @@ class AnswerContext:
 
 
 class AnswerWriter(abc.ABC):
-    """One answer as it grows. A streamed answer is `opening`, each `delta_event`, and `closing`.
+    """One answer as it grows. A streamed one is `opening`, each `delta_event`, `before_closing`, `closing`.
 
     A whole one is each `add`, then `body`.
     """
@@ -57,9 +57,13 @@ class AnswerWriter(abc.ABC):
     def delta_event(self, delta: router_pb2.Delta) -> bytes:
         """The events of one piece."""
 
+    def before_closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
+        """Events of the end before its last ones, in pieces that take a short time to make."""
+        return ()
+
     @abc.abstractmethod
     def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
-        """The events of the end, the last of the stream among them. Each piece takes a short time to make."""
+        """The last events of the stream, in such pieces. With the first one, the whole answer is made."""
 
     @abc.abstractmethod
     def add(self, delta: router_pb2.Delta) -> None:
@@ -112,7 +116,7 @@ class ParsedBody(abc.ABC):
     async def before_end(self) -> None:
         """Wait for what must be true before the client knows the end: that the answer is stored, say.
 
-        The writer has made the end by then, but it is not sent.
+        The writer has begun `closing` by then, of which nothing is sent.
         """
         return
 
@@ -146,5 +150,8 @@ class AnswerFormat(abc.ABC):
         """The body of an answer that failed before its first byte."""
 
     @abc.abstractmethod
-    def error_event(self, failure: HttpFailure, writer: AnswerWriter | None) -> bytes:
-        """The events that end a stream which fails amid its answer. `writer`: None before the first event."""
+    def error_events(self, failure: HttpFailure, writer: AnswerWriter | None) -> Iterable[bytes]:
+        """The events that end a stream which fails amid its answer, in pieces that take a short time to make.
+
+        `writer`: None before the first event.
+        """

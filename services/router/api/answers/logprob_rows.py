@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from services.router.api.answers.answer_format import Json
+from services.router.api.answers.long_json import JSON_PIECE_BYTES, LongJson
 from slipstream import bounds
 from slipstream.bound import Size
 from slipstream.v1 import router_pb2
@@ -35,29 +36,44 @@ class LogprobRows:
 
     def __init__(self, budget: LogprobBudget) -> None:
         self._budget = budget
-        self._rows: list[bytes] = []
-        self._n_said = 0
+        # All rows with commas between them, in pieces of full size and the one that grows.
+        self._full: list[bytes] = []
+        self._last = bytearray()
+        self._next = (0, 0)  # where `next_json` goes on: a piece, and a place in it
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self._last or self._full)
 
     def add(self, items: Iterable[router_pb2.TextLogprob]) -> None:
         """Add the rows of the next tokens. Raises InvalidArgument for too many bytes."""
         rows = [msgspec.json.encode(row_object(item)) for item in items]
         self._budget.spend(sum(map(len, rows)))
-        self._rows += rows
+        for row in rows:
+            if self:
+                self._last += b","
+            self._last += row
+            if len(self._last) >= JSON_PIECE_BYTES:
+                self._full.append(bytes(self._last))
+                self._last.clear()
 
     def next_json(self) -> msgspec.Raw:
         """A list of the rows since the last call."""
-        rows = self._rows[self._n_said :]
-        self._n_said = len(self._rows)
-        return _list_of(rows)
+        index, begin = self._next
+        self._next = (len(self._full), len(self._last))
+        first, *others = [*self._full[index:], self._last]
+        rows = b"".join([first[begin:], *others]).removeprefix(b",")
+        return msgspec.Raw(b"[" + rows + b"]")
 
     def json(self) -> msgspec.Raw:
-        """A list of all rows, after the last `next_json`."""
-        if len(self._rows) > 1:  # several events need it
-            self._rows = [b",".join(self._rows)]
-        return _list_of(self._rows)
+        """A list of all rows."""
+        return msgspec.Raw(b"".join(self._pieces()))
+
+    def long_json(self) -> LongJson:
+        """The same for `json_pieces`. No row is added while it is used."""
+        return LongJson(self._pieces)
+
+    def _pieces(self) -> Sequence[bytes]:
+        return [b"[", *self._full, bytes(self._last), b"]"]
 
 
 class CompletionRows:
@@ -85,7 +101,3 @@ def row_object(item: router_pb2.TextLogprob) -> Json:
 
 def _token(item: router_pb2.TextLogprob) -> Json:
     return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}
-
-
-def _list_of(rows: Sequence[bytes]) -> msgspec.Raw:
-    return msgspec.Raw(b"[" + b",".join(rows) + b"]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,6 @@ class MessagesFormat(AnswerFormat):
     def error_body(self, failure: HttpFailure) -> Mapping[str, Any]:
         return error_shape(failure)
 
-    def error_event(self, failure: HttpFailure, writer: AnswerWriter | None) -> bytes:
+    def error_events(self, failure: HttpFailure, writer: AnswerWriter | None) -> Iterable[bytes]:
         """The event `error`, after which no `message_stop` comes."""
-        return sse("error", error_shape(failure))
+        return [sse("error", error_shape(failure))]

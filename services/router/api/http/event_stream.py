@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -95,8 +95,13 @@ class EventStream:
         """Send the headers, unless they were sent, and a comment, which clients skip."""
         await self._send_and_drain(b": keep-alive\n\n", is_last=False)
 
-    async def fail(self, data: bytes) -> None:
+    async def fail(self, pieces: Iterable[bytes]) -> None:
         """End a stream that has begun with the events of its failure."""
+        data = b""
+        for piece in pieces:
+            if data:
+                await self._send_and_drain(data, is_last=False)
+            data = piece
         await self._send_and_drain(data, is_last=True)
 
     def encode(self, events: Sequence[Event]) -> bytes:
@@ -106,16 +111,20 @@ class EventStream:
         data = b"" if self.has_events else answer.opening()
         return data + b"".join([answer.delta_event(event.delta) for event in events])
 
-    def encode_end(self, events: Sequence[Event]) -> Iterator[bytes]:
-        """The same of events with the answer's end: one piece, or several that are long."""
-        data, answer = self.encode(events[:-1]), self.answer
+    def encode_end(self, events: Sequence[Event]) -> Iterator[tuple[bytes, bool]]:
+        """The same of events with the answer's end: one piece, or several that are long.
+
+        Each comes with whether `closing` has begun by its end.
+        """
+        data, answer, finished = self.encode(events[:-1]), self.answer, events[-1].finished
         assert answer is not None
-        for piece in answer.closing(events[-1].finished):
-            if len(data) > PIECE_BYTES:
-                yield data
-                data = b""
-            data += piece
-        yield data
+        for part, is_closing in ((answer.before_closing, False), (answer.closing, True)):
+            for piece in part(finished):
+                if len(data) >= PIECE_BYTES:
+                    yield data, is_closing
+                    data = b""
+                data += piece
+        yield data, True
 
     async def _send(self, data: bytes, *, is_last: bool = False) -> None:
         if not self.has_begun:

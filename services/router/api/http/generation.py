@@ -14,7 +14,7 @@ from aiohttp import web
 from libs.common.http.failure import failure_of
 from libs.common.http.http_errors import failure_response
 from libs.common.telemetry import tracing
-from services.router.api.answers.answer_format import AnswerFormat, Json
+from services.router.api.answers.answer_format import AnswerFormat, Json, ParsedBody
 from services.router.api.answers.exchange import Exchange, read_exchange
 from services.router.api.answers.whole import whole_of, whole_of_choices
 from services.router.api.choices import ChoiceRuns
@@ -163,13 +163,8 @@ class GenerationEndpoint:
                     await stream.send(await make(partial(stream.encode, events)))
                     events = []
                     continue
-                pieces = stream.encode_end(events)
-                data = await make(partial(next, pieces))
-                while (piece := await make(partial(next, pieces, None))) is not None:
-                    await stream.send(data)
-                    data = piece
-                await exchange.exchange.body.before_end()
-                await stream.send(data, is_last=True)
+                make_next = partial(next, stream.encode_end(events), None)
+                await _send_end(exchange.exchange.body, stream, partial(make, make_next))
                 return stream.response
             raise errors.Internal("the response has no end")
         except Exception as error:
@@ -185,7 +180,7 @@ class GenerationEndpoint:
         exchange.request[RECORD].fail(error)
         failure = failure_of(error)  # the error itself is kept in no variable: that would be a cycle
         tracing.failed(error)
-        await stream.fail(exchange.exchange.format.error_event(failure, stream.answer))
+        await stream.fail(exchange.exchange.format.error_events(failure, stream.answer))
         return stream.response
 
     async def _waiting(self, stream: EventStream, read: Callable[[], Awaitable[T]]) -> T:
@@ -237,3 +232,17 @@ class GenerationEndpoint:
             if not stream.has_begun:
                 raise  # a failure before the first byte gets its own status
             return await self._fail(exchange, stream, error)
+
+
+async def _send_end(
+    body: ParsedBody, stream: EventStream, make: Callable[[], Awaitable[tuple[bytes, bool] | None]]
+) -> None:
+    """Send the pieces of `EventStream.encode_end`, which `make` makes. `before_end` comes amid them."""
+    piece, may_close = await make(), False
+    while piece is not None:
+        data, is_closing = piece
+        piece = await make()
+        if is_closing and not may_close:
+            await body.before_end()
+            may_close = True
+        await stream.send(data, is_last=piece is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,9 +71,9 @@ class OpenAiFormat(AnswerFormat):
     def error_body(self, failure: HttpFailure) -> Mapping[str, Any]:
         return failure.openai_body()
 
-    def error_event(self, failure: HttpFailure, writer: AnswerWriter | None) -> bytes:
+    def error_events(self, failure: HttpFailure, writer: AnswerWriter | None) -> Iterable[bytes]:
         """An error event, without [DONE]."""
-        return sse(self.error_body(failure))
+        return [sse(self.error_body(failure))]
 
 
 CHAT_COMPLETIONS = OpenAiFormat(parse_chat, chat=True)

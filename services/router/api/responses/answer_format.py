@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from libs.common import api_bounds
@@ -28,7 +28,7 @@ from services.router.api.responses.request import (
 )
 from services.router.api.responses.store import ResponseStore, StoredResponse
 from services.router.api.responses.stored_items import items_to_store
-from services.router.api.responses.writer import ResponsesShape, ResponsesWriter, event_bytes
+from services.router.api.responses.writer import ResponsesShape, ResponsesWriter, event_pieces
 from services.router.execution.request_manager import RequestManager
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller, GenerationRequest
@@ -76,12 +76,12 @@ class ResponsesFormat(AnswerFormat):
     def error_body(self, failure: HttpFailure) -> Mapping[str, Any]:
         return error_shape(failure)
 
-    def error_event(self, failure: HttpFailure, writer: AnswerWriter | None) -> bytes:
+    def error_events(self, failure: HttpFailure, writer: AnswerWriter | None) -> Iterable[bytes]:
         """`response.failed` with the output so far, or `error` before the response was created."""
         if isinstance(writer, ResponsesWriter):
             return writer.failure(response_error(failure))
         fields = {"code": error_code(failure), "message": failure.message, "param": failure.field}
-        return event_bytes("error", {**fields, "sequence_number": 0})
+        return event_pieces("error", {**fields, "sequence_number": 0})
 
 
 class _FormatOfBody(AnswerFormat):
@@ -124,8 +124,8 @@ class _FormatOfBody(AnswerFormat):
     def error_body(self, failure: HttpFailure) -> Mapping[str, Any]:
         return self._whole.error_body(failure)
 
-    def error_event(self, failure: HttpFailure, writer: AnswerWriter | None) -> bytes:
-        return self._whole.error_event(failure, writer)
+    def error_events(self, failure: HttpFailure, writer: AnswerWriter | None) -> Iterable[bytes]:
+        return self._whole.error_events(failure, writer)
 
 
 class _Saving:

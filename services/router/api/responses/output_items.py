@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.router.api.answers.answer_blocks import AnswerBlock
+from services.router.api.answers.long_json import long_text
 
 Json = dict[str, Any]
 
@@ -37,22 +38,29 @@ class OutputItems:
                 names = {"call_id": block.call_id, "name": block.name}
                 return item | {"type": "function_call", **names, "arguments": ""}
 
-    def whole(self, block: AnswerBlock, status: str) -> Json:
-        """The item as it is at its end, or as far as it is."""
+    def whole(self, block: AnswerBlock, status: str, *, in_pieces: bool) -> Json:
+        """The item as it is at its end, or as far as it is. `in_pieces`: its long parts are `LongJson`."""
         item = self.begun(block) | {"status": status}
         match block.kind:
             case "text":
-                item["content"] = [self.part(block)]
+                item["content"] = [self.part(block, in_pieces=in_pieces)]
             case "reasoning":
-                item["summary" if self.has_summary else "content"] = [self.part(block)]
+                name = "summary" if self.has_summary else "content"
+                item[name] = [self.part(block, in_pieces=in_pieces)]
             case "call":
-                item["arguments"] = block.text
+                item["arguments"] = long_text(block.text) if in_pieces else block.text
         return item
 
-    def part(self, block: AnswerBlock, *, is_empty: bool = False) -> Json:
+    def part(self, block: AnswerBlock, *, in_pieces: bool) -> Json:
         """The one part of a message or of reasoning."""
-        text = "" if is_empty else block.text
+        part, rows = self.empty_part(block), block.logprobs
+        part["text"] = long_text(block.text) if in_pieces else block.text
+        if block.kind == "text":
+            part["logprobs"] = rows.long_json() if in_pieces else rows.json()
+        return part
+
+    def empty_part(self, block: AnswerBlock) -> Json:
+        """The same as it is when it opens."""
         if block.kind == "reasoning":
-            return {"type": "summary_text" if self.has_summary else "reasoning_text", "text": text}
-        logprobs = [] if is_empty else block.logprobs.json()
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+            return {"type": "summary_text" if self.has_summary else "reasoning_text", "text": ""}
+        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

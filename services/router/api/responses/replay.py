@@ -9,23 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from libs.common import api_bounds
+from services.router.api.answers.long_json import long_parts
 from services.router.api.json_body import Json
-from services.router.api.responses.writer import event_bytes
+from services.router.api.responses.writer import event_pieces
 
 # The first events, with the status that the response had then.
 _BEGINNING = (("created", "queued"), ("queued", "queued"), ("in_progress", "in_progress"))
 _LAST = {"completed": "completed", "incomplete": "incomplete", "failed": "failed", "cancelled": "incomplete"}
 Event = tuple[str, Json]
-NumberedEvent = tuple[int, bytes]
+NumberedPiece = tuple[int, bytes]
 _UNFINISHED = ("queued", "in_progress")
 
 
-def events_of(response: Json, *, after: int) -> Iterator[NumberedEvent]:
-    """The events with numbers above `after` that the response has had until now, one at a time. Pure.
+def pieces_of(response: Json, *, after: int) -> Iterator[NumberedPiece]:
+    """The events with numbers above `after` that the response has had until now, in pieces. Pure.
 
     Several repeat the whole response, so all together take several times its memory. Raises InvalidArgument
     where the response has ended with a number below `after`.
     """
+    response = long_parts(response)
     events: list[Event] = [
         (f"response.{name}", {"response": _begun(response, status)}) for name, status in _BEGINNING
     ]
@@ -39,7 +41,8 @@ def events_of(response: Json, *, after: int) -> Iterator[NumberedEvent]:
             raise api_bounds.STARTING_AFTER_LAST.refused(last=len(events) - 1)
     for number, (name, fields) in enumerate(events):
         if number > after:
-            yield number, event_bytes(name, {"sequence_number": number, **fields})
+            for piece in event_pieces(name, {"sequence_number": number, **fields}):
+                yield number, piece
 
 
 def _begun(response: Json, status: str) -> Json:

@@ -147,7 +147,7 @@ class ResponsesRoutes:
         except errors.SlipstreamError as error:
             if not stream.has_begun:
                 raise
-            await stream.fail(self.format.error_event(failure_of(error), None))
+            await stream.fail(self.format.error_events(failure_of(error), None))
             return stream.response
         finally:
             waiting.cancel()

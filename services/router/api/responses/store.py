@@ -20,6 +20,7 @@ from libs.database.database import Database
 from libs.database.schema import Schema
 from libs.database.transaction import SqlTransaction
 from services.router.admission.tenant_shares import TenantSlots
+from services.router.api.answers.long_json import json_pieces
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
 from services.router.api.responses.stored_items import read_item
@@ -214,9 +215,12 @@ def _packed(response: StoredResponse) -> list[bytes]:
     """The columns. Raises InvalidArgument for one that `_inflated` would not take."""
     blobs = []
     for part in (response.body, response.items, response.earlier):
-        data = msgspec.json.encode(part)
-        api_bounds.STORED.check(len(data))
-        blobs.append(zlib.compress(data, 1))
+        packer, packed, n_bytes = zlib.compressobj(1), list[bytes](), 0
+        for piece in json_pieces(part):
+            packed.append(packer.compress(piece))
+            n_bytes += len(piece)
+        api_bounds.STORED.check(n_bytes)
+        blobs.append(b"".join([*packed, packer.flush()]))
     return blobs
 
 

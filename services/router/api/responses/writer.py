@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from services.router.api.answers.answer_blocks import AnswerBlock, AnswerBlocks, Step
 from services.router.api.answers.answer_format import AnswerWriter
+from services.router.api.answers.long_json import JSON_PIECE_BYTES, json_pieces, long_text
 from services.router.api.responses.output_items import OutputItems
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -41,7 +42,7 @@ class ResponsesShape(msgspec.Struct, frozen=True):
 class ResponsesWriter(AnswerWriter):
     """One response as it grows. The numbers of its events grow from 0.
 
-    `response` is the whole one, as soon as it is made.
+    `response` is the whole one, as soon as it is made, for `json_pieces`.
     """
 
     def __init__(self, started: router_pb2.Started, shape: ResponsesShape) -> None:
@@ -65,19 +66,23 @@ class ResponsesWriter(AnswerWriter):
         steps = self._answer.add(delta)
         return b"".join([event for step in steps for event in self._step(step, "completed")])
 
-    def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
-        """The events after all pieces, one at a time: several repeat the answer, the last one all of it."""
-        status = _status(finished)
+    def before_closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
+        """The ends of the last item, which repeat it."""
         for step in self._answer.end():
-            yield from self._step(step, status)
-        yield self._event(f"response.{status}", {"response": self.body(finished)})
+            yield from self._step(step, _status(finished))
 
-    def failure(self, error: Json) -> bytes:
-        """The last event of a stream whose request failed. It holds the output so far."""
-        output = [self._items.whole(block, "incomplete") for block in self._answer.blocks]
+    def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
+        """The last event, which repeats the answer."""
+        self.response = self._whole(finished, in_pieces=True)
+        return self._pieces(f"response.{_status(finished)}", {"response": self.response})
+
+    def failure(self, error: Json) -> Iterable[bytes]:
+        """The last event of a stream whose request failed, in pieces. It holds the output so far."""
+        blocks = self._answer.blocks
+        output = [self._items.whole(block, "incomplete", in_pieces=True) for block in blocks]
         response = self._response("failed", output, None)
         response["error"] = error
-        return self._event("response.failed", {"response": response})
+        return self._pieces("response.failed", {"response": response})
 
     # ---- whole
 
@@ -87,16 +92,19 @@ class ResponsesWriter(AnswerWriter):
 
     def body(self, finished: router_pb2.Finished) -> Json:
         """The whole response, after all pieces were added."""
+        self.response = self._whole(finished, in_pieces=False)
+        return self.response
+
+    # ---- common
+
+    def _whole(self, finished: router_pb2.Finished, *, in_pieces: bool) -> Json:
         status, blocks = _status(finished), self._answer.blocks
-        output = [self._items.whole(block, "completed") for block in blocks[:-1]]
-        output += [self._items.whole(block, status) for block in blocks[-1:]]
+        output = [self._items.whole(block, "completed", in_pieces=in_pieces) for block in blocks[:-1]]
+        output += [self._items.whole(block, status, in_pieces=in_pieces) for block in blocks[-1:]]
         response = self._response(status, output, usage_object(finished.usage))
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.response = response
         return response
-
-    # ---- common
 
     def _response(self, status: str, output: list[Json], usage: Json | None) -> Json:
         return response_object(
@@ -122,7 +130,7 @@ class ResponsesWriter(AnswerWriter):
         opened = self._event("response.output_item.added", where)
         if block.kind == "call":
             return opened
-        part = {**self._place(block), "part": self._items.part(block, is_empty=True)}
+        part = {**self._place(block), "part": self._items.empty_part(block)}
         return opened + self._event(f"response.{self._names(block)[0]}", part)
 
     def _grown(self, block: AnswerBlock, text: str) -> bytes:
@@ -136,18 +144,18 @@ class ResponsesWriter(AnswerWriter):
     def _closed(self, block: AnswerBlock, status: str) -> Iterable[bytes]:
         place = self._place(block)
         if block.kind == "call":
-            arguments = {"name": block.name, "arguments": block.text}
-            yield self._event("response.function_call_arguments.done", {**place, **arguments})
+            arguments = {"name": block.name, "arguments": long_text(block.text)}
+            yield from self._pieces("response.function_call_arguments.done", {**place, **arguments})
         else:
             _, _, text_done, part_done = self._names(block)
-            part = self._items.part(block)
-            said: Json = {"text": block.text}
+            part = self._items.part(block, in_pieces=True)
+            said: Json = {"text": part["text"]}
             if block.kind == "text":
                 said["logprobs"] = part["logprobs"]
-            yield self._event(f"response.{text_done}", {**place, **said})
-            yield self._event(f"response.{part_done}", {**place, "part": part})
-        item = {"output_index": block.index, "item": self._items.whole(block, status)}
-        yield self._event("response.output_item.done", item)
+            yield from self._pieces(f"response.{text_done}", {**place, **said})
+            yield from self._pieces(f"response.{part_done}", {**place, "part": part})
+        item = {"output_index": block.index, "item": self._items.whole(block, status, in_pieces=True)}
+        yield from self._pieces("response.output_item.done", item)
 
     def _names(self, block: AnswerBlock) -> tuple[str, str, str, str]:
         if block.kind == "text":
@@ -163,9 +171,12 @@ class ResponsesWriter(AnswerWriter):
         return place | {"summary_index" if is_summary else "content_index": 0}
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
-        event = event_bytes(name, {"sequence_number": self._n_events, **fields})
+        return b"".join(self._pieces(name, fields))
+
+    def _pieces(self, name: str, fields: Mapping[str, Any]) -> Iterable[bytes]:
+        pieces = event_pieces(name, {"sequence_number": self._n_events, **fields})
         self._n_events += 1
-        return event
+        return pieces
 
 
 def response_object(
@@ -193,10 +204,15 @@ def response_object(
     }
 
 
-def event_bytes(name: str, fields: Mapping[str, Any]) -> bytes:
-    """One server-sent event, whose data repeats its name."""
-    data = msgspec.json.encode({"type": name, **fields})
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+def event_pieces(name: str, fields: Mapping[str, Any]) -> Iterator[bytes]:
+    """One server-sent event, whose data repeats its name, in pieces where it is long."""
+    data = b"event: %s\ndata: " % name.encode()
+    for piece in json_pieces({"type": name, **fields}):
+        if len(data) >= JSON_PIECE_BYTES:
+            yield data
+            data = b""
+        data += piece
+    yield data + b"\n\n"
 
 
 def usage_object(usage: router_pb2.Usage) -> Json:

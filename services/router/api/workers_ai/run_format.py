@@ -42,9 +42,9 @@ class RunFormat(AnswerFormat):
     def error_body(self, failure: HttpFailure) -> Mapping[str, Any]:
         return error_envelope(failure)
 
-    def error_event(self, failure: HttpFailure, writer: AnswerWriter | None) -> bytes:
+    def error_events(self, failure: HttpFailure, writer: AnswerWriter | None) -> Iterable[bytes]:
         """The envelope of an error, without [DONE]."""
-        return sse(error_envelope(failure))
+        return [sse(error_envelope(failure))]
 
 
 def read_run(run: RunBody, request_id: str) -> ParsedRunBody:

@@ -13,6 +13,7 @@ from libs.common import api_bounds
 from services.router.api.answers import logprob_rows
 from services.router.api.answers.answer_format import AnswerWriter
 from services.router.api.answers.logprob_rows import LogprobBudget, LogprobRows
+from services.router.api.answers.long_json import JSON_PIECE_BYTES, json_pieces
 from services.router.api.openai.response import ResponseShape, ResponseWriter
 from services.router.api.responses.writer import ResponsesShape, ResponsesWriter
 from slipstream import bounds
@@ -49,15 +50,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_stream_of_responses_makes_each_row_once(made: list[Any]) -> None:
-    """Its last four events repeat all rows, and the writer yields each event as one piece."""
+    """Its last four events repeat all rows."""
     writer = writers()["responses"]()
     deltas = [writer.delta_event(Delta(text="a", logprobs=[ROW])) for _ in range(N_TOKENS)]
-    end = list(writer.closing(finished()))
+    end = [*writer.before_closing(finished()), *writer.closing(finished())]
     assert len(made) == N_TOKENS
     assert len(end) == 4 and all(piece.count(b'"top_logprobs"') == N_TOKENS for piece in end[:-1])
     events = sse_objects(b"".join([writer.opening(), *deltas, *end]))
     rows = events[-1]["response"]["output"][0]["content"][0]["logprobs"]
-    assert rows == [msgspec.json.decode(msgspec.json.encode(logprob_rows.row_object(ROW)))] * N_TOKENS
+    row = msgspec.json.decode(msgspec.json.encode(logprob_rows.row_object(ROW)))
+    assert rows == [row] * N_TOKENS
+    said = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert said == [[row]] * N_TOKENS
 
 
 @pytest.mark.parametrize("kind", writers())
@@ -98,3 +102,15 @@ def test_rows_since_the_last_call_and_all_rows() -> None:
     two = bytes(rows.next_json())
     assert len(msgspec.json.decode(one)) == 1 and len(msgspec.json.decode(two)) == 2
     assert bytes(rows.json()) == bytes(rows.json()) == b"[" + one[1:-1] + b"," + two[1:-1] + b"]"
+    assert b"".join(json_pieces(rows.long_json())) == bytes(rows.json())
+
+
+def test_rows_of_several_pieces() -> None:
+    rows, row = LogprobRows(LogprobBudget()), msgspec.json.encode(logprob_rows.row_object(ROW))
+    n_rows = 3 * JSON_PIECE_BYTES // len(row)
+    for n_added in (1, n_rows, 0, 1, n_rows):
+        rows.add([ROW] * n_added)
+        assert bytes(rows.next_json()) == b"[" + b",".join([row] * n_added) + b"]"
+    pieces = list(json_pieces(rows.long_json()))
+    assert b"".join(pieces) == bytes(rows.json()) == b"[" + b",".join([row] * (2 * n_rows + 2)) + b"]"
+    assert len(pieces) > 4 and max(map(len, pieces)) < 2 * JSON_PIECE_BYTES

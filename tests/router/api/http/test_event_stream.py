@@ -131,7 +131,7 @@ async def test_the_first_write_sends_headers_and_the_opening_event() -> None:
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"x-request-id: a" in head
     assert body.count(b"data: ") == 2 and body.index(b'"role":"assistant"') < body.index(b'"content":"b"')
     end = router_pb2.GenerateEvent(finished=router_pb2.Finished())
-    await stream.send(b"".join(stream.encode_end([end])), is_last=True)
+    await stream.send(b"".join([data for data, _ in stream.encode_end([end])]), is_last=True)
     assert client.write.call_args.args[0].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.api.responses.replay import events_of
+from services.router.api.answers.long_json import JSON_PIECE_BYTES
+from services.router.api.responses.replay import pieces_of
 from services.router.api.responses.stored_items import read_response
 from slipstream.errors import InvalidArgument
 from tests.router.support.answer_events import sse_objects
@@ -31,8 +32,8 @@ def response(status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read(status: str, items: list[dict[str, Any]], after: int = -1) -> list[dict[str, Any]]:
-    found = list(events_of(response(status, items), after=after))
-    objects = [dict(each) for each in sse_objects(b"".join([event for _, event in found]))] if found else []
+    found = list(pieces_of(response(status, items), after=after))
+    objects = [dict(each) for each in sse_objects(b"".join([piece for _, piece in found]))] if found else []
     assert [each["sequence_number"] for each in objects] == [number for number, _ in found]
     return objects
 
@@ -65,7 +66,18 @@ def test_log_probabilities_stay_json_on_their_way_from_the_store() -> None:
     body = read_response(msgspec.json.encode(stored))
     assert list(body) == list(stored)
     assert type(body["output"][-1]["content"][0]["logprobs"]) is msgspec.Raw
-    assert list(events_of(body, after=-1)) == list(events_of(stored, after=-1))
+    assert list(pieces_of(body, after=-1)) == list(pieces_of(stored, after=-1))
+
+
+def test_long_events_come_in_pieces() -> None:
+    text, rows = "x" * (3 * JSON_PIECE_BYTES), msgspec.Raw(b"[" + b" " * (3 * JSON_PIECE_BYTES) + b"]")
+    message = {**ITEMS[2], "content": [{**MESSAGE, "text": text, "logprobs": rows}]}
+    found = list(pieces_of(response("completed", [message]), after=-1))
+    assert max(len(piece) for _, piece in found) < 3 * JSON_PIECE_BYTES
+    objects = sse_objects(b"".join([piece for _, piece in found]))
+    numbers = [number for number, _ in found]
+    assert numbers == sorted(numbers) and set(numbers) == set(range(len(objects)))
+    assert objects[-1]["response"]["output"][0]["content"][0]["text"] == text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from libs.common.http.failure import failure_of
+from services.router.api.answers.long_json import JSON_PIECE_BYTES, json_pieces
 from services.router.api.responses.errors import response_error
 from services.router.api.responses.writer import ResponsesShape, ResponsesWriter
 from slipstream import errors
@@ -32,7 +33,7 @@ def written(
 ) -> list[Mapping[str, Any]]:
     writer = ResponsesWriter(STARTED, ResponsesShape("k", {"store": True}, has_summary=has_summary))
     data = writer.opening() + b"".join([writer.delta_event(delta) for delta in deltas])
-    return sse_objects(data + b"".join(writer.closing(end)))
+    return sse_objects(data + b"".join([*writer.before_closing(end), *writer.closing(end)]))
 
 
 def whole(deltas: Sequence[Delta], end: router_pb2.Finished, *, has_summary: bool = False) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def test_a_failure_ends_the_stream_with_the_output_so_far(error: errors.Slipstre
     data = (
         writer.opening()
         + writer.delta_event(Delta(text="Wai"))
-        + writer.failure(response_error(failure_of(error)))
+        + b"".join(writer.failure(response_error(failure_of(error))))
     )
     last = sse_objects(data)[-1]
     assert (last["type"], last["sequence_number"]) == ("response.failed", 5)
@@ -151,6 +152,22 @@ def test_log_probabilities_are_in_the_deltas_and_in_the_whole_text() -> None:
     assert [[item["token"] for item in items] for items in sent] == [["a", "b"], ["c"]]
     part = events[-1]["response"]["output"][0]["content"][0]
     assert [item["token"] for item in part["logprobs"]] == ["a", "b", "c"]
+
+
+def test_the_end_of_a_long_answer_comes_in_pieces() -> None:
+    rows = [router_pb2.TextLogprob(token="a", token_bytes=b"a", logprob=-1.0)] * 100
+    deltas = [Delta(text="long " * 100, logprobs=rows)] * 400
+    writer = ResponsesWriter(STARTED, ResponsesShape("k", {"store": True}))
+    events = b"".join([writer.opening(), *[writer.delta_event(delta) for delta in deltas]])
+    before, last = list(writer.before_closing(finished())), list(writer.closing(finished()))
+    failed = list(writer.failure({"code": "server_error", "message": "broken"}))
+    for pieces in (before, last, failed):
+        assert len(pieces) > 10 and max(map(len, pieces)) < 3 * JSON_PIECE_BYTES
+    objects = sse_objects(b"".join([events, *before, *last]))
+    assert b"response.completed" not in b"".join(before)
+    response = whole(deltas, finished())
+    assert objects[-1]["response"] == response
+    assert msgspec.json.decode(b"".join(json_pieces(writer.response))) == response
 
 
 @settings(max_examples=150, deadline=None)
