@@ -14,12 +14,13 @@ import resource
 import signal
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from libs.structured.grammar_check import CheckRequest, check_grammar
+from libs.structured.grammar_check import MAX_MASK_S, CheckRequest, check_grammar
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
 
@@ -28,6 +29,8 @@ _MAX_MEMORY_BYTES = 8 << 30
 _PR_SET_PDEATHSIG = 1
 # The router that waits for the answer has streams to serve on the same cores.
 _NICENESS = 10
+# The process ends beyond so much CPU time of one mask: one beyond MAX_MASK_S refuses its grammar anyway.
+_LONGEST_MASK_S = 5 * MAX_MASK_S
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
@@ -46,6 +49,23 @@ def frame(message: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+class _CpuLimit:
+    """Ends the process after so much CPU time, by a signal that kills amid one long call. 0: never."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end_s = time.process_time() + limit_s if limit_s else 0.0
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+
+    def begin_mask(self) -> None:
+        """Limit one mask more narrowly."""
+        if self._end_s:
+            left_s = max(self._end_s - time.process_time(), 0.001)
+            signal.setitimer(signal.ITIMER_PROF, min(left_s, _LONGEST_MASK_S))
+
+    def end(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def main(model_dir: Path) -> None:
     """Answer until stdin ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -55,9 +75,9 @@ def main(model_dir: Path) -> None:
     decoder = msgspec.json.Decoder(CheckRequest)
     while (body := read_frame(sys.stdin.buffer)) is not None:
         request = decoder.decode(body)
-        signal.setitimer(signal.ITIMER_PROF, request.limit_cpu_s)  # its signal kills, also amid one long call
-        checked = check_grammar(request, vocabulary)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        limit = _CpuLimit(request.limit_cpu_s)
+        checked = check_grammar(request, vocabulary, before_mask=limit.begin_mask)
+        limit.end()
         sys.stdout.buffer.write(frame(checked))
         sys.stdout.buffer.flush()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 from msgspec.structs import replace
 
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.forced_text import FORCED_REASON, forces_much
 from libs.structured.grammar_cache import (
     ALONE_LIMITS,
     MAX_CLIENT_SYMBOLS,
@@ -34,7 +35,7 @@ from slipstream.errors import InvalidArgument
 MAX_MASK_S = 0.1
 _TRIAL_TOKENS = 32
 # Strings, comments and regular expressions of Lark, in which special tokens have no meaning.
-_LITERALS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+_LITERALS = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?P<regex>(?:\\.|[^/\\\n])+)/')
 _FORBIDDEN_IN_LARK = re.compile(r"<|@|%llguidance")
 
 
@@ -68,8 +69,13 @@ class Checked(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def check_grammar(request: CheckRequest, vocabulary: GrammarVocabulary) -> Checked:
-    """The grammar of a whole answer, or its first defect with the field of the part that has it."""
+def check_grammar(
+    request: CheckRequest, vocabulary: GrammarVocabulary, *, before_mask: Callable[[], None] = lambda: None
+) -> Checked:
+    """The grammar of a whole answer, or its first defect with the field of the part that has it.
+
+    `before_mask` is called before each mask, which may take long.
+    """
     parts = request.parts()
     field = parts[0].field
     try:
@@ -84,7 +90,7 @@ def check_grammar(request: CheckRequest, vocabulary: GrammarVocabulary) -> Check
                 _name_defect(part, vocabulary)
             raise
         _check_warnings(matcher, field)
-        _try_masks(matcher, vocabulary, field)
+        _try_masks(matcher, vocabulary, field, before_mask)
     except InvalidArgument as error:
         return Checked(field=error.field, reason=error.reason)
     except RecursionError:
@@ -98,8 +104,19 @@ def _check_part(part: OutputFormat, vocabulary: GrammarVocabulary) -> None:
         raise InvalidArgument(".".join(filter(None, (part.field, found[0]))), found[1])
     if part.kind == "lark" and (used := _FORBIDDEN_IN_LARK.search(_LITERALS.sub("", part.content))):
         raise InvalidArgument(part.field, f"may not use {used.group()}: it holds text, not control tokens")
+    if any(map(forces_much, _regexes(part))):
+        raise InvalidArgument(part.field, FORCED_REASON)
     if part.kind == "lark":
         _check_size(part, vocabulary)
+
+
+def _regexes(part: OutputFormat) -> Iterable[str]:
+    """The regular expressions of a part that is no schema."""
+    if part.kind == "regex":
+        return [part.content]
+    if part.kind == "lark":
+        return [found["regex"] or "" for found in _LITERALS.finditer(part.content)]
+    return ()
 
 
 def _check_size(part: OutputFormat, vocabulary: GrammarVocabulary) -> None:
@@ -137,10 +154,13 @@ def _check_warnings(matcher: LLMatcher, field: str) -> None:
         raise InvalidArgument(field, f"cannot be held: {warning}")
 
 
-def _try_masks(matcher: LLMatcher, vocabulary: GrammarVocabulary, field: str) -> None:
+def _try_masks(
+    matcher: LLMatcher, vocabulary: GrammarVocabulary, field: str, before_mask: Callable[[], None]
+) -> None:
     """Walk some tokens into the grammar by chance, and measure the masks."""
     matcher, chance = matcher.deep_copy(), random.Random(0)
     for step in range(_TRIAL_TOKENS):
+        before_mask()
         began_s = time.thread_time()
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():

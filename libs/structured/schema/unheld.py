@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from libs.structured.forced_text import FORCED_REASON, forces_much
 from libs.structured.schema.distinct_keys import count_distinct_keys, find_few_keys, find_most_keys
 from libs.structured.schema.endless_schemas import without_endless
 from libs.structured.schema.large_unions import find_large_union
@@ -21,7 +22,7 @@ def find_unheld(schema: Json | bool) -> _Found:
     """The path of the first such part, and why it is refused; None without one."""
     parts = list(walk(schema))
     for path, part in parts:
-        for name, reason in (_old_keyword(part), _large(part)):
+        for name, reason in (_old_keyword(part), _large(part), _long_text(part)):
             if name:
                 return path_text(path, name), reason
     pruned = without_endless(schema, parts)
@@ -64,6 +65,15 @@ def _large(part: Json) -> tuple[str, str]:
         for value in values(part.get(name)):
             if type(value) in (int, float) and abs(value) > _MAX_EXACT:
                 return name, "has a number beyond 2^53"
+    return _NOTHING
+
+
+def _long_text(part: Json) -> tuple[str, str]:
+    pattern, patterns = part.get("pattern"), part.get("patternProperties")
+    if isinstance(pattern, str) and forces_much(pattern):
+        return "pattern", FORCED_REASON
+    if isinstance(patterns, Mapping) and any(map(forces_much, patterns)):
+        return "patternProperties", FORCED_REASON
     return _NOTHING
 
 

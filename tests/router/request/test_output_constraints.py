@@ -131,6 +131,17 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_checked() -> 
         checker.close()
 
 
+def test_a_grammar_with_one_slow_mask_is_refused_within_the_time_of_a_mask() -> None:
+    """The whole check has minutes."""
+    checker = GrammarChecker(MODEL_DIR, limit_s=600.0)
+    try:
+        with pytest.raises(InvalidArgument, match="its check takes too long"):
+            checker.check(CheckRequest(OutputFormat("choice", ["a" * 3_000_000])))
+        assert checker.check(CheckRequest(OutputFormat("regex", "a{1000}")))
+    finally:
+        checker.close()
+
+
 def test_a_check_amid_the_end_of_the_router_is_no_fault_of_the_grammar() -> None:
     checker = GrammarChecker(MODEL_DIR, limit_s=60.0)
     part = OutputFormat("json_schema", {"type": "integer", "multipleOf": 999_983})
