@@ -14,6 +14,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +30,8 @@ _MAX_MEMORY_BYTES = 8 << 30
 _PR_SET_PDEATHSIG = 1
 # The router that waits for the answer has streams to serve on the same cores.
 _NICENESS = 10
+# llguidance recurses. What passes here has room on a worker, whose threads have 8 MiB, those of masks 2 MiB.
+_STACK_BYTES = 1 << 20
 # The process ends beyond so much CPU time of one mask: one beyond MAX_MASK_S refuses its grammar anyway.
 _LONGEST_MASK_S = 5 * MAX_MASK_S
 
@@ -72,6 +75,13 @@ def main(model_dir: Path) -> None:
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     vocabulary = GrammarVocabulary.of(Tokenizer.from_dir(model_dir))
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_answer, args=(vocabulary,), name="check")
+    thread.start()
+    thread.join()
+
+
+def _answer(vocabulary: GrammarVocabulary) -> None:
     decoder = msgspec.json.Decoder(CheckRequest)
     while (body := read_frame(sys.stdin.buffer)) is not None:
         request = decoder.decode(body)

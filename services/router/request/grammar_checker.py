@@ -64,7 +64,7 @@ class GrammarChecker:
             self._end()
             if self._is_closed:
                 raise Unavailable(_CLOSED)
-            raise InvalidArgument(field, "is too complex: its check takes too long")
+            raise InvalidArgument(field, "is too complex: its check takes too much time or memory")
         checked = msgspec.json.decode(body, type=Checked)
         if checked.reason:
             raise InvalidArgument(checked.field, checked.reason)

@@ -135,9 +135,27 @@ def test_a_grammar_with_one_slow_mask_is_refused_within_the_time_of_a_mask() -> 
     """The whole check has minutes."""
     checker = GrammarChecker(MODEL_DIR, limit_s=600.0)
     try:
-        with pytest.raises(InvalidArgument, match="its check takes too long"):
+        with pytest.raises(InvalidArgument, match="its check takes too much"):
             checker.check(CheckRequest(OutputFormat("choice", ["a" * 3_000_000])))
         assert checker.check(CheckRequest(OutputFormat("regex", "a{1000}")))
+    finally:
+        checker.close()
+
+
+def test_a_grammar_that_passes_has_room_on_the_stacks_of_workers() -> None:
+    """llguidance recurses along terminals: 2,000 of them pass with 8 MiB of stack, 4,000 end the process."""
+    checker = GrammarChecker(MODEL_DIR, limit_s=60.0)
+
+    def check(depth: int) -> str:
+        rules = [f'A{i}: A{i + 1} "b"' for i in range(depth)]
+        text = "\n".join(["start: A0", *rules, f'A{depth}: "a"', ""])
+        return checker.check(CheckRequest(OutputFormat("lark", text)))
+
+    try:
+        assert check(100)
+        with pytest.raises(InvalidArgument, match="its check takes too much"):
+            check(1_000)
+        assert check(100)
     finally:
         checker.close()
 
