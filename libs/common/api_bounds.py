@@ -17,7 +17,7 @@ RESPONSE_CALL_WAIT_S = 10.0
 MAX_CONVERSATIONS_READ = 8
 # Of stored responses that jobs continue or refer to, while they are checked: for one tenant.
 MAX_TENANT_CHECKED_BYTES = 64 << 20
-# What one tenant's clients are being sent of stored responses, until they have taken it.
+# What one tenant's clients are being sent of whole answers and stored responses, until they have taken it.
 MAX_TENANT_SENT_RESPONSE_BYTES = 64 << 20
 
 RESPONSES = Section("/v1/responses")
@@ -268,7 +268,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Whole answers and stored responses that one tenant's clients are being sent at one router",
-        f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes of JSON",
-        "429",
+        f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes; those of 64 KiB and less do not count",
+        "429; RESOURCE_EXHAUSTED",
     ),
 )

@@ -30,7 +30,7 @@ from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from services.router.admission.grpc_connections import GrpcConnections
 from services.router.admission.keyless_connections import end_keyless
-from services.router.admission.tenant_shares import ReceiveSlots
+from services.router.admission.tenant_shares import ReceiveSlots, TextShares, sent_shares
 from services.router.api.access_log import AccessLog
 from services.router.api.admin_server import make_admin_server
 from services.router.api.families import add_families
@@ -105,10 +105,11 @@ class RouterServer:
         self.metrics.model = self.pipeline.card.name
         begin_series(self.counters)
         access_log = replace(options.access_log, counters=self.counters)
-        self._grpc = self._make_grpc(access_log)
+        sent = sent_shares()
+        self._grpc = self._make_grpc(access_log, sent)
         self.jobs = RouterJobs(options, self.manager, self.fleet)
         self.jobs.serve(self.host.server, self._grpc)
-        self._http = self._make_http(access_log)
+        self._http = self._make_http(access_log, sent)
         self._tasks = add_families(self._http, self.manager, self.pipeline.card, options, self.jobs)
         calls = ProcessCalls(self.pipeline.dial, options.secret)
         self._worker_service = self._make_worker_service()
@@ -131,7 +132,7 @@ class RouterServer:
             self.ports.http, tls=http_tls, keepalive_s=options.idle_connection_s
         )
 
-    def _make_grpc(self, access_log: AccessLog) -> GrpcServer:
+    def _make_grpc(self, access_log: AccessLog, sent: TextShares) -> GrpcServer:
         """RouterService at the public port."""
         server = GrpcServer(
             self.manager,
@@ -139,19 +140,21 @@ class RouterServer:
             sessions=self.pipeline.sessions,
             card=self.pipeline.card,
             keys=self._options.keys,
+            sent=sent,
             access_log=access_log,
             write_stall_s=self._options.write_stall_s,
         )
         server.add_to(self.host.server)
         return server
 
-    def _make_http(self, access_log: AccessLog) -> HttpServer:
+    def _make_http(self, access_log: AccessLog, sent: TextShares) -> HttpServer:
         options = self._options
         return HttpServer(
             self.manager,
             fleet=self.fleet,
             card=self.pipeline.card,
             keys=options.keys,
+            sent=sent,
             guard=HttpGuard.of(
                 options.http, allowed_hosts=options.allowed_hosts, cors_origins=options.cors_origins
             ),

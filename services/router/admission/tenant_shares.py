@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
-from libs.common import service_bounds
+from libs.common import api_bounds, service_bounds
 from services.router.admission.types import BUSY_MESSAGE
 from slipstream.errors import Overloaded
 
@@ -55,6 +56,12 @@ class TextShares:
             yield
         finally:
             self.give_back(tenant, chars)
+
+
+def sent_shares() -> TextShares:
+    """The bytes that each tenant's clients are being sent. A tenant has its share whatever the others hold."""
+    most = api_bounds.MAX_TENANT_SENT_RESPONSE_BYTES
+    return TextShares(most_chars=sys.maxsize, most_tenant_chars=most)
 
 
 class TenantSlots:

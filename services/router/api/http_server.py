@@ -14,7 +14,7 @@ from libs.common import service_bounds
 from libs.common.http.admin_server import health_page
 from libs.common.http.connection import HttpListener, MalformedMessages
 from libs.common.http.guard import ANY, HttpGuard
-from services.router.admission.tenant_shares import ReceiveSlots
+from services.router.admission.tenant_shares import ReceiveSlots, TextShares
 from services.router.api.access_log import AccessLog
 from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.anthropic import models as anthropic
@@ -52,6 +52,7 @@ class HttpServer:
         guard: HttpGuard | None = None,
         access_log: AccessLog | None = None,
         received: ReceiveSlots,
+        sent: TextShares,
         body_read_s: float = bounds.BODY_READ_S,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
@@ -63,7 +64,7 @@ class HttpServer:
         self._clock = asyncio.get_running_loop().time
         self.reader = RequestReader(keys, received, body_read_s=body_read_s, clock=self._clock)
         self.generation = GenerationEndpoint(
-            manager, self.reader, clock=self._clock, write_stall_s=write_stall_s
+            manager, self.reader, clock=self._clock, write_stall_s=write_stall_s, sent=sent
         )
         self._tokens = TokenEndpoint(manager, self.reader, card)
         self._usage = UsageEndpoint(manager.context.metering, self.reader)

@@ -7,14 +7,12 @@ being sent is bounded. Answers of one piece do not count: the kernel has most of
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import msgspec
 from aiohttp import web
 
-from libs.common import api_bounds
 from services.router.admission.tenant_shares import TextShares
 from services.router.api.http.piece_stream import PIECE_BYTES, each_piece, send_pieces
 from services.router.api.json_body import Json
@@ -23,12 +21,13 @@ _JSON = {"Content-Type": "application/json; charset=utf-8"}
 
 
 class AnswerDelivery:
-    """Answers on their way to the clients of each tenant: whole answers, and stored responses."""
+    """Answers on their way to the clients of each tenant: whole answers, and stored responses.
 
-    def __init__(self) -> None:
-        # Each tenant has its share whatever the others hold.
-        most = api_bounds.MAX_TENANT_SENT_RESPONSE_BYTES
-        self._sent = TextShares(most_chars=sys.maxsize, most_tenant_chars=most)
+    `sent` counts them, and what else its holders send.
+    """
+
+    def __init__(self, sent: TextShares) -> None:
+        self._sent = sent
 
     async def send_object(
         self, request: web.Request, tenant: str, answer: Json, *, stall_s: float

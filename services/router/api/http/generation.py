@@ -14,6 +14,7 @@ from aiohttp import web
 from libs.common.http.failure import failure_of
 from libs.common.http.http_errors import failure_response
 from libs.common.telemetry import tracing
+from services.router.admission.tenant_shares import TextShares
 from services.router.api.answers.answer_format import AnswerFormat, Json, ParsedBody
 from services.router.api.answers.exchange import Exchange, read_exchange
 from services.router.api.answers.whole import whole_of, whole_of_choices
@@ -76,6 +77,7 @@ class GenerationEndpoint:
         *,
         clock: Callable[[], float],
         write_stall_s: float,
+        sent: TextShares,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._manager = manager
@@ -83,7 +85,7 @@ class GenerationEndpoint:
         self._clock = clock
         self.write_stall_s = write_stall_s
         self.keep_alive_s = keep_alive_s
-        self.delivery = AnswerDelivery()
+        self.delivery = AnswerDelivery(sent)
 
     async def generate(
         self, request: web.Request, *, path: str, answer_format: AnswerFormat

@@ -11,8 +11,10 @@ import grpc
 from libs.common import service_bounds
 from libs.common.rpc.access import Metadata
 from libs.common.rpc.access_table import METHOD_CLASSES
+from services.router.admission.tenant_shares import TextShares
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import ApiKeys
+from services.router.api.http.piece_stream import PIECE_BYTES
 from services.router.api.rpc.call_record import given_id, note_failure, request_id_of, trailing_id
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate import GenerateMethod
@@ -42,10 +44,13 @@ class GrpcServer:
         sessions: Sessions,
         card: ModelCard,
         keys: ApiKeys,
+        sent: TextShares,
         access_log: AccessLog | None = None,
         write_stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> None:
+        """`sent` counts long answers until their clients have read them, as those over HTTP."""
         self._manager = manager
+        self._sent = sent
         self._access_log = access_log or AccessLog()
         clock = asyncio.get_running_loop().time
         self.callers = Callers(keys, clock)
@@ -115,6 +120,7 @@ class GrpcServer:
                         response = await method(request, context)
                     finally:
                         self._state_limits(record, context)
+                    self._count_sent(record.tenant, response)
                     record.status = "OK"
                     return response
                 except BaseException as error:
@@ -130,6 +136,17 @@ class GrpcServer:
         if (metering := self._manager.context.metering) is not None:
             limits = metering.limit_headers(record.tenant, self.callers.key_sha256(context))
             context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
+
+    def _count_sent(self, tenant: str, response: Any) -> None:
+        """Count a long answer until it is read, or its call ends. Raises Overloaded.
+
+        The handler's task, which runs this, writes the answer after it.
+        """
+        n_bytes = len(response) if isinstance(response, bytes) else response.ByteSize()
+        handler = asyncio.current_task()
+        if n_bytes > PIECE_BYTES and handler is not None:
+            self._sent.take(tenant, n_bytes)
+            handler.add_done_callback(lambda _: self._sent.give_back(tenant, n_bytes))
 
     async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
         await self._manager.abort(self.callers.tenant(context), request.request_id)
