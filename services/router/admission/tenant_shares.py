@@ -59,7 +59,7 @@ class TextShares:
 
 
 def sent_shares() -> TextShares:
-    """The bytes that each tenant's clients are being sent. A tenant has its share whatever the others hold."""
+    """The bytes that clients are being sent. Each tenant has its share whatever the others hold."""
     most = api_bounds.MAX_TENANT_SENT_RESPONSE_BYTES
     return TextShares(most_chars=sys.maxsize, most_tenant_chars=most)
 
