@@ -1,9 +1,10 @@
-"""The grammars of a worker's sequences: compiled on threads beside the engine's."""
+"""The grammars of a worker's sequences: compiled on threads beside the engine's, in turns of tenants."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,15 @@ from libs.structured.constraint import GrammarConstraint
 from libs.structured.constraints import ConstraintFactory
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
+from libs.worker.requests.compile_turns import CompileTurns
 from slipstream.errors import FailedPrecondition
 
-_COMPILE_THREADS = 2
+_TENANT_THREADS = 2
+_COMPILE_THREADS = _TENANT_THREADS + 1
+
+# A sequence's constraint, and the function that makes it.
+_Constraint = GrammarConstraint | None
+_Work = tuple[asyncio.Future[_Constraint], Callable[[], _Constraint]]
 
 
 class SequenceGrammars:
@@ -26,6 +33,8 @@ class SequenceGrammars:
         self._vocab_size = vocab_size
         self._factory = ConstraintFactory(self._load, n_threads=max(1, min(8, os.cpu_count() or 1)))
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
+        self._n_free = _COMPILE_THREADS
+        self._turns: CompileTurns[_Work] = CompileTurns(most_running=_TENANT_THREADS)
 
     async def warm_up(self) -> None:
         """Load the vocabulary before the first request; this holds the interpreter's lock for up to a second.
@@ -37,21 +46,46 @@ class SequenceGrammars:
 
     def begin(self, spec: SequenceSpec) -> asyncio.Future[GrammarConstraint | None]:
         """Start to make the constraint of a sequence, in the state after its emitted tokens."""
-        loop = asyncio.get_running_loop()
+        made: asyncio.Future[_Constraint] = asyncio.get_running_loop().create_future()
         if spec.sampling.constraint is None:
-            done: asyncio.Future[GrammarConstraint | None] = loop.create_future()
-            done.set_result(None)
-            return done
-        made: asyncio.Future[GrammarConstraint | None] = loop.run_in_executor(
-            self._threads,
-            partial(self._factory.make, spec.sampling.constraint, spec.emitted, salt=spec.salt),
-        )
+            made.set_result(None)
+            return made
         made.add_done_callback(_note_failure)
+        make = partial(self._factory.make, spec.sampling.constraint, spec.emitted, salt=spec.salt)
+        self._turns.add(spec.salt, (made, make))
+        self._start()
         return made
 
     def close(self) -> None:
         """Compile no more. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for made, _ in self._turns.clear():
+            made.cancel()
+
+    def _start(self) -> None:
+        while self._n_free and (found := self._turns.begin()) is not None:
+            tenant, (made, make) = found
+            if made.done():  # its sequence has ended
+                self._turns.end(tenant)
+                continue
+            self._n_free -= 1
+            running = asyncio.get_running_loop().run_in_executor(self._threads, make)
+            running.add_done_callback(partial(self._ended, tenant, made))
+
+    def _ended(
+        self, tenant: bytes, made: asyncio.Future[_Constraint], running: asyncio.Future[_Constraint]
+    ) -> None:
+        self._n_free += 1
+        self._turns.end(tenant)
+        error = asyncio.CancelledError() if running.cancelled() else running.exception()
+        if not made.done():
+            if error is None:
+                made.set_result(running.result())
+            elif isinstance(error, asyncio.CancelledError):
+                made.cancel()
+            else:
+                made.set_exception(error)
+        self._start()
 
     def _load(self) -> GrammarVocabulary:
         if self._model_dir is None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from libs.engine.step.types import SequenceSpec
 from libs.worker.requests.sequence_grammars import SequenceGrammars
+from slipstream.errors import InvalidArgument
 from slipstream.sampling import OutputConstraint, SamplingParams
 
 MODEL_DIR = Path(__file__).parents[3] / "models" / "slipstream-mini"
 
 
-def spec(salt: bytes) -> SequenceSpec:
-    sampling = SamplingParams(constraint=OutputConstraint('start: "a"\n'))
+def spec(salt: bytes, text: str = "a") -> SequenceSpec:
+    sampling = SamplingParams(constraint=OutputConstraint(f'start: "{text}"\n'))
     return SequenceSpec("s", np.ones(1, dtype=np.uint32), sampling, salt=salt)
 
 
@@ -24,3 +29,40 @@ async def test_sequences_of_two_tenants_share_no_grammar() -> None:
     assert all(made)
     assert len(grammars._factory.grammars) == 2
     grammars.close()
+
+
+async def test_slow_grammars_of_one_tenant_hold_up_no_other_tenant() -> None:
+    grammars, may_end = SequenceGrammars(MODEL_DIR, vocab_size=1536), threading.Event()
+    make, begun = grammars._factory.make, list[bytes]()
+
+    def make_slowly(*given: Any, salt: bytes) -> Any:
+        begun.append(salt)
+        if salt == b"anna":
+            assert may_end.wait(60)
+        return make(*given, salt=salt)
+
+    grammars._factory.make = make_slowly  # type: ignore[assignment, method-assign]
+    try:
+        slow = [grammars.begin(spec(b"anna", f"a{index}")) for index in range(8)]
+        async with asyncio.timeout(60):
+            assert await grammars.begin(spec(b"bert"))
+        assert begun == [b"anna", b"anna", b"bert"]
+        slow.pop().cancel()
+        may_end.set()
+        async with asyncio.timeout(60):
+            assert all(await asyncio.gather(*slow))
+        assert begun.count(b"anna") == len(slow)
+    finally:
+        may_end.set()
+        grammars.close()
+
+
+async def test_a_grammar_that_fails_or_is_dropped_frees_its_thread() -> None:
+    grammars = SequenceGrammars(MODEL_DIR, vocab_size=1536)
+    for _ in range(5):
+        with pytest.raises(InvalidArgument):
+            await grammars.begin(spec(b"anna", "\n"))
+    assert await grammars.begin(spec(b"anna"))
+    waiting = [grammars.begin(spec(b"anna", f"b{index}")) for index in range(8)]
+    grammars.close()
+    assert all(made.cancelled() for made in waiting[4:])
