@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from libs.database.schema import Schema
 from libs.database.sqlite import SqliteDriver
@@ -110,6 +111,12 @@ def check_database_url(url: str) -> None:
             raise ValueError("sqlite: without the path of a file")
     elif not url.startswith(_POSTGRES):
         raise ValueError("not sqlite:PATH or postgresql://USER@HOST/NAME")
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL that `check_database_url` takes states a password."""
+    parts = urlsplit(url)
+    return url.startswith(_POSTGRES) and (parts.password is not None or "password" in parse_qs(parts.query))
 
 
 def open_database(url: str) -> Database:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import dataclass, replace
@@ -9,15 +10,19 @@ from pathlib import Path
 
 from libs.common.api_bounds import RESPONSE_TTL_S
 from libs.common.cluster.placements import SESSION_TTL_S
+from libs.common.runtime.config_file import files_of
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_JOBS, MAX_RUNNING_REQUESTS
-from libs.database.database import check_database_url
+from libs.database.database import check_database_url, has_password
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.types import LONGEST_WAIT_S
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from slipstream.credentials.certificates import TlsFault, check_authority
+from slipstream.credentials.secret_files import exposure
 from slipstream.rpc.tls import TlsFiles
+
+log = logging.getLogger(__name__)
 
 # Answers that run at SIGTERM have this long: HTTP clients cannot continue them at another router.
 ROUTER_DRAIN_S = 120.0
@@ -190,6 +195,16 @@ class RouterSettings(ServiceSettings):
         """The value of --thinking; None = as the model says."""
         return None if self.thinking == "model" else self.thinking == "on"
 
+    def warn_of_exposed_secrets(self) -> None:
+        """The same, and a configuration file with the password of the database."""
+        super().warn_of_exposed_secrets()
+        source = self.given_as("database")
+        if self.database is None or not has_password(self.database) or not source.startswith("["):
+            return
+        for file in files_of(Path(self.sources["config"])):
+            if text := exposure(file):
+                log.warning("%s has a password: %s", source, text)
+
     def client_tls(self) -> TlsFiles | None:
         """The files of the public gRPC port. Raises SystemExit and InvalidArgument, as `tls` does."""
         tls = self.tls()
@@ -198,7 +213,7 @@ class RouterSettings(ServiceSettings):
         if tls is None:
             raise SystemExit("--tls-client-ca needs --tls-ca, --tls-certificate and --tls-key")
         try:
-            check_authority(self.tls_client_ca, "client_ca")
+            check_authority(self.tls_client_ca, "client-ca")
         except TlsFault as fault:
-            raise fault.as_argument(lambda name: self.given_as(f"tls_{name}")) from None
+            raise fault.as_argument(tls.given_as) from None
         return replace(tls, ca=self.tls_client_ca, ca_name="client-ca")

@@ -72,10 +72,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--log-format",
         type=_log_format,
-        default=os.environ.get(LOG_FORMAT_VARIABLE) or LOG_FORMATS[0],
         help=f"form of log lines (default: {LOG_FORMAT_VARIABLE}, else {LOG_FORMATS[0]})",
     )
     return made
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, with what the environment says. Ends the process for a wrong one."""
+    made = parser()
+    given = made.parse_args(arguments)
+    if given.log_format is None:
+        try:
+            given.log_format = _log_format(os.environ.get(LOG_FORMAT_VARIABLE) or LOG_FORMATS[0])
+        except argparse.ArgumentTypeError as error:
+            made.error(f"{LOG_FORMAT_VARIABLE}: {error}")
+    return given
 
 
 def configure_logging(log_format: str) -> None:
@@ -126,7 +137,7 @@ async def serve(given: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 2 for wrong arguments."""
-    given = parser().parse_args(arguments)
+    given = parse(arguments)
     configure_logging(given.log_format)
     try:
         asyncio.run(serve(given))

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class TlsFiles:
     key: Path
     server_name: str = ""  # what servers' certificates are for; "" = the host that is dialled
     ca_name: str = "ca"  # the end of the flag of `ca`; a router has one more, of its clients
+    # What gave the file of a name, as a log line says it.
+    given_as: Callable[[str], str] = field(default="--tls-{}".format, compare=False, repr=False)
 
     def paths(self) -> dict[str, Path]:
         """The three files by name."""
@@ -72,7 +74,7 @@ class TlsFiles:
         try:
             self.check()
         except TlsFault as fault:
-            names = ", ".join(f"--tls-{name}" for name in fault.names)
+            names = ", ".join(map(self.given_as, fault.names))
             _say_once(self, logging.ERROR, f"the old certificate stays in use: {names}: {fault.reason}")
             return False
         self.warn_if_invalid_now()

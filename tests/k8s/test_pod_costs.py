@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.pod_costs.__main__ import parser
+from slipstream.pod_costs.__main__ import parse
 from slipstream.pod_costs.kube_api import NAME, NAME_LABEL, SERVICE_ACCOUNT, TIER_LABEL
 from tests.k8s.renders import PodTemplate, of_kind, render, services_of
 from tests.k8s.test_objects import check
@@ -22,7 +22,7 @@ def writer(name: str) -> PodTemplate:
 def test_the_flags_are_those_of_the_program_and_its_files_are_mounted(name: str) -> None:
     pod = writer(name)
     assert pod.main["command"] == ["python", "-m", "slipstream.pod_costs"]
-    given = parser().parse_args(pod.main["args"])
+    given = parse(pod.main["args"])
     mounts = [mount["mountPath"] for mount in pod.main["volumeMounts"]]
     files = [given.cluster_secret_file, given.service_account / "token"]
     if name == WITH_TLS:
@@ -40,7 +40,7 @@ def test_the_flags_are_those_of_the_program_and_its_files_are_mounted(name: str)
 def test_its_lines_have_the_form_of_those_of_the_services() -> None:
     pods = services_of(render(ALONE))
     (router,) = [pod for pod in pods if pod.tier == "router"]
-    given = parser().parse_args(writer(ALONE).main["args"])
+    given = parse(writer(ALONE).main["args"])
     assert given.log_format == dict(settings_of(ALONE, router))["log_format"]
 
 
@@ -48,7 +48,7 @@ def test_its_lines_have_the_form_of_those_of_the_services() -> None:
 def test_a_router_accepts_the_token_for_the_name_that_is_dialled(name: str) -> None:
     """A token names the endpoint, which must be one of the routers' --server-names."""
     (router,) = [pod for pod in services_of(render(name)) if pod.tier == "router"]
-    dialled = parser().parse_args(writer(name).main["args"]).router
+    dialled = parse(writer(name).main["args"]).router
     assert dialled in router.arguments()["server-names"].split(",")
     services = {item["metadata"]["name"]: item for item in of_kind(render(name), "Service")}
     host, _, port = dialled.rpartition(":")

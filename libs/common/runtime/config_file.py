@@ -32,7 +32,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 def read_sections(path: Path) -> Sections:
     """The sections of the file, or of all files of a directory. Raises ValueError."""
     merged: dict[str, dict[str, Any]] = {}
-    for file in _files(path):
+    for file in files_of(path):
         for section, values in _sections_of(file):
             merged.setdefault(section, {}).update(values)
     return merged
@@ -82,7 +82,8 @@ def check_names(
         raise ValueError(f"[{section}] no setting is named {name}{_meant(name, known)}")
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or all files of a directory. Raises ValueError without any."""
     if not path.is_dir():
         return [path]
     # A ConfigMap's directory has hidden folders beside the names of its keys.

@@ -62,6 +62,8 @@ def load_settings(
     values = {name: origin.value for name, origin in found.items()}
     if any(field.name == SOURCES for field in dataclasses.fields(kind)):  # type: ignore[arg-type]
         values[SOURCES] = {name: origin.named(name) for name, origin in found.items()}
+        if config := _config(flags, environment):
+            values[SOURCES]["config"] = config
     return kind(**values)
 
 
@@ -81,7 +83,7 @@ def find_settings(
     """Stated settings by name, without defaults. `flags`: values by name, and the file as "config". Raises
     ValueError."""
     source = "--config" if "config" in flags else CONFIG_VARIABLE
-    config = flags.get("config") or environment.get(CONFIG_VARIABLE)
+    config = _config(flags, environment)
     found: dict[str, SettingOrigin] = {}
     if config:
         found.update(_from_file(kind, Path(config), section, source, checks_files=checks_files))
@@ -92,6 +94,10 @@ def find_settings(
             flag = known[name].flag
             found[name] = SettingOrigin(checked_value(known[name], flag, value), flag)
     return found
+
+
+def _config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
+    return flags.get("config") or environment.get(CONFIG_VARIABLE)
 
 
 def _from_file(

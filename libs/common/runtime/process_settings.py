@@ -93,7 +93,8 @@ class ServiceSettings:
     log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
     log_format: str = setting("form of log lines", default="text", choices=LOG_FORMATS)
     drain_s: float = setting("seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S)
-    # By name: the flag, the variable or the key of the file that gave a setting. No setting itself.
+    # By name: the flag, the variable or the key of the file that gave a setting. No setting itself. The path
+    # of that file is that of "config".
     sources: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
 
     def named(self, error: SlipstreamError) -> SlipstreamError:
@@ -122,11 +123,17 @@ class ServiceSettings:
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
             names = self.given_as("tls_ca"), self.given_as("tls_certificate"), self.given_as("tls_key")
             raise SystemExit(f"{names[0]}, {names[1]} and {names[2]} go together")
-        files = TlsFiles(self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name)
+        files = TlsFiles(
+            self.tls_ca,
+            self.tls_certificate,
+            self.tls_key,
+            self.tls_server_name,
+            given_as=lambda name: self.given_as(f"tls_{name}".replace("-", "_")),
+        )
         try:
             files.check()
         except TlsFault as fault:
-            raise fault.as_argument(lambda name: self.given_as(f"tls_{name}")) from None
+            raise fault.as_argument(files.given_as) from None
         files.warn_if_invalid_now()
         return files
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,16 +138,27 @@ def test_a_service_names_its_settings_by_their_sources(tmp_path: Path) -> None:
         settings(files, SLIPSTREAM_TLS_CLIENT_CA=str(other.key)).client_tls()
 
 
-def test_a_replaced_authority_of_clients_is_named_by_its_own_flag(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files, clients = Authority(tmp_path / "peers").issue("one"), Authority(tmp_path / "clients").issue("two")
+def test_replaced_files_are_named_by_what_gave_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    authority, clients = Authority(tmp_path / "peers"), Authority(tmp_path / "clients").issue("two")
+    files, other = authority.issue("one"), authority.issue("other")
     found = settings(files, SLIPSTREAM_TLS_CLIENT_CA=str(clients.ca)).client_tls()
     assert found is not None and found.may_replace()
     clients.ca.write_text("x")
     assert not found.may_replace()
     assert [record.message for record in caplog.records] == [
-        f"the old certificate stays in use: --tls-client-ca: {clients.ca} is not PEM with a certificate"
+        "the old certificate stays in use: SLIPSTREAM_TLS_CLIENT_CA: "
+        f"{clients.ca} is not PEM with a certificate"
+    ]
+    caplog.clear()
+    key = tmp_path / "key"
+    key.write_bytes(files.key.read_bytes())
+    of_peers = settings(files, SLIPSTREAM_TLS_KEY=str(key)).tls()
+    assert of_peers is not None and of_peers == replace(files, key=key)
+    key.write_bytes(other.key.read_bytes())
+    assert not of_peers.may_replace()
+    names = "--tls-certificate, SLIPSTREAM_TLS_KEY"
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        f"{names}: {key} is not the key of {files.certificate}"
     ]
 
 

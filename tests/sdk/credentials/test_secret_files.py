@@ -99,6 +99,41 @@ def test_a_service_says_it_of_every_file_of_a_secret(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("url", "is_secret"),
+    [
+        ("postgresql://user:hidden@host/name", True),
+        ("postgresql://user@host/name?password=hidden", True),
+        ("postgresql://user@host/name", False),
+        ("sqlite:/a:b@c", False),
+    ],
+)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_router_says_it_of_a_file_with_the_password_of_its_database(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str, is_secret: bool, is_folder: bool
+) -> None:
+    file = tmp_path / "slipstream.toml"
+    file.write_text(f'[router]\ndatabase = "{url}"\n')
+    config = str(tmp_path if is_folder else file)
+
+    def said(*flags: str) -> list[str]:
+        caplog.clear()
+        arguments = ["--instance", "r", "--model", ".", "--config", config, *flags]
+        load_settings(
+            RouterSettings, section="router", program="p", description="", arguments=arguments, environment={}
+        ).warn_of_exposed_secrets()
+        return [record.message for record in caplog.records]
+
+    file.chmod(0o644)
+    warnings = said()
+    assert len(warnings) == int(is_secret) and "hidden" not in caplog.text
+    if is_secret:
+        assert warnings[0].startswith(f"[router] database has a password: {file} has mode 0644")
+    assert not said("--database", "sqlite:/a")
+    file.chmod(0o600)
+    assert not said()
+
+
 def test_a_command_says_it_on_stderr(tmp_path: Path) -> None:
     for flag, text in (("--api-key-file", "sk-slip-a"), ("--cluster-secret-file", "0123456789abcdef")):
         file = tmp_path / flag

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from slipstream.errors import PermissionDenied, Unavailable
-from slipstream.pod_costs.__main__ import LOG_FORMAT_VARIABLE, main, parser
+from slipstream.pod_costs.__main__ import LOG_FORMAT_VARIABLE, main, parse
 from slipstream.pod_costs.decision import MIN_INTERVAL_S
 from slipstream.pod_costs.kube_api import KubeAddress
 from slipstream.pod_costs.writer import PodCostWriter
@@ -223,20 +223,21 @@ def test_wrong_flags_end_it_with_their_name(
 def test_the_flag_of_the_log_format_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "json")
     given = ["--router=r:7001", "--admin-http=127.0.0.1:0"]
-    assert parser().parse_args(given).log_format == "json"
-    assert parser().parse_args([*given, "--log-format=text"]).log_format == "text"
+    assert parse(given).log_format == "json"
+    assert parse([*given, "--log-format=text"]).log_format == "text"
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "")  # as if it were not set, as services take it
-    assert parser().parse_args(given).log_format == "text"
+    assert parse(given).log_format == "text"
 
 
-def test_an_unknown_log_format_is_refused_by_its_flag(
+def test_an_unknown_log_format_is_refused_by_what_gave_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "xml")
-    with pytest.raises(SystemExit) as refused:
-        main(["--router=r:7001", "--admin-http=127.0.0.1:0"])
-    assert refused.value.code == 2
-    assert "--log-format: must be text or json, not 'xml'" in capsys.readouterr().err
+    for flags, name in (((), LOG_FORMAT_VARIABLE), (("--log-format=xml",), "argument --log-format")):
+        with pytest.raises(SystemExit) as refused:
+            main(["--router=r:7001", "--admin-http=127.0.0.1:0", *flags])
+        assert refused.value.code == 2
+        assert f"{name}: must be text or json, not 'xml'" in capsys.readouterr().err
 
 
 def test_the_writer_needs_nothing_that_the_images_leave_out() -> None:
