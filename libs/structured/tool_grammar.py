@@ -31,7 +31,7 @@ class CallableTool(msgspec.Struct, frozen=True):
     """
 
     name: str
-    parameters: Mapping[str, Any] | None = None
+    parameters: Mapping[str, Any] | bool | None = None
     field: str = "tools"
 
 
@@ -47,7 +47,9 @@ def calls_rules(
         return f"<[{special_ids[name]}]>"
 
     open_names = [tool.name for tool in tools if tool.parameters is None]
-    kinds: list[tuple[Sequence[str], Mapping[str, Any]]] = [(open_names, ANY_OBJECT)] if open_names else []
+    kinds: list[tuple[Sequence[str], Mapping[str, Any] | bool]] = (
+        [(open_names, ANY_OBJECT)] if open_names else []
+    )
     kinds += [((tool.name,), tool.parameters) for tool in tools if tool.parameters is not None]
     lines = [
         f"calls: {token(TOOL_CALLS_SECTION_BEGIN)}? call{'+' if parallel else ''} "

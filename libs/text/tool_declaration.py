@@ -107,6 +107,8 @@ class _Declaration:
 
     def text(self) -> str:
         name = self._function.get("name", "function")
+        if isinstance(self._function.get("parameters"), bool):
+            raise UnsupportedSchema("the parameters are no object")
         parameters: Schema = self._function.get("parameters") or {}
         root = self._object(parameters, "")
         blocks: list[str] = []

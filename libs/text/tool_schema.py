@@ -67,7 +67,7 @@ def _validate_tool(tool: object, path: str) -> str:
     if not isinstance(function.get("description", ""), (str, type(None))):
         raise InvalidArgument(f"{path}.function.description", "must be a string")
     parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
+    if parameters is not None and not isinstance(parameters, (Mapping, bool)):
         raise bounds.TOOL_JSON.refused(f"{path}.function.parameters")
     return name
 

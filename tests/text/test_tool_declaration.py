@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from libs.text.tool_declaration import tools_text
+from libs.text.tool_schema import validate_tools
 from tests.text.corpus import WEATHER_TOOL
 
 
@@ -144,3 +145,12 @@ def test_the_order_of_keys_does_not_matter() -> None:
     assert isinstance(function, dict)
     turned = {"function": dict(reversed(function.items())), "type": "function"}
     assert tools_text([turned]) == tools_text([WEATHER_TOOL])
+
+
+@pytest.mark.parametrize("schema", [True, False])
+def test_parameters_that_are_true_or_false_are_declared_as_json(schema: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert validate_tools(tools) == ("f",)
+    assert tools_text(tools) == '[{"function":{"name":"f","parameters":%s},"type":"function"}]' % json.dumps(
+        schema
+    )

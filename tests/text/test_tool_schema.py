@@ -108,7 +108,7 @@ def test_valid_tools_give_their_names() -> None:
         ([_tool(parameters=_nested(20))], "tools[0]", "deeper than 32 levels"),
         ([_tool(parameters=_nested(100_000))], "tools[0]", "deeper than 32 levels"),
         ([_tool(parameters={"type": "object", "default": {1, 2}})], "tools[0]", "is not JSON"),
-        ([_tool(parameters="object")], "tools[0].function.parameters", "must be a JSON Schema object"),
+        ([_tool(parameters="object")], "tools[0].function.parameters", "must be a JSON Schema"),
         ([_tool(f"f{n}", description="d" * 65_000) for n in range(17)], "tools", "at most 1048576 bytes"),
         ([_values(f"f{n}", 17_000) for n in range(2)], "tools", "at most 32768 JSON values"),
     ],

@@ -95,8 +95,9 @@ def _callable_tools(request: GenerationRequest) -> list[CallableTool]:
         function: Mapping[str, Any] = tool["function"]
         if allowed and function["name"] not in allowed:
             continue
-        parameters = function.get("parameters") or None
-        if not (is_held or function.get("strict")):
+        parameters = function.get("parameters")
+        # An empty schema, and `true`, hold arguments as all calls do: to an object. `false` is refused.
+        if not (is_held or function.get("strict")) or parameters is True or parameters == {}:
             parameters = None
         tools.append(CallableTool(function["name"], parameters, f"tools[{index}].function.parameters"))
     return tools

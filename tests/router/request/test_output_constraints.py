@@ -79,6 +79,20 @@ def test_strict_and_forced_tools_are_checked_by_their_path(constraints: OutputCo
     assert constraints.make(other) is not None
 
 
+def test_parameters_that_are_true_or_false(constraints: OutputConstraints) -> None:
+    """Only `false` cannot be held: it allows no arguments, and a call has some."""
+    for held in ({"strict": True}, {}):
+        choice = None if held else ToolChoice("required")
+        made = constraints.make(GenerationRequest(chat(tool("f", True, **held), choice=choice)))
+        open_one = constraints.make(GenerationRequest(chat(tool("f", **held), choice=choice)))
+        assert made == open_one and made is not None
+        with pytest.raises(InvalidArgument) as refusal:
+            constraints.make(GenerationRequest(chat(tool("g"), tool("f", False, **held), choice=choice)))
+        assert refusal.value.field == "tools[1].function.parameters"
+    made = constraints.make(GenerationRequest(chat(tool("f", False))))
+    assert made == constraints.make(GenerationRequest(chat(tool("f"))))
+
+
 def test_allowed_tools_are_the_only_names(constraints: OutputConstraints) -> None:
     choice = ToolChoice("auto", allowed=("g",))
     made = constraints.make(GenerationRequest(chat(tool("f"), tool("g"), choice=choice)))
