@@ -151,6 +151,5 @@ def test_the_order_of_keys_does_not_matter() -> None:
 def test_parameters_that_are_true_or_false_are_declared_as_json(schema: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     assert validate_tools(tools) == ("f",)
-    assert tools_text(tools) == '[{"function":{"name":"f","parameters":%s},"type":"function"}]' % json.dumps(
-        schema
-    )
+    declared = tools_text(tools)
+    assert declared.startswith('[{"function":{"name":"f","parameters":') and json.loads(declared) == tools
