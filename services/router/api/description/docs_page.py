@@ -59,7 +59,7 @@ def render_page(document: Mapping[str, Any]) -> bytes:
                 f"<p>{words}: {_type(schema, named)}</p>" for words, schema in _answers(operation) if schema
             ]
     for name in named:  # grows while it is read: an object inside of another one comes after it
-        parts += [f'<h2 id="{escape(name)}">{escape(_words(name))}</h2>', _fields(schemas[name], named)]
+        parts += [f'<h2 id="{escape(name)}">{escape(name)}</h2>', _fields(schemas[name], named)]
     return "\n".join(parts).encode()
 
 
@@ -69,11 +69,13 @@ def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[
 
 
 def _answers(operation: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """What the answer and a failure are called, and their schemas, as far as there are any."""
-    found = operation.get("responses", {})
-    contents = [(words, found.get(status, {})) for words, status in (("Answer", "200"), ("Error", "default"))]
+    """What the answer, its events and a failure are called, and their schemas, as far as there are any."""
+    responses = operation.get("responses", {})
+    answer, error = [responses.get(status, {}).get("content", {}) for status in ("200", "default")]
     return [
-        (words, at.get("content", {}).get("application/json", {}).get("schema")) for words, at in contents
+        ("Answer", answer.get("application/json", {}).get("schema")),
+        ("Events", answer.get("text/event-stream", {}).get("schema")),
+        ("Error", error.get("application/json", {}).get("schema")),
     ]
 
 
@@ -92,7 +94,7 @@ def _type(schema: Mapping[str, Any], named: list[str]) -> str:
         name = _name(schema)
         if name not in named:
             named.append(name)
-        return f'<a href="#{escape(name)}">{escape(_words(name))}</a>'
+        return f'<a href="#{escape(name)}">{escape(name)}</a>'
     if "anyOf" in schema:
         words = dict.fromkeys(_type(item, named) for item in schema["anyOf"] if item.get("type") != "null")
         return " or ".join(word for word in words if not (word == "integer" and "number" in words))
@@ -105,7 +107,3 @@ def _type(schema: Mapping[str, Any], named: list[str]) -> str:
 
 def _name(schema: Mapping[str, Any]) -> str:
     return str(schema["$ref"]).rpartition("/")[2]
-
-
-def _words(name: str) -> str:
-    return name.lstrip("_")

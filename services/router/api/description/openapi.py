@@ -26,7 +26,9 @@ _FORM = {
 @functools.cache
 def openapi_json() -> bytes:
     """The document."""
-    kinds = dict.fromkeys(kind for each in OPERATIONS for kind in (each.body, each.answer, _error_of(each)))
+    kinds = dict.fromkeys(
+        kind for each in OPERATIONS for kind in (each.body, each.answer, _error_of(each), *each.events)
+    )
     types = [kind for kind in kinds if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(types, schemas, strict=True))
@@ -41,11 +43,11 @@ def openapi_json() -> bytes:
         "security": [{"key": []}],
         "paths": paths,
         "components": {
-            "schemas": _open(components),
+            "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
-    return json.dumps(document).encode()
+    return json.dumps(_with_public_names(_open(document))).encode()
 
 
 def _error_of(operation: Operation) -> type[msgspec.Struct]:
@@ -62,8 +64,9 @@ def _described(operation: Operation, schema_of: Mapping[type[msgspec.Struct], An
     answer: dict[str, Any] = {"description": operation.summary}
     if operation.answer is not None:
         answer["content"] = {"application/json": {"schema": schema_of[operation.answer]}}
-    if operation.is_streamed:
-        answer.setdefault("content", {})["text/event-stream"] = {"schema": {"type": "string"}}
+    if operation.events:
+        event = {"anyOf": [schema_of[kind] for kind in operation.events]}
+        answer.setdefault("content", {})["text/event-stream"] = {"schema": event}
     error = {"application/json": {"schema": schema_of[_error_of(operation)]}}
     described: dict[str, Any] = {
         "summary": operation.summary,
@@ -94,3 +97,24 @@ def _open(schema: Any) -> Any:
         kept = [item for item in schema.items() if item != ("additionalProperties", False)]
         return {name: _open(item) for name, item in kept}
     return [_open(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def _with_public_names(document: dict[str, Any]) -> Any:
+    """The document whose components have no names of private classes: a body's own types may have such."""
+    schemas = document["components"]["schemas"]
+    public: dict[str, str] = {}
+    for name in schemas:
+        shown = name.lstrip("_")
+        public[name] = f"{shown}Param" if shown != name and shown in schemas else shown
+    schemas = {public[name]: {**schema, "title": public[name]} for name, schema in schemas.items()}
+    references = {_REF.format(name=name): _REF.format(name=shown) for name, shown in public.items()}
+    return _replaced({**document, "components": {**document["components"], "schemas": schemas}}, references)
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """The value with other texts, where it has one of these."""
+    if isinstance(value, dict):
+        return {name: _replaced(item, texts) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, texts) for item in value]
+    return texts.get(value, value) if isinstance(value, str) else value

@@ -11,6 +11,7 @@ import msgspec
 from services.router.api.anthropic.request import MESSAGES_BODIES
 from services.router.api.batches.batch_body import CreateBatchBody
 from services.router.api.description import answers, resources
+from services.router.api.description.events import EVENTS
 from services.router.api.openai.request import BODIES
 from services.router.api.openai.token_bodies import TOKEN_BODIES
 from services.router.api.responses.request import RESPONSE_BODIES
@@ -26,8 +27,8 @@ _COUNT = f"{_MESSAGES}/count_tokens"
 class Operation:
     """One row. `body` and `answer` None: the table has no type for it.
 
-    `has_form`: the body is a form. `has_object`: it is an object of several shapes. `is_streamed`: the answer
-    may be server-sent events. `is_open`: it needs no key.
+    `has_form`: the body is a form. `has_object`: it is an object of several shapes. `events`: the types of
+    server-sent events that the answer may be. `is_open`: it needs no key.
     """
 
     method: Literal["get", "post", "delete"]
@@ -37,7 +38,7 @@ class Operation:
     answer: type[msgspec.Struct] | None = None
     has_form: bool = False
     has_object: bool = False
-    is_streamed: bool = False
+    events: Sequence[type[msgspec.Struct]] = ()
     is_open: bool = False
 
 
@@ -49,7 +50,7 @@ def _generation(path: str, summary: str, like: str) -> Operation:
         _MESSAGES: (MESSAGES_BODIES[_MESSAGES], answers.Message),
     }
     body, answer = kinds[like]
-    return Operation("post", path, summary, body, answer, is_streamed=True)
+    return Operation("post", path, summary, body, answer, events=EVENTS[like])
 
 
 # Fields that a body must have. The types have defaults, so that each missing one is refused by its name.
@@ -79,7 +80,7 @@ OPERATIONS: Sequence[Operation] = (
         _ONE,
         "A stored response, or its events (stream=true)",
         answer=answers.Response,
-        is_streamed=True,
+        events=EVENTS[_RESPONSES],
     ),
     Operation("delete", _ONE, "Delete a stored response", answer=resources.Deleted),
     Operation(
@@ -145,7 +146,7 @@ OPERATIONS: Sequence[Operation] = (
         "A run in Workers AI's form, several (requests), or the answer of queued ones (request_id)",
         answer=answers.RunEnvelope,
         has_object=True,
-        is_streamed=True,
+        events=EVENTS["/ai/run"],
     ),
     _generation(_RUNS + _CHAT, f"As {_CHAT}", _CHAT),
     _generation(_RUNS + _COMPLETIONS, f"As {_COMPLETIONS}", _COMPLETIONS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +14,7 @@ import pytest
 
 from libs.database.database import Database
 from libs.text import special_tokens as special
-from services.router.api.description import answers, error_bodies, resources
+from services.router.api.description import answers, error_bodies, events, resources
 from services.router.api.description.openapi import openapi_json
 from services.router.api.description.operations import OPERATIONS, REQUIRED, Operation
 from services.router.request.model_card import ModelCard
@@ -145,6 +146,78 @@ async def test_answers_of_responses_and_messages_have_their_types(
         answers.ToolUseBlock,
     }
     await give(http, "/v1/messages", answers.Message, messages=USER, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "like", "body"),
+    [
+        ("/v1/chat/completions", "", {"messages": USER, "logprobs": True, "top_logprobs": 1}),
+        ("/v1/chat/completions", "", {"messages": USER, "stream_options": {"include_usage": True}, "n": 2}),
+        ("/v1/chat/completions", "", {"messages": USER, "prompt_logprobs": 1, "reasoning_effort": "low"}),
+        (f"{RUNS}/v1/chat/completions", "/v1/chat/completions", {"messages": USER}),
+        ("/v1/completions", "", {"prompt": "Where", "logprobs": 1, "echo": True}),
+        ("/v1/completions", "", {"prompt": "Where", "prompt_logprobs": 1}),
+        ("/v1/responses", "", {"input": "Where?", "reasoning": {"effort": "low"}, "top_logprobs": 1}),
+        ("/v1/responses", "", {"input": "Where?", "reasoning": {"effort": "low", "summary": "auto"}}),
+        ("/v1/responses", "", {"input": "Where?", "background": True}),
+        ("/v1/messages", "", {"messages": USER, "max_tokens": 99, "thinking": {"type": "adaptive"}}),
+        (f"{RUNS}/run/tiny", "/ai/run", {"messages": USER}),
+    ],
+)
+async def test_the_events_of_streams_have_their_types(
+    http: aiohttp.ClientSession, model: FakeModel, card: ModelCard, path: str, like: str, body: dict[str, Any]
+) -> None:
+    """Each event is one of the types, and is that one without an unknown field."""
+    thinks = any(name in body for name in ("reasoning", "reasoning_effort", "thinking"))
+    is_chat = "prompt" not in body
+    script(model, *[answer_of(card, reasoning="hm" * thinks, text="Wait.", call=is_chat)] * 2)
+    tool: Any = {"name": "look", "input_schema": PARAMETERS}
+    if path == "/v1/responses":
+        tool = {"type": "function", "name": "look", "parameters": PARAMETERS}
+    elif path != "/v1/messages":
+        tool = TOOL
+    more = {"tools": [tool]} if is_chat else {}
+    async with http.post(path, json={**body, **more, "stream": True}) as answer:
+        assert answer.status == 200 and answer.content_type == "text/event-stream"
+        lines = (await answer.text()).splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    sent = [text for text in data if text != "[DONE]"]
+    assert len(sent) > 2
+    for text in sent:
+        assert fitting(text, events.EVENTS[like or path]), text
+
+
+def fitting(text: str, kinds: Sequence[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
+    """The types that take an event."""
+    found = []
+    for kind in kinds:
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.json.decode(text, type=kind)
+            found.append(kind)
+    return found
+
+
+def test_streams_are_described_by_the_types_of_their_events() -> None:
+    document = json.loads(openapi_json())
+    for each in OPERATIONS:
+        content = document["paths"][each.path][each.method]["responses"]["200"].get("content", {})
+        assert ("text/event-stream" in content) == bool(each.events)
+        if each.events:
+            names = [
+                item["$ref"].rpartition("/")[2] for item in content["text/event-stream"]["schema"]["anyOf"]
+            ]
+            assert names == [kind.__name__ for kind in each.events]
+
+
+def test_all_components_have_public_names() -> None:
+    """Clients that are generated from the document have classes of these names."""
+    document = json.loads(openapi_json())
+    schemas = document["components"]["schemas"]
+    assert all(re.fullmatch("[A-Z][A-Za-z]+", name) for name in schemas)
+    assert {name: schema["title"] for name, schema in schemas.items()} == {name: name for name in schemas}
+    assert {"ChatBody", "CalledFunction", "CalledFunctionParam"} < schemas.keys()
+    used = set(re.findall(r"#/components/schemas/(\w+)", openapi_json().decode()))
+    assert used == schemas.keys()
 
 
 async def test_counts_and_errors_have_their_types(http: aiohttp.ClientSession) -> None:
