@@ -7,8 +7,10 @@ import time
 from typing import Protocol
 
 from libs.database.database import Database
+from services.router.api.anthropic.routes import PATH as MESSAGES_PATH
 from services.router.api.anthropic.routes import MessagesRoutes
 from services.router.api.batches.assembly import make_batches
+from services.router.api.formats import FORMATS
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import RouterJobs
 from services.router.api.responses.routes import PATH as RESPONSES_PATH
@@ -40,16 +42,16 @@ def add_families(
     if database is not None:
         store = ResponseStore(database, wall_clock_s=time.time, ttl_s=options.response_ttl_s)
     responses = ResponsesRoutes(manager, http.reader, http.generation, card, store=store, jobs=jobs.store)
-    jobs.formats[RESPONSES_PATH] = responses.format
-    http.add(MessagesRoutes(manager, http.reader, http.generation, card))
+    messages = MessagesRoutes(manager, http.reader, http.generation, card)
+    openai = {**FORMATS, RESPONSES_PATH: responses.format}
+    jobs.formats.update({**openai, MESSAGES_PATH: messages.format})
+    http.add(messages)
     http.add(responses)
     batches, runner = make_batches(
         manager, http.reader, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time
     )
     http.add(batches)
     http.add(
-        RunEndpoints(
-            manager, http.reader, http.generation, jobs.store, formats=jobs.formats, models=http.models
-        )
+        RunEndpoints(manager, http.reader, http.generation, jobs.store, formats=openai, models=http.models)
     )
     return [] if runner is None else [asyncio.create_task(runner.run(), name="batches")]

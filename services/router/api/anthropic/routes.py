@@ -33,11 +33,11 @@ class MessagesRoutes:
         self._reader = reader
         self._generation = generation
         self._card = card
-        self._format = MessagesFormat(card)
+        self.format = MessagesFormat(card)
 
     def routes(self) -> Iterable[web.RouteDef]:
         """See RouteFamily."""
-        generate = partial(self._generation.generate, path=PATH, answer_format=self._format)
+        generate = partial(self._generation.generate, path=PATH, answer_format=self.format)
         return [web.post(PATH, generate), web.post(f"{PATH}/count_tokens", self._count)]
 
     def error_shapes(self) -> Mapping[str, ErrorShape]:

@@ -21,15 +21,17 @@ _ENDS = {
 class _Details(msgspec.Struct, gc=False):
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    thinking_tokens: int = 0
 
 
 class _Usage(msgspec.Struct, gc=False):
-    """The usage of an answer by the names of completions, and of responses."""
+    """The usage of an answer by the names of completions, of responses, and of messages."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    cache_read_input_tokens: int = 0  # messages do not count them in input_tokens
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
@@ -114,10 +116,10 @@ def _tokens(usage: _Usage | None) -> TokenTotals:
     prompt = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
     completion = usage.completion_tokens_details or usage.output_tokens_details or _Details()
     return TokenTotals(
-        usage.prompt_tokens or usage.input_tokens,
-        prompt.cached_tokens,
+        (usage.prompt_tokens or usage.input_tokens) + usage.cache_read_input_tokens,
+        prompt.cached_tokens or usage.cache_read_input_tokens,
         usage.completion_tokens or usage.output_tokens,
-        completion.reasoning_tokens,
+        completion.reasoning_tokens or completion.thinking_tokens,
     )
 
 

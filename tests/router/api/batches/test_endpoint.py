@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,9 @@ from libs.database.database import open_database
 from services.router.api.api_keys import ApiKeys
 from services.router.api.batches import endpoint, upload
 from services.router.api.batches.file_store import FileStore
+from services.router.api.batches.records import TokenTotals
+from services.router.api.batches.results import result_lines
+from services.router.jobs.types import JobResult
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.api_key_file import add_key, read_keys
@@ -114,6 +118,34 @@ async def test_a_batch_of_responses_stores_them_and_counts_their_tokens(tenants:
     assert batch["usage"]["output_tokens"] == sum(each["usage"]["output_tokens"] for each in answers.values())
     (failed,) = (await tenants.ask("GET", f"/v1/files/{batch['error_file_id']}/content")).splitlines()
     assert json.loads(failed)["response"]["body"]["error"]["param"] == "top_p"
+
+
+async def test_a_batch_of_messages_has_their_answers_and_errors(tenants: Tenants) -> None:
+    path, body = "/v1/messages", {"messages": [{"role": "user", "content": "Where is it?"}], "max_tokens": 3}
+    lines = [line("a", url=path, body=body), line("bad", url=path, body={**body, "top_p": 7})]
+    file = await tenants.upload(b"".join(lines))
+    batch = await tenants.create(file["id"], endpoint=path)
+    async with asyncio.timeout(60):
+        while batch["status"] not in ("completed", "failed"):
+            await asyncio.sleep(0.05)
+            batch = await tenants.ask("GET", f"/v1/batches/{batch['id']}")
+    output = await tenants.ask("GET", f"/v1/files/{batch['output_file_id']}/content")
+    answer = json.loads(output)["response"]["body"]
+    assert (answer["type"], answer["content"][0]["type"]) == ("message", "text")
+    used = answer["usage"]
+    n_prompt = used["input_tokens"] + used["cache_read_input_tokens"]
+    assert (batch["usage"]["input_tokens"], batch["usage"]["output_tokens"]) == (n_prompt, 3)
+    (failed,) = (await tenants.ask("GET", f"/v1/files/{batch['error_file_id']}/content")).splitlines()
+    error = json.loads(failed)["response"]["body"]["error"]
+    assert error["type"] == "invalid_request_error" and "top_p" in error["message"]
+
+
+def test_tokens_of_messages_count_as_those_of_other_answers() -> None:
+    usage = {"input_tokens": 8, "cache_read_input_tokens": 32, "output_tokens": 9}
+    body = {"usage": {**usage, "output_tokens_details": {"thinking_tokens": 4}}}
+    job: Any = SimpleNamespace(id="job-1", reference="a")
+    lines = result_lines([(job, JobResult(200, json.dumps(body).encode()))], code="")
+    assert lines.tokens == TokenTotals(40, 32, 9, 4)
 
 
 async def test_a_tenant_sees_its_own_alone(tenants: Tenants) -> None:

@@ -70,12 +70,13 @@ async def _refusal(call: Any) -> errors.SlipstreamError:
 
 
 async def test_a_job_has_the_answer_of_its_endpoint(stub: Any, router: RouterServer) -> None:
-    [chat, plain, several, response] = await _run(
+    [chat, plain, several, response, message] = await _run(
         stub,
         new_job(max_tokens=5),
         jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": "Where", "max_tokens": 3}'),
         new_job(max_tokens=4, n=2),
         jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "Where", "max_output_tokens": 3}'),
+        new_job("/v1/messages", max_tokens=4),
     )
     answer = json.loads(chat.result)
     assert (chat.job.state, chat.job.http_status) == (jobs_pb2.JOB_STATE_SUCCEEDED, 200)
@@ -84,6 +85,9 @@ async def test_a_job_has_the_answer_of_its_endpoint(stub: Any, router: RouterSer
     assert json.loads(plain.result)["object"] == "text_completion"
     assert len(json.loads(several.result)["choices"]) == 2
     assert json.loads(response.result)["usage"]["output_tokens"] == 3
+    answer = json.loads(message.result)
+    assert (answer["type"], answer["stop_reason"]) == ("message", "max_tokens")
+    assert answer["usage"]["output_tokens"] == message.job.output_tokens == 4
     assert router.manager.held == 0
 
 
@@ -167,6 +171,8 @@ async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any)
             "jobs[1].body.stream",
         ),
         (jobs_pb2.NewJob(path="/v1/responses", body=b'{"input": "a", "top_p": 7}'), "jobs[1].body.top_p"),
+        (new_job("/v1/messages"), "jobs[1].body.max_tokens"),
+        (new_job("/v1/messages", max_tokens=4, stop_sequences=["a"] * 99), "jobs[1].body.stop_sequences"),
         (
             jobs_pb2.NewJob(path="/v1/completions", body=b'{"prompt": ["a", ""], "n": 2}'),
             "jobs[1].body.prompt",
