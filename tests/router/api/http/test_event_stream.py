@@ -8,16 +8,19 @@ from email.utils import parsedate_to_datetime
 from unittest import mock
 
 import pytest
-from aiohttp.http import StreamWriter
+from aiohttp.http import HttpVersion11, StreamWriter
 from aiohttp.test_utils import make_mocked_request
 
 from services.router.api.http.event_stream import EventStream
+from services.router.api.http.piece_stream import PIECE_BYTES
 from services.router.api.openai.response import ResponseShape, ResponseWriter
+from services.router.api.responses.writer import ResponsesShape, ResponsesWriter
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.v1 import router_pb2
 from tests.router.api.http.test_robustness import HELLO, connect
 from tests.router.conftest import eventually
+from tests.router.support.answer_events import STARTED
 from tests.router.support.fake_cluster import FakeCluster
 
 BODY = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 4}).encode()
@@ -133,6 +136,20 @@ async def test_the_first_write_sends_headers_and_the_opening_event() -> None:
     end = router_pb2.GenerateEvent(finished=router_pb2.Finished())
     await stream.send(b"".join([data for data, _ in stream.encode_end([end])]), is_last=True)
     assert client.write.call_args.args[0].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_the_last_event_of_a_long_response_begins_after_what_must_be_true_before() -> None:
+    """So a save that fails amid the end cuts no event in two."""
+    stream = EventStream(mock.Mock(version=HttpVersion11), dict, write_stall_s=60)
+    stream.answer = writer = ResponsesWriter(STARTED, ResponsesShape("k", {}))
+    end = router_pb2.GenerateEvent(finished=router_pb2.Finished())
+    pieces = list(stream.encode_end([delta("word " * 100_000), end]))
+    states = [may_close for _, may_close in pieces]
+    assert states == sorted(states) and {False, True} <= set(states)
+    before = b"".join([data for data, may_close in pieces if not may_close])
+    assert b"response.output_text.done" in before and b"event: response.completed" not in before
+    assert max(len(data) for data, _ in pieces[1:]) < 3 * PIECE_BYTES
+    assert writer.response is not None
 
 
 async def test_what_fails_before_the_first_token_has_a_status_of_its_own(
