@@ -299,11 +299,7 @@ TOOL_TWICE = _tools.add(
     Rule("tools[i].function.name", "{name!r} is declared twice", "A call must name one tool.")
 )
 TOOL_JSON = _tools.add(
-    Rule(
-        "tools[i].function.parameters",
-        "must be a JSON Schema: an object, true or false",
-        "Of any draft: text for the model.",
-    )
+    Rule("tools[i].function.parameters", "must be a JSON Schema", "Of any draft: text for the model.")
 )
 TOOL_CHOICE = _tools.add(
     Rule(
