@@ -63,20 +63,26 @@ class Database:
         *,
         timeout_s: float = TRANSACTION_TIMEOUT_S,
         is_idempotent: bool = False,
+        tenant: str = "",
     ) -> T:
         """Run `work` in one transaction and return its value after the commit; what it raises undoes it.
 
         `work` runs in a thread, and again where the database was locked or lost: it changes nothing but the
-        database. With `is_idempotent` it also runs again where a commit may have happened. Raises
-        DatabaseUnavailable, DatabaseFull, DatabaseDamaged, Overloaded, and Internal for a refused statement.
+        database. With `is_idempotent` it also runs again where a commit may have happened. Tenants take
+        turns, so what one of them causes names it. Raises DatabaseUnavailable, DatabaseFull, DatabaseDamaged,
+        Overloaded, and Internal for a refused statement.
         """
-        return await self._submit(self._writes, work, timeout_s, is_idempotent)
+        return await self._submit(self._writes, work, timeout_s, is_idempotent, tenant)
 
     async def read(
-        self, work: Callable[[SqlTransaction], T], *, timeout_s: float = TRANSACTION_TIMEOUT_S
+        self,
+        work: Callable[[SqlTransaction], T],
+        *,
+        timeout_s: float = TRANSACTION_TIMEOUT_S,
+        tenant: str = "",
     ) -> T:
         """The same for a transaction that changes nothing. It never waits for a writer."""
-        return await self._submit(self._reads, work, timeout_s, True)
+        return await self._submit(self._reads, work, timeout_s, True, tenant)
 
     async def close(self) -> None:
         """Run what waits, then end the threads."""
@@ -86,11 +92,16 @@ class Database:
         await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in self._threads])
 
     async def _submit(
-        self, queue: WorkQueue, run: Callable[[SqlTransaction], T], timeout_s: float, is_idempotent: bool
+        self,
+        queue: WorkQueue,
+        run: Callable[[SqlTransaction], T],
+        timeout_s: float,
+        is_idempotent: bool,
+        tenant: str,
     ) -> T:
         if not self._threads and not self._is_closed:
             self._start()
-        work = DatabaseWork(run, time.monotonic() + timeout_s, is_idempotent)
+        work = DatabaseWork(run, time.monotonic() + timeout_s, is_idempotent, tenant)
         queue.put(work)
         result: T = await asyncio.wrap_future(work.future)
         return result

@@ -16,6 +16,8 @@ from slipstream.errors import Internal, InvalidArgument, SlipstreamError
 from slipstream.rpc.backoff import Backoff
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.01, 0.5
+# After so long a transaction takes no further work of other callers.
+GROUP_S = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +38,9 @@ class DatabaseThread:
 
     def run(self) -> None:
         """Serve until the queue is closed and empty."""
-        while works := self._queue.take(self._driver.group_size):
-            works = [work for work in works if work.future.set_running_or_notify_cancel()]
+        # Reads share no commit, so that none waits for those after it.
+        while works := self._queue.take(1 if self._is_read_only else self._driver.group_size):
+            works = [work for work in works if work.begin()]
             if len(works) > 1:
                 works = self._run_together(works)
             for work in works:
@@ -47,21 +50,28 @@ class DatabaseThread:
     # ---- one commit for several
 
     def _run_together(self, works: list[DatabaseWork]) -> list[DatabaseWork]:
-        """Run work in one transaction, each in a savepoint. Returns what has to run alone."""
+        """Run work in one transaction, each in a savepoint. Returns what has to run alone.
+
+        Beyond GROUP_S what is left waits again: another tenant's turn may be before it.
+        """
         results: list[Any] = []
         try:
             connection = self._connect()
             connection.begin()
+            end_s = time.monotonic() + GROUP_S
             for work in works:
                 results.append(self._run_in_savepoint(connection, work))
+                if time.monotonic() >= end_s:
+                    break
             self._commit(connection)
         except self._driver.errors as error:
             return self._after_fault(works, error)
         except Exception:  # tables of a newer release, say: each fails by itself, and the thread goes on
             self._rollback()
             return works
-        for work, result in zip(works, results, strict=True):
+        for work, result in zip(works, results, strict=False):
             _resolve(work, result)
+        self._queue.put_back(works[len(results) :])
         return []
 
     def _run_in_savepoint(self, connection: SqlConnection, work: DatabaseWork) -> Any:

@@ -106,7 +106,7 @@ class UsageStore:
 
     async def read(self, query: UsageQuery) -> list[UsageSum]:
         """The sums of a query. Raises InvalidArgument for too many rows."""
-        return await self._database.read(partial(_read, query))
+        return await self._database.read(partial(_read, query), tenant=query.tenant or "")
 
 
 def _stored(counts: UsageCounts) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class BatchStore:
                 (batch.id, tenant, batch.state.value, batch.input_file, _encode(batch)),
             )
 
-        await self._database.run(insert, is_idempotent=True)
+        await self._database.run(insert, is_idempotent=True, tenant=tenant)
         return batch
 
     async def get(self, tenant: str, batch_id: str) -> RequestBatch:
@@ -91,7 +91,8 @@ class BatchStore:
         rows = await self._database.read(
             lambda tx: tx.execute(
                 "SELECT record FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)
-            )
+            ),
+            tenant=tenant,
         )
         if not rows:
             raise _unknown()
@@ -106,7 +107,8 @@ class BatchStore:
         rows = await self._database.read(
             lambda tx: tx.execute(
                 f"SELECT record FROM batches WHERE {where} ORDER BY id DESC LIMIT ?", (*values, limit)
-            )
+            ),
+            tenant=tenant,
         )
         return [row[0] for row in rows]
 
@@ -130,7 +132,7 @@ class BatchStore:
                 _write(tx, batch, ", lease = '', lease_until_unix_s = 0", "", ())
             return batch
 
-        return await self._database.run(mark, is_idempotent=True)
+        return await self._database.run(mark, is_idempotent=True, tenant=tenant)
 
     # ---- for the router that works on one
 

@@ -54,7 +54,7 @@ class FileStore:
                 (file_id, new.tenant, new.name, new.purpose, now_s, now_s + batch_bounds.UPLOAD_TTL_S),
             )
 
-        await self._database.run(insert, is_idempotent=True)
+        await self._database.run(insert, is_idempotent=True, tenant=new.tenant)
         return FileWriter(self._database, new, file_id, created_unix_s=now_s)
 
     async def get(self, tenant: str, file_id: str, *, even_expired: bool = False) -> StoredFile:
@@ -65,7 +65,8 @@ class FileStore:
                 f"SELECT {_COLUMNS} FROM files WHERE id = ? AND tenant = ? AND is_whole = 1"
                 " AND expires_unix_s > ?",
                 (file_id, tenant, now_s),
-            )
+            ),
+            tenant=tenant,
         )
         if not rows:
             raise errors.NotFound("there is no such file", field="file_id")
@@ -86,7 +87,8 @@ class FileStore:
         rows = await self._database.read(
             lambda tx: tx.execute(
                 f"SELECT {_COLUMNS} FROM files WHERE {where} ORDER BY id {order} LIMIT ?", (*values, limit)
-            )
+            ),
+            tenant=tenant,
         )
         return [StoredFile(*row) for row in rows]
 
@@ -98,7 +100,8 @@ class FileStore:
             rows = await self._database.read(
                 lambda tx, key=key: tx.execute(  # type: ignore[misc]
                     "SELECT content FROM file_chunks WHERE file_id = ? AND position = ?", key
-                )
+                ),
+                tenant=file.tenant,
             )
             if not rows:
                 raise errors.NotFound("the file is deleted", field="file_id")
@@ -119,7 +122,7 @@ class FileStore:
             tx.execute("UPDATE files SET expires_unix_s = 0 WHERE id = ? AND tenant = ?", (file_id, tenant))
 
         await self.get(tenant, file_id)
-        await self._database.run(mark, is_idempotent=True)
+        await self._database.run(mark, is_idempotent=True, tenant=tenant)
 
     async def sweep(self) -> bool:
         """Remove a piece of what expired; whether there may be more. Inputs of running batches stay."""
@@ -209,7 +212,7 @@ class FileWriter:
             )
             tx.execute("UPDATE files SET n_bytes = ? WHERE id = ?", (n_bytes, self.id))
 
-        await self._database.run(insert, is_idempotent=True)
+        await self._database.run(insert, is_idempotent=True, tenant=self._new.tenant)
         self._position += 1
 
 

@@ -106,7 +106,8 @@ class ResponseStore:
     async def save(self, tenant: str, response: StoredResponse) -> None:
         """Store a response. Returns when it is durable."""
         async with self.slot(tenant):
-            await self._database.run(await self.insertion(tenant, response), is_idempotent=True)
+            insert = await self.insertion(tenant, response)
+            await self._database.run(insert, is_idempotent=True, tenant=tenant)
 
     def slot(self, tenant: str) -> AbstractAsyncContextManager[None]:
         """Read or write inside. A tenant with many responses delays others by a few of them."""
@@ -145,7 +146,8 @@ class ResponseStore:
         now_s = self._wall_clock_s()
         sql = "DELETE FROM stored_responses WHERE tenant = ? AND id = ? AND expires_unix_s > ? RETURNING id"
         async with self.slot(tenant):
-            deleted = await self._database.run(lambda tx: tx.execute(sql, (tenant, response_id, now_s)))
+            values = (tenant, response_id, now_s)
+            deleted = await self._database.run(lambda tx: tx.execute(sql, values), tenant=tenant)
         if not deleted:
             raise _not_found(response_id, "response_id")
 
@@ -191,7 +193,8 @@ class ResponseStore:
             f"SELECT {', '.join(columns)} FROM stored_responses"
             " WHERE tenant = ? AND id = ? AND expires_unix_s > ?"
         )
-        rows = await self._database.read(lambda tx: tx.execute(sql, (tenant, response_id, now_s)))
+        values = (tenant, response_id, now_s)
+        rows = await self._database.read(lambda tx: tx.execute(sql, values), tenant=tenant)
         if not rows:
             raise _not_found(response_id, field)
         return [bytes(value) for value in rows[0]]
