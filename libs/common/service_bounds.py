@@ -338,7 +338,7 @@ _TOGETHER: tuple[_Row, ...] = (
 )
 _JOBS: tuple[_Row, ...] = (
     (
-        "Jobs of one tenant that have not ended / with bodies stored",
+        "Jobs of one tenant that have not ended, or whose webhook waits / with bodies stored",
         f"{MAX_TENANT_JOBS} / {MAX_TENANT_JOB_BYTES} bytes",
         "429, RESOURCE_EXHAUSTED",
     ),

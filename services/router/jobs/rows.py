@@ -76,8 +76,9 @@ def end_job(
     if body is not None:
         tx.execute("INSERT INTO job_results VALUES (?, ?)", (job_id, body))
     tx.execute(
-        "UPDATE job_tenants SET live = live - 1, stored_bytes = stored_bytes + ? WHERE tenant = ?",
-        (n_bytes, tenant),
+        "UPDATE job_tenants SET live = live - 1, notices = notices + ?, stored_bytes = stored_bytes + ?"
+        " WHERE tenant = ?",
+        (int(bool(url)), n_bytes, tenant),
     )
     if url:
         data = {"id": job_id, "state": state.value, "group_id": group_id, "reference": reference}

@@ -77,5 +77,15 @@ JOB_SCHEMA = Schema(
         ),
         # Of a running job, as of its router's last beat: whether it waits for live requests.
         ("ALTER TABLE jobs ADD COLUMN is_held BIGINT NOT NULL DEFAULT 0",),
+        # What one tenant lists and counts, without a look at the jobs of others, nor at all of its own.
+        (
+            "CREATE INDEX IF NOT EXISTS jobs_of_tenant ON jobs (tenant, id)",
+            "CREATE INDEX IF NOT EXISTS jobs_of_tenant_by_state ON jobs (tenant, state, id)",
+            "CREATE INDEX IF NOT EXISTS jobs_of_group_by_state ON jobs (tenant, group_id, state, id)",
+            # Webhooks that wait are bounded with the jobs that have not ended.
+            "ALTER TABLE job_tenants ADD COLUMN notices BIGINT NOT NULL DEFAULT 0",
+            "UPDATE job_tenants SET notices ="
+            " (SELECT COUNT(*) FROM job_notices WHERE job_notices.tenant = job_tenants.tenant)",
+        ),
     ),
 )

@@ -6,23 +6,31 @@ Each submission is one transaction. The calls of routers, which run the jobs, ar
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from libs.common import job_bounds, service_bounds
 from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction, SqlValue
+from services.router.admission.tenant_shares import TenantSlots
 from services.router.jobs.decisions import prefix_key
-from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_job, job_of
+from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_job, job_of, marks
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobResultPart, JobState
 from slipstream import bounds
 from slipstream.errors import FailedPrecondition, NotFound, Overloaded
 
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
-_CANCELLED_AT_ONCE = 500
+# A tenant's followers of groups look one after the other, and rest for so many times as long as a look took.
+_LOOK_REST = 3.0
+_LOOK_WAIT_S = 3600.0
+# Changed in one transaction: others wait for it.
+_CANCELLED_AT_ONCE = 100
+_RESULTS_BYTES = 1 << 20  # of the answers of one page
 _ROW_BYTES = 1024
 _PLACES = ", ".join("?" * 26)
 
@@ -52,6 +60,7 @@ class JobStore:
         self._limits = limits or JobLimits()
         self._counters = counters or Counters()
         self._last_us = 0  # in the ids of the last submission
+        self._looks = TenantSlots(1, wait_s=_LOOK_WAIT_S)
 
     async def submit(
         self, tenant: str, requests: Sequence[JobRequest], *, key_sha256: bytes = b""
@@ -66,7 +75,7 @@ class JobStore:
         # It parses all bodies.
         rows = await asyncio.to_thread(_new_rows, ids, tenant, requests, now_s, key_sha256.hex())
         return await self._database.run(
-            lambda tx: self._insert(tx, tenant, requests, rows), is_idempotent=True
+            lambda tx: self._insert(tx, tenant, requests, rows), is_idempotent=True, tenant=tenant
         )
 
     def _new_ids(self, count: int, now_s: float) -> list[str]:
@@ -95,14 +104,16 @@ class JobStore:
         return jobs
 
     def _count(self, tx: SqlTransaction, tenant: str, n_new: int, n_bytes: int) -> None:
-        [(live, stored_bytes)] = tx.execute(
-            "INSERT INTO job_tenants VALUES (?, ?, ?) ON CONFLICT (tenant) DO UPDATE SET"
-            " live = job_tenants.live + excluded.live,"
-            " stored_bytes = job_tenants.stored_bytes + excluded.stored_bytes RETURNING live, stored_bytes",
+        [(waiting, stored_bytes)] = tx.execute(
+            "INSERT INTO job_tenants (tenant, live, stored_bytes) VALUES (?, ?, ?)"
+            " ON CONFLICT (tenant) DO UPDATE SET live = job_tenants.live + excluded.live,"
+            " stored_bytes = job_tenants.stored_bytes + excluded.stored_bytes"
+            " RETURNING live + notices, stored_bytes",
             (tenant, n_new, n_bytes),
         )
-        if live > self._limits.max_live:
-            raise Overloaded(f"more than {self._limits.max_live} jobs would wait", retry_after_ms=30_000)
+        if waiting > self._limits.max_live:
+            most = self._limits.max_live
+            raise Overloaded(f"more than {most} jobs and webhooks would wait", retry_after_ms=30_000)
         if stored_bytes > self._limits.max_stored_bytes:
             limit_mib = self._limits.max_stored_bytes >> 20
             raise Overloaded(f"jobs would hold more than {limit_mib} MiB", retry_after_ms=30_000)
@@ -110,7 +121,7 @@ class JobStore:
     async def get(self, tenant: str, job_id: str) -> Job:
         """One job. Raises NotFound."""
         sql = f"SELECT {JOB_COLUMNS} FROM jobs WHERE id = ? AND tenant = ?"
-        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)))
+        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)), tenant=tenant)
         if not rows:
             raise _unknown(job_id)
         return job_of(rows[0])
@@ -118,7 +129,7 @@ class JobStore:
     async def request(self, tenant: str, job_id: str) -> bytes:
         """The body of a job. Raises NotFound."""
         sql = "SELECT body FROM jobs JOIN job_requests USING (id) WHERE id = ? AND tenant = ?"
-        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)))
+        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)), tenant=tenant)
         if not rows:
             raise _unknown(job_id)
         return bytes(rows[0][0])
@@ -126,7 +137,7 @@ class JobStore:
     async def result(self, tenant: str, job_id: str) -> JobResult | None:
         """The answer; None before the end and for a job without one. Raises NotFound."""
         sql = "SELECT status, body FROM jobs LEFT JOIN job_results USING (id) WHERE id = ? AND tenant = ?"
-        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)))
+        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)), tenant=tenant)
         if not rows:
             raise _unknown(job_id)
         status, body = rows[0]
@@ -142,7 +153,7 @@ class JobStore:
             " FROM jobs LEFT JOIN job_results USING (id) WHERE id = ? AND tenant = ?"
         )
         values = (offset + 1, limit, job_id, tenant)
-        rows = await self._database.read(lambda tx: tx.execute(sql, values))
+        rows = await self._database.read(lambda tx: tx.execute(sql, values), tenant=tenant)
         if not rows:
             raise _unknown(job_id)
         n_bytes, data = rows[0]
@@ -160,35 +171,47 @@ class JobStore:
         """Jobs in the order of their submission, from the one after the id `after` on."""
         where, values = _filter(tenant, group_id, state)
         sql = f"SELECT {JOB_COLUMNS} FROM jobs WHERE {where} AND id > ? ORDER BY id LIMIT ?"
-        rows = await self._database.read(lambda tx: tx.execute(sql, (*values, after, limit)))
-        return [job_of(row) for row in rows]
+
+        def read(tx: SqlTransaction) -> list[Job]:
+            return [job_of(row) for row in tx.execute(sql, (*values, after, limit))]
+
+        return await self._database.read(read, tenant=tenant)
 
     async def results(
         self, tenant: str, group_id: str, *, after: str = "", limit: int = service_bounds.JOBS_PAGE
     ) -> list[tuple[Job, JobResult | None]]:
-        """The jobs of a group with their answers, a page at a time."""
+        """The jobs of a group with their answers, a page at a time: fewer jobs where answers are long."""
         where, values = _filter(tenant, group_id, None)
         sql = (
-            f"SELECT {JOB_COLUMNS}, body FROM jobs LEFT JOIN job_results USING (id)"
+            f"SELECT {JOB_COLUMNS}, length(body) FROM jobs LEFT JOIN job_results USING (id)"
             f" WHERE {where} AND id > ? ORDER BY id LIMIT ?"
         )
-        rows = await self._database.read(lambda tx: tx.execute(sql, (*values, after, limit)))
-        jobs = [(job_of(row[:-1]), row[-1]) for row in rows]
-        return [(job, None if body is None else JobResult(job.status, bytes(body))) for job, body in jobs]
+
+        def read(tx: SqlTransaction) -> tuple[list[Job], dict[str, bytes]]:
+            rows = tx.execute(sql, (*values, after, limit))
+            jobs = [job_of(row[:-1]) for row in rows[: _fitting([row[-1] or 0 for row in rows])]]
+            ids = [job.id for job in jobs]
+            sql_bodies = f"SELECT id, body FROM job_results WHERE id IN ({marks(ids)})"
+            return jobs, dict(tx.execute(sql_bodies, ids)) if ids else {}
+
+        jobs, bodies = await self._database.read(read, tenant=tenant)
+        return [
+            (job, JobResult(job.status, bytes(bodies[job.id])) if job.id in bodies else None) for job in jobs
+        ]
 
     async def counts(self, tenant: str, group_id: str = "") -> JobCounts:
         """How many jobs of the tenant, or of one group, are in each state."""
         where, values = _filter(tenant, group_id, None)
         sql = f"SELECT state, COUNT(*) FROM jobs WHERE {where} GROUP BY state"
-        return counts_of(await self._database.read(lambda tx: tx.execute(sql, values)))
+        rows = await self._database.read(lambda tx: tx.execute(sql, values), tenant=tenant)
+        return counts_of(rows)
 
     async def cancel(self, tenant: str, job_id: str) -> Job:
         """End a job at once; whatever still runs of it is not seen. An ended job stays as it is."""
         now_s = self._now_s()
         await self.get(tenant, job_id)
-        is_ended = await self._database.run(
-            lambda tx: end_job(tx, job_id, JobState.CANCELLED, now_s=now_s), is_idempotent=True
-        )
+        end = partial(end_job, job_id=job_id, state=JobState.CANCELLED, now_s=now_s)
+        is_ended = await self._database.run(end, is_idempotent=True, tenant=tenant)
         count_ended(self._counters, JobState.CANCELLED, int(is_ended))
         return await self.get(tenant, job_id)
 
@@ -205,7 +228,7 @@ class JobStore:
                 tx.execute(sql, (n_bytes, tenant))
             return bool(rows)
 
-        return await self._database.run(delete)
+        return await self._database.run(delete, tenant=tenant)
 
     async def cancel_group(self, tenant: str, group_id: str) -> int:
         """End all jobs of a group; how many that were."""
@@ -218,7 +241,7 @@ class JobStore:
             return len(rows), sum(end_job(tx, row[0], JobState.CANCELLED, now_s=now_s) for row in rows)
 
         while True:
-            n_found, n_cancelled = await self._database.run(cancel_some, is_idempotent=True)
+            n_found, n_cancelled = await self._database.run(cancel_some, is_idempotent=True, tenant=tenant)
             n_ended += n_cancelled
             count_ended(self._counters, JobState.CANCELLED, n_cancelled)
             if n_found < _CANCELLED_AT_ONCE:
@@ -240,13 +263,22 @@ class JobStore:
         """The counts of a group now and after each change, until all its jobs have ended."""
         pause_s, seen = _NEXT_LOOK_S[0], None
         while seen is None or seen.live:
-            counts = await self.counts(tenant, group_id)
+            counts = await self._look(tenant, group_id)
             if counts != seen:
                 yield counts
                 seen, pause_s = counts, _NEXT_LOOK_S[0]
             if counts.live:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _NEXT_LOOK_S[1])
+
+    async def _look(self, tenant: str, group_id: str) -> JobCounts:
+        """The counts of a group for a follower, in turn: of a large group they would read without a pause."""
+        async with self._looks.slot(tenant):
+            clock = asyncio.get_running_loop().time
+            began_s = clock()
+            counts = await self.counts(tenant, group_id)
+            await asyncio.sleep(min(_NEXT_LOOK_S[1], _LOOK_REST * (clock() - began_s)))
+        return counts
 
 
 def check_requests(requests: Sequence[JobRequest]) -> None:
@@ -283,7 +315,8 @@ def _new_row(job_id: str, tenant: str, request: JobRequest, now_s: float) -> tup
 
 def _stored_bytes(request: JobRequest) -> int:
     """The bytes of a job in its tenant's share. A short body has a row and entries in indexes beside it."""
-    texts = (request.reference, request.group_id, request.idempotency_key)
+    hook = request.webhook
+    texts = (request.reference, request.group_id, request.idempotency_key, hook.url if hook else "")
     return _ROW_BYTES + len(request.body) + sum(4 * len(text) for text in texts)
 
 
@@ -297,6 +330,12 @@ def _known_job(tx: SqlTransaction, tenant: str, job_id: str, request: JobRequest
     if not rows or rows[0][-1] != request.digest:
         raise FailedPrecondition("the idempotency key belongs to a job with another body")
     return job_of(rows[0][:-1])
+
+
+def _fitting(lengths: Sequence[int]) -> int:
+    """How many answers of these lengths are read together: one, or more of a megabyte in all."""
+    total = itertools.accumulate(lengths)
+    return max(1, sum(n_bytes <= _RESULTS_BYTES for n_bytes in total))
 
 
 def _filter(tenant: str, group_id: str, state: JobState | None) -> tuple[str, tuple[SqlValue, ...]]:

@@ -17,7 +17,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Target = tuple[str, int]  # a host and a port
 _MAX_URL_CHARS = 2048
-_SCHEME_PORTS = {"https": 443, "http": 80}
+SCHEME_PORTS = {"https": 443, "http": 80}
 # NAME or [IPv6], with a port. A bare IPv6 address has colons, too, and no port.
 _WITH_PORT = re.compile(r"(\[[^][]+\]|[^:]+):([0-9]{1,5})")
 _BRACKETS = re.compile(r"^\[(.*)\]$")
@@ -62,13 +62,13 @@ class WebhookHosts:
             port = parts.port
         except ValueError:
             return "url must be a URL"
-        if parts.scheme not in _SCHEME_PORTS or not parts.hostname:
+        if parts.scheme not in SCHEME_PORTS or not parts.hostname:
             return "url must begin with https:// or http:// and a host"
         if parts.username is not None or parts.password is not None or parts.fragment:
             return "url must have no user and no fragment"
         if not any(parts.hostname == host for host, _ in self.networks):
             return "url must name a host that the router's operator allows (--webhook-hosts)"
-        port = _SCHEME_PORTS[parts.scheme] if port is None else port
+        port = SCHEME_PORTS[parts.scheme] if port is None else port
         if (parts.hostname, port) not in self.networks:
             return f"url must have a port that the router's operator allows: {port} is none (--webhook-hosts)"
         return ""
@@ -114,7 +114,7 @@ def _name_and_ports(target: str) -> tuple[str, Sequence[int]]:
     name = _BRACKETS.sub(r"\1", target)
     if ":" in name and _own_network(name) is None:
         return name, ()
-    return name, tuple(_SCHEME_PORTS.values())
+    return name, tuple(SCHEME_PORTS.values())
 
 
 def _own_network(name: str) -> Network | None:

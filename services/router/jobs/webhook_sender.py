@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from libs.common.service_bounds import WEBHOOK_LIFE_S, WEBHOOK_S
 from libs.common.telemetry.counters import Counters
@@ -19,8 +15,10 @@ from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
 from services.router.jobs.decisions import Receiver, share_deliveries
 from services.router.jobs.schema import JOB_SCHEMA
+from services.router.jobs.webhook_client import WebhookUnanswered, post_webhook
 from services.router.jobs.webhook_message import webhook_headers, webhook_retry_s
-from services.router.jobs.webhook_policy import WebhookHosts, first_allowed
+from services.router.jobs.webhook_policy import WebhookHosts
+from services.router.jobs.webhook_resolver import AllowedResolver
 from slipstream.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -30,6 +28,22 @@ _TICK_S = 1.0
 _SENT_AT_ONCE, _SENT_TO_ONE = 32, 4
 _LEASE_S = 4 * WEBHOOK_S  # of a message that one router sends
 _GONE = 410
+# Each receiver whose first message is due: a few looks into the index a receiver, however many wait there.
+DUE_RECEIVERS = """WITH RECURSIVE tenants(tenant) AS (
+  SELECT MIN(tenant) FROM job_notices
+  UNION ALL
+  SELECT (SELECT MIN(n.tenant) FROM job_notices AS n WHERE n.tenant > tenants.tenant)
+  FROM tenants WHERE tenants.tenant IS NOT NULL
+), receivers(tenant, host) AS (
+  SELECT tenants.tenant, (SELECT MIN(n.host) FROM job_notices AS n WHERE n.tenant = tenants.tenant)
+  FROM tenants WHERE tenants.tenant IS NOT NULL
+  UNION ALL
+  SELECT receivers.tenant,
+    (SELECT MIN(n.host) FROM job_notices AS n WHERE n.tenant = receivers.tenant AND n.host > receivers.host)
+  FROM receivers WHERE receivers.host IS NOT NULL
+) SELECT tenant, host FROM receivers WHERE host IS NOT NULL AND
+  (SELECT MIN(n.not_before_unix_s) FROM job_notices AS n
+   WHERE n.tenant = receivers.tenant AND n.host = receivers.host) <= ?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +55,6 @@ class _DueMessage:
     tries: int
     made_unix_s: float
     receiver: Receiver
-
-
-class AllowedResolver(AbstractResolver):
-    """Resolves names to allowed addresses only; the connection goes to what was checked."""
-
-    def __init__(self, hosts: WebhookHosts) -> None:
-        self._hosts = hosts
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        """The address to dial. Raises OSError where one of the name's addresses is not allowed."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-        address = first_allowed(self._hosts, (host, port), [str(each[4][0]) for each in found])
-        if not address:
-            raise OSError("the host resolves to an address that is not allowed")
-        kind = next(each[0] for each in found if each[4][0] == address)
-        return [
-            ResolveResult(
-                hostname=host,
-                host=address,
-                port=port,
-                family=kind,
-                proto=socket.IPPROTO_TCP,
-                flags=socket.AI_NUMERICHOST,
-            )
-        ]
-
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 class WebhookSender:
@@ -89,6 +72,7 @@ class WebhookSender:
         database.declare(JOB_SCHEMA)
         self._database = database
         self._hosts = hosts
+        self._resolver = AllowedResolver(hosts)
         self._now_s = wall_clock_s
         self._counters = counters
         self._tick_s = tick_s
@@ -107,19 +91,15 @@ class WebhookSender:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        connector = aiohttp.TCPConnector(resolver=AllowedResolver(self._hosts), use_dns_cache=False)
-        timeout = aiohttp.ClientTimeout(total=WEBHOOK_S)
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, trust_env=False, auto_decompress=False
-        ) as session:
-            try:
-                await self._send_all(session)
-            finally:
-                for task in self._sending:
-                    task.cancel()
-                await asyncio.gather(*self._sending, return_exceptions=True)
+        try:
+            await self._send_all()
+        finally:
+            for task in self._sending:
+                task.cancel()
+            await asyncio.gather(*self._sending, return_exceptions=True)
+            self._resolver.close()
 
-    async def _send_all(self, session: aiohttp.ClientSession) -> None:
+    async def _send_all(self) -> None:
         while True:
             messages: list[_DueMessage] = []
             try:
@@ -127,7 +107,7 @@ class WebhookSender:
             except SlipstreamError as error:
                 log.warning("no webhooks are sent: %s", error)
             for message in messages:
-                self._sending[asyncio.create_task(self._deliver(session, message))] = message.receiver
+                self._sending[asyncio.create_task(self._deliver(message))] = message.receiver
             if not messages:
                 await self._pause()
 
@@ -148,8 +128,7 @@ class WebhookSender:
         n = _SENT_AT_ONCE - len(self._sending)
         if n <= 0:
             return []
-        sql = "SELECT DISTINCT tenant, host FROM job_notices WHERE not_before_unix_s <= ?"
-        due = await self._database.read(lambda tx: tx.execute(sql, (now_s,)))
+        due = await self._database.read(lambda tx: tx.execute(DUE_RECEIVERS, (now_s,)))
         receivers = [(str(tenant), str(host)) for tenant, host in due]
         shares = share_deliveries(receivers, in_flight, n, most_each=_SENT_TO_ONE)
 
@@ -162,8 +141,8 @@ class WebhookSender:
 
         return await self._database.run(claim) if shares else []
 
-    async def _deliver(self, session: aiohttp.ClientSession, message: _DueMessage) -> None:
-        status = await self._send(session, message)
+    async def _deliver(self, message: _DueMessage) -> None:
+        status = await self._send(message)
         if 200 <= status < 300:
             outcome = "delivered"
         elif status == _GONE or self._now_s() - message.made_unix_s > WEBHOOK_LIFE_S:
@@ -175,22 +154,27 @@ class WebhookSender:
             sql = "UPDATE job_notices SET not_before_unix_s = ? WHERE id = ?"
             await self._database.run(lambda tx: tx.execute(sql, (again_s, message.id)), is_idempotent=True)
         else:
-            sql = "DELETE FROM job_notices WHERE id = ?"
-            await self._database.run(lambda tx: tx.execute(sql, (message.id,)), is_idempotent=True)
+            await self._database.run(lambda tx: _forget(tx, message), is_idempotent=True)
         self._counters.add("slipstream_webhooks_total", 1, (outcome,))
 
-    async def _send(self, session: aiohttp.ClientSession, message: _DueMessage) -> int:
-        """The status of the answer, whose body is not read; 0 without one."""
+    async def _send(self, message: _DueMessage) -> int:
+        """The status of the answer; 0 without one."""
         if not self._hosts.names(message.url):  # the list has changed since the job was submitted
             return _GONE
         headers = webhook_headers(message.id, message.body, message.secret, now_s=self._now_s())
         try:
-            async with session.post(
-                message.url, data=message.body, headers=headers, allow_redirects=False
-            ) as response:
-                return response.status
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return await post_webhook(
+                message.url, message.body, headers, resolver=self._resolver, timeout_s=WEBHOOK_S
+            )
+        except WebhookUnanswered:
             return 0
+
+
+def _forget(tx: SqlTransaction, message: _DueMessage) -> None:
+    """Drop a message, which then takes no place of its tenant's jobs."""
+    if tx.execute("DELETE FROM job_notices WHERE id = ? RETURNING id", (message.id,)):
+        sql = "UPDATE job_tenants SET notices = notices - 1 WHERE tenant = ?"
+        tx.execute(sql, (message.receiver[0],))
 
 
 def _claim_of(tx: SqlTransaction, receiver: Receiver, n: int, now_s: float) -> list[_DueMessage]:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from libs.database.database import open_database
+from libs.database.transaction import SqlTransaction, SqlValue
 from services.router.jobs.store import JobLimits, JobStore
-from services.router.jobs.types import JobCounts, JobOutcome, JobRequest, JobResult, JobResultPart, JobState
+from services.router.jobs.types import (
+    JobCounts,
+    JobOutcome,
+    JobRequest,
+    JobResult,
+    JobResultPart,
+    JobState,
+    Webhook,
+)
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
 from tests.router.jobs.stores import DONE, PATH, JobTables, make_request
 
@@ -168,3 +181,79 @@ async def test_a_failed_job_has_the_answer_of_the_endpoint(tables: JobTables) ->
     await tables.leases.finish("r1", await tables.claim_one("r1"), refusal, JobState.FAILED)
     assert await tables.store.result("alice", job_id) == JobResult(400, refusal.body)
     assert isinstance(tables.store, JobStore)
+
+
+async def test_a_page_of_results_has_few_long_answers(tables: JobTables) -> None:
+    ids = await tables.submit("a", "b", "c", "d", "e", group_id="g")
+    await tables.leases.register("r1")
+    for body in (b"x" * 700_000, b"y" * 700_000, b"z" * 2_000_000, b"1", b"2"):
+        await tables.finish("r1", await tables.claim_one("r1"), JobOutcome(200, body))
+    pages, after = [], ""
+    while page := await tables.store.results("alice", "g", after=after, limit=20):
+        pages.append([job.id for job, _ in page])
+        assert all(result is not None and result.body for _, result in page)
+        after = page[-1][0].id
+    assert pages == [[ids[0]], [ids[1]], [ids[2]], ids[3:]]
+
+
+async def test_webhooks_that_wait_take_the_places_of_jobs(tables: JobTables) -> None:
+    """Else jobs that are cancelled at once, and dropped a second later, would fill the database."""
+    small = JobTables(tables.database, JobLimits(max_live=2))
+    hook = Webhook("https://hooks.example.com/", "whsec_" + "A" * 32)
+    for job_id in await small.submit("a", "b", webhook=hook):
+        await small.store.cancel("alice", job_id)
+    with pytest.raises(Overloaded, match="webhooks"):
+        await small.submit("c")
+    assert (await small.leases.look()).queued == 0
+    await small.submit("c", tenant="bob")
+
+
+async def test_followers_of_one_tenant_look_in_turn(
+    tables: JobTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await tables.submit("a", group_id="g")
+    looking, most = 0, 0
+
+    async def counts(tenant: str, group_id: str = "") -> JobCounts:
+        nonlocal looking, most
+        looking += 1
+        most = max(most, looking)
+        await asyncio.sleep(0.001)
+        looking -= 1
+        return JobCounts(queued=1)
+
+    monkeypatch.setattr(tables.store, "counts", counts)
+    follows = [tables.store.follow_group("alice", "g") for _ in range(8)]
+    assert [each.queued for each in await asyncio.gather(*[anext(follow) for follow in follows])] == [1] * 8
+    assert most == 1
+
+
+async def test_a_tenant_lists_and_counts_by_its_own_indexes(tmp_path: Path) -> None:
+    """Neither the jobs of other tenants nor all of its own are read for a page."""
+    database = open_database(f"sqlite:{tmp_path}/plans.db")
+    tables, read, plans = JobTables(database), database.read, list[str]()
+
+    async def explained(work: Callable[[SqlTransaction], Any], **options: Any) -> Any:
+        def explain(tx: SqlTransaction) -> Any:
+            plain = tx.execute
+
+            class Explaining:
+                def execute(self, sql: str, values: Sequence[SqlValue] = ()) -> list[tuple[Any, ...]]:
+                    plans.extend(row[3] for row in plain(f"EXPLAIN QUERY PLAN {sql}", values))
+                    return plain(sql, values)
+
+            return work(Explaining())  # type: ignore[arg-type]
+
+        return await read(explain, **options)
+
+    database.read = explained  # type: ignore[method-assign, assignment]
+    for state in (None, JobState.FAILED):
+        for group in ("", "g"):
+            await tables.store.list_jobs("alice", group_id=group, state=state)
+    await tables.store.counts("alice", "g")
+    await tables.store.results("alice", "g")
+    await database.close()
+    assert len(plans) >= 6
+    for plan in plans:
+        assert "SCAN" not in plan and "TEMP" not in plan
+        assert "tenant=?" in plan or "job_results" in plan

@@ -24,7 +24,8 @@ from services.router.jobs.decisions import share_deliveries
 from services.router.jobs.types import Webhook
 from services.router.jobs.webhook_message import webhook_headers, webhook_retry_s
 from services.router.jobs.webhook_policy import first_allowed, parse_webhook_hosts
-from services.router.jobs.webhook_sender import AllowedResolver, WebhookSender
+from services.router.jobs.webhook_resolver import AllowedResolver
+from services.router.jobs.webhook_sender import WebhookSender
 from slipstream.errors import InvalidArgument
 from tests.router.jobs.stores import JobTables
 
@@ -76,14 +77,14 @@ async def _end_one(tables: JobTables, url: str) -> str:
     return job_id
 
 
-async def _until(counters: Counters, outcome: str, count: int = 1) -> None:
+async def until_counted(counters: Counters, outcome: str, count: int = 1) -> None:
     name = f'slipstream_webhooks_total{{outcome="{outcome}"}}'
     async with asyncio.timeout(30):
         while counters.snapshot().get(name, 0) < count:
             await asyncio.sleep(0.01)
 
 
-def _sender(tables: JobTables, counters: Counters, hosts: str) -> WebhookSender:
+def sender_of(tables: JobTables, counters: Counters, hosts: str) -> WebhookSender:
     return WebhookSender(
         tables.database,
         parse_webhook_hosts(hosts),
@@ -97,9 +98,9 @@ async def test_the_end_of_a_job_is_announced_and_signed(tables: JobTables) -> No
     counters = Counters()
     async with Receiver(200) as receiver:
         job_id = await _end_one(tables, receiver.url)
-        sender = _sender(tables, counters, receiver.host)
+        sender = sender_of(tables, counters, receiver.host)
         sender.start()
-        await _until(counters, "delivered")
+        await until_counted(counters, "delivered")
         await sender.close()
     [(headers, body)] = receiver.received
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
@@ -145,12 +146,12 @@ async def test_a_slow_receiver_delays_no_other_one(tables: JobTables) -> None:
             await tables.submit(*prompts, tenant=tenant, webhook=Webhook(url, SECRET))
         for _ in range(63):
             await tables.finish("r1", await tables.claim_one("r1"))
-        sender = _sender(tables, counters, hosts=f"{slow.host},localhost:{quick.port}@127.0.0.0/8")
+        sender = sender_of(tables, counters, hosts=f"{slow.host},localhost:{quick.port}@127.0.0.0/8")
         sender.start()
-        await _until(counters, "delivered", 3)
+        await until_counted(counters, "delivered", 3)
         assert 0 < len(slow.received) <= 4 and len(quick.received) == 3
         slow.answers.set()
-        await _until(counters, "delivered", 63)
+        await until_counted(counters, "delivered", 63)
         await sender.close()
 
 
@@ -173,12 +174,12 @@ async def test_a_failed_delivery_is_repeated_with_the_same_id(tables: JobTables)
     counters = Counters()
     async with Receiver(500, 302, 204) as receiver:
         await _end_one(tables, receiver.url)
-        sender = _sender(tables, counters, receiver.host)
+        sender = sender_of(tables, counters, receiver.host)
         sender.start()
         for count in (1, 2):  # a redirect is a failure, too
-            await _until(counters, "failed", count)
+            await until_counted(counters, "failed", count)
             tables.now_s += 100
-        await _until(counters, "delivered")
+        await until_counted(counters, "delivered")
         await sender.close()
     assert len(receiver.received) == 3
     assert len({headers["webhook-id"] for headers, _ in receiver.received}) == 1
@@ -189,9 +190,9 @@ async def test_nothing_is_sent_to_a_host_that_is_not_allowed_any_more(tables: Jo
     counters = Counters()
     async with Receiver(200) as receiver:
         await _end_one(tables, receiver.url)
-        sender = _sender(tables, counters, hosts="example.com")
+        sender = sender_of(tables, counters, hosts="example.com")
         sender.start()
-        await _until(counters, "given_up")
+        await until_counted(counters, "given_up")
         await sender.close()
     assert receiver.received == []
 
@@ -306,9 +307,9 @@ async def test_nothing_is_sent_to_another_port_of_an_allowed_host(tables: JobTab
     counters = Counters()
     async with Receiver(200) as receiver:
         await _end_one(tables, receiver.url)
-        sender = _sender(tables, counters, hosts=f"127.0.0.1,127.0.0.1:{receiver.port % 65535 + 1}")
+        sender = sender_of(tables, counters, hosts=f"127.0.0.1,127.0.0.1:{receiver.port % 65535 + 1}")
         sender.start()
-        await _until(counters, "given_up")
+        await until_counted(counters, "given_up")
         await sender.close()
     assert receiver.received == []
 

@@ -88,8 +88,14 @@ class RouterJobs:
 
     def serve(self, server: grpc.aio.Server, api: GrpcServer) -> None:
         """Register JobService beside the router's own service."""
-        hosts, read = self._options.webhook_hosts, self._manager.read
-        service = JobService(self.store, self._executor, api.callers, hosts, read=read)
+        service = JobService(
+            self.store,
+            self._executor,
+            api.callers,
+            self._options.webhook_hosts,
+            read=self._manager.read,
+            run_piece=self._manager.context.threads.run,
+        )
         server.add_generic_rpc_handlers((job_handlers(service, api.logged),))
 
     def start(self) -> None:

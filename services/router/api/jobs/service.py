@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import grpc
 
 from libs.common import api_bounds, job_bounds, service_bounds
+from services.router.admission.fair_threads import RunPiece
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.message_reader import read_message
 from services.router.jobs.executor import JobExecutor
@@ -45,8 +46,10 @@ class JobService:
         hooks: WebhookHosts,
         *,
         read: ReadMessage,
+        run_piece: RunPiece,
     ) -> None:
         """`read` is RequestManager.read."""
+        self._run_piece = run_piece
         self._maybe_store = store
         self._executor = executor
         self._callers = callers
@@ -96,19 +99,18 @@ class JobService:
             response.result_bytes = part.n_bytes
         return response
 
-    async def list_jobs(
-        self, request: jobs_pb2.ListJobsRequest, context: Context
-    ) -> jobs_pb2.ListJobsResponse:
-        """ListJobs."""
+    async def list_jobs(self, request: jobs_pb2.ListJobsRequest, context: Context) -> bytes:
+        """ListJobs. Returns the ListJobsResponse as a thread has serialised it: a page has 1,000 jobs."""
         job_bounds.PAGE.check(request.limit)
+        tenant = self._callers.tenant(context)
         jobs = await self._store.list_jobs(
-            self._callers.tenant(context),
+            tenant,
             group_id=request.group_id,
             state=_STATE_OF.get(request.state),
             after=request.after_id,
             limit=request.limit or service_bounds.JOBS_PAGE,
         )
-        return jobs_pb2.ListJobsResponse(jobs=[_message_of(job) for job in jobs])
+        return await self._run_piece(tenant, partial(_encode_jobs, jobs))
 
     async def cancel(
         self, request: jobs_pb2.CancelJobsRequest, context: Context
@@ -169,6 +171,10 @@ def _request_of(new: jobs_pb2.NewJob) -> JobRequest:
     )
 
 
+def _encode_jobs(jobs: Sequence[Job]) -> bytes:
+    return jobs_pb2.ListJobsResponse(jobs=[_message_of(job) for job in jobs]).SerializeToString()
+
+
 def _message_of(job: Job) -> jobs_pb2.Job:
     return jobs_pb2.Job(
         id=job.id,
@@ -217,5 +223,5 @@ def job_handlers(service: JobService, logged: Any) -> grpc.GenericRpcHandler:
 
 
 def _serialize(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
+    data: bytes = message if isinstance(message, bytes) else message.SerializeToString()
     return data

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 
 from libs.common import api_bounds, job_bounds
 from libs.database.database import open_database
+from services.router.api.jobs import service as service_module
 from services.router.api.responses.store import ResponseStore, StoredResponse
 from services.router.jobs.store import JobStore
+from services.router.jobs.types import Job
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -303,3 +306,19 @@ async def test_the_jobs_of_one_call_read_no_more_than_their_share_of_stored_resp
     assert error.field == f"jobs[{api_bounds.REFERRED.high // len(text)}].body.input"
     few = await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=jobs[:2]))
     assert len(few.jobs) == 2
+
+
+async def test_a_page_of_jobs_is_written_off_the_event_loop(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [job] = (await stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[new_job(max_tokens=1)]))).jobs
+    written_by, encode = [], service_module._encode_jobs
+
+    def encode_jobs(jobs: Sequence[Job]) -> bytes:
+        written_by.append(threading.get_ident())
+        return encode(jobs)
+
+    monkeypatch.setattr(service_module, "_encode_jobs", encode_jobs)
+    listed = await stub.ListJobs(jobs_pb2.ListJobsRequest(limit=1000))
+    assert [each.id for each in listed.jobs] == [job.id]
+    assert written_by and threading.get_ident() not in written_by
