@@ -48,7 +48,13 @@ def add_families(
     http.add(messages)
     http.add(responses)
     batches, runner = make_batches(
-        manager, http.reader, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time
+        manager,
+        http.reader,
+        database,
+        jobs.store,
+        delivery=http.generation.delivery,
+        paths=jobs.formats,
+        wall_clock_s=time.time,
     )
     http.add(batches)
     http.add(

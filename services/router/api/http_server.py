@@ -66,8 +66,9 @@ class HttpServer:
         self.generation = GenerationEndpoint(
             manager, self.reader, clock=self._clock, write_stall_s=write_stall_s, sent=sent
         )
-        self._tokens = TokenEndpoint(manager, self.reader, card)
-        self._usage = UsageEndpoint(manager.context.metering, self.reader)
+        delivery = self.generation.delivery
+        self._tokens = TokenEndpoint(manager, self.reader, card, delivery=delivery)
+        self._usage = UsageEndpoint(manager.context.metering, self.reader, delivery)
         self._families: list[RouteFamily] = []
 
     def add(self, family: RouteFamily) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from datetime import UTC, date, datetime
 from typing import Protocol
 
 from libs.common.telemetry.counters import Counters
+from services.router.admission.tenant_shares import TenantSlots
 from services.router.admission.types import AdmissionRequest
 from services.router.metering.limit_headers import anthropic_headers, openai_headers
 from services.router.metering.limiter import LimitedUse, Limiter, LimitSource, Reservation
@@ -21,6 +23,7 @@ from slipstream import errors
 from slipstream.metering.money import amount_number
 from slipstream.v1 import router_pb2
 
+_QUESTION_WAIT_S = 10.0  # of one about usage, for those that its tenant asked before
 # Errors that a client causes: what the answer has until then is charged. Other failures cost nothing.
 _CHARGED = (errors.Aborted, errors.DeadlineExceeded, errors.Unauthenticated)
 
@@ -91,6 +94,7 @@ class Metering:
         self._wall_clock_s = wall_clock_s
         self._tasks = tasks
         self.price: TokenPrice | None = None
+        self._questions = TenantSlots(1, wait_s=_QUESTION_WAIT_S)
 
     def set_prices(self, prices: PriceList) -> None:
         """Let these prices count for requests that begin from now on. Raises ValueError."""
@@ -129,11 +133,15 @@ class Metering:
         """The day of UTC."""
         return datetime.fromtimestamp(self._wall_clock_s(), UTC).date()
 
-    async def usage(self, query: UsageQuery) -> list[UsageSum]:
-        """The usage, with what this router counted until now. Raises FailedPrecondition."""
+    async def usage(self, query: UsageQuery, encode: Callable[[Sequence[UsageSum]], bytes]) -> bytes:
+        """The usage, with what this router counted until now, as `encode` writes it in a thread.
+
+        It may have 10,000 rows, so a tenant asks one thing at a time. Raises FailedPrecondition, Overloaded.
+        """
         if self._ledger is None:
             raise errors.FailedPrecondition("usage is kept by routers with --database; this one has none")
-        return await self._ledger.read(query)
+        async with self._questions.slot(query.tenant or ""):
+            return await asyncio.to_thread(encode, await self._ledger.read(query))
 
     async def close(self) -> None:
         """Write the usage, and give leases back. Called after the last request."""

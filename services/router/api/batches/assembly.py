@@ -10,6 +10,7 @@ from services.router.api.batches.batch_store import BatchStore
 from services.router.api.batches.endpoint import BatchEndpoints
 from services.router.api.batches.file_store import FileStore
 from services.router.api.batches.runner import BatchRunner
+from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.request_reader import RequestReader
 from services.router.execution.request_manager import RequestManager
 from services.router.jobs.store import JobStore
@@ -21,6 +22,7 @@ def make_batches(
     database: Database | None,
     jobs: JobStore | None,
     *,
+    delivery: AnswerDelivery,
     paths: Collection[str],
     wall_clock_s: Callable[[], float],
 ) -> tuple[BatchEndpoints, BatchRunner | None]:
@@ -29,10 +31,16 @@ def make_batches(
     Without a database the endpoints say so, and nothing works.
     """
     if database is None or jobs is None:
-        return BatchEndpoints(manager, reader, None, endpoints=paths, on_changed=lambda: None), None
+        nothing = BatchEndpoints(
+            manager, reader, None, delivery=delivery, endpoints=paths, on_changed=lambda: None
+        )
+        return nothing, None
     files = FileStore(database, wall_clock_s=wall_clock_s)
     batches = BatchStore(database, wall_clock_s=wall_clock_s)
     runner = BatchRunner(
         batches, files, jobs, run_piece=manager.context.threads.run, clock=asyncio.get_running_loop().time
     )
-    return BatchEndpoints(manager, reader, (files, batches), endpoints=paths, on_changed=runner.wake), runner
+    served = BatchEndpoints(
+        manager, reader, (files, batches), delivery=delivery, endpoints=paths, on_changed=runner.wake
+    )
+    return served, runner

@@ -14,7 +14,7 @@ from aiohttp import web
 from libs.common import batch_bounds
 from libs.common.http.failure import ErrorShape
 from libs.common.http.guard import check_form
-from services.router.admission.tenant_shares import ReceiveSlots
+from services.router.admission.tenant_shares import ReceiveSlots, TenantSlots
 from services.router.api.batches.batch_body import parse_batch
 from services.router.api.batches.batch_store import BatchStore, decode_batch
 from services.router.api.batches.file_store import FileStore
@@ -28,6 +28,7 @@ from services.router.api.batches.records import (
     list_object,
 )
 from services.router.api.batches.upload import FileUpload, check_length
+from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.piece_stream import send_pieces
 from services.router.api.http.request_reader import RequestReader
@@ -36,6 +37,7 @@ from slipstream import bounds, errors
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 _BATCHES_LIMIT = 20
+_PAGE_WAIT_S = 10.0  # for the pages of its tenant before it
 
 
 class BatchEndpoints:
@@ -47,16 +49,19 @@ class BatchEndpoints:
         reader: RequestReader,
         stores: tuple[FileStore, BatchStore] | None,
         *,
+        delivery: AnswerDelivery,
         endpoints: Collection[str],
         on_changed: Callable[[], None],
     ) -> None:
         """`endpoints`: those that a batch may call. `on_changed` is called when there is work to do."""
+        self._delivery = delivery
         self._manager = manager
         self._reader = reader
         self._stores = stores
         self._endpoints = endpoints
         self._on_changed = on_changed
         most, most_tenant = batch_bounds.MAX_UPLOADS
+        self._pages = TenantSlots(1, wait_s=_PAGE_WAIT_S)
         self._uploads = ReceiveSlots(most=most, most_tenant=most_tenant)
 
     def routes(self) -> Iterable[web.RouteDef]:
@@ -91,7 +96,7 @@ class BatchEndpoints:
             raise bounds.BODY_TIME.refused() from None
         return web.json_response(file_object(file))
 
-    async def _list_files(self, request: web.Request) -> web.Response:
+    async def _list_files(self, request: web.Request) -> web.StreamResponse:
         tenant, files = self._reader.tenant(request), self._files()
         order = request.query.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -104,7 +109,8 @@ class BatchEndpoints:
             limit=limit + 1,
             is_ascending=order == "asc",
         )
-        return _page([file_object(file) for file in page], limit)
+        found = list_object([file_object(file) for file in page[:limit]], has_more=len(page) > limit)
+        return await self._delivery.send_object(request, tenant, found)
 
     async def _file(self, request: web.Request) -> web.Response:
         _, file = await self._named_file(request)
@@ -126,7 +132,8 @@ class BatchEndpoints:
         }
         response = web.StreamResponse(headers=headers)
         response.content_length = file.n_bytes
-        return await send_pieces(request, response, files.chunks(file))
+        with self._delivery.sending(file.tenant, min(file.n_bytes, batch_bounds.FILE_CHUNK_BYTES)):
+            return await send_pieces(request, response, files.chunks(file))
 
     async def _named_file(self, request: web.Request) -> tuple[FileStore, StoredFile]:
         tenant, files = self._reader.tenant(request), self._files()
@@ -152,24 +159,27 @@ class BatchEndpoints:
         self._on_changed()
         return web.json_response(batch_object(batch))
 
-    async def _list_batches(self, request: web.Request) -> web.Response:
+    async def _list_batches(self, request: web.Request) -> web.StreamResponse:
         tenant, batches = self._reader.tenant(request), self._batches()
         limit = _limit(request, _BATCHES_LIMIT, batch_bounds.LIMIT)
-        records = await batches.page(tenant, after=_after(request, BATCH_PREFIX), limit=limit + 1)
+        after = _after(request, BATCH_PREFIX)
         # A hundred batches that failed have ten megabytes of metadata and errors.
-        body = await self._manager.context.threads.run(tenant, partial(_batches_page, records, limit))
-        return web.Response(body=body, content_type="application/json")
+        async with self._pages.slot(tenant):
+            records = await batches.page(tenant, after=after, limit=limit + 1)
+            body = await self._manager.context.threads.run(tenant, partial(_batches_page, records, limit))
+        return await self._delivery.send_json(request, tenant, body)
 
-    async def _batch(self, request: web.Request) -> web.Response:
+    async def _batch(self, request: web.Request) -> web.StreamResponse:
         tenant, batches = self._reader.tenant(request), self._batches()
-        return web.json_response(batch_object(await batches.get(tenant, _batch_id(request))))
+        found = batch_object(await batches.get(tenant, _batch_id(request)))
+        return await self._delivery.send_object(request, tenant, found)
 
-    async def _cancel(self, request: web.Request) -> web.Response:
+    async def _cancel(self, request: web.Request) -> web.StreamResponse:
         tenant, batches = self._reader.tenant(request), self._batches()
         await self._reader.body(request, tenant)  # clients send {} or nothing
         batch = await batches.cancel(tenant, _batch_id(request))
         self._on_changed()
-        return web.json_response(batch_object(batch))
+        return await self._delivery.send_object(request, tenant, batch_object(batch))
 
     def _files(self) -> FileStore:
         return self._both()[0]
@@ -205,7 +215,3 @@ def _after(request: web.Request, prefix: str) -> str:
 def _batches_page(records: Sequence[str], limit: int) -> bytes:
     items = [batch_object(decode_batch(record)) for record in records[:limit]]
     return msgspec.json.encode(list_object(items, has_more=len(records) > limit))
-
-
-def _page(items: Sequence[Mapping[str, Any]], limit: int) -> web.Response:
-    return web.json_response(list_object(items[:limit], has_more=len(items) > limit))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 import msgspec
 from aiohttp import web
 
+from libs.common import service_bounds
 from services.router.admission.tenant_shares import TextShares
 from services.router.api.http.piece_stream import PIECE_BYTES, each_piece, send_pieces
 from services.router.api.json_body import Json
@@ -30,7 +31,12 @@ class AnswerDelivery:
         self._sent = sent
 
     async def send_object(
-        self, request: web.Request, tenant: str, answer: Json, *, stall_s: float
+        self,
+        request: web.Request,
+        tenant: str,
+        answer: Json,
+        *,
+        stall_s: float = service_bounds.WRITE_STALL_S,
     ) -> web.StreamResponse:
         """Answer with an object. Raises Overloaded beyond the tenant's share."""
         data = await asyncio.to_thread(msgspec.json.encode, answer)
@@ -42,7 +48,7 @@ class AnswerDelivery:
         tenant: str,
         data: bytes,
         *,
-        stall_s: float,
+        stall_s: float = service_bounds.WRITE_STALL_S,
         headers: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
         """Answer with JSON. Raises Overloaded beyond the tenant's share."""

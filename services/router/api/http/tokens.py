@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.openai.token_bodies import (
@@ -30,17 +31,21 @@ class TokenEndpoint:
 
     It counts as a request where its key has limits."""
 
-    def __init__(self, manager: RequestManager, reader: RequestReader, card: ModelCard) -> None:
+    def __init__(
+        self, manager: RequestManager, reader: RequestReader, card: ModelCard, *, delivery: AnswerDelivery
+    ) -> None:
         self._manager = manager
         self._reader = reader
         self._card = card
+        self._delivery = delivery
         self._texts = TokenTexts(card, manager.context.threads)
 
-    async def tokenize(self, request: web.Request) -> web.Response:
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """The ids of a text, or of a conversation as the chat template renders it."""
         caller = self._reader.caller(request, request.path)
         with limited_call(self._manager.context.metering, caller):
-            return web.json_response(await self._tokens(request, caller))
+            found = await self._tokens(request, caller)
+        return await self._delivery.send_object(request, caller.tenant, found)
 
     async def _tokens(self, request: web.Request, caller: Caller) -> dict[str, object]:
         body, n_bytes = await self._read(request, caller, parse_tokenize)
@@ -72,11 +77,12 @@ class TokenEndpoint:
         facts = {**self._card.tokenizer_config, "model_max_length": self._card.max_context_tokens}
         return web.json_response(facts)
 
-    async def detokenize(self, request: web.Request) -> web.Response:
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """The text of token ids, with the names of control tokens."""
         caller = self._reader.caller(request, request.path)
         with limited_call(self._manager.context.metering, caller):
-            return web.json_response({"prompt": await self._text(request, caller)})
+            found = {"prompt": await self._text(request, caller)}
+        return await self._delivery.send_object(request, caller.tenant, found)
 
     async def _text(self, request: web.Request, caller: Caller) -> str:
         body, _ = await self._read(request, caller, parse_detokenize)

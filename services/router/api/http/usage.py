@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+import msgspec
 from aiohttp import web
 
+from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.request_reader import RequestReader
 from services.router.metering.metering import Metering
 from services.router.metering.usage_query import UsageQuery, parse_usage_query
@@ -17,11 +20,12 @@ from slipstream.metering.money import amount_text
 class UsageEndpoint:
     """Answers with exact sums. Costs are text, because a JSON number has 15 digits."""
 
-    def __init__(self, metering: Metering | None, reader: RequestReader) -> None:
+    def __init__(self, metering: Metering | None, reader: RequestReader, delivery: AnswerDelivery) -> None:
         self._metering = metering
         self._reader = reader
+        self._delivery = delivery
 
-    async def show(self, request: web.Request) -> web.Response:
+    async def show(self, request: web.Request) -> web.StreamResponse:
         """`?from=2027-01-01&to=2027-01-31&group_by=day,model&tenant=anna`, each optional."""
         own_tenant = self._reader.tenant(request)
         if self._metering is None:
@@ -36,11 +40,12 @@ class UsageEndpoint:
             is_operator=self._reader.sees_all_tenants(request),
             today=self._metering.today,
         )
-        return web.json_response(_body(query, await self._metering.usage(query)))
+        data = await self._metering.usage(query, partial(_body, query))
+        return await self._delivery.send_json(request, own_tenant, data)
 
 
-def _body(query: UsageQuery, sums: Sequence[UsageSum]) -> dict[str, object]:
-    return {
+def _body(query: UsageQuery, sums: Sequence[UsageSum]) -> bytes:
+    body = {
         "object": "list",
         "from": query.from_day.isoformat(),
         "to": query.to_day.isoformat(),
@@ -58,3 +63,4 @@ def _body(query: UsageQuery, sums: Sequence[UsageSum]) -> dict[str, object]:
             for each in sums
         ],
     }
+    return msgspec.json.encode(body)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from services.router.api.rpc.callers import Callers, Context
 from services.router.metering.metering import Metering
-from services.router.metering.usage_query import UsageColumn, parse_usage_query
+from services.router.metering.usage_query import UsageColumn, UsageQuery, parse_usage_query
+from services.router.metering.usage_store import UsageSum
 from slipstream import errors
 from slipstream.metering.money import amount_text
 from slipstream.v1 import router_pb2
@@ -17,10 +21,8 @@ class UsageMethod:
         self._metering = metering
         self._callers = callers
 
-    async def get_usage(
-        self, request: router_pb2.GetUsageRequest, context: Context
-    ) -> router_pb2.GetUsageResponse:
-        """GetUsage."""
+    async def get_usage(self, request: router_pb2.GetUsageRequest, context: Context) -> bytes:
+        """GetUsage. Returns the GetUsageResponse as a thread has serialised it."""
         own_tenant = self._callers.tenant(context)
         if self._metering is None:
             raise errors.FailedPrecondition("this router meters nothing")
@@ -33,20 +35,24 @@ class UsageMethod:
             is_operator=self._callers.sees_all_tenants(),
             today=self._metering.today,
         )
-        response = router_pb2.GetUsageResponse(
-            from_day=query.from_day.isoformat(), to_day=query.to_day.isoformat()
+        return await self._metering.usage(query, partial(_encode, query))
+
+
+def _encode(query: UsageQuery, sums: Sequence[UsageSum]) -> bytes:
+    response = router_pb2.GetUsageResponse(
+        from_day=query.from_day.isoformat(), to_day=query.to_day.isoformat()
+    )
+    for each in sums:
+        response.rows.add(
+            **each.group,
+            requests=each.counts.requests,
+            prompt_tokens=each.counts.prompt_tokens,
+            cached_tokens=each.counts.cached_tokens,
+            completion_tokens=each.counts.completion_tokens,
+            currency=each.currency,
+            cost=amount_text(each.counts.cost_pico),
         )
-        for each in await self._metering.usage(query):
-            response.rows.add(
-                **each.group,
-                requests=each.counts.requests,
-                prompt_tokens=each.counts.prompt_tokens,
-                cached_tokens=each.counts.cached_tokens,
-                completion_tokens=each.counts.completion_tokens,
-                currency=each.currency,
-                cost=amount_text(each.counts.cost_pico),
-            )
-        return response
+    return response.SerializeToString()
 
 
 _NAMES = {router_pb2.UsageGroup.Value(f"USAGE_GROUP_{name.upper()}"): name.value for name in UsageColumn}

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -189,7 +189,14 @@ class RunEndpoints:
         if state != "done":
             return web.json_response(envelope({"status": state, "request_id": body.request_id}))
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        return await send_pieces(request, response, queue.answer(tenant, body.request_id))
+        async with contextlib.aclosing(self._held_pieces(tenant, body.request_id)) as pieces:
+            return await send_pieces(request, response, pieces)
+
+    async def _held_pieces(self, tenant: str, request_id: str) -> AsyncGenerator[bytes, None]:
+        """The answers of a queued call, each piece in the tenant's share of what is sent to it."""
+        async for piece in self._needed_queue().answer(tenant, request_id):
+            with self._generation.delivery.sending(tenant, len(piece)):
+                yield piece
 
     def _needed_queue(self) -> QueuedRuns:
         if self._queue is None:
