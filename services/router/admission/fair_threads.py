@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from libs.common.service_bounds import MAX_WAITING_WORK, RETRY_AFTER_S
 from services.router.admission.fair_queue import FairQueue
-from slipstream.errors import Overloaded
+from slipstream.errors import DeadlineExceeded, Overloaded
 
 T = TypeVar("T")
 
@@ -67,6 +67,14 @@ class FairThreads:
         finally:
             if self._queue.remove(name):
                 del self._waiting[name]
+
+    async def run_in_time(self, tenant: str, piece: Callable[[], T], deadline_s: float | None) -> T:
+        """The same for a piece of what is not admitted. Raises DeadlineExceeded, too."""
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await self.run(tenant, piece, admitted=False)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed") from None
 
     def close(self) -> None:
         """Start no more pieces. Idempotent."""

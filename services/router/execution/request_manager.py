@@ -81,15 +81,12 @@ class RequestManager:
     async def read(self, caller: Caller, parse: Callable[[], T], *, n_bytes: int) -> T:
         """Parse a message of so many bytes with `parse`; a long one is parsed off the event loop.
 
-        Raises what `parse` raises, Overloaded and DeadlineExceeded.
+        It counts for its tenant meanwhile. Raises what `parse` raises, Overloaded and DeadlineExceeded.
         """
         if n_bytes <= INLINE_BYTES:
             return parse()
-        try:
-            async with asyncio.timeout_at(caller.deadline_s):
-                return await self.context.threads.run(caller.tenant, parse, admitted=False)
-        except TimeoutError:
-            raise errors.DeadlineExceeded("the request's deadline passed") from None
+        with self.texts.holding(caller.tenant, n_bytes, is_job=caller.is_job):
+            return await self.context.threads.run_in_time(caller.tenant, parse, caller.deadline_s)
 
     async def begin(
         self,
@@ -162,9 +159,10 @@ class RequestManager:
             raise
 
     async def encode(self, request: GenerationRequest, caller: Caller, *, n_bytes: int) -> Prompt:
-        """The prompt of a request that does not run. Raises as `begin` does, but for Overloaded."""
+        """The prompt of a request that does not run. Raises as `begin` does."""
         await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
-        return await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
+        with self.texts.holding(caller.tenant, request.text_chars):
+            return await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
 
     async def _free_id(self, key: tuple[str, str], *, is_takeover: bool) -> None:
         """Make sure that no request has this id. Raises InvalidArgument if one has.
@@ -291,12 +289,8 @@ class RequestManager:
             return self._constraints.make(request)
         chars = request.text_chars  # held meanwhile, as while it runs
         with self.texts.holding(caller.tenant, chars, is_job=caller.is_job):
-            try:
-                make = partial(self._constraints.make, request)
-                async with asyncio.timeout_at(caller.deadline_s):
-                    return await self._grammar_thread.run(caller.tenant, make, admitted=False)
-            except TimeoutError:
-                raise errors.DeadlineExceeded("the request's deadline passed") from None
+            make = partial(self._constraints.make, request)
+            return await self._grammar_thread.run_in_time(caller.tenant, make, caller.deadline_s)
 
     def _refuse_early(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
         """Refuse without validating the request when admission has no room. Never refuses a takeover."""

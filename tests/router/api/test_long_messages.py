@@ -15,6 +15,7 @@ import aiohttp
 import grpc
 import pytest
 
+from libs.common.service_bounds import MAX_TENANT_HELD_TEXT_CHARS
 from libs.text.tokenizer import Tokenizer
 from services.router.api.answers import exchange
 from services.router.api.openai import request as openai_request
@@ -23,8 +24,9 @@ from services.router.execution import generation, request_manager
 from services.router.execution.request_manager import INLINE_BYTES
 from services.router.request import prompt
 from services.router.request.conversations import message_node
+from services.router.request.types import Caller
 from services.router.server import RouterServer
-from slipstream import bounds
+from slipstream import bounds, errors
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
@@ -226,3 +228,13 @@ async def test_a_compressed_body_is_decompressed_within_its_bound_off_the_event_
         assert answer.status == status
     assert threads.of["decompress"]
     assert threading.get_ident() not in threads.of["decompress"]
+
+
+async def test_a_long_message_counts_for_its_tenant_until_it_is_parsed(router: RouterServer) -> None:
+    """Else a tenant's messages that wait for a thread could fill the memory."""
+    manager, caller = router.manager, Caller(tenant="anna")
+    n_bytes = MAX_TENANT_HELD_TEXT_CHARS
+    assert await manager.read(caller, lambda: manager.texts.held_chars, n_bytes=n_bytes) == n_bytes
+    with manager.texts.holding("anna", 1), pytest.raises(errors.Overloaded):
+        await manager.read(caller, lambda: None, n_bytes=n_bytes)
+    assert not manager.texts.held_chars
