@@ -35,7 +35,7 @@ from slipstream.etcd.v3 import etcd_pb2 as pb
 from slipstream.rpc.names import wait_resolved
 
 _READ_ATTEMPT_S = 1.0
-_PIECE_KEYS = 1024  # of a prefix that are read in one iteration of the event loop
+_PIECE_KEYS = 1024  # of a prefix that are read in one call, and one iteration of the event loop
 # etcd's default --max-txn-ops is 128.
 MAX_SWAPS = 64
 
@@ -106,16 +106,22 @@ class EtcdClient:
         return _key_value(response.kvs[0]) if response.kvs else None
 
     async def get_prefix(self, prefix: str) -> PrefixSnapshot:
-        """All keys that start with `prefix`, as of one revision."""
-        request = pb.RangeRequest(key=prefix.encode(), range_end=prefix_end(prefix))
-        response = await self._read("KV/Range", request, pb.RangeResponse)
+        """All keys that start with `prefix`, as of one revision. Raises EtcdCompacted when that is gone.
+
+        There may be 100,000s: in one answer they would exceed its time, and what a channel receives.
+        """
+        begin, end, revision = prefix.encode(), prefix_end(prefix), 0
         entries: dict[str, KeyValue] = {}
-        for n, kv in enumerate(response.kvs, start=1):
-            entry = _key_value(kv)
-            entries[entry.key] = entry
-            if n % _PIECE_KEYS == 0:  # there may be 100,000s, and the event loop has other work
-                await asyncio.sleep(0)
-        return PrefixSnapshot(response.header.revision, entries)
+        while True:
+            request = pb.RangeRequest(key=begin, range_end=end, limit=_PIECE_KEYS, revision=revision)
+            response = await self._read("KV/Range", request, pb.RangeResponse)
+            revision = revision or response.header.revision
+            for kv in response.kvs:
+                entry = _key_value(kv)
+                entries[entry.key] = entry
+            if not response.more:
+                return PrefixSnapshot(revision, entries)
+            begin = response.kvs[-1].key + b"\0"
 
     async def put(self, key: str, value: bytes, *, lease_id: int = NO_LEASE) -> int:
         """Set the key unconditionally; returns its mod_revision.

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.etcd import client as client_module
 from libs.common.etcd.channel import channel_target
 from libs.common.etcd.client import EtcdClient, prefix_end
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, LeaseNotFound, Swap
@@ -49,6 +51,29 @@ async def test_put_get_delete_and_prefix_at_one_revision(client: EtcdClient) -> 
     assert await client.delete("/t1/a")
     assert not await client.delete("/t1/a")
     assert await client.get("/t1/a") is None
+
+
+async def test_a_long_prefix_is_read_in_pages_of_one_revision(
+    client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one answer, 100,000 sessions exceed what a channel receives, and what an attempt may take."""
+    monkeypatch.setattr(client_module, "_PIECE_KEYS", 3)
+    for number in range(10):
+        await client.put(f"/t9/{number}", b"old")
+    read, sizes = client._read, list[int]()
+
+    async def read_and_write(method: str, request: Any, kind: Any) -> Any:
+        response = await read(method, request, kind)
+        sizes.append(len(response.kvs))
+        await client.put(f"/t9/{9 - len(sizes)}", b"new")
+        return response
+
+    monkeypatch.setattr(client, "_read", read_and_write)
+    snapshot = await client.get_prefix("/t9/")
+    assert sizes == [3, 3, 3, 1]
+    assert {key: kv.value for key, kv in snapshot.entries.items()} == {f"/t9/{n}": b"old" for n in range(10)}
+    assert max(kv.mod_revision for kv in snapshot.entries.values()) == snapshot.revision
+    assert (await client.get_prefix("/t9/nothing")).entries == {}
 
 
 async def test_a_swap_is_atomic(client: EtcdClient) -> None:
