@@ -50,7 +50,8 @@ class FleetSignals:
 
     async def holdings(self) -> list[WorkerHoldings]:
         """The holdings of each process that the fleet uses, without processes that drain."""
-        counts, blocks = self._placed()
+        # Tenants may have 100,000s of sessions: to count them takes longer than streams may wait.
+        counts, blocks = await asyncio.to_thread(self._placed)
         found = []
         for role in _WORKERS:
             for link in self._fleet.links_of(role):

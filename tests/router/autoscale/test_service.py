@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+import pytest
 
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.placement_record import Placement, SessionId
@@ -62,3 +65,18 @@ async def test_a_router_is_named_by_the_address_that_others_dial(card: ModelCard
     async with running_router(card, InMemoryDiscovery(), **ports) as router:
         port = router.admin.endpoint.rpartition(":")[2]
         assert [held.endpoint for held in await router.signals.holdings()] == [f"127.0.0.1:{port}"]
+
+
+async def test_the_sessions_of_all_tenants_are_counted_off_the_event_loop(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_router(card, InMemoryDiscovery()) as router:
+        counted_by: list[int] = []
+
+        def sessions() -> dict[SessionId, Placement]:
+            counted_by.append(threading.get_ident())
+            return {}
+
+        monkeypatch.setattr(router.signals, "_sessions", sessions)
+        await router.signals.holdings()
+        assert counted_by and threading.get_ident() not in counted_by
