@@ -146,7 +146,7 @@ class GenerationTask:
         queued_s = self._admitted_s - self.began_s
         if not self.caller.is_job:
             context.counters.observe("slipstream_request_queue_seconds", queued_s, trace_id=self._trace_id)
-        await context.start_pacer.acquire()
+        await context.start_pacer.acquire(self.caller.tenant)
         self._prompt = await encode_prompt(
             context,
             self.request,

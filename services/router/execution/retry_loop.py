@@ -35,6 +35,8 @@ async def run_attempts(state: RequestState) -> AttemptEnd:
             if state.is_held:
                 await state.wait_for_client()
                 continue  # it may be held again
+            if last is not None:  # a lost worker may have had a hundred requests: a few begin again at a time
+                await state.context.start_pacer.acquire(state.caller.tenant)
             state.stats.attempts += 1
             last = await _select_safe_workers(state)
             end = await _attempt(state, last)

@@ -1,14 +1,14 @@
-"""Starts a few requests in each iteration of the event loop, in order.
+"""Starts a few requests in each iteration of the event loop, tenant by tenant, and of each in order.
 
 Without pacing, the event loop would encode all requests of a burst before it places and sends the first one.
 With pacing, the first prefills run while the router encodes later requests. First tokens reach their clients
-between two iterations.
+between two iterations. Requests whose worker was lost start so, too: it may have had hundreds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
+from collections import OrderedDict, deque
 
 # More than one, so that one message carries the prompts of several requests to a worker.
 PER_ITERATION = 4
@@ -20,17 +20,17 @@ class StartPacer:
     def __init__(self, *, per_iteration: int = PER_ITERATION) -> None:
         self._per_iteration = per_iteration
         self._left = per_iteration
-        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # whose turn it is first
         self._armed = False
 
-    async def acquire(self) -> None:
+    async def acquire(self, tenant: str) -> None:
         """Return at once if this iteration has a start left, else in a later iteration."""
         if self._left and not self._waiting:
             self._left -= 1
             self._arm()
             return
         slot = asyncio.get_running_loop().create_future()
-        self._waiting.append(slot)
+        self._waiting.setdefault(tenant, deque()).append(slot)
         self._arm()
         await slot
 
@@ -42,7 +42,10 @@ class StartPacer:
     def _next(self) -> None:
         self._armed, self._left = False, self._per_iteration
         while self._waiting and self._left:
-            slot = self._waiting.popleft()
+            tenant, slots = self._waiting.popitem(last=False)
+            slot = slots.popleft()
+            if slots:
+                self._waiting[tenant] = slots
             if not slot.done():  # else its task was cancelled
                 slot.set_result(None)
                 self._left -= 1

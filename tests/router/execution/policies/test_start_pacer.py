@@ -12,7 +12,7 @@ async def test_a_burst_starts_in_order_and_a_few_per_iteration() -> None:
     done = asyncio.Event()
 
     async def work(number: int) -> None:
-        await pacer.acquire()
+        await pacer.acquire("anna")
         started.append((number, iteration))
         if number == 19:
             done.set()
@@ -26,12 +26,12 @@ async def test_a_burst_starts_in_order_and_a_few_per_iteration() -> None:
     assert [number for number, _ in started] == list(range(20))
     by_iteration = [started_in for _, started_in in started]
     assert max(by_iteration.count(started_in) for started_in in by_iteration) <= 3
-    await asyncio.wait_for(pacer.acquire(), 60)  # a lone request starts at once
+    await asyncio.wait_for(pacer.acquire("anna"), 60)  # a lone request starts at once
 
 
 async def test_a_cancelled_request_delays_no_other() -> None:
     pacer = StartPacer(per_iteration=1)
-    tasks = [asyncio.create_task(pacer.acquire()) for _ in range(6)]
+    tasks = [asyncio.create_task(pacer.acquire("anna")) for _ in range(6)]
     await asyncio.sleep(0)
     for task in tasks[2:4]:
         task.cancel()
@@ -40,3 +40,15 @@ async def test_a_cancelled_request_delays_no_other() -> None:
     assert [isinstance(result, asyncio.CancelledError) for result in results] == [False] * 2 + [True] * 2 + [
         False
     ] * 2
+
+
+async def test_tenants_start_in_turn() -> None:
+    """A tenant whose worker was lost with hundreds of requests delays the start of another one by one."""
+    pacer, started = StartPacer(per_iteration=1), list[str]()
+
+    async def start(tenant: str) -> None:
+        await pacer.acquire(tenant)
+        started.append(tenant)
+
+    await asyncio.gather(*[start("anna") for _ in range(9)], start("bert"))
+    assert started[:4].count("bert") == 1
