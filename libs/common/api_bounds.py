@@ -267,8 +267,9 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "429",
     ),
     (
-        "Whole answers and stored responses that one tenant's clients are being sent at one router",
-        f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes; those of 64 KiB and less do not count",
-        "429; RESOURCE_EXHAUSTED",
+        "Whole answers, stored responses, files, lists and usage that one tenant's clients are being sent"
+        " at one router",
+        f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes; those of 64 KiB and less do not count, of a file 1 MiB does",
+        "429, RESOURCE_EXHAUSTED",
     ),
 )

@@ -8,6 +8,9 @@ MAX_SUBMITTED_JOBS = 500
 MAX_JOBS_PAGE = 1000
 # Of a result in one answer: gRPC sends a message in one piece on the event loop.
 MAX_RESULT_PART_BYTES = 8 << 20
+# Deliveries of one router, and of these to one host for one tenant; what is read of an answer.
+WEBHOOKS_AT_ONCE, TENANT_WEBHOOKS_TO_HOST = 32, 4
+WEBHOOK_ANSWER_BYTES = 16 << 10
 
 JOBS = Section("Jobs")
 SUBMITTED = JOBS.add(Size("jobs", 1, MAX_SUBMITTED_JOBS, "jobs in one call", "One transaction.", "gRPC"))
@@ -51,3 +54,9 @@ RESULT_PARTS = JOBS.add(
     )
 )
 NAMED = JOBS.add(Rule("id", "must be given, or group_id", "A call about no job is a mistake.", apis="gRPC"))
+
+WEBHOOKS_ROW = (
+    "Webhooks of one router at a time / of one tenant to one host / bytes of an answer that are read",
+    f"{WEBHOOKS_AT_ONCE} / {TENANT_WEBHOOKS_TO_HOST} / {WEBHOOK_ANSWER_BYTES}",
+    "others wait / others wait / failed",
+)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from libs.common import api_bounds, batch_bounds, list_bounds, worker_bounds
-from libs.common.job_bounds import JOBS
+from libs.common.job_bounds import JOBS, WEBHOOKS_ROW
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
 
@@ -253,7 +253,7 @@ _TOGETHER: tuple[_Row, ...] = (
         "refused: this one, or the newest of the tenant with most waiting",
     ),
     (
-        "Text of the requests that run or wait: of all tenants / of one; jobs take half of it",
+        "Text of the requests that run, wait or are parsed: of all tenants / of one; jobs take half of it",
         f"{MAX_HELD_TEXT_CHARS} / {MAX_TENANT_HELD_TEXT_CHARS} characters",
         "refused",
     ),
@@ -345,6 +345,7 @@ _JOBS: tuple[_Row, ...] = (
     ("Jobs that one router runs", f"{MAX_RUNNING_JOBS}", "others wait in the database"),
     ("Refusals of a job's end by the database", f"{MAX_REFUSED_ENDS}", "the job fails without a result"),
     ("Clients of one tenant that follow jobs at one router", f"{MAX_TENANT_JOB_FOLLOWERS}", "refused"),
+    WEBHOOKS_ROW,
     ("One delivery of a webhook", f"{WEBHOOK_S:g} s", "repeated later"),
     ("All deliveries of one webhook", f"{WEBHOOK_LIFE_S:g} s", "given up"),
 )

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from functools import cache
 from urllib.parse import quote, urlsplit
 
+from libs.common.job_bounds import WEBHOOK_ANSWER_BYTES
 from services.router.jobs.webhook_policy import SCHEME_PORTS
 from services.router.jobs.webhook_resolver import AllowedResolver
 
-# Of the final status line, and of all interim answers before it.
-MAX_HEAD_BYTES = 16 << 10
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-9][0-9]{2})(?: .*)?\r?\n", re.DOTALL)
 _FIRST_FINAL = 200
 # What may stand in the target of a request: other characters are escaped.
@@ -51,7 +50,7 @@ async def _post(url: str, body: bytes, headers: Mapping[str, str], resolver: All
     tls = _tls() if parts.scheme == "https" else None
     address = await resolver.resolve(host, port)
     reader, writer = await asyncio.open_connection(
-        address, port, limit=MAX_HEAD_BYTES, ssl=tls, server_hostname=host if tls else None
+        address, port, limit=WEBHOOK_ANSWER_BYTES, ssl=tls, server_hostname=host if tls else None
     )
     try:
         writer.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
@@ -62,7 +61,7 @@ async def _post(url: str, body: bytes, headers: Mapping[str, str], resolver: All
 
 async def _final_status(reader: asyncio.StreamReader) -> int:
     """The status of the first answer that is not an interim one. Raises ValueError."""
-    left = MAX_HEAD_BYTES
+    left = WEBHOOK_ANSWER_BYTES
     while left > 0:
         line = await reader.readuntil(b"\n")
         left -= len(line)

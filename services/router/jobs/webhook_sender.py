@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from libs.common.job_bounds import TENANT_WEBHOOKS_TO_HOST, WEBHOOKS_AT_ONCE
 from libs.common.service_bounds import WEBHOOK_LIFE_S, WEBHOOK_S
 from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
@@ -24,8 +25,6 @@ from slipstream.errors import SlipstreamError
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-# Of one router, and of these to one host for one tenant.
-_SENT_AT_ONCE, _SENT_TO_ONE = 32, 4
 _LEASE_S = 4 * WEBHOOK_S  # of a message that one router sends
 _GONE = 410
 # Each receiver whose first message is due: a few looks into the index a receiver, however many wait there.
@@ -125,12 +124,12 @@ class WebhookSender:
     async def _claim(self) -> list[_DueMessage]:
         now_s = self._now_s()
         in_flight = Counter(self._sending.values())
-        n = _SENT_AT_ONCE - len(self._sending)
+        n = WEBHOOKS_AT_ONCE - len(self._sending)
         if n <= 0:
             return []
         due = await self._database.read(lambda tx: tx.execute(DUE_RECEIVERS, (now_s,)))
         receivers = [(str(tenant), str(host)) for tenant, host in due]
-        shares = share_deliveries(receivers, in_flight, n, most_each=_SENT_TO_ONE)
+        shares = share_deliveries(receivers, in_flight, n, most_each=TENANT_WEBHOOKS_TO_HOST)
 
         def claim(tx: SqlTransaction) -> list[_DueMessage]:
             return [

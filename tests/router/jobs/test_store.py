@@ -246,7 +246,7 @@ async def test_a_tenant_lists_and_counts_by_its_own_indexes(tmp_path: Path) -> N
 
         return await read(explain, **options)
 
-    database.read = explained  # type: ignore[method-assign, assignment]
+    database.read = explained  # type: ignore[method-assign]
     for state in (None, JobState.FAILED):
         for group in ("", "g"):
             await tables.store.list_jobs("alice", group_id=group, state=state)
