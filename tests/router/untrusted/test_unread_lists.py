@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -61,7 +62,13 @@ async def store_usage(database: Database, tenant: str) -> str:  # noqa: F811
 
 
 async def store_batch(database: Database, tenant: str) -> str:  # noqa: F811
-    record = {"id": "batch_1", "tenant": tenant, "endpoint": "/", "input_file": "f", "window": "24h"}
+    record: dict[str, Any] = {
+        "id": "batch_1",
+        "tenant": tenant,
+        "endpoint": "/",
+        "input_file": "f",
+        "window": "24h",
+    }
     record |= {"state": "failed", "created_unix_s": 1.0, "expires_unix_s": 2.0, "output_ttl_s": 9}
     text = json.dumps({**record, "metadata": {"k": LONG}})
     sql = "INSERT INTO batches (id, tenant, state, input_file, record, lease, lease_until_unix_s)"
@@ -100,6 +107,27 @@ async def test_long_answers_about_tokens_count_too(router: RouterServer) -> None
         assert await status_of(router, "key-a", "/detokenize", body) == 429
         assert await status_of(router, "key-b", "/detokenize", body) == 200
     assert await status_of(router, "key-a", "/detokenize", body) == 200
+
+
+async def test_a_few_bodies_of_a_tenant_become_tokens_at_a_time(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = router._http._tokens._texts
+    running, most, write = 0, 0, texts.text
+
+    async def text(*arguments: Any, **options: Any) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return await write(*arguments, **options)
+
+    monkeypatch.setattr(texts, "text", text)
+    calls = [status_of(router, "key-a", "/detokenize", {"tokens": [5]}) for _ in range(24)]
+    assert set(await asyncio.gather(*calls)) == {200}
+    assert 1 < most <= 4
+    assert not router.manager.texts.held_chars
 
 
 async def test_answers_of_queued_runs_count_too(router: RouterServer, database: Database) -> None:  # noqa: F811

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from services.router.admission.tenant_shares import TenantSlots
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.request_reader import RequestReader
@@ -24,6 +26,7 @@ from services.router.request.validation import check_model
 from slipstream import bounds
 
 T = TypeVar("T")
+_TURNS, _TURN_WAIT_S = 4, 30.0  # of one tenant
 
 
 class TokenEndpoint:
@@ -38,6 +41,7 @@ class TokenEndpoint:
         self._reader = reader
         self._card = card
         self._delivery = delivery
+        self._turns = TenantSlots(_TURNS, wait_s=_TURN_WAIT_S)
         self._texts = TokenTexts(card, manager.context.threads)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -49,14 +53,22 @@ class TokenEndpoint:
 
     async def _tokens(self, request: web.Request, caller: Caller) -> dict[str, object]:
         body, n_bytes = await self._read(request, caller, parse_tokenize)
-        prompt = await self._manager.encode(self._with_edge(body.request), caller, n_bytes=n_bytes)
-        ids = prompt.token_ids.tolist()
-        return {
-            "count": len(ids),
-            "max_model_len": self._card.max_context_tokens,
-            "tokens": ids,
-            "token_strs": await self._texts.each(ids, tenant=caller.tenant) if body.with_texts else None,
-        }
+        async with self._turn(caller.tenant, n_bytes):
+            prompt = await self._manager.encode(self._with_edge(body.request), caller, n_bytes=n_bytes)
+            ids = prompt.token_ids.tolist()
+            return {
+                "count": len(ids),
+                "max_model_len": self._card.max_context_tokens,
+                "tokens": ids,
+                "token_strs": await self._texts.each(ids, tenant=caller.tenant) if body.with_texts else None,
+            }
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, tenant: str, n_bytes: int) -> AsyncIterator[None]:
+        """A few bodies of a tenant at a time become lists of tokens, which take ten times as much memory."""
+        with self._manager.texts.holding(tenant, n_bytes):
+            async with self._turns.slot(tenant):
+                yield
 
     def _with_edge(self, request: GenerationRequest) -> GenerationRequest:
         """The request, where the prompt `[BOS]` alone is that token: so evals ask for its id.
@@ -85,9 +97,10 @@ class TokenEndpoint:
         return await self._delivery.send_object(request, caller.tenant, found)
 
     async def _text(self, request: web.Request, caller: Caller) -> str:
-        body, _ = await self._read(request, caller, parse_detokenize)
+        body, n_bytes = await self._read(request, caller, parse_detokenize)
         check_model(body.model, self._card.names)
-        return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
+        async with self._turn(caller.tenant, n_bytes):
+            return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
 
     async def _read(self, request: web.Request, caller: Caller, parse: Callable[[bytes], T]) -> tuple[T, int]:
         data = await self._reader.body(request, caller.tenant)
