@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,7 +20,7 @@ from services.router.api.http.piece_stream import PIECE_BYTES
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.v1 import jobs_pb2, jobs_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.database.conftest import database, database_url, postgres  # noqa: F401 - fixtures
+from tests.database.conftest import database  # noqa: F401 - a fixture
 from tests.router.conftest import WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.api_keys import tenant_keys
@@ -30,7 +31,7 @@ RUN = "5f4e4d2c-0000-4000-8000-000000000000"
 
 
 @pytest.fixture
-def database_url(tmp_path: Any) -> str:  # noqa: F811
+def database_url(tmp_path: Path) -> str:
     return f"sqlite:{tmp_path}/router.db"
 
 
