@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from aiohttp import web
 from libs.common.telemetry.counters import Counters
 from libs.database.database import open_database
 from libs.database.transaction import SqlTransaction
-from services.router.jobs import webhook_sender
+from services.router.jobs import webhook_client, webhook_sender
 from services.router.jobs.store import JobLimits
 from services.router.jobs.types import Webhook
 from services.router.jobs.webhook_policy import parse_webhook_hosts
@@ -25,6 +27,7 @@ from services.router.jobs.webhook_resolver import AllowedResolver
 from slipstream.errors import Overloaded
 from tests.router.jobs.stores import JobTables
 from tests.router.jobs.test_webhooks import SECRET, Receiver, sender_of, until_counted
+from tests.support.tls.authority import Authority
 
 
 @pytest.fixture
@@ -169,3 +172,42 @@ async def test_an_answer_counts_by_its_first_bytes(tables: JobTables, answer: by
         sender.start()
         await until_counted(counters, outcome)
         await sender.close()
+
+
+async def test_https_is_delivered_to_a_certificate_of_the_name_alone(
+    tables: JobTables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Authority(tmp_path).issue("hooks", "localhost")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    answer = partial(_answer_at_once, b"HTTP/1.1 200 OK\r\n\r\n")
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    port = server.sockets[0].getsockname()[1]
+
+    async def resolve(self: AllowedResolver, host: str, port: int) -> str:
+        return "127.0.0.1"
+
+    monkeypatch.setattr(AllowedResolver, "resolve", resolve)
+
+    async def post(host: str) -> int:
+        resolver = AllowedResolver(parse_webhook_hosts(""))
+        url = f"https://{host}:{port}/"
+        try:
+            return await webhook_client.post_webhook(url, b"{}", {}, resolver=resolver, timeout_s=30)
+        finally:
+            resolver.close()
+
+    async with server:
+        with pytest.raises(webhook_client.WebhookUnanswered, match="SSLCertVerificationError"):
+            await post("localhost")  # of an unknown authority
+        trusting = ssl.create_default_context(cafile=str(files.ca))
+        monkeypatch.setattr(webhook_client, "_tls", lambda: trusting)
+        assert await post("localhost") == 200
+        with pytest.raises(webhook_client.WebhookUnanswered, match="SSLCertVerificationError"):
+            await post("other.example")
+
+
+async def _answer_at_once(answer: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(answer)
+    await writer.drain()
+    writer.close()
