@@ -269,7 +269,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "Whole answers, stored responses, files, lists and usage that one tenant's clients are being sent"
         " at one router",
-        f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes; those of 64 KiB and less do not count, of a file 1 MiB does",
+        f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes; those of 64 KiB or less do not count, of a file 1 MiB",
         "429, RESOURCE_EXHAUSTED",
     ),
 )

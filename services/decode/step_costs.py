@@ -82,8 +82,8 @@ class SetupCosts:
         """Of one sequence, by medians; 0 without any."""
         if not self._sequences:
             return 0.0
-        times_ms, tokens = zip(*self._sequences, strict=True)
-        return statistics.median(times_ms) / max(statistics.median(tokens), 1)
+        setup_ms = statistics.median([setup_ms for setup_ms, _ in self._sequences])
+        return setup_ms / max(statistics.median([n_tokens for _, n_tokens in self._sequences]), 1)
 
 
 def least_confidence(window: StepWindow | None, n_sequences: int) -> float:

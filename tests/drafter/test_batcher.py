@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import ContextRows
-from services.drafter.batcher import MAX_DRAFT_TOKENS, Proposal, Work, answer_batch
+from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, ContextRows
+from services.drafter.batcher import Proposal, Work, answer_batch
 from slipstream.errors import InvalidArgument
 
 
