@@ -147,6 +147,8 @@ class GenerateRequest(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    PREVIOUS_RESPONSE_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty = the served model"""
     prompt: _builtins.str
@@ -170,6 +172,14 @@ class GenerateRequest(_message.Message):
     echo: _builtins.bool
     """With `prompt` or `token_ids`: the first delta of each answer has the prompt's text, unless the call resumes
     after a token. `max_tokens` may then be 0: the answer is the prompt alone.
+    """
+    store: _builtins.bool
+    """With `chat` and one answer: the answer is stored before the call ends, and ResponseService and
+    `/v1/responses` know it. `started` has its id. The call cannot be resumed.
+    """
+    previous_response_id: _builtins.str
+    """With `chat`: the stored response that goes on. Its whole conversation precedes `messages`; tools and
+    sampling do not carry over.
     """
     @_builtins.property
     def chat(self) -> Global___Chat: ...
@@ -207,10 +217,12 @@ class GenerateRequest(_message.Message):
         output: Global___OutputFormat | None = ...,
         parallel_tool_calls: _builtins.bool | None = ...,
         echo: _builtins.bool = ...,
+        store: _builtins.bool = ...,
+        previous_response_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking", b"_thinking", "chat", b"chat", "input", b"input", "output", b"output", "parallel_tool_calls", b"parallel_tool_calls", "prompt", b"prompt", "sampling", b"sampling", "thinking", b"thinking", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking", b"_thinking", "chat", b"chat", "echo", b"echo", "input", b"input", "keeps_reasoning", b"keeps_reasoning", "metadata", b"metadata", "model", b"model", "n", b"n", "output", b"output", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "prompt", b"prompt", "reject_if_busy", b"reject_if_busy", "request_id", b"request_id", "resume_after_tokens", b"resume_after_tokens", "sampling", b"sampling", "stop", b"stop", "thinking", b"thinking", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking", b"_thinking", "chat", b"chat", "echo", b"echo", "input", b"input", "keeps_reasoning", b"keeps_reasoning", "metadata", b"metadata", "model", b"model", "n", b"n", "output", b"output", "parallel_tool_calls", b"parallel_tool_calls", "previous_response_id", b"previous_response_id", "priority", b"priority", "prompt", b"prompt", "reject_if_busy", b"reject_if_busy", "request_id", b"request_id", "resume_after_tokens", b"resume_after_tokens", "sampling", b"sampling", "stop", b"stop", "store", b"store", "thinking", b"thinking", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
     _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
@@ -693,12 +705,15 @@ class Started(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    RESPONSE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     created_unix_s: _builtins.float
     prompt_tokens: _builtins.int
     index: _builtins.int
     """of the answer, below `n`; so in Delta and Finished"""
+    response_id: _builtins.str
+    """by which the answer will be stored; empty: it is not"""
     def __init__(
         self,
         *,
@@ -707,10 +722,11 @@ class Started(_message.Message):
         created_unix_s: _builtins.float = ...,
         prompt_tokens: _builtins.int = ...,
         index: _builtins.int = ...,
+        response_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "index", b"index", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "index", b"index", "model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "response_id", b"response_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
