@@ -10,6 +10,7 @@ from libs.database.database import Database
 from services.router.api.anthropic.routes import PATH as MESSAGES_PATH
 from services.router.api.anthropic.routes import MessagesRoutes
 from services.router.api.batches.assembly import make_batches
+from services.router.api.batches.endpoint import BatchEndpoints
 from services.router.api.formats import FORMATS
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import RouterJobs
@@ -47,16 +48,8 @@ def add_families(
     jobs.formats.update({**openai, MESSAGES_PATH: messages.format})
     http.add(messages)
     http.add(responses)
-    batches, runner = make_batches(
-        manager,
-        http.reader,
-        database,
-        jobs.store,
-        delivery=http.generation.delivery,
-        paths=jobs.formats,
-        wall_clock_s=time.time,
-    )
-    http.add(batches)
+    batches, runner = make_batches(manager, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time)
+    http.add(BatchEndpoints(manager, http.reader, batches, delivery=http.generation.delivery))
     http.add(
         RunEndpoints(manager, http.reader, http.generation, jobs.store, formats=openai, models=http.models)
     )

@@ -34,21 +34,26 @@ _DECODER = msgspec.json.Decoder(CreateBatchBody)
 def parse_batch(data: bytes, endpoints: Collection[str]) -> NewBatch:
     """The batch that a body asks for. Raises InvalidArgument naming the field, NotFound for no file's id."""
     body = decode_body(data, _DECODER, lambda _: None)
-    if not body.input_file_id:
-        raise batch_bounds.INPUT_FILE.refused()
-    if not is_id(body.input_file_id, FILE_PREFIX):
-        raise errors.NotFound("there is no such file", field="input_file_id")
-    if body.endpoint is None or body.endpoint not in endpoints:
-        raise batch_bounds.ENDPOINT.refused(endpoints=", ".join(sorted(endpoints)))
+    check_names(body.input_file_id or "", body.endpoint or "", endpoints)
     if body.completion_window != "24h":
         raise batch_bounds.WINDOW.refused()
     return NewBatch(
-        body.endpoint,
-        body.input_file_id,
-        _metadata(body.metadata or {}),
+        body.endpoint or "",
+        body.input_file_id or "",
+        checked_metadata(body.metadata or {}),
         _output_ttl_s(body.output_expires_after),
         body.completion_window,
     )
+
+
+def check_names(input_file_id: str, endpoint: str, endpoints: Collection[str]) -> None:
+    """Raise InvalidArgument for what names no file or none of the endpoints, NotFound for no file's id."""
+    if not input_file_id:
+        raise batch_bounds.INPUT_FILE.refused()
+    if not is_id(input_file_id, FILE_PREFIX):
+        raise errors.NotFound("there is no such file", field="input_file_id")
+    if endpoint not in endpoints:
+        raise batch_bounds.ENDPOINT.refused(endpoints=", ".join(sorted(endpoints)))
 
 
 def _output_ttl_s(given: _OutputExpiry | None) -> int:
@@ -62,7 +67,8 @@ def _output_ttl_s(given: _OutputExpiry | None) -> int:
     return given.seconds
 
 
-def _metadata(given: Mapping[str, Any]) -> Mapping[str, str]:
+def checked_metadata(given: Mapping[str, Any]) -> Mapping[str, str]:
+    """The metadata of a batch. Raises InvalidArgument naming the first entry that does not fit."""
     bounds.METADATA.check(len(given))
     for key, value in given.items():
         if not isinstance(value, str):

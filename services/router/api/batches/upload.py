@@ -1,158 +1,109 @@
-"""Reads the form of an upload from its connection, part by part."""
+"""Files that arrive from clients of both APIs: bounded together, and each whole or not at all."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import warnings
-from collections.abc import Callable, Mapping
-from typing import cast
-
-from aiohttp import (
-    BadContentDispositionHeader,
-    BadContentDispositionParam,
-    BodyPartReader,
-    MultipartReader,
-    StreamReader,
-    web,
-)
-from aiohttp.http import HttpProcessingError
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from libs.common import batch_bounds
+from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.batches.file_store import FileStore, FileWriter, NewFile
 from services.router.api.batches.records import StoredFile
-from slipstream.errors import BodyTooLarge, InvalidArgument
+from slipstream import bounds
 
 KEY_CHECK_S = 1.0
-_READ_BYTES = 64 << 10
-_MAX_TEXT_BYTES = 1024
-# Of boundaries, headers, and what comes before the first part, which may be anything; each takes long.
-_MAX_LINES = 1024
-# What aiohttp raises for a boundary, a header or an end that does not fit.
-_MALFORMED = (
-    *(ValueError, AssertionError, EOFError),
-    *(HttpProcessingError, web.HTTPException, web.RequestPayloadError),
-    *(BadContentDispositionHeader, BadContentDispositionParam),
-)
-# As a warning, each distinct header would stay in Python's registry of warnings, and in the log.
-for _category in (BadContentDispositionHeader, BadContentDispositionParam):
-    warnings.simplefilter("error", _category)
-_SECONDS = re.compile(r"[0-9]{1,9}")
 
 
 class FileUpload:
-    """One form: the parts `file` and `purpose`, and how long the file lives."""
+    """A file while it arrives: it begins with its name, and its content follows."""
 
-    def __init__(self, files: FileStore, tenant: str, *, check_key: Callable[[], object]) -> None:
-        """`check_key` raises Unauthenticated once the key of the upload counts no more."""
-        self._check_key = check_key
+    def __init__(self, files: FileStore, tenant: str) -> None:
         self._files = files
         self._tenant = tenant
-        self._texts: dict[str, str] = {}
         self._writer: FileWriter | None = None
 
-    async def read(self, request: web.Request) -> StoredFile:
-        """Store the file of the form. Raises InvalidArgument, Overloaded; what was stored goes then.
+    @property
+    def has_begun(self) -> bool:
+        """Whether the name is known."""
+        return self._writer is not None
 
-        Raises Unauthenticated within KEY_CHECK_S after the key ceased to count, also while nothing arrives.
-        """
-        reading = asyncio.create_task(self._read(request))
-        try:
-            while not reading.done():
-                self._check_key()
-                await asyncio.wait([reading], timeout=KEY_CHECK_S)
-        except BaseException:
-            reading.cancel()
-            await asyncio.wait([reading])
-            raise
-        return reading.result()
-
-    async def _read(self, request: web.Request) -> StoredFile:
-        try:
-            await self._read_parts(request)
-            if self._writer is None:
-                raise batch_bounds.FILE.refused()
-            if self._texts.get("purpose") != "batch":
-                raise batch_bounds.PURPOSE.refused()
-            ttl_s = _ttl_s(self._texts)
-            self._check_key()
-            return await self._writer.finish(ttl_s=ttl_s)
-        except BaseException:
-            if self._writer is not None:
-                await self._writer.abandon()
-            raise
-
-    async def _read_parts(self, request: web.Request) -> None:
-        try:
-            reader = MultipartReader(request.headers, cast(StreamReader, _FormContent(request.content)))
-            n_parts = 0
-            while (part := await reader.next()) is not None:
-                n_parts += 1
-                batch_bounds.FILE_PARTS.check(n_parts)
-                if isinstance(part, MultipartReader):
-                    raise batch_bounds.FILE_FORM.refused()
-                await self._read_part(part)
-        except _MALFORMED as error:
-            raise batch_bounds.FILE_FORM.refused() from error
-
-    async def _read_part(self, part: BodyPartReader) -> None:
-        if part.name == "file":
-            await self._read_file(part)
-            return
-        text = b""
-        while piece := await part.read_chunk(_READ_BYTES):
-            text += piece
-            if len(text) > _MAX_TEXT_BYTES:
-                raise batch_bounds.FILE_FORM.refused()
-        self._texts[part.name or ""] = text.decode("utf-8", "replace")
-
-    async def _read_file(self, part: BodyPartReader) -> None:
-        name = part.filename or ""
+    async def begin(self, name: str) -> None:
+        """Take the name. Raises InvalidArgument for none, one too long and a second one, and Overloaded."""
         if self._writer is not None or not name:
             raise batch_bounds.FILE.refused()
         batch_bounds.FILE_NAME.check(len(name.encode(errors="replace")))
         self._writer = await self._files.begin(NewFile(self._tenant, _safe_name(name), "batch"))
-        while piece := await part.read_chunk(_READ_BYTES):
-            await self._writer.append(piece)
+
+    async def append(self, data: bytes) -> None:
+        """Take a piece of the content. Raises InvalidArgument and Overloaded as `FileWriter.append` does."""
+        assert self._writer is not None
+        await self._writer.append(data)
+
+    async def finish(self, *, ttl_s: float) -> StoredFile:
+        """Make the file visible for so long. Raises as `append` does."""
+        assert self._writer is not None
+        return await self._writer.finish(ttl_s=ttl_s)
+
+    async def abandon(self) -> None:
+        """Let what arrived be removed."""
+        if self._writer is not None:
+            await self._writer.abandon()
 
 
-class _FormContent:
-    """The body of a form, as a MultipartReader reads it, with a bounded number of lines outside of parts."""
-
-    def __init__(self, content: StreamReader) -> None:
-        self._lines = 0
-        self._content = content
-        self.read, self.at_eof, self.unread_data = content.read, content.at_eof, content.unread_data
-
-    async def readline(self, **given: int) -> bytes:
-        """One line. Raises ValueError for too many."""
-        self._lines += 1
-        if self._lines > _MAX_LINES:
-            raise ValueError("too many lines outside of parts")
-        return await self._content.readline(**given)
+# Gives the content to the upload, and returns the life of the file in seconds.
+ReadContent = Callable[[FileUpload], Awaitable[float]]
 
 
-def _ttl_s(texts: Mapping[str, str]) -> float:
-    """The life of the file that the form asks for; clients of OpenAI write nested fields in brackets."""
-    seconds = texts.get("expires_after[seconds]")
-    anchor = texts.get("expires_after[anchor]")
-    if seconds is None and anchor is None:
-        return batch_bounds.FILE_TTL_S
-    if anchor != "created_at":
-        raise batch_bounds.EXPIRES_ANCHOR.refused()
-    if seconds is None or not _SECONDS.fullmatch(seconds):
-        raise InvalidArgument("expires_after.seconds", batch_bounds.EXPIRES.words)
-    batch_bounds.EXPIRES.check(int(seconds))
-    return float(seconds)
+class UploadSlots:
+    """The uploads of a router. They take longer than other messages, and have places of their own."""
+
+    def __init__(self) -> None:
+        most, most_tenant = batch_bounds.MAX_UPLOADS
+        self._uploads = ReceiveSlots(most=most, most_tenant=most_tenant)
+
+    async def receive(
+        self, files: FileStore, tenant: str, read: ReadContent, *, check_key: Callable[[], object]
+    ) -> StoredFile:
+        """Store the file that `read` receives. What was stored goes where anything fails.
+
+        `check_key` raises Unauthenticated once the key of the upload counts no more: that ends the upload
+        within KEY_CHECK_S, also while nothing arrives. Raises InvalidArgument after too long, and Overloaded.
+        """
+        try:
+            async with self._uploads.receiving(tenant), asyncio.timeout(batch_bounds.FILE_UPLOAD_S):
+                upload = FileUpload(files, tenant)
+                return await _watched(_store(upload, read, check_key), check_key)
+        except TimeoutError:
+            raise bounds.BODY_TIME.refused() from None
+
+
+async def _store(upload: FileUpload, read: ReadContent, check_key: Callable[[], object]) -> StoredFile:
+    try:
+        ttl_s = await read(upload)
+        check_key()
+        return await upload.finish(ttl_s=ttl_s)
+    except BaseException:
+        await upload.abandon()
+        raise
+
+
+async def _watched(storing: Coroutine[Any, Any, StoredFile], check_key: Callable[[], object]) -> StoredFile:
+    """The result of the upload, which ends with its key, and with the call."""
+    task = asyncio.create_task(storing)
+    try:
+        while not task.done():
+            check_key()
+            await asyncio.wait([task], timeout=KEY_CHECK_S)
+    except BaseException:
+        task.cancel()
+        await asyncio.wait([task])
+        raise
+    return task.result()
 
 
 def _safe_name(name: str) -> str:
     """The name without folders and control characters: it is shown, and never a path."""
     last = re.split(r"[/\\]", name)[-1]
     return "".join(c if c.isprintable() else "?" for c in last) or "file"
-
-
-def check_length(request: web.Request) -> None:
-    """Raise InvalidArgument for a form that says that it is too large."""
-    if (request.content_length or 0) > batch_bounds.MAX_FILE_BYTES + _READ_BYTES:
-        raise BodyTooLarge("file", batch_bounds.FILE_BYTES.words)
