@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from libs.common.batch_bounds import FILE_MESSAGE_BYTES
 from libs.common.service_bounds import GRPC_SHORT_REQUEST_BYTES
 from slipstream.rpc.caller_class import CallerClass
 
@@ -35,6 +36,23 @@ RPC_CLASSES: Mapping[str, Mapping[str, CallerClass]] = {
         "ListJobs": TENANT,
         "CancelJobs": TENANT,
         "FollowJobs": TENANT,
+    },
+    "slipstream.v1.BatchService": {
+        "UploadFile": TENANT,
+        "GetFile": TENANT,
+        "ListFiles": TENANT,
+        "DeleteFile": TENANT,
+        "DownloadFile": TENANT,
+        "CreateBatch": TENANT,
+        "GetBatch": TENANT,
+        "ListBatches": TENANT,
+        "CancelBatch": TENANT,
+    },
+    "slipstream.v1.ResponseService": {
+        "GetResponse": TENANT,
+        "ListInputItems": TENANT,
+        "CancelResponse": TENANT,
+        "DeleteResponse": TENANT,
     },
     "slipstream.v1.PrefillService": {
         "Prefill": PEER,
@@ -170,12 +188,14 @@ _LONG: dict[str, tuple[str, ...]] = {
     "slipstream.v1.KvEventService": ("WatchBlocks",),
 }
 LONG_METHODS = frozenset(f"/{service}/{name}" for service, names in _LONG.items() for name in names)
-SHORT_METHODS = METHOD_CLASSES.keys() - LONG_METHODS
+# What takes content in pieces has a bound of its own.
+PIECE_METHODS: Mapping[str, int] = {"/slipstream.v1.BatchService/UploadFile": FILE_MESSAGE_BYTES}
+SHORT_METHODS = METHOD_CLASSES.keys() - LONG_METHODS - PIECE_METHODS.keys()
 
 
 def most_request_bytes(method: str) -> int | None:
     """The bound of one message of a method, as "/service/method"; None: that of its port."""
-    return GRPC_SHORT_REQUEST_BYTES if method in SHORT_METHODS else None
+    return GRPC_SHORT_REQUEST_BYTES if method in SHORT_METHODS else PIECE_METHODS.get(method)
 
 
 def markdown_tables() -> str:

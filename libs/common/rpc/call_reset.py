@@ -9,9 +9,11 @@ two calls, its first one for ever and the last one until the next arrives: these
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,18 @@ def reset_call_later(delay_s: float) -> None:
     assert handler is not None
     timer = asyncio.get_running_loop().call_later(delay_s, reset_call, handler)
     handler.add_done_callback(lambda _: timer.cancel())
+
+
+@contextlib.contextmanager
+def resetting_after(delay_s: float) -> Iterator[None]:
+    """Reset the call that this task handles unless what runs inside ends by then."""
+    handler = asyncio.current_task()
+    assert handler is not None
+    timer = asyncio.get_running_loop().call_later(delay_s, reset_call, handler)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _owner_of(handler: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
