@@ -35,9 +35,9 @@ from services.router.api.access_log import AccessLog
 from services.router.api.admin_server import make_admin_server
 from services.router.api.families import add_families
 from services.router.api.http_server import HttpServer
-from services.router.api.jobs.assembly import JOB_SERVICE_NAME, RouterJobs
+from services.router.api.jobs.assembly import RouterJobs
 from services.router.api.metrics import begin_series, measure_fleet
-from services.router.api.rpc.server import SERVICE_NAME, GrpcServer
+from services.router.api.rpc.server import GrpcServer
 from services.router.autoscale.assembly import add_autoscale
 from services.router.autoscale.signals import FleetSignals
 from services.router.console.assembly import make_console
@@ -108,9 +108,11 @@ class RouterServer:
         sent = sent_shares()
         self._grpc = self._make_grpc(access_log, sent)
         self.jobs = RouterJobs(options, self.manager, self.fleet)
-        self.jobs.serve(self.host.server, self._grpc)
+        self.jobs.serve(self._grpc)
         self._http = self._make_http(access_log, sent)
-        self._tasks = add_families(self._http, self.manager, self.pipeline.card, options, self.jobs)
+        self._tasks = add_families(
+            self._http, self._grpc, self.manager, self.pipeline.card, options, self.jobs
+        )
         calls = ProcessCalls(self.pipeline.dial, options.secret)
         self._worker_service = self._make_worker_service()
         self._operator_services = self._add_operator_services(calls)
@@ -246,7 +248,7 @@ class RouterServer:
         # The kernel queues connections meanwhile. So a router that restarts refuses none for want of workers.
         if not await self.pipeline.has_workers(look_s=look_s, connect_s=connect_s):
             log.info("serves without having seen a prefill and a decode worker")
-        await self.host.start([SERVICE_NAME, JOB_SERVICE_NAME])
+        await self.host.start(self._grpc.service_names)
         await self.admin.start(self._operator_services)
         await self._http_listener.start()
         await self._admin_http.start()

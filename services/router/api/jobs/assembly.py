@@ -6,8 +6,6 @@ import asyncio
 import time
 from typing import Protocol
 
-import grpc
-
 from libs.common.service_bounds import MAX_RUNNING_JOBS
 from libs.database.database import Database
 from services.router.admission.types import Priority
@@ -27,8 +25,6 @@ from services.router.jobs.webhook_policy import WebhookHosts
 from services.router.jobs.webhook_sender import WebhookSender
 from services.router.workers.fleet import RouterFleet
 from slipstream.v1 import worker_pb2
-
-JOB_SERVICE_NAME = SERVICE_NAME
 
 
 class JobSettings(Protocol):
@@ -86,7 +82,7 @@ class RouterJobs:
                 database, options.webhook_hosts, wall_clock_s=time.time, counters=counters
             )
 
-    def serve(self, server: grpc.aio.Server, api: GrpcServer) -> None:
+    def serve(self, api: GrpcServer) -> None:
         """Register JobService beside the router's own service."""
         service = JobService(
             self.store,
@@ -96,7 +92,7 @@ class RouterJobs:
             read=self._manager.read,
             run_piece=self._manager.context.threads.run,
         )
-        server.add_generic_rpc_handlers((job_handlers(service, api.logged),))
+        api.add(SERVICE_NAME, job_handlers(service, api))
 
     def start(self) -> None:
         """Begin to run jobs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from libs.common import api_bounds, job_bounds, service_bounds
 from services.router.admission.fair_threads import RunPiece
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.message_reader import read_message
+from services.router.api.rpc.server import GrpcServer
 from services.router.jobs.executor import JobExecutor
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import (
@@ -198,30 +199,18 @@ def _counts_of(counts: JobCounts) -> jobs_pb2.JobCounts:
     return jobs_pb2.JobCounts(**{state.value: getattr(counts, state.value) for state in JobState})
 
 
-def job_handlers(service: JobService, logged: Any) -> grpc.GenericRpcHandler:
-    """The service's methods; `logged` gives a unary one its line in the access log."""
+def job_handlers(service: JobService, api: GrpcServer) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The service's methods, the unary ones with their lines in the access log."""
     unary: dict[str, tuple[Any, Any]] = {
         "SubmitJobs": (service.submit, None),  # it reads the message itself
         "GetJob": (service.get, jobs_pb2.GetJobRequest),
         "ListJobs": (service.list_jobs, jobs_pb2.ListJobsRequest),
         "CancelJobs": (service.cancel, jobs_pb2.CancelJobsRequest),
     }
-    handlers: dict[str, Any] = {
-        name: grpc.unary_unary_rpc_method_handler(
-            logged(name, method),
-            request_deserializer=None if kind is None else kind.FromString,
-            response_serializer=_serialize,
-        )
-        for name, (method, kind) in unary.items()
-    }
+    handlers: dict[str, Any] = {name: api.unary(name, *method) for name, method in unary.items()}
     handlers["FollowJobs"] = grpc.unary_stream_rpc_method_handler(
         service.follow,
         request_deserializer=jobs_pb2.FollowJobsRequest.FromString,
-        response_serializer=_serialize,
+        response_serializer=jobs_pb2.FollowJobsResponse.SerializeToString,
     )
-    return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
-
-
-def _serialize(message: Any) -> bytes:
-    data: bytes = message if isinstance(message, bytes) else message.SerializeToString()
-    return data
+    return handlers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -66,11 +66,13 @@ class GrpcServer:
             metering=metering,
             run_piece=manager.context.threads.run,
         )
+        self.service_names: list[str] = []
+        self._server: grpc.aio.Server | None = None
         self._usage = UsageMethod(metering, self.callers)
         self._tokens = TokenMethods(manager, self.callers, card)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service. Methods without a message type parse the raw bytes themselves."""
+        """Register RouterService. Methods without a message type parse the raw bytes themselves."""
         unary: dict[str, tuple[UnaryMethod, Any]] = {
             "Abort": (self._abort, router_pb2.AbortRequest),
             "Tokenize": (self._tokens.tokenize, None),
@@ -80,18 +82,20 @@ class GrpcServer:
             "GetUsage": (self._usage.get_usage, router_pb2.GetUsageRequest),
             "ListWorkers": (self._lists.list_workers, router_pb2.ListWorkersRequest),
         }
-        handlers: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self.logged(name, method),
-                request_deserializer=None if kind is None else kind.FromString,
-                response_serializer=_serialize,
-            )
-            for name, (method, kind) in unary.items()
-        }
+        handlers: dict[str, Any] = {name: self.unary(name, *method) for name, method in unary.items()}
         handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
             self.generation.generate, request_deserializer=None, response_serializer=_serialize
         )
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+        self._server = server
+        self.add(SERVICE_NAME, handlers)
+
+    def add(self, service_name: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+        """Register a service, before the port serves. `add_to` comes first."""
+        assert self._server is not None
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service_name, dict(handlers)),)
+        )
+        self.service_names.append(service_name)
 
     def name_call(self, context: Context) -> None:
         """Let the call have a request id, before its message is read: that of its metadata, or a new one."""
@@ -107,8 +111,22 @@ class GrpcServer:
             note_failure(record, error)
         return trailing_id(record.request_id)
 
-    def logged(self, name: str, method: UnaryMethod) -> UnaryMethod:
-        """A unary method with its line in the access log."""
+    def unary(self, name: str, method: UnaryMethod, kind: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        """The handler of a method with one answer. `kind` None: the method parses the raw bytes itself."""
+        return grpc.unary_unary_rpc_method_handler(
+            self._logged(name, method),
+            request_deserializer=None if kind is None else kind.FromString,
+            response_serializer=_serialize,
+        )
+
+    def stream(self, name: str, method: UnaryMethod, kind: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        """The handler of a method that writes its answers itself, and returns None."""
+        return grpc.unary_stream_rpc_method_handler(
+            self._logged(name, method), request_deserializer=kind.FromString, response_serializer=_serialize
+        )
+
+    def _logged(self, name: str, method: UnaryMethod) -> UnaryMethod:
+        """A method with its line in the access log."""
 
         async def call(request: Any, context: Context) -> Any:
             with self._access_log.call("grpc", name) as record:
@@ -120,7 +138,8 @@ class GrpcServer:
                         response = await method(request, context)
                     finally:
                         self._state_limits(record, context)
-                    self._count_sent(record.tenant, response)
+                    if response is not None:  # of `stream`
+                        self._count_sent(record.tenant, response)
                     record.status = "OK"
                     return response
                 except BaseException as error:
