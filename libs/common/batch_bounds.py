@@ -8,6 +8,11 @@ from slipstream.bound import Range, Rule, Section, Size
 MAX_FILE_BYTES = 100 << 20
 FILE_UPLOAD_S = 600.0
 FILE_CHUNK_BYTES = 1 << 20
+# Of an upload over gRPC: a chunk with its envelope.
+FILE_MESSAGE_BYTES = FILE_CHUNK_BYTES + 1024
+# Of a list of batches over gRPC: stock clients take 4 MiB.
+BATCHES_PAGE_BYTES = 1 << 20
+FILES_PAGE, BATCHES_PAGE = 100, 20
 MAX_TENANT_FILES = 1000
 MAX_TENANT_FILE_BYTES = 1 << 30
 FILE_TTL_S = 30 * 24 * 3600
@@ -24,9 +29,25 @@ MAX_BATCH_ERRORS = 100
 BATCH_WINDOW_S = 24 * 3600
 
 _files = Section("Files and batches")
-FILE = _files.add(Rule("file", "must be given, with a file name", "One part of the form.", "HTTP"))
-FILE_BYTES = _files.add(Size("file", 1, MAX_FILE_BYTES, "bytes", "It is kept in the database.", "HTTP"))
-FILE_NAME = _files.add(Size("file", 1, 256, "bytes in its name", "Answers show it.", "HTTP"))
+FILE = _files.add(
+    Rule("file", "must be given, with a file name", "One part of the form, or the header of the upload.")
+)
+FILE_BYTES = _files.add(Size("file", 1, MAX_FILE_BYTES, "bytes", "It is kept in the database."))
+FILE_NAME = _files.add(Size("file", 1, 256, "bytes in its name", "Answers show it."))
+FILE_PART = _files.add(
+    Size("content", 0, FILE_CHUNK_BYTES, "bytes in one message", "A message is whole in memory.", "gRPC")
+)
+FILE_WHOLE = _files.add(
+    Rule(
+        "content",
+        "must have the {n_bytes} bytes that the header states",
+        "A broken call ends so, too.",
+        "gRPC",
+    )
+)
+FILE_HEADER = _files.add(
+    Rule("header", "must be the first message of an upload, and it alone", "The content follows.", "gRPC")
+)
 FILE_FORM = _files.add(
     Rule("body", "must be multipart/form-data with the parts file and purpose", "As OpenAI's.", "HTTP")
 )
@@ -38,13 +59,26 @@ EXPIRES_ANCHOR = _files.add(
 EXPIRES = _files.add(
     Range("expires_after.seconds", 3600, FILE_TTL_S, "Left out: 30 days.", whole=True, apis="HTTP")
 )
-ENDPOINT = _files.add(Rule("endpoint", "must be one of {endpoints}", "What a batch may call.", "HTTP"))
+TTL_MS = _files.add(
+    Range(
+        "header.ttl_ms",
+        3600 * 1000,
+        FILE_TTL_S * 1000,
+        "0 = 30 days. Also output_ttl_ms.",
+        whole=True,
+        apis="gRPC",
+    )
+)
+ENDPOINT = _files.add(Rule("endpoint", "must be one of {endpoints}", "What a batch may call."))
 WINDOW = _files.add(Rule("completion_window", "must be 24h", "As OpenAI's.", "HTTP"))
-INPUT_FILE = _files.add(Rule("input_file_id", "must be given", "The requests of the batch.", "HTTP"))
-LIMIT = _files.add(Range("limit", 1, 100, "Of a page of batches.", whole=True, apis="HTTP"))
-FILES_LIMIT = _files.add(Range("limit", 1, MAX_TENANT_FILES, "Of a page of files.", whole=True, apis="HTTP"))
+INPUT_FILE = _files.add(Rule("input_file_id", "must be given", "The requests of the batch."))
+LIMIT = _files.add(Range("limit", 1, 100, "Of a page of batches. gRPC: 0 = 20.", whole=True))
+FILES_LIMIT = _files.add(
+    Range("limit", 1, MAX_TENANT_FILES, "Of a page of files. gRPC: 0 = 100.", whole=True)
+)
 ORDER = _files.add(Rule("order", "must be asc or desc", "By the time of creation.", "HTTP"))
-AFTER = _files.add(Rule("after", "names nothing of this list", "The id at the end of a page.", "HTTP"))
+AFTER = _files.add(Rule("after", "names nothing of this list", "The id at the end of a page."))
+LISTED_PURPOSE = _files.add(Rule("purpose", "is not known", "A file has one of two.", "gRPC"))
 
 _runs = Section("Runs of Workers AI's API")
 RUN_INPUT = _runs.add(
@@ -65,6 +99,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "others wait at the client, at most 30 s",
     ),
     ("Whole upload of a file", f"{FILE_UPLOAD_S:g} s", "400"),
+    ("Page of batches over gRPC", f"about {BATCHES_PAGE_BYTES} bytes", "the page ends earlier"),
     (
         "Files of one tenant: number / bytes in all",
         f"{MAX_TENANT_FILES} / {MAX_TENANT_FILE_BYTES}",

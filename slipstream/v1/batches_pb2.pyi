@@ -136,20 +136,24 @@ class FileHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    N_BYTES_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """shown to clients; folders in it are left out"""
+    n_bytes: _builtins.int
+    """of the content; the upload fails unless so many arrive"""
     ttl_ms: _builtins.int
     """0 = 30 days; then the file is deleted"""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        n_bytes: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_bytes", b"n_bytes", "name", b"name", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

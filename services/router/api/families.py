@@ -1,4 +1,4 @@
-"""The APIs beside OpenAI's completions, which the HTTP server takes as families of routes."""
+"""The APIs beside OpenAI's completions: families of routes over HTTP, and services over gRPC."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from services.router.api.anthropic.routes import PATH as MESSAGES_PATH
 from services.router.api.anthropic.routes import MessagesRoutes
 from services.router.api.batches.assembly import make_batches
 from services.router.api.batches.endpoint import BatchEndpoints
+from services.router.api.batches.rpc.service import BATCH_SERVICE_NAME, BatchService, batch_handlers
 from services.router.api.formats import FORMATS
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import RouterJobs
 from services.router.api.responses.routes import PATH as RESPONSES_PATH
 from services.router.api.responses.routes import ResponsesRoutes
 from services.router.api.responses.store import ResponseStore
+from services.router.api.rpc.server import GrpcServer
 from services.router.api.workers_ai.endpoint import RunEndpoints
 from services.router.execution.request_manager import RequestManager
 from services.router.request.model_card import ModelCard
@@ -33,9 +35,14 @@ class StoreOptions(Protocol):
 
 
 def add_families(
-    http: HttpServer, manager: RequestManager, card: ModelCard, options: StoreOptions, jobs: RouterJobs
+    http: HttpServer,
+    rpc: GrpcServer,
+    manager: RequestManager,
+    card: ModelCard,
+    options: StoreOptions,
+    jobs: RouterJobs,
 ) -> list[asyncio.Task[None]]:
-    """Add their routes, before the server listens, and the formats that jobs may name.
+    """Add their routes and services, before the servers listen, and the formats that jobs may name.
 
     The tasks work until they are cancelled.
     """
@@ -50,6 +57,9 @@ def add_families(
     http.add(responses)
     batches, runner = make_batches(manager, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time)
     http.add(BatchEndpoints(manager, http.reader, batches, delivery=http.generation.delivery))
+    run_piece, write_stall_s = manager.context.threads.run, http.generation.write_stall_s
+    service = BatchService(batches, rpc.callers, run_piece=run_piece, write_stall_s=write_stall_s)
+    rpc.add(BATCH_SERVICE_NAME, batch_handlers(service, rpc))
     http.add(
         RunEndpoints(manager, http.reader, http.generation, jobs.store, formats=openai, models=http.models)
     )

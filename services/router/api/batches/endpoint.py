@@ -24,8 +24,6 @@ from services.router.api.http.request_reader import RequestReader
 from services.router.execution.request_manager import RequestManager
 from slipstream import bounds
 
-BATCHES_PAGE = 20
-
 
 class BatchEndpoints:
     """A `RouteFamily`. Without a database every route is refused by a typed error."""
@@ -125,7 +123,7 @@ class BatchEndpoints:
 
     async def _list_batches(self, request: web.Request) -> web.StreamResponse:
         tenant = self._tenant(request)
-        limit = _limit(request, BATCHES_PAGE, batch_bounds.LIMIT)
+        limit = _limit(request, batch_bounds.BATCHES_PAGE, batch_bounds.LIMIT)
         after = request.query.get("after", "")
         # A hundred batches that failed have ten megabytes of metadata and errors.
         async with self._operations.page_slot(tenant):
