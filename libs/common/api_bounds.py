@@ -1,4 +1,4 @@
-"""Input bounds that only one of the HTTP APIs beside chat completions has; see slipstream/bounds.py. Pure."""
+"""Input bounds that only the APIs beside chat completions have; see slipstream/bounds.py. Pure."""
 
 from __future__ import annotations
 
@@ -88,8 +88,19 @@ NO_STORE = RESPONSES.add(
         "store",
         "needs a database: this router runs without --database",
         "Also previous_response_id and item_reference. Left out: stored where there is one.",
-        "HTTP",
     )
+)
+STORED_CHAT = RESPONSES.add(
+    Rule("store", "needs messages", "A prompt is no conversation. Also previous_response_id.", "gRPC")
+)
+STORED_ONE = RESPONSES.add(
+    Rule("store", "is only for a request with one answer", "A conversation has one.", "gRPC")
+)
+STORED_WHOLE = RESPONSES.add(
+    Rule("resume_after_tokens", "must be left out with store", "The answer would lack its begin.", "gRPC")
+)
+STORED_MESSAGE = RESPONSES.add(
+    Rule("messages[i].name", "must be left out with store", "Items have none. Also partial.", "gRPC")
 )
 RESPONSE_ROWS = RESPONSES.add(
     Size(
@@ -98,7 +109,6 @@ RESPONSE_ROWS = RESPONSES.add(
         32 << 20,
         "bytes of log probabilities",
         "Four events of a stream repeat them.",
-        "HTTP",
     )
 )
 STORED = RESPONSES.add(
@@ -108,7 +118,6 @@ STORED = RESPONSES.add(
         4 * bounds.MAX_BODY_BYTES,
         "bytes of JSON in a response that is stored",
         "A long answer with log probabilities. Without store=true or background it is left out.",
-        "HTTP",
     )
 )
 REFERENCES = RESPONSES.add(
@@ -130,7 +139,6 @@ CONVERSATION = RESPONSES.add(
         bounds.MAX_BODY_BYTES,
         "bytes in the conversation that goes on, and in the items that input refers to",
         "As if the body had them; of their structure, too.",
-        "HTTP",
     )
 )
 BACKGROUND = RESPONSES.add(
@@ -142,10 +150,10 @@ BACKGROUND = RESPONSES.add(
     )
 )
 BACKGROUND_CANCEL = RESPONSES.add(
-    Rule("response_id", "must be of a response in the background", "Others end with their calls.", "HTTP")
+    Rule("response_id", "must be of a response in the background", "Others end with their calls.")
 )
 BACKGROUND_DELETE = RESPONSES.add(
-    Rule("response_id", "must be of a response that has ended: cancel it first", "It still runs.", "HTTP")
+    Rule("response_id", "must be of a response that has ended: cancel it first", "It still runs.")
 )
 BACKGROUND_STREAM = RESPONSES.add(
     Rule("stream", "is only for responses in the background", "The events of others are not kept.", "HTTP")
@@ -155,7 +163,6 @@ BACKGROUND_PREVIOUS = RESPONSES.add(
         "previous_response_id",
         "names a response that is {status}: one that has an answer can be continued",
         "A response in the background may have none yet, or never.",
-        "HTTP",
     )
 )
 STARTING_AFTER = RESPONSES.add(
@@ -172,7 +179,7 @@ STARTING_AFTER_LAST = RESPONSES.add(
 STARTING_AFTER_STREAM = RESPONSES.add(
     Rule("starting_after", "needs stream=true", "A response in one piece has no events.", "HTTP")
 )
-PAGE_LIMIT = RESPONSES.add(Range("limit", 1, 100, "Input items of one page.", whole=True, apis="HTTP"))
+PAGE_LIMIT = RESPONSES.add(Range("limit", 1, 100, "Input items of one page. gRPC: 0 = 20.", whole=True))
 PAGE_ORDER = RESPONSES.add(Rule("order", "must be asc or desc", "As OpenAI's.", "HTTP"))
 
 MESSAGES = Section("/v1/messages")

@@ -37,6 +37,8 @@ from services.router.api.families import add_families
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import RouterJobs
 from services.router.api.metrics import begin_series, measure_fleet
+from services.router.api.responses.assembly import make_responses
+from services.router.api.responses.operations import ResponseOperations
 from services.router.api.rpc.server import GrpcServer
 from services.router.autoscale.assembly import add_autoscale
 from services.router.autoscale.signals import FleetSignals
@@ -106,12 +108,25 @@ class RouterServer:
         begin_series(self.counters)
         access_log = replace(options.access_log, counters=self.counters)
         sent = sent_shares()
-        self._grpc = self._make_grpc(access_log, sent)
         self.jobs = RouterJobs(options, self.manager, self.fleet)
+        responses = make_responses(
+            self.pipeline.card,
+            options.database,
+            self.jobs.store,
+            ttl_s=options.response_ttl_s,
+            wall_clock_s=time.time,
+        )
+        self._grpc = self._make_grpc(access_log, sent, responses)
         self.jobs.serve(self._grpc)
         self._http = self._make_http(access_log, sent)
         self._tasks = add_families(
-            self._http, self._grpc, self.manager, self.pipeline.card, options, self.jobs
+            self._http,
+            self._grpc,
+            self.manager,
+            self.pipeline.card,
+            self.jobs,
+            responses,
+            database=options.database,
         )
         calls = ProcessCalls(self.pipeline.dial, options.secret)
         self._worker_service = self._make_worker_service()
@@ -134,10 +149,13 @@ class RouterServer:
             self.ports.http, tls=http_tls, keepalive_s=options.idle_connection_s
         )
 
-    def _make_grpc(self, access_log: AccessLog, sent: TextShares) -> GrpcServer:
+    def _make_grpc(
+        self, access_log: AccessLog, sent: TextShares, responses: ResponseOperations
+    ) -> GrpcServer:
         """RouterService at the public port."""
         server = GrpcServer(
             self.manager,
+            responses,
             fleet=self.fleet,
             sessions=self.pipeline.sessions,
             card=self.pipeline.card,

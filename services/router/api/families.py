@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from libs.database.database import Database
 from services.router.api.anthropic.routes import PATH as MESSAGES_PATH
@@ -15,23 +14,18 @@ from services.router.api.batches.rpc.service import BATCH_SERVICE_NAME, BatchSer
 from services.router.api.formats import FORMATS
 from services.router.api.http_server import HttpServer
 from services.router.api.jobs.assembly import RouterJobs
+from services.router.api.responses.operations import ResponseOperations
 from services.router.api.responses.routes import PATH as RESPONSES_PATH
 from services.router.api.responses.routes import ResponsesRoutes
-from services.router.api.responses.store import ResponseStore
+from services.router.api.responses.rpc.service import (
+    RESPONSE_SERVICE_NAME,
+    ResponseService,
+    response_handlers,
+)
 from services.router.api.rpc.server import GrpcServer
 from services.router.api.workers_ai.endpoint import RunEndpoints
 from services.router.execution.request_manager import RequestManager
 from services.router.request.model_card import ModelCard
-
-
-class StoreOptions(Protocol):
-    """The router's options for what it stores. `database` None: nothing is stored."""
-
-    @property
-    def database(self) -> Database | None: ...
-
-    @property
-    def response_ttl_s(self) -> float: ...
 
 
 def add_families(
@@ -39,27 +33,28 @@ def add_families(
     rpc: GrpcServer,
     manager: RequestManager,
     card: ModelCard,
-    options: StoreOptions,
     jobs: RouterJobs,
+    responses: ResponseOperations,
+    *,
+    database: Database | None,
 ) -> list[asyncio.Task[None]]:
     """Add their routes and services, before the servers listen, and the formats that jobs may name.
 
     The tasks work until they are cancelled.
     """
-    database, store = options.database, None
-    if database is not None:
-        store = ResponseStore(database, wall_clock_s=time.time, ttl_s=options.response_ttl_s)
-    responses = ResponsesRoutes(manager, http.reader, http.generation, card, store=store, jobs=jobs.store)
     messages = MessagesRoutes(manager, http.reader, http.generation, card)
-    openai = {**FORMATS, RESPONSES_PATH: responses.format}
+    routes = ResponsesRoutes(manager, http.reader, http.generation, card, responses)
+    openai = {**FORMATS, RESPONSES_PATH: routes.format}
     jobs.formats.update({**openai, MESSAGES_PATH: messages.format})
     http.add(messages)
-    http.add(responses)
+    http.add(routes)
     batches, runner = make_batches(manager, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time)
     http.add(BatchEndpoints(manager, http.reader, batches, delivery=http.generation.delivery))
     run_piece, write_stall_s = manager.context.threads.run, http.generation.write_stall_s
     service = BatchService(batches, rpc.callers, run_piece=run_piece, write_stall_s=write_stall_s)
     rpc.add(BATCH_SERVICE_NAME, batch_handlers(service, rpc))
+    shown = ResponseService(responses, rpc.callers, run_piece=run_piece)
+    rpc.add(RESPONSE_SERVICE_NAME, response_handlers(shown, rpc))
     http.add(
         RunEndpoints(manager, http.reader, http.generation, jobs.store, formats=openai, models=http.models)
     )

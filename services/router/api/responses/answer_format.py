@@ -16,9 +16,9 @@ from services.router.api.answers.answer_format import (
     AnswerWriter,
     ParsedBody,
 )
-from services.router.api.responses.background import BackgroundResponses
 from services.router.api.responses.background_id import key_of
 from services.router.api.responses.errors import error_code, error_shape, response_error
+from services.router.api.responses.operations import ResponseOperations
 from services.router.api.responses.request import (
     EarlierItems,
     ResponseDraft,
@@ -45,29 +45,21 @@ class ResponsesFormat(AnswerFormat):
         self,
         manager: RequestManager,
         card: ModelCard,
+        operations: ResponseOperations,
         *,
-        store: ResponseStore | None,
-        background: BackgroundResponses | None,
         new_key: Callable[[], str],
     ) -> None:
         self._manager = manager
         self.card = card
-        self.store = store
-        self._background = background
+        self._operations = operations
+        self.store = operations.store
         self.new_key = new_key
 
     async def for_body(self, caller: Caller, data: bytes) -> _FormatOfBody:
         draft = await self._manager.read(caller, lambda: decode_response(data), n_bytes=len(data))
-        needs_store = draft.wants_store is True or draft.previous_id is not None or draft.references
         if draft.is_background and (self.store is None or draft.wants_store is False):
             raise api_bounds.BACKGROUND.refused()
-        if self.store is None and needs_store:
-            raise api_bounds.NO_STORE.refused(_reason(draft))
-        earlier = EarlierItems()
-        if self.store is not None:
-            if draft.previous_id is not None and self._background is not None:
-                await self._background.check_continued(caller.tenant, draft.previous_id)
-            earlier = await self.store.earlier_items(caller.tenant, draft)
+        earlier = await self._operations.earlier_items(caller.tenant, draft)
         return _FormatOfBody(self, caller, draft, earlier)
 
     def parse(self, data: bytes, request_id: str) -> ParsedBody:
@@ -195,10 +187,3 @@ class ResponsesBody(ParsedBody):
 
     def stored_with_end(self) -> Callable[[SqlTransaction], None] | None:
         return self._saving.insertion if self._saving is not None else None
-
-
-def _reason(draft: ResponseDraft) -> str:
-    """The field that needs the database."""
-    if draft.wants_store is True:
-        return "store"
-    return "input" if draft.previous_id is None else "previous_response_id"

@@ -49,24 +49,30 @@ class _EventStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
 
-class _Reasoning(ReasoningOptions):
+class ResponseReasoning(ReasoningOptions):
+    """Whether the model reasons, and how the reasoning is shown."""
+
     summary: Text = None
     generate_summary: Text = None  # an older name
 
 
-class _TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer's text."""
+
     format: dict[str, Any] | None = None
     verbosity: Any = None
 
 
-class _ResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
+class CreateResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
+    """OpenAI's fields, and the sampling numbers of chat."""
+
     model: Text = None
     input: Any = None
     instructions: Text = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    text: _TextConfig | None = None
-    reasoning: _Reasoning | None = None
+    text: TextConfig | None = None
+    reasoning: ResponseReasoning | None = None
     max_output_tokens: WholeNumber = None
     seed: WholeNumber = None
     stop: Any = None
@@ -109,8 +115,8 @@ class _ResponseBody(SamplingBody, forbid_unknown_fields=True, gc=False):
     }
 
 
-RESPONSE_BODIES: Mapping[str, type[msgspec.Struct]] = {"/v1/responses": _ResponseBody}
-_DECODER = msgspec.json.Decoder(_ResponseBody)
+RESPONSE_BODIES: Mapping[str, type[msgspec.Struct]] = {"/v1/responses": CreateResponseBody}
+_DECODER = msgspec.json.Decoder(CreateResponseBody)
 
 
 class ResponseDraft(msgspec.Struct, frozen=True):
@@ -185,7 +191,7 @@ def parse_response(
     body, ignored = draft.body, draft.ignored
     items = input_items(body.input, earlier)
     sources = _messages(body, items, earlier, ignored)
-    reasoning = body.reasoning or _Reasoning()
+    reasoning = body.reasoning or ResponseReasoning()
     chat = ChatInput(
         messages=sources.messages,
         tools=parse_response_tools(body.tools, ignored.add) if body.tools else (),
@@ -229,7 +235,7 @@ def input_items(given: str | list[Any], earlier: EarlierItems) -> list[Json]:
 
 
 def _messages(
-    body: _ResponseBody, items: Sequence[Json], earlier: EarlierItems, ignored: IgnoredFields
+    body: CreateResponseBody, items: Sequence[Json], earlier: EarlierItems, ignored: IgnoredFields
 ) -> MessageSources:
     into = MessageSources()
     if body.instructions:
@@ -240,7 +246,7 @@ def _messages(
     return into
 
 
-def _summary(given: _Reasoning) -> str | None:
+def _summary(given: ResponseReasoning) -> str | None:
     """How long the summary of the reasoning is to be. Any is the reasoning itself."""
     summary = given.summary if given.summary is not None else given.generate_summary
     if summary is not None and summary not in _SUMMARIES:
@@ -248,7 +254,7 @@ def _summary(given: _Reasoning) -> str | None:
     return summary
 
 
-def _sampling(body: _ResponseBody) -> Sampling:
+def _sampling(body: CreateResponseBody) -> Sampling:
     given = zip(SAMPLING_RANGES, sampling_values(body), strict=True)
     wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
     return Sampling(
@@ -260,7 +266,7 @@ def _sampling(body: _ResponseBody) -> Sampling:
     )
 
 
-def _output(text: _TextConfig | None, ignored: IgnoredFields) -> OutputFormat | None:
+def _output(text: TextConfig | None, ignored: IgnoredFields) -> OutputFormat | None:
     given = text.format if text is not None else None
     if given is None or given.get("type") == "text":
         return None
@@ -276,7 +282,7 @@ def _output(text: _TextConfig | None, ignored: IgnoredFields) -> OutputFormat | 
     return OutputFormat("json_schema", schema, "text.format.schema")
 
 
-def _note_hints(body: _ResponseBody, ignored: IgnoredFields) -> None:
+def _note_hints(body: CreateResponseBody, ignored: IgnoredFields) -> None:
     if body.truncation not in (None, "disabled"):
         raise api_bounds.TRUNCATION.refused()
     for name in _HINTS:
@@ -292,7 +298,7 @@ def _note_hints(body: _ResponseBody, ignored: IgnoredFields) -> None:
 def echo_of(draft: ResponseDraft, *, is_stored: bool) -> Json:
     """The fields of an answer that repeat its request, with OpenAI's defaults."""
     body = draft.body
-    reasoning, text = body.reasoning or _Reasoning(), body.text or _TextConfig()
+    reasoning, text = body.reasoning or ResponseReasoning(), body.text or TextConfig()
     return {
         "background": draft.is_background,
         "instructions": body.instructions,

@@ -20,13 +20,11 @@ from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.json_body import Json
 from services.router.api.responses.answer_format import ResponsesBody, ResponsesFormat
-from services.router.api.responses.background import BackgroundResponses
 from services.router.api.responses.delivery import send_events
 from services.router.api.responses.errors import error_shape
-from services.router.api.responses.store import ResponseStore
+from services.router.api.responses.operations import ResponseOperations
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
 from services.router.execution.request_manager import RequestManager
-from services.router.jobs.store import JobStore
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
@@ -46,23 +44,16 @@ class ResponsesRoutes:
         reader: RequestReader,
         generation: GenerationEndpoint,
         card: ModelCard,
-        *,
-        store: ResponseStore | None,
-        jobs: JobStore | None,
+        operations: ResponseOperations,
     ) -> None:
         self._manager = manager
         self._reader = reader
         self._generation = generation
-        self._store = store
-        self._background: BackgroundResponses | None = None
-        if store is not None and jobs is not None:
-            self._background = BackgroundResponses(jobs, store, card)
+        self._operations = operations
         self._followers: Counter[str] = Counter()  # by tenant
         self.delivery = generation.delivery
         new_key = partial(secrets.token_hex, 16)
-        self.format = ResponsesFormat(
-            manager, card, store=store, background=self._background, new_key=new_key
-        )
+        self.format = ResponsesFormat(manager, card, operations, new_key=new_key)
 
     def routes(self) -> Iterable[web.RouteDef]:
         """See RouteFamily."""
@@ -98,9 +89,8 @@ class ResponsesRoutes:
     async def _begin(
         self, request: web.Request, caller: Caller, data: bytes, *, is_streamed: bool
     ) -> web.StreamResponse:
-        if self._background is None:
-            raise api_bounds.BACKGROUND.refused()
-        submit = partial(self._background.submit, caller.tenant, data, key_sha256=caller.key_sha256)
+        background = self._operations.background
+        submit = partial(background.submit, caller.tenant, data, key_sha256=caller.key_sha256)
         if is_streamed:
             with self._following(caller.tenant):  # before a job is queued whose client would not know it
                 return await self._stream(request, caller.tenant, (await submit())["id"], after=-1)
@@ -109,8 +99,8 @@ class ResponsesRoutes:
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
-        await self._in_background().cancel(tenant, response_id)
-        return await self._response(request, tenant, response_id)
+        found = await self._operations.cancel(tenant, response_id)
+        return await self._send(request, tenant, found)
 
     @contextlib.contextmanager
     def _following(self, tenant: str) -> Iterator[None]:
@@ -130,7 +120,7 @@ class ResponsesRoutes:
         """The events of a response in the background with numbers above `after`, until it ends."""
         stall_s, keep_alive_s = self._generation.write_stall_s, self._generation.keep_alive_s
         stream = EventStream(request, dict, write_stall_s=stall_s)
-        changes = self._in_background().follow(tenant, response_id)
+        changes = self._operations.background.follow(tenant, response_id)
         waiting: asyncio.Task[Json | None] = asyncio.create_task(_next(changes))
         try:
             while True:
@@ -178,50 +168,30 @@ class ResponsesRoutes:
             after = -1 if given is None else api_bounds.STARTING_AFTER.parse(given)
             with self._following(tenant):
                 return await self._stream(request, tenant, response_id, after=after)
-        return await self._response(request, tenant, response_id)
+        return await self._send(request, tenant, await self._operations.find(tenant, response_id))
 
-    async def _response(self, request: web.Request, tenant: str, response_id: str) -> web.StreamResponse:
-        found, stall_s = None, self._generation.write_stall_s
-        if self._background is not None:
-            found = await self._background.find(tenant, response_id)
-        if found is not None:
-            return await self.delivery.send_object(request, tenant, found, stall_s=stall_s)
-        body = await self._opened().find_body(tenant, response_id)
-        return await self.delivery.send_json(request, tenant, body, stall_s=stall_s)
+    async def _send(self, request: web.Request, tenant: str, found: Json | bytes) -> web.StreamResponse:
+        stall_s = self._generation.write_stall_s
+        if isinstance(found, bytes):
+            return await self.delivery.send_json(request, tenant, found, stall_s=stall_s)
+        return await self.delivery.send_object(request, tenant, found, stall_s=stall_s)
 
     async def _delete(self, request: web.Request) -> web.Response:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
-        had_job = self._background is not None and await self._background.delete(tenant, response_id)
-        try:
-            await self._opened().delete(tenant, response_id)
-        except errors.NotFound:
-            if not had_job:  # one that was cancelled or failed has no answer
-                raise
+        await self._operations.delete(tenant, response_id)
         return web.json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def _input_items(self, request: web.Request) -> web.StreamResponse:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
-        items, query = None, request.query
-        if self._background is not None:
-            items = await self._background.input_items(tenant, response_id)
+        query = request.query
         page = page_of(
-            await self._opened().find_items(tenant, response_id) if items is None else items,
+            await self._operations.input_items(tenant, response_id),
             after=query.get("after"),
             order=query.get("order", "desc"),
             limit=api_bounds.PAGE_LIMIT.parse(query.get("limit", str(PAGE_ITEMS))),
         )
         stall_s = self._generation.write_stall_s
         return await self.delivery.send_object(request, tenant, page, stall_s=stall_s)
-
-    def _in_background(self) -> BackgroundResponses:
-        if self._background is None:
-            raise api_bounds.NO_STORE.refused("response_id")
-        return self._background
-
-    def _opened(self) -> ResponseStore:
-        if self._store is None:
-            raise api_bounds.NO_STORE.refused("response_id")
-        return self._store
 
 
 async def _next(changes: AsyncIterator[Json]) -> Json | None:

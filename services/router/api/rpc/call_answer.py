@@ -17,11 +17,13 @@ COST, CURRENCY = "x-slipstream-cost", "x-slipstream-currency"
 class CallAnswer:
     """Puts the events of each answer into responses, the echoed prompt before its first piece.
 
-    `prompt`: the text of the call's prompt, where the call asks for it; empty: it does not.
+    `prompt`: the text of the call's prompt, where the call asks for it; empty: it does not. `response_id`: by
+    which the answer will be stored; empty: it is not.
     """
 
-    def __init__(self, call: ParsedCall) -> None:
+    def __init__(self, call: ParsedCall, *, response_id: str = "") -> None:
         self.prompt = ""
+        self._response_id = response_id
         self._is_prompt_alone = call.is_prompt_alone
         self._costs: list[router_pb2.Cost] = []
 
@@ -39,6 +41,8 @@ class CallAnswer:
                 kind = added.WhichOneof("kind")
                 assert kind is not None
                 getattr(added, kind).index = index
+            if self._response_id and event.HasField("started"):
+                added.started.response_id = self._response_id
             if self.prompt and event.HasField("started"):
                 echo = response.events.add().delta
                 echo.text, echo.index = self.prompt, index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import grpc
@@ -15,10 +15,12 @@ from libs.common.rpc.single_request import with_trailing
 from libs.common.telemetry import tracing
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.choices import ChoiceRuns
+from services.router.api.responses.rpc.history import AnswerKeeper
 from services.router.api.rpc.call_answer import CallAnswer, prompt_text
+from services.router.api.rpc.call_reader import CallReader
 from services.router.api.rpc.call_record import note_failure, request_id_of, trailing_id
 from services.router.api.rpc.callers import Callers, Context
-from services.router.api.rpc.generate_message import ParsedCall, parse_call
+from services.router.api.rpc.generate_message import ParsedCall
 from services.router.api.rpc.write_watch import WriteWatch
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
@@ -28,9 +30,11 @@ from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
 from slipstream import errors
 from slipstream.rpc.rpc_errors import REQUEST_ID, to_status
+from slipstream.v1 import router_pb2
 
 # How long `started` waits for the first token, to share a response with it.
 _MAX_START_WAIT_S = 1.0
+_Keep = Callable[[Sequence[router_pb2.GenerateEvent]], Awaitable[None]]
 
 
 class GenerateMethod:
@@ -43,6 +47,7 @@ class GenerateMethod:
         self,
         manager: RequestManager,
         callers: Callers,
+        reader: CallReader,
         access_log: AccessLog,
         *,
         clock: Callable[[], float],
@@ -51,6 +56,7 @@ class GenerateMethod:
     ) -> None:
         self._manager = manager
         self._callers = callers
+        self._reader = reader
         self._access_log = access_log
         self._clock = clock
         self._texts = TokenTexts(manager.context.card, manager.context.threads)
@@ -80,18 +86,16 @@ class GenerateMethod:
         try:
             # An invalid id of the metadata is refused by name, not replaced.
             given = metadata.get(REQUEST_ID) or record.request_id
-            call = await self._read(data, caller, request_id=given)
+            call, n_bytes, keeper = await self._reader.generation(data, caller, request_id=given)
             request = call.requests[0]
             if request.request_id != record.request_id and is_request_id(request.request_id):
                 record.request_id = request.request_id  # the one in the message goes before the metadata
                 context.set_trailing_metadata(trailing_id(request.request_id))
             if len(call.requests) > 1:
-                choices = ChoiceRuns(
-                    self._manager, call.requests, caller, n_bytes=len(data), wants_stats=True
-                )
+                choices = ChoiceRuns(self._manager, call.requests, caller, n_bytes=n_bytes, wants_stats=True)
                 record.answer = choices
                 return await self._answer_choices(call, choices, caller, record.request_id, context)
-            run = await self._manager.begin(request, caller, n_bytes=len(data))
+            run = await self._manager.begin(request, caller, n_bytes=n_bytes)
             record.request_id, record.answer = run.request_id, run.sink
         except errors.SlipstreamError as refusal:
             if record.answer is None:  # the answer of several choices has stated more
@@ -110,10 +114,11 @@ class GenerateMethod:
             finally:  # it is written
                 elapsed_s = self._clock() - arrived_s
                 self._manager.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
-        answer = CallAnswer(call)
+        answer = CallAnswer(call, response_id=keeper.response_id if keeper is not None else "")
+        keep = None if keeper is None else partial(self._keep, keeper, caller.tenant)
         try:
             answer.prompt = await self._prompt_text(call, caller)
-            await self._answer(run, answer, self._limits(caller), context)
+            await self._answer(run, answer, self._limits(caller), context, keep)
         finally:
             decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
             placement = [] if decision is None else [(PLACEMENT_HEADER, header_text(decision))]
@@ -155,18 +160,27 @@ class GenerateMethod:
     async def _prompt_text(self, call: ParsedCall, caller: Caller) -> str:
         return await prompt_text(call, partial(self._texts.of_prompt, tenant=caller.tenant))
 
-    async def _read(self, data: bytes, caller: Caller, *, request_id: str) -> ParsedCall:
-        parse = partial(parse_call, data, request_id)
-        try:
-            return await self._manager.read(caller, parse, n_bytes=len(data))
-        except errors.InvalidArgument:
-            self._manager.context.counters.add("slipstream_requests_refused_total")
-            raise
+    async def _keep(
+        self, keeper: AnswerKeeper, tenant: str, events: Sequence[router_pb2.GenerateEvent]
+    ) -> None:
+        """Add the events to the stored response; their end waits until it is stored.
+
+        They take turns with those of other tenants, as those of whole answers over HTTP.
+        """
+        salt = self._manager.context.salts.of_tenant(tenant)
+        await self._manager.context.fleet.batcher.run(salt, partial(keeper.add, events))
+        if events[-1].HasField("finished"):
+            await keeper.store()
 
     async def _answer(
-        self, run: RunningRequest, answer: CallAnswer, limits: Mapping[str, str], context: Context
+        self,
+        run: RunningRequest,
+        answer: CallAnswer,
+        limits: Mapping[str, str],
+        context: Context,
+        keep: _Keep | None,
     ) -> None:
-        """Write the events, those that are ready together in one response."""
+        """Write the events, those that are ready together in one response. `keep` stores them before."""
         # While a response waits for a client that does not read, this task stands still, and the request
         # ends without it.
         run.sink.holds_start = True
@@ -175,6 +189,8 @@ class GenerateMethod:
             with _ending_with_call():
                 await context.send_initial_metadata(answer.metadata(run.request_id, limits))
             while events := await run.sink.next_events():
+                if keep is not None:
+                    await keep(events)
                 if not (response := answer.response(events)).events:
                     continue
                 watch = WriteWatch(run, stall_s=self.write_stall_s, reset_s=self.reset_s)

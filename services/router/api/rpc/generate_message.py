@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from libs.structured.answer_grammar import OutputFormat
+from services.router.api.responses.request import ResponseDraft
+from services.router.api.responses.rpc.call_items import draft_of
 from services.router.api.rpc.message_reader import read_message
 from services.router.request.choices import split_choices
 from services.router.request.json_limits import check_structure
@@ -36,11 +38,13 @@ class ParsedCall(msgspec.Struct, frozen=True, gc=False):
     """A call's requests, one for each answer, and whether the prompt's text stands before the answers'.
 
     `is_prompt_alone`: the answer is that text alone, without the one token that the engine generates.
+    `draft`: what the call asks of stored responses; None: nothing.
     """
 
     requests: Sequence[GenerationRequest]
     echo: bool = False
     is_prompt_alone: bool = False
+    draft: ResponseDraft | None = None
 
 
 def parse_call(data: bytes, request_id: str = "") -> ParsedCall:
@@ -53,13 +57,21 @@ def parse_call(data: bytes, request_id: str = "") -> ParsedCall:
     if is_prompt_alone:
         message.sampling.max_tokens = 1
     request = parse_generation(message, request_id)
+    draft = draft_of(message, request)
     requests: Sequence[GenerationRequest] = (request,)
     if message.n > 1:
         bounds.N.check(message.n)
         if request.resume_after_tokens:
             raise bounds.RESUME_ONE.refused()
         requests = split_choices(request, [request.input], n=message.n)
-    return ParsedCall(requests, message.echo and not request.resume_after_tokens, is_prompt_alone)
+    return ParsedCall(requests, message.echo and not request.resume_after_tokens, is_prompt_alone, draft)
+
+
+def parse_tokenized(data: bytes) -> ParsedCall:
+    """The call whose prompt Tokenize shows. Raises as `parse_call` does."""
+    message = read_message(data, router_pb2.TokenizeRequest).request
+    request = parse_generation(message)
+    return ParsedCall((request,), draft=draft_of(message, request))
 
 
 def _is_prompt_alone(message: router_pb2.GenerateRequest) -> bool:

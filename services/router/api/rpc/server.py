@@ -15,6 +15,8 @@ from services.router.admission.tenant_shares import TextShares
 from services.router.api.access_log import AccessLog, AccessRecord
 from services.router.api.api_keys import ApiKeys
 from services.router.api.http.piece_stream import PIECE_BYTES
+from services.router.api.responses.operations import ResponseOperations
+from services.router.api.rpc.call_reader import CallReader
 from services.router.api.rpc.call_record import given_id, note_failure, request_id_of, trailing_id
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate import GenerateMethod
@@ -39,6 +41,7 @@ class GrpcServer:
     def __init__(
         self,
         manager: RequestManager,
+        responses: ResponseOperations,
         *,
         fleet: RouterFleet,
         sessions: Sessions,
@@ -54,8 +57,9 @@ class GrpcServer:
         self._access_log = access_log or AccessLog()
         clock = asyncio.get_running_loop().time
         self.callers = Callers(keys, clock)
+        reader = CallReader(manager, responses)
         self.generation = GenerateMethod(
-            manager, self.callers, self._access_log, clock=clock, write_stall_s=write_stall_s
+            manager, self.callers, reader, self._access_log, clock=clock, write_stall_s=write_stall_s
         )
         metering = manager.context.metering
         self._lists = ListMethods(
@@ -69,7 +73,7 @@ class GrpcServer:
         self.service_names: list[str] = []
         self._server: grpc.aio.Server | None = None
         self._usage = UsageMethod(metering, self.callers)
-        self._tokens = TokenMethods(manager, self.callers, card)
+        self._tokens = TokenMethods(manager, self.callers, card, reader)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register RouterService. Methods without a message type parse the raw bytes themselves."""

@@ -5,23 +5,25 @@ from __future__ import annotations
 from functools import partial
 
 from libs.common.rpc.serve import metadata_of
+from services.router.api.rpc.call_reader import CallReader
 from services.router.api.rpc.callers import Callers, Context
-from services.router.api.rpc.generate_message import parse_generation
 from services.router.api.rpc.message_reader import read_message
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
 from services.router.request.token_ids import listed
 from services.router.request.token_texts import TokenTexts
-from services.router.request.types import GenerationRequest
 from slipstream.v1 import router_pb2
 
 
 class TokenMethods:
     """The methods take raw bytes, so that a malformed message gets a typed error."""
 
-    def __init__(self, manager: RequestManager, callers: Callers, card: ModelCard) -> None:
+    def __init__(
+        self, manager: RequestManager, callers: Callers, card: ModelCard, reader: CallReader
+    ) -> None:
         self._manager = manager
+        self._reader = reader
         self._callers = callers
         self._card = card
         self._texts = TokenTexts(card, manager.context.threads)
@@ -30,8 +32,8 @@ class TokenMethods:
         """Tokenize."""
         caller = self._callers.caller(metadata_of(context), context, endpoint="Tokenize")
         with limited_call(self._manager.context.metering, caller):
-            request = await self._manager.read(caller, partial(_generation, data), n_bytes=len(data))
-            prompt = await self._manager.encode(request, caller, n_bytes=len(data))
+            request, n_bytes = await self._reader.tokenized(data, caller)
+            prompt = await self._manager.encode(request, caller, n_bytes=n_bytes)
         ids = prompt.token_ids.tolist()
         return router_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=self._card.max_context_tokens)
 
@@ -46,7 +48,3 @@ class TokenMethods:
 
 def _token_ids(data: bytes) -> list[int]:
     return listed(read_message(data, router_pb2.DetokenizeRequest).token_ids)
-
-
-def _generation(data: bytes) -> GenerationRequest:
-    return parse_generation(read_message(data, router_pb2.TokenizeRequest).request)

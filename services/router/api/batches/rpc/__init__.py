@@ -1,4 +1,4 @@
-"""BatchService: files and batches over gRPC.
+"""BatchService: files and batches over gRPC. It has no rule of its own about them.
 
-It has no rule of its own about them; it must not import what HTTP alone has.
+It must not import the routes of HTTP.
 """

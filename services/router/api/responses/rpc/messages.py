@@ -1,0 +1,88 @@
+"""Stored responses and their items as messages of ResponseService. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.router.api.json_body import Json
+from services.router.api.openai.messages import arguments_text
+from services.router.api.responses.items import kind_of
+from services.router.api.responses.stored_items import PAGE_ITEMS, page_of, read_response
+from slipstream.enum_names import MESSAGE_ROLES
+from slipstream.v1 import responses_pb2, router_pb2
+
+
+def response_message(found: Json | bytes) -> responses_pb2.Response:
+    """A response, which is JSON where it is stored."""
+    response = read_response(found) if isinstance(found, bytes) else found
+    error = response.get("error") or {}
+    message = responses_pb2.Response(
+        id=response["id"],
+        status=responses_pb2.ResponseStatus.Value(f"RESPONSE_STATUS_{response['status'].upper()}"),
+        model=response["model"],
+        previous_response_id=response.get("previous_response_id") or "",
+        instructions=response.get("instructions") or "",
+        output=[item_message(item) for item in response["output"]],
+        metadata=response.get("metadata") or {},
+        created_unix_s=response["created_at"],
+        error_code=error.get("code") or "",
+        error=error.get("message") or "",
+    )
+    if usage := response.get("usage"):
+        message.usage.CopyFrom(_usage(usage))
+    return message
+
+
+def encoded_response(found: Json | bytes) -> bytes:
+    """A GetResponseResponse, and a CancelResponseResponse, which is the same on the wire."""
+    return responses_pb2.GetResponseResponse(response=response_message(found)).SerializeToString()
+
+
+def items_page(items: Sequence[Json], request: responses_pb2.ListInputItemsRequest) -> bytes:
+    """The ListInputItemsResponse of a page. Raises InvalidArgument, and NotFound for an unknown `after`."""
+    page = page_of(
+        items,
+        after=request.after or None,
+        order="asc" if request.oldest_first else "desc",
+        limit=request.limit or PAGE_ITEMS,
+    )
+    listed = [item_message(item) for item in page["data"]]
+    return responses_pb2.ListInputItemsResponse(items=listed, has_more=page["has_more"]).SerializeToString()
+
+
+def item_message(item: Json) -> responses_pb2.ResponseItem:
+    """An item of an input or of an output."""
+    message = responses_pb2.ResponseItem(id=item.get("id") or "")
+    match kind_of(item):
+        case "reasoning":
+            message.reasoning = _text(item.get("content") or item.get("summary"))
+        case "function_call":
+            call = message.tool_call
+            call.id, call.name = item.get("call_id") or "", item.get("name") or ""
+            call.arguments = arguments_text(item.get("arguments"))
+        case "function_call_output":
+            message.tool_result.tool_call_id = item.get("call_id") or ""
+            message.tool_result.output = _text(item.get("output"))
+        case _:
+            message.message.role = MESSAGE_ROLES.get(
+                item.get("role", ""), router_pb2.MESSAGE_ROLE_UNSPECIFIED
+            )
+            message.message.content.add(text=_text(item.get("content")))
+    return message
+
+
+def _text(content: Any) -> str:
+    """A text, or parts of text as one."""
+    if isinstance(content, list):
+        return "".join([part.get("text") or part.get("refusal") or "" for part in content])
+    return content or ""
+
+
+def _usage(usage: Json) -> router_pb2.Usage:
+    return router_pb2.Usage(
+        prompt_tokens=usage["input_tokens"],
+        cached_tokens=usage["input_tokens_details"]["cached_tokens"],
+        completion_tokens=usage["output_tokens"],
+        reasoning_tokens=usage["output_tokens_details"]["reasoning_tokens"],
+    )
