@@ -22,6 +22,7 @@ from slipstream.keda import externalscaler_pb2
 from slipstream.rpc.dial import Dial
 from slipstream.v1 import (
     autoscale_pb2,
+    batches_pb2,
     common_pb2,
     decode_pb2,
     drafter_pb2,
@@ -30,6 +31,7 @@ from slipstream.v1 import (
     kv_events_pb2,
     kvstore_pb2,
     prefill_pb2,
+    responses_pb2,
     router_pb2,
     worker_pb2,
     worker_pb2_grpc,
@@ -39,10 +41,12 @@ from tests.support.fuzz.http_routes import HttpPort, admin_port, public_port
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer
 from tests.support.fuzz.seeds import (
     HEADERS,
+    batch_seeds,
     drafter_seeds,
     job_seeds,
     kvstore_seeds,
     operator_seeds,
+    response_seeds,
     router_seeds,
     worker_seeds,
 )
@@ -67,6 +71,8 @@ def _named(file: Any, name: str) -> ServiceDescriptor:
 
 _ROUTER = _Service(_named(router_pb2, "RouterService"), 4)
 _JOBS = _Service(_named(jobs_pb2, "JobService"), 2)
+_BATCHES = _Service(_named(batches_pb2, "BatchService"), 2)
+_RESPONSES = _Service(_named(responses_pb2, "ResponseService"))
 _OPERATORS = (
     _Service(_named(fleet_pb2, "FleetService")),
     _Service(_named(autoscale_pb2, "AutoscaleService")),
@@ -172,6 +178,8 @@ class _Builder:
         fuzzers = [
             (self._fuzzer(public, _ROUTER, router_seeds()), _ROUTER.weight),
             (self._fuzzer(public, _JOBS, job_seeds()), _JOBS.weight),
+            (self._fuzzer(public, _BATCHES, batch_seeds()), _BATCHES.weight),
+            (self._fuzzer(public, _RESPONSES, response_seeds()), _RESPONSES.weight),
             *((self._fuzzer(admin, each, operator_seeds()), each.weight) for each in _OPERATORS),
             *((self._fuzzer(admin, each, ()), each.weight) for each in _EVERYWHERE),
         ]

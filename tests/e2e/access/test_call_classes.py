@@ -20,7 +20,10 @@ from tests.support.clusters.local_cluster import until
 from tests.support.fixture_dirs import lasting_dir
 
 PUBLIC_PORT = "router-0 public"
-PUBLIC_SERVICES = {"slipstream.v1.RouterService", "slipstream.v1.JobService", HEALTH_SERVICE}
+PUBLIC_SERVICES = {
+    *("slipstream.v1.RouterService", "slipstream.v1.JobService", HEALTH_SERVICE),
+    *("slipstream.v1.BatchService", "slipstream.v1.ResponseService"),
+}
 REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 HELLO = [{"role": "user", "content": "hello"}]
 

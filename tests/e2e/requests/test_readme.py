@@ -18,6 +18,7 @@ PRINTED = {
     "job_group": r"4 succeeded, 0 failed\nthe same job\n",
     "jobs": r"Where is my order 482135\? -> .+\nHello! -> Hello.+\nCan I return a lamp\? -> .+\n",
     "choices": r"1\. .+ \((stop|length)\)\n2\. .+\n3\. .+\n",
+    "stored_session": r".*12 months.*\n[1-9]\d* tokens more in the second prompt\n",
     "stream": r"Hello.+\n\d+ tokens, stop\n",
     "usage": r"(\S+ \S+: [1-9]\d* requests, [1-9]\d* tokens, no price\n)+",
     "tool_loop": r".*2026-12-04.*\n5 messages\n",

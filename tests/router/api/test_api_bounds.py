@@ -1,4 +1,4 @@
-"""Each row of the bounds of /v1/responses and /v1/messages refuses a bad value, by its path and its words."""
+"""Each row of the bounds of responses and /v1/messages refuses a bad value, by its path and its words."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from libs.common import api_bounds
 from services.router.api.anthropic.request import parse_messages_body
 from services.router.api.responses.request import EarlierItems, decode_response, parse_response
 from services.router.api.responses.stored_items import page_of
+from services.router.api.rpc.generate_message import parse_call
 from slipstream.bound import Bound
 from slipstream.errors import InvalidArgument
+from slipstream.v1 import router_pb2
 
 USER = {"role": "user", "content": "hi"}
 ROWS: Mapping[str, Bound] = {
@@ -43,6 +45,12 @@ def page(**query: Any) -> Callable[[], object]:
     return lambda: page_of([], **{"after": None, "order": "asc", "limit": 20, **query})
 
 
+def stored(**fields: Any) -> Callable[[], object]:
+    chat = router_pb2.Chat(messages=[router_pb2.Message(role=router_pb2.MESSAGE_ROLE_USER, name="ann")])
+    given = {"chat": chat, "store": True, **fields}
+    return lambda: parse_call(router_pb2.GenerateRequest(**given).SerializeToString())
+
+
 CASES: Mapping[str, tuple[str, Callable[[], object]]] = {
     "INPUT": ("input", response(input=5)),
     "INPUT_ITEMS": ("input", response(input=[USER] * 4097)),
@@ -58,6 +66,10 @@ CASES: Mapping[str, tuple[str, Callable[[], object]]] = {
     "EFFORT": ("reasoning.effort", response(reasoning={"effort": "huge"})),
     "SUMMARY": ("reasoning.summary", response(reasoning={"summary": "long"})),
     "TRUNCATION": ("truncation", response(truncation="auto")),
+    "STORED_CHAT": ("store", stored(chat=None, prompt="x")),
+    "STORED_ONE": ("store", stored(n=2)),
+    "STORED_WHOLE": ("resume_after_tokens", stored(resume_after_tokens=3)),
+    "STORED_MESSAGE": ("messages[0].name", stored()),
     "PAGE_LIMIT": ("limit", page(limit=0)),
     "PAGE_ORDER": ("order", page(order="up")),
     "MESSAGES_ROLE": ("messages[0].role", message(messages=[{"role": "tool", "content": "x"}])),

@@ -19,7 +19,7 @@ from libs.common.service_bounds import MAX_TENANT_HELD_TEXT_CHARS
 from libs.text.tokenizer import Tokenizer
 from services.router.api.answers import exchange
 from services.router.api.openai import request as openai_request
-from services.router.api.rpc import generate_message, token_methods
+from services.router.api.rpc import call_reader, generate_message, token_methods
 from services.router.execution import generation, request_manager
 from services.router.execution.request_manager import INLINE_BYTES
 from services.router.request import prompt
@@ -139,6 +139,7 @@ async def test_messages_about_tokens_are_parsed_off_the_event_loop(
 ) -> None:
     threads = Threads(monkeypatch)
     threads.watch(token_methods, "read_message")
+    threads.watch(call_reader, "parse_tokenized")
     long_text = router_pb2.TokenizeRequest()
     long_text.request.prompt = "Where is my order? " * (INLINE_BYTES // 10)
     ids = router_pb2.DetokenizeRequest(token_ids=[97] * INLINE_BYTES)
@@ -147,8 +148,8 @@ async def test_messages_about_tokens_are_parsed_off_the_event_loop(
             call: Any = channel.unary_unary(f"/slipstream.v1.RouterService/{name}")
             with contextlib.suppress(grpc.aio.AioRpcError):  # the prompt exceeds the context
                 await call(message.SerializeToString(), timeout=60)
-    assert threads.of["read_message"]
-    assert threading.get_ident() not in threads.of["read_message"]
+    assert threads.of.keys() == {"read_message", "parse_tokenized"}
+    assert threading.get_ident() not in set.union(*threads.of.values())
 
 
 @BOTH

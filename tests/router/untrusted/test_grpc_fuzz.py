@@ -17,11 +17,18 @@ from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.keda import externalscaler_pb2
 from slipstream.rpc.dial import dial
-from slipstream.v1 import autoscale_pb2, fleet_pb2, jobs_pb2, router_pb2
+from slipstream.v1 import autoscale_pb2, batches_pb2, fleet_pb2, jobs_pb2, responses_pb2, router_pb2
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
-from tests.support.fuzz.seeds import HEADERS, job_seeds, operator_seeds, router_seeds
+from tests.support.fuzz.seeds import (
+    HEADERS,
+    batch_seeds,
+    job_seeds,
+    operator_seeds,
+    response_seeds,
+    router_seeds,
+)
 
 
 class Fuzzed(NamedTuple):
@@ -43,6 +50,8 @@ class Fuzzed(NamedTuple):
 SERVICES = [
     Fuzzed(router_pb2, "RouterService", router_seeds(), "Generate OK", True, HEADERS),
     Fuzzed(jobs_pb2, "JobService", job_seeds(), "SubmitJobs OK", True),
+    Fuzzed(batches_pb2, "BatchService", batch_seeds(), "ListFiles OK", True),
+    Fuzzed(responses_pb2, "ResponseService", response_seeds(), "GetResponse NOT_FOUND", True),
     Fuzzed(fleet_pb2, "FleetService", operator_seeds(), "CallProcess NOT_FOUND"),
     Fuzzed(autoscale_pb2, "AutoscaleService", operator_seeds(), "GetRecommendations OK"),
     Fuzzed(externalscaler_pb2, "ExternalScaler", operator_seeds(), "GetMetrics OK"),

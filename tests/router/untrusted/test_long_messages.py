@@ -15,7 +15,10 @@ from slipstream.rpc.rpc_errors import from_rpc_error
 from tests.router.conftest import WAIT_S, open_router
 from tests.router.support.fake_cluster import FakeCluster
 
-PUBLIC = ("/slipstream.v1.RouterService/", "/slipstream.v1.JobService/")
+PUBLIC = (
+    *("/slipstream.v1.RouterService/", "/slipstream.v1.JobService/"),
+    *("/slipstream.v1.BatchService/", "/slipstream.v1.ResponseService/"),
+)
 ADMIN = (
     "/slipstream.v1.WorkerService/",
     "/slipstream.v1.AutoscaleService/",

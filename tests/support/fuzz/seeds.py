@@ -12,6 +12,7 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.keda import externalscaler_pb2 as keda
 from slipstream.v1 import (
     autoscale_pb2,
+    batches_pb2,
     common_pb2,
     decode_pb2,
     drafter_pb2,
@@ -19,6 +20,7 @@ from slipstream.v1 import (
     jobs_pb2,
     kvstore_pb2,
     prefill_pb2,
+    responses_pb2,
     router_pb2,
     worker_pb2,
 )
@@ -51,6 +53,8 @@ def router_seeds() -> list[Message]:
         router_pb2.GenerateRequest(chat=chat, sampling=sampling),
         router_pb2.GenerateRequest(chat=with_tools, sampling=sampling, stop=["x"], metadata={"k": "v"}),
         router_pb2.GenerateRequest(prompt="once", sampling=sampling, request_id="r-1"),
+        router_pb2.GenerateRequest(chat=chat, sampling=sampling, store=True),
+        router_pb2.GenerateRequest(chat=chat, sampling=sampling, previous_response_id="resp_" + "0a" * 16),
     ]
 
 
@@ -160,6 +164,41 @@ def job_seeds() -> list[Message]:
         jobs_pb2.CancelJobsRequest(group_id="g"),
         jobs_pb2.FollowJobsRequest(group_id="none"),
         jobs_pb2.GetJobRequest(id="job-1"),
+    ]
+
+
+def batch_seeds() -> list[Message]:
+    """Of BatchService. No file has the ids, but those of lists."""
+    header = batches_pb2.FileHeader(name="in.jsonl", n_bytes=3, ttl_ms=3_600_000)
+    file_id, batch_id = "file-0123456789ab", "batch_0123456789ab"
+    return [
+        batches_pb2.UploadFileRequest(header=header),
+        batches_pb2.UploadFileRequest(content=b"{}\n"),
+        batches_pb2.GetFileRequest(file_id=file_id),
+        batches_pb2.ListFilesRequest(purpose=batches_pb2.FILE_PURPOSE_BATCH, after=file_id, limit=5),
+        batches_pb2.DeleteFileRequest(file_id=file_id),
+        batches_pb2.DownloadFileRequest(file_id=file_id),
+        batches_pb2.CreateBatchRequest(
+            input_file_id=file_id,
+            endpoint="/v1/chat/completions",
+            metadata={"k": "v"},
+            output_ttl_ms=3_600_000,
+        ),
+        batches_pb2.GetBatchRequest(batch_id=batch_id),
+        batches_pb2.ListBatchesRequest(after=batch_id, limit=5),
+        batches_pb2.CancelBatchRequest(batch_id=batch_id),
+    ]
+
+
+def response_seeds() -> list[Message]:
+    """Of ResponseService. No response has the ids."""
+    response_id, background = "resp_" + "0a" * 16, "resp_" + "0a" * 15
+    return [
+        responses_pb2.GetResponseRequest(response_id=response_id),
+        responses_pb2.GetResponseRequest(response_id=background),
+        responses_pb2.ListInputItemsRequest(response_id=response_id, after="msg_1", limit=5),
+        responses_pb2.CancelResponseRequest(response_id=background),
+        responses_pb2.DeleteResponseRequest(response_id=response_id),
     ]
 
 
