@@ -124,6 +124,7 @@ class Reply:
     usage: Usage | None = None
     stats: RequestStats | None = None
     others: list[Reply] = field(default_factory=list)  # the further choices, where `n` is above 1
+    response_id: str = ""  # of an answer that is stored, once it has ended
 
     @property
     def choices(self) -> list[Reply]:
@@ -159,6 +160,7 @@ class ReplyBuilder:
             reply = self._choice(event.started.index)
             reply.request_id = event.started.request_id
             reply.model = event.started.model
+            reply.response_id = event.started.response_id
         elif kind == "delta":
             return _add_delta(self._choice(event.delta.index), event.delta)
         elif kind == "finished":

@@ -54,11 +54,14 @@ class ChatArguments(GenerateArguments, total=False):
     tools: Sequence[Tool]
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool  # False: the answer ends after its first call
+    # The router stores the answer: `Reply.response_id` continues it. Such an answer moves to no other router.
+    store: bool
+    previous_response_id: str  # a stored answer that goes on, with its whole conversation before `messages`
 
 
 _SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias", "stop_token_ids"}
 _PLAIN = {"model", "request_id", "thinking", "keeps_reasoning", "reject_if_busy", "n", "echo"}
-_PLAIN |= {"parallel_tool_calls"}
+_PLAIN |= {"parallel_tool_calls", "store", "previous_response_id"}
 _CALL_ONLY = {"session", "headers", "timeout_s"}
 _EXPECTED = {
     FieldDescriptor.TYPE_STRING: "a string",

@@ -119,7 +119,7 @@ class Resumption:
 
         `max_retries`: how often a request that a router refuses for lack of capacity is sent again.
         """
-        if request.n > 1:  # the contract resumes one answer only
+        if request.n > 1 or request.store:  # the contract resumes one answer only, and no stored one
             within_s = 0.0
         self.attempt = 1
         self._retries_left = 0 if request.reject_if_busy else max_retries
