@@ -98,7 +98,7 @@ class BatchOperations:
         return await batches.page(tenant, after=after, limit=limit + 1)
 
     def page_slot(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Held while one page of batches is read and encoded: a page of a hundred that failed has megabytes."""
+        """Held while a page of batches is read and encoded: one of a hundred that failed has megabytes."""
         return self._pages.slot(tenant)
 
     async def cancel(self, tenant: str, batch_id: str) -> RequestBatch:
