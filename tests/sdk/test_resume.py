@@ -228,8 +228,9 @@ def test_an_answer_that_began_is_not_sent_again() -> None:
         stream.lost(FULL, now_s=0.0)
 
 
-def test_several_answers_are_not_resumed() -> None:
-    request = router_pb2.GenerateRequest(prompt="p", n=2)
+@pytest.mark.parametrize("fields", [{"n": 2}, {"store": True}], ids=["several", "stored"])
+def test_several_answers_and_stored_ones_are_not_resumed(fields: dict[str, Any]) -> None:
+    request = router_pb2.GenerateRequest(prompt="p", **fields)
     stream = Resumption(request, now_s=0.0, deadline_s=1000.0)
     assert not stream.metadata and not stream.request().request_id
     with pytest.raises(errors.Unavailable):

@@ -15,9 +15,11 @@ import grpc
 import pytest
 
 from libs.common import batch_bounds, service_bounds
+from libs.common.rpc.call_reset import resetting_after
 from services.router.api.batches import upload
 from services.router.api.batches.file_store import FileStore
 from services.router.api.batches.rpc import service
+from services.router.api.batches.rpc.messages import batches_page
 from services.router.request.model_card import ModelCard
 from slipstream import errors
 from slipstream.rpc.dial import dial
@@ -187,7 +189,7 @@ async def test_a_long_page_of_batches_ends_early_and_is_written_off_the_event_lo
     faces: TwoFaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_bounds, "BATCHES_PAGE_BYTES", 2000)
-    threads, write = list[threading.Thread](), service.batches_page
+    threads, write = list[threading.Thread](), batches_page
 
     def noted_write(records: Any, limit: int) -> bytes:
         threads.append(threading.current_thread())
@@ -356,7 +358,7 @@ async def test_a_large_file_goes_up_and_down_in_pieces(faces: TwoFaces) -> None:
 async def test_a_download_that_is_not_read_is_cut_off(
     faces: TwoFaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    within, delays = service.resetting_after, list[float]()
+    within, delays = resetting_after, list[float]()
 
     def sooner(delay_s: float) -> Any:
         delays.append(delay_s)

@@ -31,7 +31,12 @@ async def faces(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncI
 
 async def test_a_stored_answer_is_the_same_over_both_apis(faces: TwoFaces, card: ModelCard) -> None:
     responses = Responses(faces)
-    fields = {"metadata": {"a": "b"}, "temperature": 0.7, "tools": [TOOL], "tool_choice": "none"}
+    fields: dict[str, Any] = {
+        "metadata": {"a": "b"},
+        "temperature": 0.7,
+        "tools": [TOOL],
+        "tool_choice": "none",
+    }
     answer = await responses.answer(store=True, **fields)
     assert answer.id.startswith("resp_") and answer.text
     found = await responses.get(answer.id)
@@ -205,6 +210,6 @@ async def test_a_router_without_a_database_names_it(cluster: FakeCluster, card: 
             ({"store": True}, "store"),
             ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ):
-            error = await refusal(router.Generate(request_of(HELLO, **fields), timeout=WAIT_S).read())  # type: ignore[arg-type]
+            error = await refusal(router.Generate(request_of(HELLO, **fields), timeout=WAIT_S).read())
             assert isinstance(error, errors.InvalidArgument) and error.field == field
             assert "--database" in error.message

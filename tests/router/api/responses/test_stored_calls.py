@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from libs.common import api_bounds
-from services.router.api.responses import store as store_module
 from services.router.request.model_card import ModelCard
 from slipstream import errors
+from slipstream.async_client import AsyncClient
 from slipstream.bound import Size
 from slipstream.v1 import router_pb2
 from slipstream.v1.router_pb2_grpc import RouterServiceStub
 from tests.router.conftest import HELLO, WAIT_S, eventually
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.response_calls import GO_ON, TOOL, Responses, request_of, text_of
-from tests.router.support.two_faces import TwoFaces, key_of, refusal, two_faces
+from tests.router.support.two_faces import KEYS, TwoFaces, key_of, refusal, two_faces
 
 PATH = "/v1/responses"
 
@@ -160,7 +160,7 @@ async def test_a_bad_message_is_named_by_its_own_place(faces: TwoFaces) -> None:
 async def test_an_answer_that_cannot_be_stored_fails(
     faces: TwoFaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module.api_bounds, "STORED", Size("store", 0, 100, "bytes", "-"))
+    monkeypatch.setattr(api_bounds, "STORED", Size("store", 0, 100, "bytes", "-"))
     error = await refusal(Responses(faces).answer(store=True))
     assert isinstance(error, errors.InvalidArgument) and error.field == "store"
     assert not faces.router.manager.held
@@ -182,3 +182,13 @@ async def test_many_calls_store_side_by_side(faces: TwoFaces) -> None:
     assert len({answer.id for answer in answers}) == 8
     for answer in answers:
         assert text_of((await responses.get(answer.id)).output[0]) == answer.text
+
+
+async def test_the_sdk_stores_and_continues_answers(faces: TwoFaces) -> None:
+    async with AsyncClient(faces.router.host.endpoint, api_key=KEYS["alice"]) as client:
+        first = await client.chat(HELLO, store=True, max_tokens=4)
+        second = await client.chat(GO_ON, previous_response_id=first.response_id, max_tokens=4)
+    assert first.response_id and second.response_id == ""
+    assert second.usage is not None
+    history = [*HELLO, {"role": "assistant", "content": first.text}, *GO_ON]
+    assert second.usage.prompt_tokens == len(await Responses(faces).tokens(history))
