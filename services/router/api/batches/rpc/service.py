@@ -114,8 +114,9 @@ class BatchService:
         """ListBatches. Returns the ListBatchesResponse as a thread has serialised it."""
         tenant, limit = self._tenant(context), request.limit or batch_bounds.BATCHES_PAGE
         batch_bounds.LIMIT.check(limit)
-        records = await self._operations.batches_page(tenant, after=request.after, limit=limit)
-        return await self._run_piece(tenant, partial(batches_page, records, limit))
+        async with self._operations.page_slot(tenant):
+            records = await self._operations.batches_page(tenant, after=request.after, limit=limit)
+            return await self._run_piece(tenant, partial(batches_page, records, limit))
 
     async def cancel_batch(
         self, request: batches_pb2.CancelBatchRequest, context: Context
