@@ -25,15 +25,10 @@ from slipstream.errors import FailedPrecondition
 # Changed in one transaction, so that none holds the file for long.
 _SWEPT_AT_ONCE = 200
 _MINE = "owner = ? AND attempt = ? AND state = 'running'"
-# Each tenant that has jobs queued, and since when its first one waits: two looks into the index a tenant.
-_QUEUED_TENANTS = """WITH RECURSIVE queued(tenant) AS (
-  SELECT MIN(tenant) FROM jobs WHERE state = 'queued'
-  UNION ALL
-  SELECT (SELECT MIN(jobs.tenant) FROM jobs WHERE state = 'queued' AND jobs.tenant > queued.tenant)
-  FROM queued WHERE queued.tenant IS NOT NULL
-) SELECT tenant,
-  (SELECT MIN(not_before_unix_s) FROM jobs WHERE state = 'queued' AND jobs.tenant = queued.tenant)
-FROM queued WHERE tenant IS NOT NULL"""
+# Since when the first queued job of each tenant waits: a look into the index a tenant. NULL: it has none.
+_QUEUED_TENANTS = """SELECT tenant,
+  (SELECT MIN(not_before_unix_s) FROM jobs WHERE state = 'queued' AND jobs.tenant = job_tenants.tenant)
+FROM job_tenants WHERE live > 0"""
 LOST_ERROR = "each router that ran the job was lost"
 JobKey = tuple[str, int]  # id and attempt
 
@@ -86,7 +81,8 @@ class JobLeases:
 
         def claim(tx: SqlTransaction) -> list[ClaimedJob]:
             _beat(tx, owner)
-            waiting = {tenant: since_s for tenant, since_s in tx.execute(_QUEUED_TENANTS) if since_s <= now_s}
+            since = tx.execute(_QUEUED_TENANTS)
+            waiting = {tenant: at_s for tenant, at_s in since if at_s is not None and at_s <= now_s}
             shares = share_claims(waiting, _running_by_tenant(tx) if len(waiting) > 1 else {}, n)
             return [job for tenant, m in shares.items() for job in _claim_of(tx, owner, tenant, m, now_s)]
 
@@ -240,8 +236,10 @@ def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float)
     )
     if not oldest:
         return []
+    # The + keeps SQLite from an index by time, which has all jobs of the tenant in another order.
     alike = tx.execute(
-        f"SELECT id FROM jobs WHERE {where} AND prefix_key = ? ORDER BY id LIMIT ? {tx.skip_locked}",
+        "SELECT id FROM jobs WHERE state = 'queued' AND tenant = ? AND +not_before_unix_s <= ?"
+        f" AND prefix_key = ? ORDER BY id LIMIT ? {tx.skip_locked}",
         (tenant, now_s, oldest[0][1], n),
     )
     order = in_claim_order(oldest, [row[0] for row in alike])[:n]

@@ -228,25 +228,48 @@ async def test_followers_of_one_tenant_look_in_turn(
     assert most == 1
 
 
-async def test_a_tenant_lists_and_counts_by_its_own_indexes(tmp_path: Path) -> None:
-    """Neither the jobs of other tenants nor all of its own are read for a page."""
-    database = open_database(f"sqlite:{tmp_path}/plans.db")
-    tables, read, plans = JobTables(database), database.read, list[str]()
+def _explaining(run: Callable[..., Any], plans: list[str]) -> Callable[..., Any]:
+    """`run` or `read` of an SQLite database, which notes the plan of each query."""
 
     async def explained(work: Callable[[SqlTransaction], Any], **options: Any) -> Any:
         def explain(tx: SqlTransaction) -> Any:
             plain = tx.execute
 
             class Explaining:
+                skip_locked = ""
+
                 def execute(self, sql: str, values: Sequence[SqlValue] = ()) -> list[tuple[Any, ...]]:
-                    plans.extend(row[3] for row in plain(f"EXPLAIN QUERY PLAN {sql}", values))
+                    if sql.startswith("SELECT"):
+                        plans.extend(row[3] for row in plain(f"EXPLAIN QUERY PLAN {sql}", values))
                     return plain(sql, values)
 
             return work(Explaining())  # type: ignore[arg-type]
 
-        return await read(explain, **options)
+        return await run(explain, **options)
 
-    database.read = explained  # type: ignore[method-assign]
+    return explained
+
+
+async def test_a_claim_reads_no_more_of_a_long_queue_than_it_takes(tmp_path: Path) -> None:
+    database = open_database(f"sqlite:{tmp_path}/plans.db")
+    tables, plans = JobTables(database), list[str]()
+    await tables.submit("a", "b", "c")
+    await tables.submit("d", tenant="bob")
+    await tables.leases.register("r1")
+    database.run = _explaining(database.run, plans)  # type: ignore[method-assign]
+    assert len(await tables.leases.claim("r1", 3)) == 3
+    await database.close()
+    assert any("jobs_queued_alike (tenant=? AND prefix_key=?" in plan for plan in plans)
+    assert not [plan for plan in plans if "TEMP" in plan and "GROUP BY" not in plan]
+    running = "jobs_by_state (state=?)"  # of those that run, which are few
+    assert sum(running in plan for plan in plans) <= 1
+
+
+async def test_a_tenant_lists_and_counts_by_its_own_indexes(tmp_path: Path) -> None:
+    """Neither the jobs of other tenants nor all of its own are read for a page."""
+    database = open_database(f"sqlite:{tmp_path}/plans.db")
+    tables, plans = JobTables(database), list[str]()
+    database.read = _explaining(database.read, plans)  # type: ignore[method-assign]
     for state in (None, JobState.FAILED):
         for group in ("", "g"):
             await tables.store.list_jobs("alice", group_id=group, state=state)
