@@ -35,8 +35,8 @@ class GateLimits:
     checked_steps: int = 16  # how often drafts are compared with the last trial without them
     trial_share: float = 0.01
     longest_pause_ms: float = 120_000.0
-    # Steps of any batch from the begin of a trial of drafts; then it is given up.
-    longest_trial_steps: int = 512
+    absent_steps: int = 192  # of batches of other buckets, amid a trial of drafts: then it is given up
+    kept_steps: int = 32  # with features in a batch without drafts, after the last step of one with drafts
     margin: float = 0.02
 
 
@@ -75,7 +75,8 @@ class DraftGate:
     of one with no more sequences.
 
     Drafts are tried in one bucket at a time, once the contexts of its sequences are whole: a head that lacks
-    half of a context drafts half as well. Until the trial has ended, all batches compute features."""
+    half of a context drafts half as well. Until the trial has ended, all batches compute features. So do
+    batches without drafts for some steps after one with drafts: most come between two of these."""
 
     limits: GateLimits = field(default_factory=GateLimits)
     is_forced: bool = False  # drafts are always on; the gate measures what they cost
@@ -84,6 +85,8 @@ class DraftGate:
     _buckets: dict[tuple[int, int], _Bucket] = field(default_factory=dict)
     _tried: _Bucket | None = None  # where drafts are being tried
     _tried_steps: int = 0  # of all batches since that began
+    _absent_steps: int = 0  # of these, those of other buckets
+    _kept_steps: int = 0  # that still keep contexts whole after the last step with drafts
 
     def choose(self, n_sequences: int, context_tokens: int, *, is_whole: bool = True) -> DraftMode:
         """The mode of the next step of so many sequences with so many tokens on average.
@@ -124,13 +127,16 @@ class DraftGate:
         tokens = n_tokens / n_sequences
         if bucket.phase is not _Phase.SETTLED:
             self._record_trial(bucket, elapsed_ms, tokens, n_drafts)
-        elif mode is not DraftMode.FEATURES:
-            bucket.window.add(elapsed_ms, tokens, n_drafts)
+        else:
+            factor = self.feature_factor if mode is DraftMode.FEATURES else 1.0
+            bucket.window.add(elapsed_ms / factor, tokens, n_drafts)
             bucket.settled_ms += elapsed_ms
             bucket.settled_steps += 1
+        self._kept_steps = self.limits.kept_steps if bucket.on else max(self._kept_steps - 1, 0)
         if self._tried is not None:
             self._tried_steps += 1
-            if self._tried_steps >= self.limits.longest_trial_steps:
+            self._absent_steps += bucket is not self._tried
+            if self._absent_steps >= self.limits.absent_steps:
                 self._give_up(self._tried)
 
     def record_setup(self, setup_ms: float, n_tokens: int) -> None:
@@ -150,7 +156,8 @@ class DraftGate:
             return DraftMode.FEATURES
         if bucket.on or bucket.phase is not _Phase.SETTLED:
             return DraftMode.ON
-        return DraftMode.OFF if self._tried is None else DraftMode.FEATURES
+        keeps_contexts = self._tried is not None or self._kept_steps > 0
+        return DraftMode.FEATURES if keeps_contexts else DraftMode.OFF
 
     def _is_due(self, bucket: _Bucket) -> bool:
         if self.is_forced or len(bucket.window) < self.limits.baseline_steps:
@@ -173,7 +180,7 @@ class DraftGate:
             bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
         else:
             bucket.phase, bucket.steps_left = _Phase.GATHER, self.limits.gather_steps
-            self._tried, self._tried_steps = bucket, 0
+            self._tried, self._tried_steps, self._absent_steps = bucket, 0, 0
 
     def _has_gathered(self, bucket: _Bucket, is_whole: bool) -> bool:
         return bucket.steps_left <= 0 or (is_whole and len(bucket.features) >= self.limits.feature_steps)

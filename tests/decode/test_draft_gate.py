@@ -197,14 +197,17 @@ def test_a_trial_goes_on_after_a_dip_of_the_batch() -> None:
         contexts.rows.pop(0)
         modes += [contexts.step(gate, machine) for _ in range(10)]
         contexts.rows.append(500 if gate.wants_contexts(4, 500) else 0)
-    assert set(modes[-200:]) == {DraftMode.ON}
+    last = modes[-500:]
+    assert last.count(DraftMode.ON) > 450 and DraftMode.OFF not in last
 
 
 def test_a_trial_ends_where_its_batches_do_not_come_again() -> None:
     gate, machine = DraftGate(), Machine(base_ms=4.0)
     run(gate, machine, LIMITS.baseline_steps + 1, sequences=4)
-    ran = run(gate, machine, 2 * LIMITS.longest_trial_steps)
-    assert ran.modes[:100].count(DraftMode.FEATURES) == 100, "contexts are gathered for the batch of four"
+    ran = run(gate, machine, 3 * LIMITS.absent_steps)
+    assert set(ran.modes[: LIMITS.absent_steps]) == {DraftMode.FEATURES}, (
+        "they are gathered for four sequences"
+    )
     assert set(ran.modes[-100:]) == {DraftMode.ON}, "the next trial is that of one sequence"
 
 
