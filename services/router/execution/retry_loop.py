@@ -32,13 +32,15 @@ async def run_attempts(state: RequestState) -> AttemptEnd:
     last: Assignment | None = None
     try:
         while True:
+            if last is not None:  # a lost worker may have had a hundred requests: a few begin again at a time
+                await state.context.start_pacer.acquire(state.caller.tenant)
             if state.is_held:
                 await state.wait_for_client()
                 continue  # it may be held again
-            if last is not None:  # a lost worker may have had a hundred requests: a few begin again at a time
-                await state.context.start_pacer.acquire(state.caller.tenant)
-            state.stats.attempts += 1
             last = await _select_safe_workers(state)
+            if state.is_held:  # it was meanwhile, and a hold finds no attempt that has not begun
+                continue
+            state.stats.attempts += 1
             end = await _attempt(state, last)
             if end is not None:
                 return end
