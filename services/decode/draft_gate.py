@@ -168,9 +168,11 @@ class DraftGate:
 
     def _got_worse(self, bucket: _Bucket) -> bool:
         """Whether drafts now cost more than steps without them did; looked at once in a while."""
-        if bucket.settled_steps % self.limits.checked_steps or not bucket.window.is_full:
+        is_looked_at = bucket.settled_steps and not bucket.settled_steps % self.limits.checked_steps
+        if not is_looked_at or not bucket.window.is_full:
             return False
-        return bucket.other_ms is None or bucket.window.cost_ms + self._setup(bucket) > bucket.other_ms
+        own_ms = (bucket.window.cost_ms + self._setup(bucket)) * (1 - self.limits.margin)
+        return bucket.other_ms is None or own_ms > bucket.other_ms
 
     def _begin(self, bucket: _Bucket) -> None:
         bucket.trial.clear()

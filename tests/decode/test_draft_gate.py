@@ -211,6 +211,21 @@ def test_a_trial_ends_where_its_batches_do_not_come_again() -> None:
     assert set(ran.modes[-100:]) == {DraftMode.ON}, "the next trial is that of one sequence"
 
 
+def test_drafts_that_cost_a_little_more_are_not_tried_again_and_again() -> None:
+    """Within the margin the way stays, and so does the pause between trials. No noise ends a tie."""
+    steps = {DraftMode.ON: (30.0, 3), DraftMode.FEATURES: (10.9, 1), DraftMode.OFF: (9.9, 1)}
+    gate = DraftGate()
+    run(gate, Machine(base_ms=20.0), 100)
+    gate.feature_factor = 1.1
+    modes = []
+    for _ in range(20_000):
+        mode = gate.choose(1, 500)
+        elapsed_ms, n_tokens = steps[mode]
+        gate.record(mode, 1, 500, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS)
+        modes.append(mode)
+    assert modes.count(DraftMode.FEATURES) < modes.count(DraftMode.ON)
+
+
 def test_one_slow_setup_does_not_decide() -> None:
     gate = DraftGate()
     gate.record_setup(500.0, 20)
