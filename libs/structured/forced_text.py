@@ -20,7 +20,7 @@ _PART = re.compile(
     r"|\{(?P<count>\d+)(?:,\d*)?\}\??|(?P<repeat>[*+?]\??)|(?P<text>.)",
     re.DOTALL,
 )
-_COUNT = re.compile(r"\{\d\d+")
+_COUNT = re.compile(r"\{(\d+)")
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Group:
 
 def forces_much(regex: str) -> bool:
     """Whether repetitions of text may force more than `MAX_FORCED_CHARS` characters, as far as is plain."""
-    if _COUNT.search(regex) is None:
+    if not _repeats_much(regex):
         return False  # a long regular expression takes a second to read
     groups = [_Group()]
     for found in _PART.finditer(regex):
@@ -65,6 +65,14 @@ def forces_much(regex: str) -> bool:
                 group.last = _capped(group.last * max(count, 1))
     groups[0].end_branch()
     return groups[0].most > MAX_FORCED_CHARS
+
+
+def _repeats_much(regex: str) -> bool:
+    """Whether its counts together would be enough, if each stood around all others."""
+    times = 1
+    for digits in _COUNT.findall(regex):
+        times = _capped(times * max(int(digits[:9]), 1))
+    return times > 1 and times * len(regex) > MAX_FORCED_CHARS
 
 
 def _capped(n_chars: int) -> int:

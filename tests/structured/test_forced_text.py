@@ -21,6 +21,7 @@ from libs.structured.vocabulary import GrammarVocabulary
         ("regex", "a{1000000}", "f"),
         ("regex", "x(?:(ab|c){1000}d?){1000,}", "f"),
         ("regex", r"(\u0061{9999999999999})*", "f"),
+        ("regex", "((((((a{9}){9}){9}){9}){9}){9})", "f"),
         ("lark", "start: A | B\nA: /b/\nB: /(a{1000}){1000}/", "f"),
         ("json_schema", {"items": {"pattern": "^a{99999}$"}, "type": "array"}, "f.items.pattern"),
         ("json_schema", {"patternProperties": {"^a{99999}$": {}}}, "f.patternProperties"),
