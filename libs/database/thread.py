@@ -65,7 +65,8 @@ class DatabaseThread:
                     break
             self._commit(connection)
         except self._driver.errors as error:
-            return self._after_fault(works, error)
+            n_run = len(results) + 1  # the last of them, or the commit, failed
+            return self._after_fault(works[:n_run], error) + works[n_run:]
         except Exception:  # tables of a newer release, say: each fails by itself, and the thread goes on
             self._rollback()
             return works
