@@ -20,7 +20,9 @@ def another_tree(commit: str, folder: Path, *, benchmark: Path) -> Path:
     )
     (folder / "tree.tar").write_bytes(archive.stdout)
     with tarfile.open(folder / "tree.tar") as tar:
-        tar.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python before 3.11.4 has none
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(folder)
     for source in (benchmark, Path(__file__)):
         target = folder / source.resolve().relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
