@@ -50,8 +50,14 @@ def add_families(
     http.add(routes)
     batches, runner = make_batches(manager, database, jobs.store, paths=jobs.formats, wall_clock_s=time.time)
     http.add(BatchEndpoints(manager, http.reader, batches, delivery=http.generation.delivery))
-    run_piece, write_stall_s = manager.context.threads.run, http.generation.write_stall_s
-    service = BatchService(batches, rpc.callers, run_piece=run_piece, write_stall_s=write_stall_s)
+    run_piece, generation = manager.context.threads.run, http.generation
+    service = BatchService(
+        batches,
+        rpc.callers,
+        run_piece=run_piece,
+        delivery=generation.delivery,
+        write_stall_s=generation.write_stall_s,
+    )
     rpc.add(BATCH_SERVICE_NAME, batch_handlers(service, rpc))
     shown = ResponseService(responses, rpc.callers, run_piece=run_piece)
     rpc.add(RESPONSE_SERVICE_NAME, response_handlers(shown, rpc))

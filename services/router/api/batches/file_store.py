@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -54,8 +55,14 @@ class FileStore:
                 (file_id, new.tenant, new.name, new.purpose, now_s, now_s + batch_bounds.UPLOAD_TTL_S),
             )
 
-        await self._database.run(insert, is_idempotent=True, tenant=new.tenant)
-        return FileWriter(self._database, new, file_id, created_unix_s=now_s)
+        writer = FileWriter(self._database, new, file_id, created_unix_s=now_s)
+        try:
+            await self._database.run(insert, is_idempotent=True, tenant=new.tenant)
+        except asyncio.CancelledError:
+            if new.is_bounded:  # the row of an upload may be there already, and nobody knows of it
+                await writer.abandon()
+            raise
+        return writer
 
     async def get(self, tenant: str, file_id: str, *, even_expired: bool = False) -> StoredFile:
         """A whole file. Raises NotFound. `even_expired`: for a running batch, which began before that."""
@@ -187,17 +194,20 @@ class FileWriter:
                 (expires_unix_s, self.n_bytes, self.id),
             ),
             is_idempotent=True,
+            tenant=new.tenant,
         )
         return StoredFile(
             self.id, new.tenant, new.name, new.purpose, self.n_bytes, self._created_unix_s, expires_unix_s
         )
 
     async def abandon(self) -> None:
-        """Let `sweep` remove what is there."""
-        await self._database.run(
+        """Let `sweep` remove what is there, also where the task is cancelled amid this."""
+        expire = self._database.run(
             lambda tx: tx.execute("UPDATE files SET expires_unix_s = 0 WHERE id = ?", (self.id,)),
             is_idempotent=True,
+            tenant=self._new.tenant,  # after the pieces that wait in its turns
         )
+        await asyncio.shield(expire)
 
     async def _store(self, chunk: bytes) -> None:
         position, n_bytes = self._position, self.n_bytes - len(self._pending)

@@ -22,6 +22,7 @@ from services.router.api.batches.rpc.messages import (
     ttl_s_of,
 )
 from services.router.api.batches.upload import FileUpload
+from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.server import GrpcServer
 from slipstream.v1 import batches_pb2
@@ -33,11 +34,18 @@ class BatchService:
     """The methods. `write_stall_s`: how long a client may leave a piece of a download unread."""
 
     def __init__(
-        self, operations: BatchOperations, callers: Callers, *, run_piece: RunPiece, write_stall_s: float
+        self,
+        operations: BatchOperations,
+        callers: Callers,
+        *,
+        run_piece: RunPiece,
+        delivery: AnswerDelivery,
+        write_stall_s: float,
     ) -> None:
         self._operations = operations
         self._callers = callers
         self._run_piece = run_piece
+        self._delivery = delivery
         self.write_stall_s = write_stall_s
 
     # ---- files
@@ -87,10 +95,11 @@ class BatchService:
     async def download_file(self, request: batches_pb2.DownloadFileRequest, context: Context) -> None:
         """DownloadFile. A client that reads nothing is cut off, and so is one whose key ends."""
         file = await self._operations.file(self._tenant(context), request.file_id)
-        async for chunk in self._operations.files.chunks(file):
-            self._callers.check_key(context)
-            with resetting_after(self.write_stall_s):
-                await context.write(batches_pb2.DownloadFileResponse(content=chunk))
+        with self._delivery.sending(file.tenant, min(file.n_bytes, batch_bounds.FILE_CHUNK_BYTES)):
+            async for chunk in self._operations.files.chunks(file):
+                self._callers.check_key(context)
+                with resetting_after(self.write_stall_s):
+                    await context.write(batches_pb2.DownloadFileResponse(content=chunk))
 
     # ---- batches
 
