@@ -38,11 +38,15 @@ class TextShares:
         held, all_held = self._held[tenant] + chars, self.held_chars + chars
         if shares * held > self._most_tenant_chars or shares * all_held > self._most_chars:
             raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS)
+        self.add(tenant, chars)
+
+    def add(self, tenant: str, chars: int) -> None:
+        """Hold them, also beyond the tenant's share: what is done cannot be refused any more."""
         self._held[tenant] += chars
         self.held_chars += chars
 
     def give_back(self, tenant: str, chars: int) -> None:
-        """Release what `take` held."""
+        """Release what `take` or `add` held."""
         self._held[tenant] -= chars
         self.held_chars -= chars
         if not self._held[tenant]:

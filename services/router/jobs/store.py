@@ -189,10 +189,12 @@ class JobStore:
 
         def read(tx: SqlTransaction) -> tuple[list[Job], dict[str, bytes]]:
             rows = tx.execute(sql, (*values, after, limit))
-            jobs = [job_of(row[:-1]) for row in rows[: _fitting([row[-1] or 0 for row in rows])]]
-            ids = [job.id for job in jobs]
+            rows = rows[: _fitting([row[-1] or 0 for row in rows])]
+            ids = [row[0] for row in rows if row[-1] is not None]
             sql_bodies = f"SELECT id, body FROM job_results WHERE id IN ({marks(ids)})"
-            return jobs, dict(tx.execute(sql_bodies, ids)) if ids else {}
+            bodies = dict(tx.execute(sql_bodies, ids)) if ids else {}
+            # What was deleted between the two statements is gone, and not without an answer.
+            return [job_of(row[:-1]) for row in rows if row[-1] is None or row[0] in bodies], bodies
 
         jobs, bodies = await self._database.read(read, tenant=tenant)
         return [

@@ -32,6 +32,9 @@ from slipstream.v1 import router_pb2
 
 SERVICE_NAME = "slipstream.v1.RouterService"
 
+# Their answers say what is stored: a refused one would be sent again.
+_WITH_EFFECT = frozenset({"SubmitJobs"})
+
 UnaryMethod = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -143,7 +146,7 @@ class GrpcServer:
                     finally:
                         self._state_limits(record, context)
                     if response is not None:  # of `stream`
-                        self._count_sent(record.tenant, response)
+                        self._count_sent(record.tenant, response, is_refusable=name not in _WITH_EFFECT)
                     record.status = "OK"
                     return response
                 except BaseException as error:
@@ -160,15 +163,15 @@ class GrpcServer:
             limits = metering.limit_headers(record.tenant, self.callers.key_sha256(context))
             context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
 
-    def _count_sent(self, tenant: str, response: Any) -> None:
-        """Count a long answer until it is read, or its call ends. Raises Overloaded.
+    def _count_sent(self, tenant: str, response: Any, *, is_refusable: bool) -> None:
+        """Count a long answer until it is read, or its call ends. Raises Overloaded for a refusable one.
 
         The handler's task, which runs this, writes the answer after it.
         """
         n_bytes = len(response) if isinstance(response, bytes) else response.ByteSize()
         handler = asyncio.current_task()
         if n_bytes > PIECE_BYTES and handler is not None:
-            self._sent.take(tenant, n_bytes)
+            (self._sent.take if is_refusable else self._sent.add)(tenant, n_bytes)
             handler.add_done_callback(lambda _: self._sent.give_back(tenant, n_bytes))
 
     async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
