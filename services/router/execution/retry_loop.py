@@ -37,10 +37,11 @@ async def run_attempts(state: RequestState) -> AttemptEnd:
             if state.is_held:
                 await state.wait_for_client()
                 continue  # it may be held again
+            state.stats.attempts += 1  # the choice of workers depends on it
             last = await _select_safe_workers(state)
             if state.is_held:  # it was meanwhile, and a hold finds no attempt that has not begun
+                state.stats.attempts -= 1
                 continue
-            state.stats.attempts += 1
             end = await _attempt(state, last)
             if end is not None:
                 return end
