@@ -188,13 +188,16 @@ class JobStore:
         )
 
         def read(tx: SqlTransaction) -> tuple[list[Job], dict[str, bytes]]:
-            rows = tx.execute(sql, (*values, after, limit))
-            rows = rows[: _fitting([row[-1] or 0 for row in rows])]
-            ids = [row[0] for row in rows if row[-1] is not None]
-            sql_bodies = f"SELECT id, body FROM job_results WHERE id IN ({marks(ids)})"
-            bodies = dict(tx.execute(sql_bodies, ids)) if ids else {}
-            # What was deleted between the two statements is gone, and not without an answer.
-            return [job_of(row[:-1]) for row in rows if row[-1] is None or row[0] in bodies], bodies
+            while rows := tx.execute(sql, (*values, after, limit)):
+                rows = rows[: _fitting([row[-1] or 0 for row in rows])]
+                ids = [row[0] for row in rows if row[-1] is not None]
+                sql_bodies = f"SELECT id, body FROM job_results WHERE id IN ({marks(ids)})"
+                bodies = dict(tx.execute(sql_bodies, ids)) if ids else {}
+                # PostgreSQL may delete a job between the two statements. A page without any job ends a reader.
+                jobs = [job_of(row[:-1]) for row in rows if row[-1] is None or row[0] in bodies]
+                if jobs:
+                    return jobs, bodies
+            return [], {}
 
         jobs, bodies = await self._database.read(read, tenant=tenant)
         return [
