@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -11,7 +11,6 @@ from services.router.api.batches.records import TokenTotals
 from services.router.jobs.types import Job, JobResult
 
 _OK = 200
-_GROUP_BYTES = 1 << 20  # are read in a few milliseconds
 _ENDS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
@@ -76,23 +75,6 @@ def result_lines(jobs: Sequence[tuple[Job, JobResult | None]], *, code: str) -> 
     return ResultLines(
         b"".join(output), b"".join(failed), tokens, model, len(jobs), len(output), n_unfinished
     )
-
-
-def groups_of(
-    jobs: Sequence[tuple[Job, JobResult | None]],
-) -> Iterator[Sequence[tuple[Job, JobResult | None]]]:
-    """The jobs in groups whose answers have about a megabyte together, or one job with a larger one."""
-    group: list[tuple[Job, JobResult | None]] = []
-    n_bytes = 0
-    for job, result in jobs:
-        n_new = 0 if result is None else len(result.body)
-        if group and n_bytes + n_new > _GROUP_BYTES:
-            yield group
-            group, n_bytes = [], 0
-        group.append((job, result))
-        n_bytes += n_new
-    if group:
-        yield group
 
 
 def unsubmitted_lines(lines: Sequence[BatchLine], *, code: str) -> bytes:

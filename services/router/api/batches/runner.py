@@ -17,7 +17,7 @@ from services.router.api.batches.file_store import FileStore
 from services.router.api.batches.lines import BatchLine, LineDefect, LineReader, SeenIds
 from services.router.api.batches.records import RequestBatch
 from services.router.api.batches.result_files import ResultFile, ResultFiles
-from services.router.api.batches.results import groups_of, result_lines, unsubmitted_lines
+from services.router.api.batches.results import result_lines, unsubmitted_lines
 from services.router.api.batches.states import BatchState, LineCounts, end_of, has_ended
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import JobRequest
@@ -253,10 +253,7 @@ class BatchRunner:
         files = ResultFiles(self._files, batch)
         after = ""
         while jobs := await self._jobs.results(batch.tenant, batch.id, after=after, limit=_RESULTS_TOGETHER):
-            for group in groups_of(jobs):
-                await files.append(
-                    await self._run_piece(batch.tenant, partial(result_lines, group, code=code))
-                )
+            await files.append(await self._run_piece(batch.tenant, partial(result_lines, jobs, code=code)))
             after = jobs[-1][0].id
             await self._keep(held)
         if files.n_jobs < batch.counts.total:

@@ -11,7 +11,6 @@ import msgspec
 
 from libs.common import batch_bounds
 from services.router.admission.fair_threads import RunPiece
-from services.router.api.batches.results import groups_of
 from services.router.api.workers_ai.envelope import BAD_INPUT, JsonModeUnmet, envelope
 from services.router.api.workers_ai.run_body import RunBody
 from services.router.api.workers_ai.run_format import is_json_met, native_fields
@@ -99,10 +98,9 @@ class QueuedRuns:
         index, after, usage = 0, "", RunUsage()
         yield around_answers(usage)[0]
         while jobs := await self._jobs.results(tenant, request_id, after=after, limit=_PAGE):
-            for group in groups_of(jobs):
-                page = await self._run_piece(tenant, partial(_encode_page, group, index, usage))
-                yield (b"," if index else b"") + page
-                index += len(group)
+            page = await self._run_piece(tenant, partial(_encode_page, jobs, index, usage))
+            yield (b"," if index else b"") + page
+            index += len(jobs)
             after = jobs[-1][0].id
         yield around_answers(usage)[1]
 
