@@ -24,7 +24,7 @@ class DatabaseWork:
     future: Future[Any] = field(default_factory=Future)
 
     def begin(self) -> bool:
-        """Whether to run it: nobody waits for what was cancelled. What was put back has begun."""
+        """Whether the thread runs the work. Work that was put back has begun; cancelled work does not run."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
 

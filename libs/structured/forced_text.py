@@ -24,7 +24,7 @@ _COUNT = re.compile(r"\{(\d+)")
 
 
 @dataclass(slots=True)
-class _Group:
+class _RegexGroup:
     """The branch that is read, without its last part, and the most of the branches before."""
 
     branch: int = 0
@@ -43,7 +43,7 @@ def forces_much(regex: str) -> bool:
     """Whether repetitions of text may force more than `MAX_FORCED_CHARS` characters, as far as is plain."""
     if not _repeats_much(regex):
         return False  # a long regular expression takes a second to read
-    groups = [_Group()]
+    groups = [_RegexGroup()]
     for found in _PART.finditer(regex):
         group = groups[-1]
         match found.lastgroup:
@@ -52,7 +52,7 @@ def forces_much(regex: str) -> bool:
             case "escape" | "text":
                 group.add(1)
             case "open":
-                groups.append(_Group())
+                groups.append(_RegexGroup())
             case "bar":
                 group.end_branch()
             case "close" if len(groups) > 1:

@@ -59,7 +59,7 @@ class FileStore:
         try:
             await self._database.run(insert, is_idempotent=True, tenant=new.tenant)
         except asyncio.CancelledError:
-            if new.is_bounded:  # the row of an upload may be there already, and nobody knows of it
+            if new.is_bounded:  # the transaction may have made the row, and no caller has its id
                 await writer.abandon()
             raise
         return writer

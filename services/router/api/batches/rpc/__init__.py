@@ -1,4 +1,4 @@
-"""BatchService: files and batches over gRPC. It has no rule of its own about them.
+"""BatchService: files and batches over gRPC. `BatchOperations` has all rules.
 
 It must not import the routes of HTTP.
 """
