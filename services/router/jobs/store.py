@@ -193,7 +193,7 @@ class JobStore:
                 ids = [row[0] for row in rows if row[-1] is not None]
                 sql_bodies = f"SELECT id, body FROM job_results WHERE id IN ({marks(ids)})"
                 bodies = dict(tx.execute(sql_bodies, ids)) if ids else {}
-                # PostgreSQL may delete a job between the two statements. A page without any job ends a reader.
+                # PostgreSQL may delete a job between the statements. A reader ends at a page without jobs.
                 jobs = [job_of(row[:-1]) for row in rows if row[-1] is None or row[0] in bodies]
                 if jobs:
                     return jobs, bodies
