@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from services.router.admission.tenant_shares import TenantSlots
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.request_reader import RequestReader
@@ -26,7 +24,6 @@ from services.router.request.validation import check_model
 from slipstream import bounds
 
 T = TypeVar("T")
-_TURNS, _TURN_WAIT_S = 4, 30.0  # of one tenant
 
 
 class TokenEndpoint:
@@ -41,7 +38,6 @@ class TokenEndpoint:
         self._reader = reader
         self._card = card
         self._delivery = delivery
-        self._turns = TenantSlots(_TURNS, wait_s=_TURN_WAIT_S)
         self._texts = TokenTexts(card, manager.context.threads)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -53,7 +49,7 @@ class TokenEndpoint:
 
     async def _tokens(self, request: web.Request, caller: Caller) -> dict[str, object]:
         body, n_bytes = await self._read(request, caller, parse_tokenize)
-        async with self._turn(caller.tenant, n_bytes):
+        async with self._manager.token_turns.turn(caller.tenant, n_bytes):
             prompt = await self._manager.encode(self._with_edge(body.request), caller, n_bytes=n_bytes)
             ids = prompt.token_ids.tolist()
             return {
@@ -62,13 +58,6 @@ class TokenEndpoint:
                 "tokens": ids,
                 "token_strs": await self._texts.each(ids, tenant=caller.tenant) if body.with_texts else None,
             }
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, tenant: str, n_bytes: int) -> AsyncIterator[None]:
-        """A few bodies of a tenant at a time become lists of tokens, which take ten times as much memory."""
-        with self._manager.texts.holding(tenant, n_bytes):
-            async with self._turns.slot(tenant):
-                yield
 
     def _with_edge(self, request: GenerationRequest) -> GenerationRequest:
         """The request, where the prompt `[BOS]` alone is that token: so evals ask for its id.
@@ -99,7 +88,7 @@ class TokenEndpoint:
     async def _text(self, request: web.Request, caller: Caller) -> str:
         body, n_bytes = await self._read(request, caller, parse_detokenize)
         check_model(body.model, self._card.names)
-        async with self._turn(caller.tenant, n_bytes):
+        async with self._manager.token_turns.turn(caller.tenant, n_bytes):
             return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
 
     async def _read(self, request: web.Request, caller: Caller, parse: Callable[[bytes], T]) -> tuple[T, int]:

@@ -33,17 +33,20 @@ class TokenMethods:
         caller = self._callers.caller(metadata_of(context), context, endpoint="Tokenize")
         with limited_call(self._manager.context.metering, caller):
             request, n_bytes = await self._reader.tokenized(data, caller)
-            prompt = await self._manager.encode(request, caller, n_bytes=n_bytes)
-        ids = prompt.token_ids.tolist()
-        return router_pb2.TokenizeResponse(token_ids=ids, max_context_tokens=self._card.max_context_tokens)
+            async with self._manager.token_turns.turn(caller.tenant, n_bytes):
+                prompt = await self._manager.encode(request, caller, n_bytes=n_bytes)
+                return router_pb2.TokenizeResponse(
+                    token_ids=prompt.token_ids.tolist(), max_context_tokens=self._card.max_context_tokens
+                )
 
     async def detokenize(self, data: bytes, context: Context) -> router_pb2.DetokenizeResponse:
         """Detokenize."""
         caller = self._callers.caller(metadata_of(context), context, endpoint="Detokenize")
         with limited_call(self._manager.context.metering, caller):
             token_ids = await self._manager.read(caller, partial(_token_ids, data), n_bytes=len(data))
-            text = await self._texts.text(token_ids, tenant=caller.tenant, field="token_ids")
-        return router_pb2.DetokenizeResponse(text=text)
+            async with self._manager.token_turns.turn(caller.tenant, len(data)):
+                text = await self._texts.text(token_ids, tenant=caller.tenant, field="token_ids")
+                return router_pb2.DetokenizeResponse(text=text)
 
 
 def _token_ids(data: bytes) -> list[int]:

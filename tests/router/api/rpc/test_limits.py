@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
 import pytest
 
+from services.router.api.api_keys import DEFAULT_TENANT
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -154,3 +156,21 @@ async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(
     assert (await running).finish_reason == "length"
     assert told == [key]  # as it ended, after its worker was gone
     await eventually(lambda: key not in models.known())
+
+
+async def test_calls_that_tokenize_take_their_tenants_turns(
+    client: AsyncClient, router: RouterServer
+) -> None:
+    async with contextlib.AsyncExitStack() as turns:
+        for _ in range(4):
+            await turns.enter_async_context(router.manager.token_turns.turn(DEFAULT_TENANT, 0))
+        ids = [5, 6]
+        told = asyncio.gather(
+            client._stub.Tokenize(router_pb2.TokenizeRequest(request={"prompt": "Hi"})),
+            client._stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids)),
+        )
+        await eventually(lambda: router.manager.token_turns._slots.waiting_or_running(DEFAULT_TENANT) == 6)
+        assert not told.done()
+    tokenized, detokenized = await told
+    assert len(tokenized.token_ids) > 0 and len(detokenized.text) > 0
+    assert not router.manager.texts.held_chars
