@@ -21,16 +21,16 @@ class ResponseOperations:
 
     @property
     def opened(self) -> ResponseStore:
-        """The store. Raises InvalidArgument without a database."""
+        """The store. Raises FailedPrecondition without a database."""
         if self.store is None:
-            raise api_bounds.NO_STORE.refused("response_id")
+            raise _no_database()
         return self.store
 
     @property
     def background(self) -> BackgroundResponses:
-        """The responses in the background. Raises InvalidArgument without a database."""
+        """The responses in the background. Raises FailedPrecondition without a database."""
         if self._background is None:
-            raise api_bounds.NO_STORE.refused("response_id")
+            raise _no_database()
         return self._background
 
     async def earlier_items(self, tenant: str, draft: ResponseDraft) -> EarlierItems:
@@ -77,6 +77,10 @@ class ResponseOperations:
         except errors.NotFound:
             if not had_job:  # one that was cancelled or failed has no answer
                 raise
+
+
+def _no_database() -> errors.FailedPrecondition:
+    return errors.FailedPrecondition("this router has no --database, which stored responses need")
 
 
 def _reason(draft: ResponseDraft) -> str:
