@@ -4,9 +4,9 @@
 
 A real router with fake workers streams one answer, a token every few milliseconds. Beside it the router gets
 from another tenant the worst request of each kind within the bounds (bodies.py over HTTP, messages.py over
-gRPC), some with the longest of answers. Printed are the
-size of the body, its status, the time to its end and the longest gap between two tokens of the stream, of all
-rounds. "idle" is the gap without another request. Aim: gaps below 100 ms. Condition: below 500 ms.
+gRPC, stored.py over both), some with the longest of answers. Printed are the size of the body, its status,
+the time to its end and the longest gap between two tokens of the stream, of all rounds.
+"idle" is the gap without another request. Aim: gaps below 100 ms. Condition: below 500 ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from bench.router.rig import RouterUnderTest, under_test
-from bench.worst_requests import bodies, messages
+from bench.worst_requests import bodies, messages, stored
 from bench.worst_requests.healthy_stream import HealthyStream, longest_gap_ms
 from slipstream.api_key_file import KEY_PREFIX, add_key
 from slipstream.rpc.dial import MAX_MESSAGE_BYTES
@@ -44,11 +44,14 @@ Row = dict[str, Any]
 
 
 class Attack(NamedTuple):
-    """One kind of request; `send` blocks until its answer and returns its status."""
+    """One kind of request; `send` blocks until its answer and returns its status.
 
-    name: str
+    `n_bytes` 0: several requests, or none. `clean` deletes what they stored.
+    """
+
     n_bytes: int
     send: Callable[[], str]
+    clean: Callable[[], None] = lambda: None
 
 
 def parse_options() -> argparse.Namespace:
@@ -106,36 +109,53 @@ def over_grpc(endpoint: str, request: messages.GrpcRequest) -> str:
     return "OK"
 
 
-def attacks(router: RouterUnderTest) -> list[Callable[[], Attack]]:
+def over_both(send: Callable[[], str]) -> str:
+    """The status of requests over HTTP and gRPC."""
+    try:
+        return send()
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    except (BrokenPipeError, ConnectionResetError):
+        return "closed"
+
+
+def attacks(router: RouterUnderTest) -> dict[str, Callable[[], Attack]]:
     """All kinds. Each is made when it is due, and freed after it."""
+    tenant = stored.StoringTenant(router.http, router.grpc, _headers(ATTACKER))
 
     def of_http(name: str) -> Attack:
         request = bodies.KINDS[name]()
-        return Attack(f"HTTP {name}", len(request.body), lambda: over_http(router.http, request))
+        return Attack(len(request.body), lambda: over_http(router.http, request))
 
     def of_grpc(name: str) -> Attack:
         request = messages.KINDS[name]()
-        return Attack(f"gRPC {name}", len(request.message), lambda: over_grpc(router.grpc, request))
+        return Attack(len(request.message), lambda: over_grpc(router.grpc, request))
 
-    return [
-        partial(Attack, "idle", 0, lambda: "-"),
-        *[partial(of_http, name) for name in bodies.KINDS],
-        *[partial(of_grpc, name) for name in messages.KINDS],
-    ]
+    def of_stored(name: str) -> Attack:
+        return Attack(0, partial(over_both, stored.KINDS[name](tenant)), tenant.clean)
+
+    return {
+        "idle": partial(Attack, 0, lambda: "-"),
+        **{f"HTTP {name}": partial(of_http, name) for name in bodies.KINDS},
+        **{f"gRPC {name}": partial(of_grpc, name) for name in messages.KINDS},
+        **{f"stored: {name}": partial(of_stored, name) for name in stored.KINDS},
+    }
 
 
-def measure(router: RouterUnderTest, attack: Attack, *, at_once: int) -> Row:
+def measure(router: RouterUnderTest, name: str, make: Callable[[], Attack], *, at_once: int) -> Row:
     """Send one kind beside the stream, so many equal requests at the same time."""
+    attack = make()
     with HealthyStream(router.http, _headers(HEALTHY)) as stream, ThreadPoolExecutor(at_once) as threads:
         began_s = time.monotonic()
         statuses = [sending.result() for sending in [threads.submit(attack.send) for _ in range(at_once)]]
         took_s = time.monotonic() - began_s
         time.sleep(_AFTER_S)
         gap_ms = longest_gap_ms(stream.arrivals, began_s, time.monotonic())
+    attack.clean()
     if stream.error:
-        raise RuntimeError(f"the stream ended amid {attack.name}: {stream.error}")
+        raise RuntimeError(f"the stream ended amid {name}: {stream.error}")
     return {
-        "kind": attack.name,
+        "kind": name,
         "bytes": attack.n_bytes,
         "status": "/".join(sorted(set(statuses))),
         "time_ms": round(took_s * 1e3, 1),
@@ -155,15 +175,11 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows: list[Row] = []
     keys = write_keys(folder / "keys.toml")
     async with under_test(options, folder, prefill_ms=5.0, step_ms=_STEP_MS, api_keys=keys) as router:
-        for make in attacks(router):
-            attack = make()
-            if options.only not in attack.name:
+        for name, make in attacks(router).items():
+            if options.only not in name:
                 continue
-            rounds = [
-                await asyncio.to_thread(measure, router, attack, at_once=options.at_once)
-                for _ in range(options.rounds)
-            ]
-            rows.append(worst_of(rounds))
+            measured = partial(measure, router, name, make, at_once=options.at_once)
+            rows.append(worst_of([await asyncio.to_thread(measured) for _ in range(options.rounds)]))
             if not options.json:
                 print(_line(rows[-1]), flush=True)
     gaps_ms = [row["gap_ms"] for row in rows]

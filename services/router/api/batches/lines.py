@@ -6,7 +6,8 @@ that is no request fails the whole batch, as OpenAI has it. The fields of a body
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +53,8 @@ class _Delivery(msgspec.Struct, gc=False):
     background: Any = None
 
 
+_SPACES = re.compile(rb"\s*")
+
 _DECODER = msgspec.json.Decoder(_Line)
 _DELIVERY_DECODER = msgspec.json.Decoder(_Delivery)
 
@@ -65,21 +68,34 @@ class LineSplitter:
         self._rest_bytes = 0
         self._number = 0
 
-    def feed(self, piece: bytes) -> Sequence[tuple[int, bytes]]:
-        """The lines that end in this piece, with their numbers; empty lines are left out."""
-        first, *others = piece.split(b"\n")
-        self._keep(first)
-        lines = []
-        for begin in others:
-            lines.append(b"".join(self._rest))
-            self._rest, self._rest_bytes = [], 0
-            self._keep(begin)
-        return self._numbered(lines)
+    def feed(self, piece: bytes) -> Iterator[tuple[int, bytes]]:
+        """The lines that end in this piece, with their numbers; empty lines are left out.
+
+        A hundred million empty lines cost what a hundred million bytes of one line do.
+        """
+        end = piece.rfind(b"\n") + 1
+        if end:
+            at = piece.index(b"\n") + 1
+            self._keep(piece[: at - 1])
+            yield from self.finish()
+            while (begin := self._line_after(piece, at, end)) < end:
+                at = piece.index(b"\n", begin) + 1
+                self._keep(piece[begin : at - 1])
+                yield from self.finish()
+        self._keep(piece[end:])
 
     def finish(self) -> Sequence[tuple[int, bytes]]:
-        """The last line, where no line feed ends it."""
-        rest, self._rest, self._rest_bytes = b"".join(self._rest), [], 0
-        return self._numbered([rest])
+        """The line that is kept, which no line feed ends at the end of a file."""
+        line, self._rest, self._rest_bytes = b"".join(self._rest), [], 0
+        self._number += 1
+        return [(self._number, line)] if line.strip() else []
+
+    def _line_after(self, piece: bytes, at: int, end: int) -> int:
+        """Where the first line that is not empty begins; the lines before it are counted."""
+        text = _SPACES.match(piece, at, end).end()  # type: ignore[union-attr]  # it matches nothing, too
+        begin = end if text == end else max(at, piece.rfind(b"\n", at, text) + 1)
+        self._number += piece.count(b"\n", at, begin)
+        return begin
 
     def _keep(self, data: bytes) -> None:
         self._rest_bytes += len(data)
@@ -87,14 +103,6 @@ class LineSplitter:
             words = f"has more than {self._max_line_bytes} bytes"
             raise InvalidArgument(f"line {self._number + 1}", words)
         self._rest.append(data)
-
-    def _numbered(self, lines: Sequence[bytes]) -> Sequence[tuple[int, bytes]]:
-        found = []
-        for line in lines:
-            self._number += 1
-            if line.strip():
-                found.append((self._number, line))
-        return found
 
 
 def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefect:
@@ -176,26 +184,24 @@ class LineReader:
 
     def feed(self, piece: bytes) -> Sequence[BatchLine | LineDefect]:
         """The requests that end in this piece, or their defects."""
-        return self._read(self._lines.feed, piece)
+        return self._read(self._lines.feed(piece))
 
     def finish(self) -> Sequence[BatchLine | LineDefect]:
         """The last one, where no line feed ends it."""
-        return self._read(self._lines.finish)
+        return self._read(self._lines.finish())
 
-    def _read(
-        self, cut: Callable[..., Sequence[tuple[int, bytes]]], *piece: bytes
-    ) -> Sequence[BatchLine | LineDefect]:
-        try:
-            lines = cut(*piece)
-        except InvalidArgument as error:
-            return [LineDefect("invalid_json_line", error.message)]
-        n_skipped = min(self._skipped, len(lines))
-        self._skipped -= n_skipped
+    def _read(self, lines: Iterable[tuple[int, bytes]]) -> Sequence[BatchLine | LineDefect]:
         found: list[BatchLine | LineDefect] = []
         n_defects = 0
-        for number, line in lines[n_skipped:]:
-            found.append(parse_line(number, line, self._endpoint))
-            n_defects += isinstance(found[-1], LineDefect)
-            if n_defects == batch_bounds.MAX_BATCH_ERRORS:  # the batch fails, and naming a defect is slow
-                break
+        try:
+            for number, line in lines:
+                if self._skipped:
+                    self._skipped -= 1
+                    continue
+                found.append(parse_line(number, line, self._endpoint))
+                n_defects += isinstance(found[-1], LineDefect)
+                if n_defects == batch_bounds.MAX_BATCH_ERRORS:  # the batch fails, and naming a defect is slow
+                    break
+        except InvalidArgument as error:
+            found.append(LineDefect("invalid_json_line", error.message))
         return found

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libs.common import batch_bounds
-from services.router.api.batches.lines import BatchLine, LineDefect, LineReader, SeenIds, parse_line
+from services.router.api.batches.lines import (
+    BatchLine,
+    LineDefect,
+    LineReader,
+    LineSplitter,
+    SeenIds,
+    parse_line,
+)
 from slipstream import bounds
 from tests.router.api.batches.conftest import CHAT, line
 
@@ -121,3 +131,26 @@ def test_a_line_of_no_utf8_is_a_defect(body: bytes, place: str) -> None:
 
 def test_a_piece_names_no_more_defects_than_a_batch_does() -> None:
     assert len(LineReader(CHAT).feed(b"{\n" * 8000)) == batch_bounds.MAX_BATCH_ERRORS
+
+
+_PIECES = st.lists(st.text("a \n\t\v\r", max_size=12).map(str.encode), max_size=8)
+
+
+@given(_PIECES)
+def test_a_file_in_pieces_has_the_lines_of_the_whole(pieces: list[bytes]) -> None:
+    splitter = LineSplitter()
+    found = [line for piece in pieces for line in splitter.feed(piece)] + [*splitter.finish()]
+    lines = b"".join(pieces).split(b"\n")
+    assert found == [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def test_empty_lines_are_passed_over_without_a_list_of_them() -> None:
+    splitter, piece = LineSplitter(), b"\n" * (1 << 20)
+    tracemalloc.start()
+    try:
+        assert not list(splitter.feed(piece))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100_000  # as a list of lines 9 MB
+    assert list(splitter.feed(b"x\n")) == [((1 << 20) + 1, b"x")]
