@@ -61,7 +61,7 @@ SHORTEST = {
     "bench.siblings": "--siblings 2 --prefix 128 --own 64 --rounds 1 --json",
     "bench.start": "--rounds 1 --engine fake --json",
     "bench.structured": "--vocabulary 4000 --tokens 20 --dialogues 1 --json",
-    "bench.worst_requests": "--rounds 1 --only idle --json",
+    "bench.worst_requests": "--rounds 1 --only stored --json",
     "bench.worst_requests.holds": "--rounds 1 --json",
 }
 
