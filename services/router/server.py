@@ -82,6 +82,7 @@ class RouterServer:
         self._discovery = discovery
         self._placements = placements
         self._options = options
+        self._http_tls = options.tls if options.http_tls else None
         self._received = ReceiveSlots()
         self._connections = GrpcConnections(clock=time.monotonic)
         self.ports = open_ports(options, read=self._read_request, on_refused=self._note_refused)
@@ -106,33 +107,36 @@ class RouterServer:
         self.metrics = ProcessMetrics(Role.ROUTER, self.counters, self._measure)
         self.metrics.model = self.pipeline.card.name
         begin_series(self.counters)
+        self._serve_clients()
+        self._serve_operators()
+
+    def _serve_clients(self) -> None:
+        """Make what the public ports serve."""
+        options, card = self._options, self.pipeline.card
         access_log = replace(options.access_log, counters=self.counters)
         sent = sent_shares()
         self.jobs = RouterJobs(options, self.manager, self.fleet)
         responses = make_responses(
-            self.pipeline.card,
-            options.database,
-            self.jobs.store,
-            ttl_s=options.response_ttl_s,
-            wall_clock_s=time.time,
+            card, options.database, self.jobs.store, ttl_s=options.response_ttl_s, wall_clock_s=time.time
         )
         self._grpc = self._make_grpc(access_log, sent, responses)
         self.jobs.serve(self._grpc)
         self._http = self._make_http(access_log, sent)
         self._tasks = add_families(
-            self._http,
-            self._grpc,
-            self.manager,
-            self.pipeline.card,
-            self.jobs,
-            responses,
-            database=options.database,
+            self._http, self._grpc, self.manager, card, self.jobs, responses, database=options.database
         )
+        # What bounds idle connections bounds a request header that never ends, too.
+        self._http_listener = self._http.listener(
+            self.ports.http, tls=self._http_tls, keepalive_s=options.idle_connection_s
+        )
+
+    def _serve_operators(self) -> None:
+        """Make what the admin ports serve."""
+        options = self._options
         calls = ProcessCalls(self.pipeline.dial, options.secret)
         self._worker_service = self._make_worker_service()
         self._operator_services = self._add_operator_services(calls)
         self.console = self._make_console(calls)
-        http_tls = options.tls if options.http_tls else None
         self._admin_http = make_admin_server(
             self.ports.admin_http,
             self.manager,
@@ -141,12 +145,8 @@ class RouterServer:
             routes=self.console.routes(),
             complete_headers=self.console.complete_headers,
             allowed_hosts=options.allowed_hosts,
-            tls=http_tls,
+            tls=self._http_tls,
             keepalive_s=options.idle_connection_s,
-        )
-        # What bounds idle connections bounds a request header that never ends, too.
-        self._http_listener = self._http.listener(
-            self.ports.http, tls=http_tls, keepalive_s=options.idle_connection_s
         )
 
     def _make_grpc(
