@@ -27,6 +27,24 @@ BACKGROUND = JOBS.add(
 )
 REFERENCE = JOBS.add(Size("jobs[i].reference", 0, 512, "characters", "The submitter's own.", "gRPC"))
 GROUP = JOBS.add(Size("jobs[i].group_id", 0, 128, "characters", "An index has it.", "gRPC"))
+# Of batches and of queued runs, which count the jobs of their groups.
+RESERVED_GROUPS = ("batch_", "run_")
+RESERVED_GROUP = JOBS.add(
+    Rule(
+        "jobs[i].group_id",
+        "must not begin with batch_ or run_",
+        "Such groups are not a client's.",
+        apis="gRPC",
+    )
+)
+ENDED_GROUP = JOBS.add(
+    Rule(
+        "group_id",
+        "names the jobs of a batch or of queued runs: CancelBatch ends a batch",
+        "Of CancelJobs.",
+        apis="gRPC",
+    )
+)
 KEY = JOBS.add(Size("jobs[i].idempotency_key", 0, 128, "characters", "An index has it.", "gRPC"))
 _DAY_MS = 86_400_000
 _NEVER_ENDS = "Jobs that never end would fill the database."
@@ -53,6 +71,8 @@ RESULT_PARTS = JOBS.add(
         apis="gRPC",
     )
 )
+LISTED_STATE = JOBS.add(Rule("state", "is not known", "A wrong filter would list all jobs.", apis="gRPC"))
+AFTER = JOBS.add(Rule("after_id", "is no id of a job", "The id at the end of a page.", apis="gRPC"))
 NAMED = JOBS.add(Rule("id", "must be given, or group_id", "A call about no job is a mistake.", apis="gRPC"))
 
 WEBHOOKS_ROW = (

@@ -44,6 +44,8 @@ def after_attempt(outcome: JobOutcome, *, failures: int, jitter: float) -> NextS
     """
     if 200 <= outcome.status < 300:
         return NextState(JobState.SUCCEEDED)
+    if outcome.is_late:
+        return NextState(JobState.EXPIRED)
     if outcome.is_final:
         return NextState(JobState.FAILED)
     is_failure = outcome.status not in (429, 503)

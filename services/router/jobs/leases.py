@@ -117,17 +117,26 @@ class JobLeases:
         return await self._database.run(finish, is_idempotent=True)
 
     async def fail(self, owner: str, job: ClaimedJob, reason: str) -> bool:
-        """End a job without a result: its own cannot be stored. False where it is not this attempt's."""
-        now_s, state = self._now_s(), JobState.FAILED
+        """End a job whose result cannot be stored. False where it is not this attempt's."""
         error = f"its result cannot be stored: {reason}"
+        return await self._end(owner, job, JobState.FAILED, status=500, error=error)
 
-        def fail(tx: SqlTransaction) -> bool:
-            mine = (owner, job.attempt)
-            ended = end_job(tx, job.id, state, now_s=now_s, where=_MINE, values=mine, status=500, error=error)
+    async def expire(self, owner: str, job: ClaimedJob) -> bool:
+        """End a job that ran until it expired. False where it is not this attempt's."""
+        return await self._end(owner, job, JobState.EXPIRED, status=0, error="not done in time: it ran")
+
+    async def _end(self, owner: str, job: ClaimedJob, state: JobState, *, status: int, error: str) -> bool:
+        """End a job without a result."""
+        now_s, mine = self._now_s(), (owner, job.attempt)
+
+        def end(tx: SqlTransaction) -> bool:
+            ended = end_job(
+                tx, job.id, state, now_s=now_s, where=_MINE, values=mine, status=status, error=error
+            )
             sql = "SELECT id FROM jobs WHERE id = ? AND attempt = ? AND state = ? AND error = ?"
             return ended or bool(tx.execute(sql, (job.id, job.attempt, state.value, error)))
 
-        return await self._database.run(fail, is_idempotent=True)
+        return await self._database.run(end, is_idempotent=True)
 
     async def give_back(self, owner: str, job_id: str, attempt: int, then: NextState) -> bool:
         """Queue a job again after an attempt without a result. False where it is not this attempt's.

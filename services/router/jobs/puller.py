@@ -278,6 +278,8 @@ class JobPuller:
         if then.state is JobState.QUEUED:
             return await self._give_back(running, then)
         job, owner = running.job, running.owner
+        if then.state is JobState.EXPIRED:
+            return await self._store(running, lambda: self._leases.expire(owner, job))
         return await self._store(running, lambda: self._leases.finish(owner, job, outcome, then.state))
 
     async def _give_back(self, running: _RunningJob, then: NextState) -> bool:

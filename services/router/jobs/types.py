@@ -151,12 +151,15 @@ class JobProgress:
 class JobOutcome:
     """The outcome of an attempt. `is_final` is False where another attempt may give an answer.
 
+    `is_late`: it ran until the job expired.
+
     `stored_with_end` writes in the transaction that makes this outcome the job's result, and in no other.
     """
 
     status: int
     body: bytes
     is_final: bool = True
+    is_late: bool = False
     output_tokens: int = 0
     retry_after_s: float = 0.0
     stored_with_end: Callable[[SqlTransaction], None] | None = None

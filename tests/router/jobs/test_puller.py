@@ -190,6 +190,16 @@ async def test_a_passing_failure_is_repeated_and_a_final_one_is_not(rig: PullerR
     assert result is not None and result.body == final.body
 
 
+async def test_a_job_that_runs_until_it_expires_has_no_result(rig: PullerRig) -> None:
+    [job_id] = await rig.tables.submit("a")
+    rig.start("r1")
+    await rig.until_begun(1)
+    rig.executor.ends[job_id].set_result(JobOutcome(504, b"{}", is_late=True))
+    await rig.until_states(expired=1)
+    assert await rig.tables.store.result("alice", job_id) is None
+    assert "in time" in (await rig.tables.store.get("alice", job_id)).error
+
+
 async def test_a_router_that_live_requests_keep_from_jobs_sees_the_queue(rig: PullerRig) -> None:
     rig.room = replace(IDLE, live_waiting=1)
     await rig.tables.submit("a", "b")

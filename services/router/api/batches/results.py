@@ -8,11 +8,12 @@ import msgspec
 
 from services.router.api.batches.lines import BatchLine
 from services.router.api.batches.records import TokenTotals
-from services.router.jobs.types import Job, JobResult
+from services.router.jobs.types import Job, JobResult, JobState
 
 _OK = 200
 _ENDS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
+    "request_cancelled": "This request was cancelled.",
     "batch_cancelled": "This request was not executed: the batch was cancelled.",
 }
 
@@ -55,13 +56,14 @@ class ResultLines(msgspec.Struct, frozen=True, gc=False):
 
 
 def result_lines(jobs: Sequence[tuple[Job, JobResult | None]], *, code: str) -> ResultLines:
-    """The lines of ended jobs. `code`: why a job has no answer, where it has none."""
+    """The lines of ended jobs. `code`: why a job that was cancelled was."""
     output: list[bytes] = []
     failed: list[bytes] = []
     tokens, model, n_unfinished = TokenTotals(), "", 0
     for job, result in jobs:
         if result is None:
-            failed.append(_line(job.id, job.reference, None, code))
+            is_late = job.state is JobState.EXPIRED
+            failed.append(_line(job.id, job.reference, None, "batch_expired" if is_late else code))
             n_unfinished += 1
             continue
         response = {"status_code": result.status, "request_id": job.id, "body": msgspec.Raw(result.body)}

@@ -249,7 +249,9 @@ class BatchRunner:
 
     async def _finish(self, held: HeldBatch) -> None:
         batch = held.batch
-        code = "batch_cancelled" if batch.state is BatchState.CANCELLING else "batch_expired"
+        code = "batch_expired" if self._is_late(batch) else "request_cancelled"
+        if batch.state is BatchState.CANCELLING:
+            code = "batch_cancelled"
         files = ResultFiles(self._files, batch)
         after = ""
         while jobs := await self._jobs.results(batch.tenant, batch.id, after=after, limit=_RESULTS_TOGETHER):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ from slipstream import bounds, errors
 
 log = logging.getLogger(__name__)
 
+# A job has so long at least, and is late where it ends by its deadline so shortly before it expires.
+_LATE_S = 1.0
 # Another attempt may end otherwise.
 _PASSING = (errors.Overloaded, errors.Unavailable, errors.Internal, errors.DataCorrupt)
 
@@ -87,7 +90,9 @@ class AnswerExecutor:
                 stored_with_end=exchange.body.stored_with_end(),
             )
         except errors.SlipstreamError as error:
-            return _failed(answer_format, error)
+            left_s = job.expires_unix_s - self._wall_clock_s()
+            is_late = isinstance(error, errors.DeadlineExceeded) and left_s <= _LATE_S
+            return replace(_failed(answer_format, error), is_late=is_late)
         except Exception:  # it counts as a failure: else the job would run again until it expires
             log.exception("job %s: an attempt failed", job.id)
             return _failed(answer_format, errors.Internal("internal error"))
@@ -108,7 +113,7 @@ class AnswerExecutor:
 
     def _caller(self, job: ClaimedJob) -> Caller:
         """A takeover, which waits until the workers hold nothing of an earlier attempt."""
-        left_s = min(bounds.DEFAULT_DEADLINE_S, max(1.0, job.expires_unix_s - self._wall_clock_s()))
+        left_s = min(bounds.DEFAULT_DEADLINE_S, max(_LATE_S, job.expires_unix_s - self._wall_clock_s()))
         return Caller(
             tenant=job.tenant,
             deadline_s=self._clock() + left_s,

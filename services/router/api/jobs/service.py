@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -28,9 +30,13 @@ from services.router.jobs.types import (
 from services.router.jobs.webhook_policy import WebhookHosts
 from services.router.request.types import Caller
 from slipstream import errors
+from slipstream.bound import Rule
 from slipstream.v1 import jobs_pb2
 
 SERVICE_NAME = "slipstream.v1.JobService"
+T = TypeVar("T")
+_KEY_CHECK_S = 1.0
+_ID = re.compile(r"job-[0-9a-f]{30}")
 ReadMessage = Callable[..., Awaitable[Any]]
 _STATES = {state: jobs_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _STATE_OF = {value: state for state, value in _STATES.items()}
@@ -78,6 +84,7 @@ class JobService:
                 self._hooks.check(Webhook(new.webhook.url, new.webhook.secret), f"{field}.webhook")
             n_read_bytes += await self._executor.check(tenant, new.path, new.body, field, n_bytes=n_bytes)
             api_bounds.REFERRED.check(n_read_bytes, f"{field}.body.input")
+            _check_group(new.group_id, job_bounds.RESERVED_GROUP, f"{field}.group_id")
             requests.append(_request_of(new))
         jobs = await store.submit(tenant, requests, key_sha256=self._callers.key_sha256(context))
         return jobs_pb2.SubmitJobsResponse(jobs=[_message_of(job) for job in jobs])
@@ -103,6 +110,10 @@ class JobService:
     async def list_jobs(self, request: jobs_pb2.ListJobsRequest, context: Context) -> bytes:
         """ListJobs. Returns the ListJobsResponse as a thread has serialised it: a page has 1,000 jobs."""
         job_bounds.PAGE.check(request.limit)
+        if request.state and request.state not in _STATE_OF:
+            raise job_bounds.LISTED_STATE.refused()
+        if request.after_id and not _ID.fullmatch(request.after_id):
+            raise job_bounds.AFTER.refused()
         tenant = self._callers.tenant(context)
         jobs = await self._store.list_jobs(
             tenant,
@@ -119,6 +130,7 @@ class JobService:
         """CancelJobs."""
         tenant = self._callers.tenant(context)
         if _named(request) == "group_id":
+            _check_group(request.group_id, job_bounds.ENDED_GROUP, "group_id")
             return jobs_pb2.CancelJobsResponse(
                 cancelled=await self._store.cancel_group(tenant, request.group_id)
             )
@@ -138,16 +150,34 @@ class JobService:
         self._followers[tenant] += 1
         try:
             if is_group:
-                async for counts in self._store.follow_group(tenant, request.group_id):
-                    self._callers.check_key(context)
+                async for counts in self._allowed(
+                    self._store.follow_group(tenant, request.group_id), context
+                ):
                     yield jobs_pb2.FollowJobsResponse(counts=_counts_of(counts))
             else:
-                async for job in self._store.follow(tenant, request.id):
-                    self._callers.check_key(context)
+                async for job in self._allowed(self._store.follow(tenant, request.id), context):
                     yield jobs_pb2.FollowJobsResponse(job=_message_of(job))
         finally:
             self._followers[tenant] -= 1
             self._followers += Counter()  # forgets tenants with none
+
+    async def _allowed(self, changes: AsyncIterator[T], context: Context) -> AsyncIterator[T]:
+        """The changes, while the call's key counts. Raises Unauthenticated then, also without a change."""
+        waiting = asyncio.ensure_future(anext(changes, None))
+        try:
+            while True:
+                has_changed, _ = await asyncio.wait([waiting], timeout=_KEY_CHECK_S)
+                self._callers.check_key(context)
+                if not has_changed:
+                    continue
+                change = waiting.result()
+                if change is None:
+                    return
+                yield change
+                waiting = asyncio.ensure_future(anext(changes, None))
+        finally:
+            waiting.cancel()
+            await asyncio.wait([waiting])
 
 
 def _named(request: Any) -> str:
@@ -156,6 +186,12 @@ def _named(request: Any) -> str:
     if name is None or not getattr(request, name):
         raise job_bounds.NAMED.refused()
     return name
+
+
+def _check_group(group_id: str, rule: Rule, field: str) -> None:
+    """Raise InvalidArgument for a group whose jobs are those of something else."""
+    if group_id.startswith(job_bounds.RESERVED_GROUPS):
+        raise rule.refused(field)
 
 
 def _request_of(new: jobs_pb2.NewJob) -> JobRequest:

@@ -79,14 +79,15 @@ class QueuedRuns:
         self, tenant: str, request_id: str, runs: Sequence[RunBody], *, key_sha256: bytes = b""
     ) -> None:
         """Queue runs under a new id. Raises Overloaded when the tenant has too many."""
+        group = _group_of(request_id)
         requests = [
-            JobRequest(CHAT_PATH, run.chat, reference=reference_of(run), group_id=request_id) for run in runs
+            JobRequest(CHAT_PATH, run.chat, reference=reference_of(run), group_id=group) for run in runs
         ]
         await self._jobs.submit(tenant, requests, key_sha256=key_sha256)
 
     async def state(self, tenant: str, request_id: str) -> str:
         """queued, running or done. Raises NotFound."""
-        counts = await self._jobs.counts(tenant, request_id) if _ID.fullmatch(request_id) else None
+        counts = await self._jobs.counts(tenant, _group_of(request_id)) if _ID.fullmatch(request_id) else None
         if counts is None or not counts.total:
             raise errors.NotFound("there is no such request, or it was dropped", field="request_id")
         if not counts.live:
@@ -95,14 +96,19 @@ class QueuedRuns:
 
     async def answer(self, tenant: str, request_id: str) -> AsyncIterator[bytes]:
         """The envelope around all answers, in pieces of a few answers."""
-        index, after, usage = 0, "", RunUsage()
+        index, after, usage, group = 0, "", RunUsage(), _group_of(request_id)
         yield around_answers(usage)[0]
-        while jobs := await self._jobs.results(tenant, request_id, after=after, limit=_PAGE):
+        while jobs := await self._jobs.results(tenant, group, after=after, limit=_PAGE):
             page = await self._run_piece(tenant, partial(_encode_page, jobs, index, usage))
             yield (b"," if index else b"") + page
             index += len(jobs)
             after = jobs[-1][0].id
         yield around_answers(usage)[1]
+
+
+def _group_of(request_id: str) -> str:
+    """The group of the runs' jobs, which no client can submit to."""
+    return f"run_{request_id}"
 
 
 def around_answers(usage: RunUsage) -> tuple[bytes, bytes]:

@@ -21,7 +21,7 @@ from services.router.api.batches import endpoint, upload
 from services.router.api.batches.file_store import FileStore
 from services.router.api.batches.records import TokenTotals
 from services.router.api.batches.results import result_lines
-from services.router.jobs.types import JobResult
+from services.router.jobs.types import JobResult, JobState
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.api_key_file import add_key, read_keys
@@ -344,3 +344,13 @@ async def test_an_upload_ends_with_its_key(
         while await files.sweep():
             pass
     assert await database.read(lambda tx: tx.execute("SELECT id FROM files")) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [(JobState.EXPIRED, "batch_expired"), (JobState.CANCELLED, "request_cancelled")]
+)
+def test_a_job_without_an_answer_says_why(state: JobState, code: str) -> None:
+    """Its tenant may cancel a job of a batch; that is no end of the batch's time."""
+    job: Any = SimpleNamespace(id="job-1", reference="a", state=state)
+    lines = result_lines([(job, None)], code="request_cancelled")
+    assert json.loads(lines.errors)["error"]["code"] == code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from services.router.api.jobs.executor import AnswerExecutor
 from services.router.jobs.decisions import MAX_FAILURES, after_attempt
 from services.router.jobs.types import ClaimedJob, JobState
 from services.router.server import RouterServer
+from slipstream.errors import DeadlineExceeded
 from tests.router.conftest import HELLO
 
 
@@ -29,3 +31,22 @@ async def test_an_unexpected_failure_counts_as_one(
     assert (outcome.status, outcome.is_final) == (500, False)
     assert after_attempt(outcome, failures=0, jitter=0.0).is_failure
     assert after_attempt(outcome, failures=MAX_FAILURES - 1, jitter=0.0).state is JobState.FAILED
+
+
+@pytest.mark.parametrize(("left_s", "state"), [(0.5, JobState.EXPIRED), (900.0, JobState.FAILED)])
+async def test_a_job_that_runs_until_it_expires_has_expired(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch, left_s: float, state: JobState
+) -> None:
+    """What ends earlier has reached the limit of one request, and failed."""
+
+    async def end_late(*_: Any) -> Any:
+        raise DeadlineExceeded("the request's deadline passed")
+
+    monkeypatch.setattr("services.router.api.jobs.executor.run_to_end", end_late)
+    executor: AnswerExecutor = router.jobs._executor
+    data = json.dumps({"messages": HELLO}).encode()
+    expires_unix_s = time.time() + left_s
+    outcome = await executor.run(
+        ClaimedJob("job-1", "alice", "/v1/chat/completions", data, 1, 0, 1.0, expires_unix_s)
+    )
+    assert after_attempt(outcome, failures=0, jitter=0.0).state is state

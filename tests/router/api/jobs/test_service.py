@@ -40,6 +40,12 @@ def new_job(path: str = CHAT, **body: Any) -> jobs_pb2.NewJob:
     return jobs_pb2.NewJob(path=path, body=json.dumps({"messages": HELLO, **body}).encode())
 
 
+def in_group(group_id: str) -> jobs_pb2.NewJob:
+    job = new_job()
+    job.group_id = group_id
+    return job
+
+
 @pytest.fixture
 async def router(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncIterator[RouterServer]:
     database = open_database(f"sqlite:{tmp_path}/jobs.db")
@@ -279,6 +285,46 @@ async def test_a_revoked_key_follows_no_job(cluster: FakeCluster, card: ModelCar
             refused = await _refusal(_rest(follow))
         assert isinstance(refused, errors.Unauthenticated)
     await database.close()
+
+
+async def test_a_revoked_key_ends_a_follower_of_what_does_not_change(
+    cluster: FakeCluster, card: ModelCard, tmp_path: Path
+) -> None:
+    database, keys = open_database(f"sqlite:{tmp_path}/jobs.db"), tenant_keys({"sesame": "ali"})
+    metadata = [("authorization", "Bearer sesame")]
+    async with (
+        open_router(cluster, card, database=database, keys=keys) as router,
+        dial(router.host.endpoint) as channel,
+    ):
+        router.manager.drain()  # nothing is pulled
+        stub: Any = JobServiceStub(channel)
+        request = jobs_pb2.SubmitJobsRequest(jobs=[in_group("g")])
+        await stub.SubmitJobs(request, metadata=metadata)
+        follow = aiter(stub.FollowJobs(jobs_pb2.FollowJobsRequest(group_id="g"), metadata=metadata))
+        async with asyncio.timeout(WAIT_S):
+            await anext(follow)
+            keys.replace([], {})
+            refused = await _refusal(_rest(follow))
+        assert isinstance(refused, errors.Unauthenticated)
+    await database.close()
+
+
+@pytest.mark.parametrize("group", ["batch_0123456789abcdef", "run_3fa85f64-5717-4562-b3fc-2c963f66afa6"])
+async def test_groups_of_batches_and_queued_runs_are_not_a_clients(stub: Any, group: str) -> None:
+    """A batch counts the jobs of its group: one more than its lines kept it from ending."""
+    refused = await _refusal(stub.SubmitJobs(jobs_pb2.SubmitJobsRequest(jobs=[in_group(group)])))
+    assert isinstance(refused, errors.InvalidArgument) and refused.field == "jobs[0].group_id"
+    refused = await _refusal(stub.CancelJobs(jobs_pb2.CancelJobsRequest(group_id=group)))
+    assert isinstance(refused, errors.InvalidArgument) and refused.field == "group_id"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"state": 9}, "state"), ({"after_id": "zz"}, "after_id"), ({"after_id": "job-0"}, "after_id")],
+)
+async def test_a_list_with_a_wrong_argument_is_refused(stub: Any, fields: dict[str, Any], field: str) -> None:
+    refused = await _refusal(stub.ListJobs(jobs_pb2.ListJobsRequest(**fields)))
+    assert isinstance(refused, errors.InvalidArgument) and refused.field == field
 
 
 async def _rest(follow: AsyncIterator[Any]) -> None:
