@@ -67,7 +67,7 @@ BODY_TIME = _request.add(
     Rule("body", f"must arrive within {BODY_READ_S:g} s", "Half-open connections hold no memory.", "HTTP")
 )
 UNKNOWN_FIELD = _request.add(
-    Rule("any field", "is not a known field", "HTTP ignores it and names it in the answer.", apis="gRPC")
+    Rule("any field", "is not a known field", "Of Generate. HTTP names it in the answer.", apis="gRPC")
 )
 UNSUPPORTED = _request.add(
     Rule("any field", "is not supported", "It would change the answer. On gRPC: echo of a chat.")

@@ -157,6 +157,7 @@ class FailedPrecondition(SlipstreamError):
 
     code = "FAILED_PRECONDITION"
     http_status = 409
+    openai_type = "invalid_request_error"
 
 
 class FingerprintMismatch(FailedPrecondition):

@@ -40,7 +40,7 @@ FILE_PART = _files.add(
 FILE_WHOLE = _files.add(
     Rule(
         "content",
-        "must have the {n_bytes} bytes that the header states",
+        "must have the {n_bytes} bytes that the header states, not {n_arrived}",
         "A broken call ends so, too.",
         "gRPC",
     )

@@ -61,11 +61,11 @@ class NewJob(_message.Message):
     path: _builtins.str
     """"/v1/chat/completions" """
     body: _builtins.bytes
-    """JSON, as the endpoint takes it; `stream` has no effect"""
+    """JSON, as the endpoint takes it, without `stream`"""
     reference: _builtins.str
     """the submitter's"""
     group_id: _builtins.str
-    """the submitter's; jobs of a group are listed, followed and cancelled together"""
+    """the submitter's; jobs of a group are listed, followed and cancelled together. Not batch_ or run_ ..."""
     idempotency_key: _builtins.str
     """empty: each submission is a new job"""
     expires_ms: _builtins.int

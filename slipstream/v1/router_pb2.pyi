@@ -1022,7 +1022,7 @@ class TokenizeRequest(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
-        """its input, model and `thinking` count"""
+        """its input, `previous_response_id`, model and `thinking` count"""
 
     def __init__(
         self,

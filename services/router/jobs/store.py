@@ -22,7 +22,7 @@ from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_j
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobResultPart, JobState
 from slipstream import bounds
-from slipstream.errors import FailedPrecondition, NotFound, Overloaded
+from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
 
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
 # A tenant's followers of groups look one after the other, and rest for so many times as long as a look took.
@@ -119,7 +119,9 @@ class JobStore:
             raise Overloaded(f"jobs would hold more than {limit_mib} MiB", retry_after_ms=30_000)
 
     async def get(self, tenant: str, job_id: str) -> Job:
-        """One job. Raises NotFound."""
+        """One job. Raises NotFound, and InvalidArgument without an id."""
+        if not job_id:
+            raise InvalidArgument("id", "must be given")
         sql = f"SELECT {JOB_COLUMNS} FROM jobs WHERE id = ? AND tenant = ?"
         rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)), tenant=tenant)
         if not rows:

@@ -13,7 +13,7 @@ import typer
 
 from slipstream.cli.client_access import ClientAccess, takes_client
 from slipstream.cli.options import AsJson, read_secret
-from slipstream.errors import InvalidArgument, SlipstreamError
+from slipstream.errors import FailedPrecondition, InvalidArgument, SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.cli.jobs.body_file import BodyFile
@@ -172,6 +172,11 @@ def _submit(client: Client, found: BodyFile, options: JobOptions) -> list[Submit
         if jobs:
             again = f"the same file with `--group {options.group_id}` submits the others"
             print(f"{len(jobs)} of {len(found.bodies)} jobs are submitted: {again}", file=sys.stderr)
+        if isinstance(error, FailedPrecondition) and "idempotency key" in error.message:
+            words = (
+                f"group {options.group_id} has jobs of other bodies: choose another group for a changed file"
+            )
+            raise InvalidArgument("--group", words) from None
         raise found.refusal(error) if isinstance(error, InvalidArgument) else error from None
     return jobs
 

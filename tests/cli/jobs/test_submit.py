@@ -169,3 +169,13 @@ def test_a_secret_that_is_missing_or_unreadable_is_refused_by_its_flag(
     error = _submit(file, *[flag.replace("{file}", str(secret)) for flag in flags]).exception
     assert isinstance(error, InvalidArgument) and error.field == field
     assert words in error.reason
+
+
+async def test_a_changed_file_needs_another_group(router: RouterServer, file: Path) -> None:
+    """The command makes the idempotency keys, and so does not speak of them."""
+    _write(file, BODY)
+    assert (await _submitted(router, file, "--group", "night")).exit_code == 0
+    _write(file, {**BODY, "max_tokens": 5})
+    error = (await _submitted(router, file, "--group", "night")).exception
+    assert isinstance(error, InvalidArgument) and error.field == "--group"
+    assert "night" in error.reason and "another group" in error.reason

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from libs.common import batch_bounds
-from services.router.api.batches.records import FILE_PREFIX, NewBatch, is_id
+from services.router.api.batches.records import NewBatch
 from services.router.api.json_body import Text, WholeNumber, decode_body, path_of
-from slipstream import bounds, errors
+from slipstream import bounds
 
 
 class _OutputExpiry(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,11 +47,9 @@ def parse_batch(data: bytes, endpoints: Collection[str]) -> NewBatch:
 
 
 def check_names(input_file_id: str, endpoint: str, endpoints: Collection[str]) -> None:
-    """Raise InvalidArgument for what names no file or none of the endpoints, NotFound for no file's id."""
+    """Raise InvalidArgument for what names no file or none of the endpoints."""
     if not input_file_id:
         raise batch_bounds.INPUT_FILE.refused()
-    if not is_id(input_file_id, FILE_PREFIX):
-        raise errors.NotFound("there is no such file", field="input_file_id")
     if endpoint not in endpoints:
         raise batch_bounds.ENDPOINT.refused(endpoints=", ".join(sorted(endpoints)))
 

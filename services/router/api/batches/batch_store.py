@@ -12,7 +12,14 @@ from libs.common import batch_bounds
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
 from services.router.api.batches.file_store import check_room
-from services.router.api.batches.records import BATCH_PREFIX, NewBatch, RequestBatch, new_id
+from services.router.api.batches.records import (
+    BATCH_PREFIX,
+    NewBatch,
+    RequestBatch,
+    check_id,
+    new_id,
+    unknown,
+)
 from services.router.api.batches.schema import SCHEMA
 from services.router.api.batches.states import ACTIVE, CANCELLABLE, FINAL, BatchState
 from services.router.jobs.rows import marks
@@ -87,7 +94,8 @@ class BatchStore:
         return batch
 
     async def get(self, tenant: str, batch_id: str) -> RequestBatch:
-        """A batch. Raises NotFound."""
+        """A batch. Raises NotFound, InvalidArgument."""
+        check_id(batch_id, BATCH_PREFIX, "batch_id")
         rows = await self._database.read(
             lambda tx: tx.execute(
                 "SELECT record FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)
@@ -95,7 +103,7 @@ class BatchStore:
             tenant=tenant,
         )
         if not rows:
-            raise _unknown()
+            raise unknown(batch_id, "batch_id")
         return decode_batch(rows[0][0])
 
     async def page(self, tenant: str, *, after: str, limit: int) -> Sequence[str]:
@@ -113,7 +121,8 @@ class BatchStore:
         return [row[0] for row in rows]
 
     async def cancel(self, tenant: str, batch_id: str) -> RequestBatch:
-        """Ask for the end of a batch. Raises NotFound, and FailedPrecondition for one that is over."""
+        """Ask for the end of a batch. Raises as `get`, and FailedPrecondition for one that is over."""
+        check_id(batch_id, BATCH_PREFIX, "batch_id")
         now_s = self.wall_clock_s()
 
         def mark(tx: SqlTransaction) -> RequestBatch:
@@ -121,7 +130,7 @@ class BatchStore:
                 f"SELECT record FROM batches WHERE id = ? AND tenant = ? {tx.for_update}", (batch_id, tenant)
             )
             if not rows:
-                raise _unknown()
+                raise unknown(batch_id, "batch_id")
             batch = decode_batch(rows[0][0])
             if batch.state in FINAL:
                 raise errors.FailedPrecondition(f"the batch is {batch.state.value} already")
@@ -198,10 +207,6 @@ def _write(
         (batch.state.value, _encode(batch), batch.ended_unix_s, *values, batch.id, *conditions),
     )
     return bool(rows)
-
-
-def _unknown() -> errors.NotFound:
-    return errors.NotFound("there is no such batch", field="batch_id")
 
 
 def _encode(batch: RequestBatch) -> str:

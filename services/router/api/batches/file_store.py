@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from libs.common import batch_bounds
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction, SqlValue
-from services.router.api.batches.records import FILE_PREFIX, StoredFile, new_id
+from services.router.api.batches.records import FILE_PREFIX, StoredFile, check_id, new_id, unknown
 from services.router.api.batches.schema import SCHEMA
 from services.router.api.batches.states import ACTIVE
 from slipstream import errors
@@ -64,8 +64,14 @@ class FileStore:
             raise
         return writer
 
-    async def get(self, tenant: str, file_id: str, *, even_expired: bool = False) -> StoredFile:
-        """A whole file. Raises NotFound. `even_expired`: for a running batch, which began before that."""
+    async def get(
+        self, tenant: str, file_id: str, *, even_expired: bool = False, field: str = "file_id"
+    ) -> StoredFile:
+        """A whole file. Raises NotFound, InvalidArgument; `field` has the id in the request.
+
+        `even_expired`: for a running batch, which began before that.
+        """
+        check_id(file_id, FILE_PREFIX, field)
         now_s = -1.0 if even_expired else self.wall_clock_s()
         rows = await self._database.read(
             lambda tx: tx.execute(
@@ -76,7 +82,7 @@ class FileStore:
             tenant=tenant,
         )
         if not rows:
-            raise errors.NotFound("there is no such file", field="file_id")
+            raise unknown(file_id, field)
         return StoredFile(*rows[0])
 
     async def page(

@@ -113,8 +113,11 @@ def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefec
     except InvalidArgument as error:
         return LineDefect("invalid_json_line", error.message, number)
     for name in ("custom_id", "method", "url"):
-        if not isinstance(getattr(line, name), str) or not getattr(line, name):
+        given = getattr(line, name)
+        if given is None or given == "":
             return LineDefect("missing_required_parameter", f"{name} must be given", number, name)
+        if not isinstance(given, str):
+            return LineDefect("invalid_type", f"{name} must be text", number, name)
     if len(line.custom_id.encode(errors="surrogatepass")) > MAX_CUSTOM_ID_BYTES:
         message = f"custom_id must have at most {MAX_CUSTOM_ID_BYTES} bytes"
         return LineDefect("invalid_custom_id", message, number, "custom_id")
@@ -129,7 +132,8 @@ def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefec
         return LineDefect("mismatched_url", message, number, "url")
     body = bytes(line.body)
     if not body.startswith(b"{"):
-        return LineDefect("missing_required_parameter", "body must be an object", number, "body")
+        code = "invalid_type" if body else "missing_required_parameter"
+        return LineDefect(code, "body must be an object", number, "body")
     if len(body) > bounds.MAX_BODY_BYTES:
         return LineDefect("invalid_request", f"body {bounds.BODY.words}", number, "body")
     delivery = _DELIVERY_DECODER.decode(body)

@@ -53,11 +53,8 @@ class BatchOperations:
         return await self._uploads.receive(self.files, tenant, read, check_key=check_key)
 
     async def file(self, tenant: str, file_id: str) -> StoredFile:
-        """A file. Raises NotFound."""
-        files = self.files
-        if not is_id(file_id, FILE_PREFIX):
-            raise errors.NotFound("there is no such file", field="file_id")
-        return await files.get(tenant, file_id)
+        """A file. Raises NotFound, and InvalidArgument without an id."""
+        return await self.files.get(tenant, file_id)
 
     async def files_page(
         self, tenant: str, *, purpose: str, after: str, limit: int, is_ascending: bool
@@ -80,7 +77,7 @@ class BatchOperations:
     async def create(self, caller: Caller, new: NewBatch) -> RequestBatch:
         """Store a batch. Raises NotFound for its file, InvalidArgument for a file of another purpose."""
         files, batches = self._opened()
-        file = await files.get(caller.tenant, new.input_file)
+        file = await files.get(caller.tenant, new.input_file, field="input_file_id")
         if file.purpose != "batch":
             raise errors.InvalidArgument("input_file_id", "must name a file with the purpose batch")
         batch = await batches.create(caller.tenant, new, key_sha256=caller.key_sha256)
@@ -89,7 +86,8 @@ class BatchOperations:
 
     async def batch(self, tenant: str, batch_id: str) -> RequestBatch:
         """A batch. Raises NotFound."""
-        return await self._named_batch(batch_id).get(tenant, batch_id)
+        _, batches = self._opened()
+        return await batches.get(tenant, batch_id)
 
     async def batches_page(self, tenant: str, *, after: str, limit: int) -> Sequence[str]:
         """Records after the batch named, and one more than the limit where there are more."""
@@ -103,15 +101,10 @@ class BatchOperations:
 
     async def cancel(self, tenant: str, batch_id: str) -> RequestBatch:
         """Ask for the end of a batch. Raises NotFound, and FailedPrecondition for one that is over."""
-        batch = await self._named_batch(batch_id).cancel(tenant, batch_id)
+        _, batches = self._opened()
+        batch = await batches.cancel(tenant, batch_id)
         self._on_changed()
         return batch
-
-    def _named_batch(self, batch_id: str) -> BatchStore:
-        _, batches = self._opened()
-        if not is_id(batch_id, BATCH_PREFIX):
-            raise errors.NotFound("there is no such batch", field="batch_id")
-        return batches
 
     def check_opened(self) -> None:
         """Raise FailedPrecondition without a database."""

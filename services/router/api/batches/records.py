@@ -10,9 +10,25 @@ import msgspec
 
 from services.router.api.batches.lines import LineDefect
 from services.router.api.batches.states import BatchState, LineCounts
+from slipstream.bound import shown
+from slipstream.errors import InvalidArgument, NotFound
 
 FILE_PREFIX, BATCH_PREFIX = "file-", "batch_"
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{12,40}")
+
+
+def check_id(given: str, prefix: str, field: str) -> None:
+    """Raise InvalidArgument for no id, and NotFound for what is none."""
+    if not given:
+        raise InvalidArgument(field, "must be given")
+    if not is_id(given, prefix):
+        raise unknown(given, field)
+
+
+def unknown(given: str, field: str) -> NotFound:
+    """The error for an id that names nothing of the tenant."""
+    kind = "batch" if field == "batch_id" else "file"
+    return NotFound(f"there is no {kind} {shown(given)}", field=field)
 
 
 class StoredFile(msgspec.Struct, frozen=True, gc=False):

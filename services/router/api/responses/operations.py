@@ -49,7 +49,8 @@ class ResponseOperations:
         return await self.store.earlier_items(tenant, draft)
 
     async def find(self, tenant: str, response_id: str) -> Json | bytes:
-        """A response: as JSON where it is stored, else as an object. Raises NotFound."""
+        """A response: as JSON where it is stored, else as an object. Raises NotFound, InvalidArgument."""
+        _check_given(response_id)
         if self._background is not None:
             found = await self._background.find(tenant, response_id)
             if found is not None:
@@ -57,7 +58,8 @@ class ResponseOperations:
         return await self.opened.find_body(tenant, response_id)
 
     async def input_items(self, tenant: str, response_id: str) -> Sequence[Json]:
-        """All items of a response's input. Raises NotFound."""
+        """All items of a response's input. Raises NotFound, InvalidArgument."""
+        _check_given(response_id)
         if self._background is not None:
             items = await self._background.input_items(tenant, response_id)
             if items is not None:
@@ -66,17 +68,24 @@ class ResponseOperations:
 
     async def cancel(self, tenant: str, response_id: str) -> Json | bytes:
         """End a response in the background; as it is then. Raises NotFound, InvalidArgument for others."""
+        _check_given(response_id)
         await self.background.cancel(tenant, response_id)
         return await self.find(tenant, response_id)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a response. Raises NotFound, and InvalidArgument for one that still runs."""
+        _check_given(response_id)
         had_job = self._background is not None and await self._background.delete(tenant, response_id)
         try:
             await self.opened.delete(tenant, response_id)
         except errors.NotFound:
             if not had_job:  # one that was cancelled or failed has no answer
                 raise
+
+
+def _check_given(response_id: str) -> None:
+    if not response_id:
+        raise errors.InvalidArgument("response_id", "must be given")
 
 
 def _no_database() -> errors.FailedPrecondition:

@@ -197,6 +197,12 @@ async def test_a_malformed_message_is_refused(faces: TwoFaces, method: str) -> N
     assert isinstance(error, errors.InvalidArgument) and "well-formed" in error.message
 
 
+@pytest.mark.parametrize("method", ["GetResponse", "ListInputItems", "CancelResponse", "DeleteResponse"])
+async def test_a_call_without_an_id_is_refused(faces: TwoFaces, method: str) -> None:
+    error = await refusal(Responses(faces).call(method, response_id=""))
+    assert isinstance(error, errors.InvalidArgument) and error.field == "response_id"
+
+
 async def test_a_router_without_a_database_names_it(cluster: FakeCluster, card: ModelCard) -> None:
     async with open_router(cluster, card) as server, dial(server.host.endpoint) as channel:
         stub: Any = ResponseServiceStub(channel)

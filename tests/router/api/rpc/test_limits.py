@@ -166,7 +166,9 @@ async def test_calls_that_tokenize_take_their_tenants_turns(
             await turns.enter_async_context(router.manager.token_turns.turn(DEFAULT_TENANT, 0))
         ids = [5, 6]
         told = asyncio.gather(
-            client._stub.Tokenize(router_pb2.TokenizeRequest(request={"prompt": "Hi"})),
+            client._stub.Tokenize(
+                router_pb2.TokenizeRequest(request=router_pb2.GenerateRequest(prompt="Hi"))
+            ),
             client._stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids)),
         )
         await eventually(lambda: router.manager.token_turns._slots.waiting_or_running(DEFAULT_TENANT) == 6)

@@ -157,8 +157,13 @@ async def _read_content(header: batches_pb2.FileHeader, context: Context, upload
             break
         await upload.append(message.content)
     if n_left:
-        raise batch_bounds.FILE_WHOLE.refused(n_bytes=header.n_bytes)
+        raise batch_bounds.FILE_WHOLE.refused(n_bytes=header.n_bytes, n_arrived=_arrived(header, n_left))
     return ttl_s
+
+
+def _arrived(header: batches_pb2.FileHeader, n_left: int) -> str:
+    """How many bytes came; what follows too many is not read."""
+    return f"more than {header.n_bytes}" if n_left < 0 else str(header.n_bytes - n_left)
 
 
 def batch_handlers(service: BatchService, api: GrpcServer) -> Mapping[str, grpc.RpcMethodHandler[Any, Any]]:

@@ -1,0 +1,40 @@
+"""Ids of files and batches that name nothing, over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.router.request.model_card import ModelCard
+from slipstream import errors
+from slipstream.v1 import batches_pb2
+from slipstream.v1.batches_pb2_grpc import BatchServiceStub
+from tests.router.api.batches.conftest import CHAT
+from tests.router.conftest import WAIT_S
+from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.two_faces import TwoFaces, key_of, refusal, two_faces
+
+
+@pytest.fixture
+async def faces(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncIterator[TwoFaces]:
+    async with two_faces(cluster, card, tmp_path) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("method", ["GetFile", "DeleteFile", "GetBatch", "CancelBatch"])
+async def test_a_call_without_an_id_is_refused(faces: TwoFaces, method: str) -> None:
+    stub: Any = BatchServiceStub(faces.channel)
+    request = getattr(batches_pb2, f"{method}Request")()
+    error = await refusal(getattr(stub, method)(request, metadata=key_of(), timeout=WAIT_S))
+    assert isinstance(error, errors.InvalidArgument) and error.reason == "must be given"
+
+
+async def test_an_unknown_file_of_a_batch_is_named_by_its_field(faces: TwoFaces) -> None:
+    stub: Any = BatchServiceStub(faces.channel)
+    asked = batches_pb2.CreateBatchRequest(input_file_id="file-0123456789abcdef", endpoint=CHAT)
+    error = await refusal(stub.CreateBatch(asked, metadata=key_of(), timeout=WAIT_S))
+    assert isinstance(error, errors.NotFound) and error.field == "input_file_id"
+    assert "file-0123456789abcdef" in error.message
