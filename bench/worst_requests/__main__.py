@@ -85,6 +85,8 @@ def over_http(endpoint: str, request: bodies.HttpRequest) -> str:
     headers = {"Content-Type": "application/json", **_headers(ATTACKER)}
     if request.encoding:
         headers["Content-Encoding"] = request.encoding
+    if request.is_chunked:
+        headers["Transfer-Encoding"] = "chunked"
     try:
         connection.request("POST", request.path, request.body, headers)
         answer = connection.getresponse()

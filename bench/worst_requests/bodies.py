@@ -20,11 +20,12 @@ _USER: dict[str, Any] = {"role": "user", "content": "hi"}
 
 
 class HttpRequest(NamedTuple):
-    """A body and where it goes."""
+    """A body and where it goes. `is_chunked`: it is in chunks already."""
 
     body: bytes
     path: str = _CHAT
     encoding: str = ""
+    is_chunked: bool = False
 
 
 def chat(messages: list[dict[str, Any]], **more: Any) -> HttpRequest:
@@ -147,6 +148,7 @@ _TEXTS: dict[str, Callable[[], HttpRequest]] = {
     ),
     "white space around": lambda: HttpRequest(b" " * (MOST - _ROOM) + chat([_USER]).body),
     "gzip, 8 MiB inside": lambda: _gzip(MOST - _ROOM),
+    "a million chunks of a byte": lambda: HttpRequest(b"1\r\n \r\n" * (1 << 20), is_chunked=True),
     "gzip, 1 GiB inside": lambda: HttpRequest(_gzip_bomb(1 << 30), encoding="gzip"),
 }
 

@@ -27,6 +27,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from libs.common.connection_shares import ConnectionShare, ConnectionShares
 from libs.common.http.answer_watch import AnswerWatch
+from libs.common.http.chunked_body import ArrivingBody, read_plain_in_small_pieces
 from libs.common.http.failure import HttpRefusal
 from libs.common.http.http_errors import failure_response, new_request_id
 from libs.common.http.tls_handshake import Accepted, TlsHandshakes, read_in_small_pieces
@@ -92,7 +93,7 @@ class MalformedMessages:
 class HttpConnection(web.RequestHandler):
     """One client's connection. `is_refused`: it is closed at once, because there are too many."""
 
-    __slots__ = ("_answer_watch", "_is_refused", "_malformed", "_shares", "_write_stall_s", "share")
+    __slots__ = ("_answer_watch", "_body", "_is_refused", "_malformed", "_shares", "_write_stall_s", "share")
 
     def __init__(
         self,
@@ -120,11 +121,13 @@ class HttpConnection(web.RequestHandler):
         self._write_stall_s = write_stall_s
         self.share = share
         self._answer_watch: AnswerWatch | None = None
+        self._body: ArrivingBody | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve, or close."""
         super().connection_made(transport)
         _bound_unread(transport, self._write_stall_s)
+        read_plain_in_small_pieces(transport)
         if self.share is None:
             self.share = ConnectionShare(self._shares, _address_of(transport))
         if not self._is_refused and not self.share.fits:
@@ -132,6 +135,16 @@ class HttpConnection(web.RequestHandler):
             self._malformed.counters.add("slipstream_http_connections_refused_total")
         if self._is_refused:
             self.force_close()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of the client. A body in too small chunks fails, and is the connection's last."""
+        n_requests = self._request_count
+        super().data_received(data)
+        if self._request_count != n_requests:  # the last one's body is the one that arrives
+            self._body = ArrivingBody(self._messages[-1][1])
+        elif self._body is not None and self._body.is_refused(len(data)):
+            self._body = None
+            self.close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Give the share back."""

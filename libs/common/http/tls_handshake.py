@@ -11,17 +11,18 @@ from asyncio import sslproto
 from collections.abc import Callable
 
 from libs.common.connection_shares import ConnectionShare
+from libs.common.http.chunked_body import READ_BYTES
 from libs.common.service_bounds import GRPC_HANDSHAKE_S
-
-# A TLS record has at most 16 KiB of data. With asyncio's 256 KiB a port takes 300 KiB a connection.
-_READ_BYTES = 32 << 10
 
 MakeConnection = Callable[[ConnectionShare], asyncio.Protocol]
 
 
 def read_in_small_pieces() -> None:
-    """Let connections with TLS that this process opens from now on have small buffers to read with."""
-    sslproto.SSLProtocol.max_size = _READ_BYTES
+    """Let connections with TLS that this process opens from now on have small buffers to read with.
+
+    With asyncio's 256 KiB a port takes 300 KiB a connection.
+    """
+    sslproto.SSLProtocol.max_size = READ_BYTES
 
 
 class TlsHandshakes:
