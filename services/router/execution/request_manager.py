@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 # Longer messages are parsed and checked off the event loop.
 INLINE_BYTES = 64 << 10
+REVOKED = "the API key was revoked, or has expired"
 _UNREAD_CHECK_S = 0.25
 # Admission charges a tenant at most this many tokens for an answer until the answer ends.
 _OUTPUT_TOKENS = 256
@@ -189,7 +190,7 @@ class RequestManager:
         """End the requests whose API key does not count now, by its hash."""
         for run in self.running:
             if not counts(run.key_sha256):
-                run.end(errors.Unauthenticated("the API key was revoked, or has expired"))
+                run.end(errors.Unauthenticated(REVOKED))
 
     @property
     def draining(self) -> bool:

@@ -63,10 +63,16 @@ class JobStore:
         self._looks = TenantSlots(1, wait_s=_LOOK_WAIT_S)
 
     async def submit(
-        self, tenant: str, requests: Sequence[JobRequest], *, key_sha256: bytes = b""
+        self,
+        tenant: str,
+        requests: Sequence[JobRequest],
+        *,
+        key_sha256: bytes = b"",
+        beside: Callable[[SqlTransaction], None] = lambda _: None,
     ) -> list[Job]:
         """Store jobs, all or none; what is returned survives any crash. They run by the key with this hash.
 
+        `beside` belongs to the same transaction: what it raises stores no job. It may run again.
         Raises InvalidArgument, Overloaded, and FailedPrecondition where an idempotency key has another body.
         """
         check_requests(requests)
@@ -74,9 +80,12 @@ class JobStore:
         ids = self._new_ids(len(requests), now_s)
         # It parses all bodies.
         rows = await asyncio.to_thread(_new_rows, ids, tenant, requests, now_s, key_sha256.hex())
-        return await self._database.run(
-            lambda tx: self._insert(tx, tenant, requests, rows), is_idempotent=True, tenant=tenant
-        )
+
+        def insert(tx: SqlTransaction) -> list[Job]:
+            beside(tx)
+            return self._insert(tx, tenant, requests, rows)
+
+        return await self._database.run(insert, is_idempotent=True, tenant=tenant)
 
     def _new_ids(self, count: int, now_s: float) -> list[str]:
         """Ids in the order of submission. Those of several routers are in the order of their clocks."""

@@ -172,6 +172,10 @@ class BatchStore:
 
         Raises FailedPrecondition where the lease was lost: nothing is written then.
         """
+        await self._database.run(self.saving(held, rest_s=rest_s))
+
+    def saving(self, held: HeldBatch, *, rest_s: float | None = None) -> Callable[[SqlTransaction], None]:
+        """What `save` does, for a transaction that does more. It may run again."""
         now_s = self.wall_clock_s()
         until_s = now_s + (LEASE_S if rest_s is None else rest_s)
         lease = held.lease if rest_s is None else ""
@@ -181,7 +185,7 @@ class BatchStore:
             if not _write(tx, held.batch, changes, " AND lease = ?", (lease, until_s), (held.lease,)):
                 raise errors.FailedPrecondition("another router holds the batch")
 
-        await self._database.run(update)
+        return update
 
     async def sweep(self) -> None:
         """Forget batches that ended long ago."""

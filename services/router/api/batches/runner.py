@@ -210,12 +210,13 @@ class BatchRunner:
             )
             for line in lines
         ]
+        held = _changed(held, n_submitted=batch.n_submitted + len(lines))
+        # In one transaction: else a cancel between the two would give these lines two results.
+        saving, key_sha256 = self._batches.saving(held), bytes.fromhex(batch.key_sha256)
         try:
-            await self._jobs.submit(batch.tenant, requests, key_sha256=bytes.fromhex(batch.key_sha256))
+            await self._jobs.submit(batch.tenant, requests, key_sha256=key_sha256, beside=saving)
         except errors.Overloaded:
             return None
-        held = _changed(held, n_submitted=batch.n_submitted + len(lines))
-        await self._batches.save(held)
         return held
 
     async def _read(

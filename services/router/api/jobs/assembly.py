@@ -9,6 +9,7 @@ from typing import Protocol
 from libs.common.service_bounds import MAX_RUNNING_JOBS
 from libs.database.database import Database
 from services.router.admission.types import Priority
+from services.router.api.api_keys import ApiKeys
 from services.router.api.formats import FORMATS
 from services.router.api.jobs.executor import AnswerExecutor
 from services.router.api.jobs.service import SERVICE_NAME, JobService, job_handlers
@@ -47,6 +48,10 @@ class JobSettings(Protocol):
         """After so long a job waits for live requests no more."""
 
     @property
+    def keys(self) -> ApiKeys:
+        """The API keys by which jobs run."""
+
+    @property
     def webhook_hosts(self) -> WebhookHosts:
         """Where webhooks may go."""
 
@@ -60,7 +65,9 @@ class RouterJobs:
         self.formats = dict(FORMATS)
         self.store: JobStore | None = None
         self.overview: JobOverview | None = None
-        self._executor = AnswerExecutor(manager, self.formats, clock=clock, wall_clock_s=time.time)
+        self._executor = AnswerExecutor(
+            manager, self.formats, clock=clock, wall_clock_s=time.time, key_counts=options.keys.counts
+        )
         self._pacing = JobPacing(options.jobs_beside_live)
         self._puller: JobPuller | None = None
         self._webhooks: WebhookSender | None = None

@@ -18,7 +18,7 @@ from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
 from services.router.api.choices import leaders_of
-from services.router.execution.request_manager import RequestManager
+from services.router.execution.request_manager import REVOKED, RequestManager
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
@@ -43,11 +43,14 @@ class AnswerExecutor:
         *,
         clock: Callable[[], float],
         wall_clock_s: Callable[[], float],
+        key_counts: Callable[[bytes], bool],
     ) -> None:
+        """`key_counts`: whether the API key with this hash counts now."""
         self._manager = manager
         self._formats = formats
         self._clock = clock
         self._wall_clock_s = wall_clock_s
+        self._key_counts = key_counts
         self._ids: set[str] = set()
         most = api_bounds.MAX_TENANT_CHECKED_BYTES
         self._checked = TextShares(most_chars=sys.maxsize, most_tenant_chars=most)
@@ -78,6 +81,8 @@ class AnswerExecutor:
         answer_format = self._formats.get(job.path)
         if answer_format is None:  # of a newer router
             return JobOutcome(404, b'{"error": {"message": "no such endpoint"}}')
+        if not self._key_counts(job.key_sha256):  # a running one is ended by the look at all requests
+            return _failed(answer_format, errors.Unauthenticated(REVOKED))
         self._ids.add(job.id)
         try:
             exchange = await read_exchange(

@@ -99,12 +99,41 @@ async def test_a_router_that_dies_amid_submission_doubles_no_job(
     monkeypatch.setattr(JobStore, "submit", dying_submit)
     with pytest.raises(RuntimeError):
         await tables.step()
-    assert (await tables.get(batch)).n_submitted == 2
+    assert (await tables.get(batch)).n_submitted == 4
     assert not await tables.make_runner().step()  # the dead router holds the batch
     tables.jobs.now_s += 120
     assert await tables.make_runner().step()
     assert (await tables.jobs.store.counts(TENANT, batch.id)).total == 7
     assert (await tables.get(batch)).n_submitted == 7
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+async def test_a_cancel_amid_submission_gives_each_request_one_result(
+    tables: BatchTables, monkeypatch: pytest.MonkeyPatch, is_before: bool
+) -> None:
+    monkeypatch.setattr(runner, "_SUBMITTED_TOGETHER", 2)
+    batch = await tables.create(b"".join(line(f"n{index}") for index in range(7)))
+    submit, n_calls = JobStore.submit, 0
+
+    async def submit_and_cancel(self: JobStore, *given: Any, **options: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 2 and is_before:
+            await tables.batches.cancel(TENANT, batch.id)
+        jobs = await submit(self, *given, **options)
+        if n_calls == 2 and not is_before:
+            await tables.batches.cancel(TENANT, batch.id)
+        return jobs
+
+    monkeypatch.setattr(JobStore, "submit", submit_and_cancel)
+    await tables.step()
+    assert (await tables.jobs.store.counts(TENANT, batch.id)).total == (2 if is_before else 4)
+    while (await tables.get(batch)).state is not BatchState.CANCELLED:
+        assert await tables.step()
+    ended = await tables.get(batch)
+    failed = await tables.read(ended.error_file)
+    assert sorted(item["custom_id"] for item in failed) == [f"n{index}" for index in range(7)]
+    assert (await tables.jobs.store.counts(TENANT, batch.id)).live == 0
 
 
 async def test_a_tenant_without_room_for_jobs_waits_and_goes_on(

@@ -50,3 +50,14 @@ async def test_a_job_that_runs_until_it_expires_has_expired(
         ClaimedJob("job-1", "alice", "/v1/chat/completions", data, 1, 0, 1.0, expires_unix_s)
     )
     assert after_attempt(outcome, failures=0, jitter=0.0).state is state
+
+
+async def test_a_job_of_a_revoked_key_does_not_begin(router: RouterServer) -> None:
+    """The look at running requests, once a second, does not see what is as short as a job."""
+    router._options.keys.replace([], {})
+    executor: AnswerExecutor = router.jobs._executor
+    data = json.dumps({"messages": HELLO}).encode()
+    job = ClaimedJob("job-1", "alice", "/v1/chat/completions", data, 1, 0, 1.0, 1e12, key_sha256=b"k" * 32)
+    outcome = await executor.run(job)
+    assert (outcome.status, outcome.is_final) == (401, True)
+    assert b"revoked" in outcome.body and not router.manager.held

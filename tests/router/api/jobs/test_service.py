@@ -166,7 +166,7 @@ async def test_an_endpoint_that_refuses_fails_the_job_with_its_answer(stub: Any)
     ("job", "field"),
     [
         (new_job(path="/v1/embeddings"), "jobs[1].path"),
-        (jobs_pb2.NewJob(path=CHAT, body=b"{"), "jobs[1].body.body"),
+        (jobs_pb2.NewJob(path=CHAT, body=b"{"), "jobs[1].body"),
         (new_job(temperature="warm"), "jobs[1].body.temperature"),
         (new_job(temperature=9), "jobs[1].body.temperature"),
         (new_job(model="no-such-model"), "jobs[1].body.model"),
