@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
+
 log = logging.getLogger(__name__)
 
 # The coroutine of gRPC's second task of a call, which refers to the handler's task.
@@ -56,6 +58,15 @@ def resetting_after(delay_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def ending_with_call() -> Iterator[None]:
+    """Turn an error of gRPC into a cancellation: the call is over, and this task is about to be cancelled."""
+    try:
+        yield
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
 
 
 def _owner_of(handler: asyncio.Task[Any]) -> asyncio.Task[Any] | None:

@@ -67,6 +67,8 @@ class _InputConversation:
         kind = kind_of(item)
         if kind not in _FIELDS:
             raise api_bounds.ITEM_TYPE.refused(f"{path}.type", kind=shown_name(kind))
+        if not isinstance(item.get("id"), str | None):
+            raise bounds.TYPE.refused(f"{path}.id", expected="a string")
         for name in item.keys() - _FIELDS[kind]:
             if item[name] is not None:
                 self._ignore(path_of(path, name))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
-import grpc
-
 from libs.common import service_bounds
+from libs.common.rpc.call_reset import ending_with_call
 from libs.common.rpc.serve import metadata_of
 from libs.common.rpc.single_request import with_trailing
 from libs.common.telemetry import tracing
@@ -135,7 +133,7 @@ class GenerateMethod:
             await choices.start()
             request_id = choices.first.request_id
             answer.prompt = await self._prompt_text(call, caller)
-            with _ending_with_call():
+            with ending_with_call():
                 await context.send_initial_metadata(answer.metadata(request_id, self._limits(caller)))
             while (item := await choices.next_events()) is not None:
                 index, events = item
@@ -144,7 +142,7 @@ class GenerateMethod:
                     continue
                 watch = WriteWatch(choices, stall_s=self.write_stall_s, reset_s=self.reset_s)
                 try:
-                    with _ending_with_call():
+                    with ending_with_call():
                         await context.write(response)
                 finally:
                     watch.cancel()
@@ -186,7 +184,7 @@ class GenerateMethod:
         run.sink.holds_start = True
         release = asyncio.get_running_loop().call_later(_MAX_START_WAIT_S, run.sink.release_start)
         try:
-            with _ending_with_call():
+            with ending_with_call():
                 await context.send_initial_metadata(answer.metadata(run.request_id, limits))
             while events := await run.sink.next_events():
                 if keep is not None:
@@ -195,7 +193,7 @@ class GenerateMethod:
                     continue
                 watch = WriteWatch(run, stall_s=self.write_stall_s, reset_s=self.reset_s)
                 try:
-                    with _ending_with_call():
+                    with ending_with_call():
                         await context.write(response)
                 finally:
                     watch.cancel()
@@ -204,12 +202,3 @@ class GenerateMethod:
         finally:
             release.cancel()
         raise errors.Internal("the answer has no end")
-
-
-@contextlib.contextmanager
-def _ending_with_call() -> Iterator[None]:
-    """Turn an error of gRPC into a cancellation: the call is over, and this task is about to be cancelled."""
-    try:
-        yield
-    except grpc.aio.BaseError:
-        raise asyncio.CancelledError from None

@@ -9,6 +9,7 @@ import pytest
 from services.router.api.answers.field_paths import MessageSources
 from services.router.api.responses.items import add_items
 from services.router.api.responses.rpc.call_items import items_of
+from services.router.api.responses.rpc.messages import item_message
 from services.router.api.responses.stored_items import items_to_store
 
 USER = {"role": "user", "content": "Where is it?"}
@@ -45,3 +46,11 @@ def test_items_make_the_messages_that_they_were_made_of(messages: list[dict[str,
     add_items(sources, [("", item) for item in stored], lambda path: pytest.fail(path))
     assert sources.messages == messages
     assert len({item["id"] for item in stored}) == len(stored)
+
+
+@pytest.mark.parametrize("odd", [9, {}, [1], True, None])
+def test_a_stored_item_with_odd_values_is_shown(odd: Any) -> None:
+    """The request that stored it does not read these."""
+    part = {"type": "refusal", "refusal": "no", "text": odd}
+    shown = item_message({"type": "message", "role": "assistant", "id": odd, "content": [part]})
+    assert (shown.id, shown.message.content[0].text) == ("", "no")

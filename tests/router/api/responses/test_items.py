@@ -84,6 +84,7 @@ def test_reasoning_that_led_to_nothing_is_left_out() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{**CALL, "name": None}]}, "input[0].name"),
+        ({"input": [{"role": "user", "content": "x", "id": 5}]}, "input[0].id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),

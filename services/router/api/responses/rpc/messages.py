@@ -53,16 +53,16 @@ def items_page(items: Sequence[Json], request: responses_pb2.ListInputItemsReque
 
 def item_message(item: Json) -> responses_pb2.ResponseItem:
     """An item of an input or of an output."""
-    message = responses_pb2.ResponseItem(id=item.get("id") or "")
+    message = responses_pb2.ResponseItem(id=_string(item.get("id")))
     match kind_of(item):
         case "reasoning":
             message.reasoning = _text(item.get("content") or item.get("summary"))
         case "function_call":
             call = message.tool_call
-            call.id, call.name = item.get("call_id") or "", item.get("name") or ""
+            call.id, call.name = _string(item.get("call_id")), _string(item.get("name"))
             call.arguments = arguments_text(item.get("arguments"))
         case "function_call_output":
-            message.tool_result.tool_call_id = item.get("call_id") or ""
+            message.tool_result.tool_call_id = _string(item.get("call_id"))
             message.tool_result.output = _text(item.get("output"))
         case _:
             message.message.role = MESSAGE_ROLES.get(
@@ -75,8 +75,15 @@ def item_message(item: Json) -> responses_pb2.ResponseItem:
 def _text(content: Any) -> str:
     """A text, or parts of text as one."""
     if isinstance(content, list):
-        return "".join([part.get("text") or part.get("refusal") or "" for part in content])
-    return content or ""
+        return "".join(
+            [_string(part.get("refusal" if part.get("type") == "refusal" else "text")) for part in content]
+        )
+    return _string(content)
+
+
+def _string(value: Any) -> str:
+    """A text of an item; other values that a client sent there were not read, and are none."""
+    return value if isinstance(value, str) else ""
 
 
 def _usage(usage: Json) -> router_pb2.Usage:
