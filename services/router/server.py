@@ -117,7 +117,12 @@ class RouterServer:
         sent = sent_shares()
         self.jobs = RouterJobs(options, self.manager, self.fleet)
         responses = make_responses(
-            card, options.database, self.jobs.store, ttl_s=options.response_ttl_s, wall_clock_s=time.time
+            card,
+            options.database,
+            self.jobs.store,
+            ttl_s=options.response_ttl_s,
+            wall_clock_s=time.time,
+            run_piece=self.manager.context.threads.run,
         )
         self._grpc = self._make_grpc(access_log, sent, responses)
         self.jobs.serve(self._grpc)

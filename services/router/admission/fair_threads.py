@@ -33,6 +33,11 @@ class RunPiece(Protocol):
         ...
 
 
+async def run_on_a_thread(tenant: str, piece: Callable[[], T]) -> T:
+    """A `RunPiece` without turns."""
+    return await asyncio.to_thread(piece)
+
+
 class FairThreads:
     """Threads with one queue for each tenant. Call it from one event loop."""
 

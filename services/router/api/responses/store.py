@@ -6,12 +6,12 @@ earlier one ends a conversation.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import msgspec
 
@@ -19,6 +19,7 @@ from libs.common import api_bounds
 from libs.database.database import Database
 from libs.database.schema import Schema
 from libs.database.transaction import SqlTransaction
+from services.router.admission.fair_threads import RunPiece, run_on_a_thread
 from services.router.admission.tenant_shares import TenantSlots
 from services.router.api.answers.long_json import json_pieces
 from services.router.api.json_body import Json
@@ -90,14 +91,19 @@ class ResponseStore:
         max_responses: int = api_bounds.MAX_TENANT_RESPONSES,
         max_bytes: int = api_bounds.MAX_TENANT_RESPONSE_BYTES,
         chance: Callable[[], float] = random.random,
+        run_piece: RunPiece = run_on_a_thread,
     ) -> None:
-        """The bounds are those of one tenant. `chance`: whether a response that is saved sweeps."""
+        """The bounds are those of one tenant. `chance`: whether a response that is saved sweeps.
+
+        `run_piece` packs and unpacks. Each takes the interpreter for up to 40 ms: few may run together.
+        """
         self._database = database
         self._wall_clock_s = wall_clock_s
         self._ttl_s = ttl_s
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._chance = chance
+        self._run_piece = run_piece
         wait_s = api_bounds.RESPONSE_CALL_WAIT_S
         self._slots = TenantSlots(api_bounds.MAX_TENANT_RESPONSE_CALLS, wait_s=wait_s)
         self._reads = TenantSlots(api_bounds.MAX_CONVERSATIONS_READ, wait_s=wait_s)  # of all tenants as one
@@ -115,7 +121,7 @@ class ResponseStore:
 
     async def insertion(self, tenant: str, response: StoredResponse) -> Callable[[SqlTransaction], None]:
         """A function that stores a response in a transaction. Raises InvalidArgument for a long response."""
-        blobs = await asyncio.to_thread(_packed, response)
+        blobs = await self._run_piece(tenant, partial(_packed, response))
         n_bytes, now_s = sum(map(len, blobs)), self._wall_clock_s()
         row = (tenant, response.body["id"], now_s, now_s + self._ttl_s, n_bytes, *blobs)
 
@@ -132,14 +138,13 @@ class ResponseStore:
         """The tenant's response with this id, as JSON. Raises NotFound."""
         async with self.slot(tenant):
             (body,) = await self._find(tenant, response_id, ("body",), field="response_id")
-            return await asyncio.to_thread(_inflated, body)
+            return await self._run_piece(tenant, partial(_inflated, body))
 
     async def find_items(self, tenant: str, response_id: str) -> Sequence[Json]:
         """The input items of a response. Raises NotFound."""
         async with self.slot(tenant):
             (items,) = await self._find(tenant, response_id, ("items",), field="response_id")
-            found: Sequence[Json] = await asyncio.to_thread(lambda: msgspec.json.decode(_inflated(items)))
-            return found
+            return await self._run_piece(tenant, partial(_items_of, items))
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a response. Raises NotFound."""
@@ -183,7 +188,7 @@ class ResponseStore:
         """All items up to the end of a response. Raises NotFound, and InvalidArgument for too many."""
         async with self.slot(tenant), self._reads.slot(""):
             blobs = await self._find(tenant, response_id, ("earlier", "items", "body"), field=field)
-            return await asyncio.to_thread(_conversation_of, blobs, field)
+            return await self._run_piece(tenant, partial(_conversation_of, blobs, field))
 
     async def _find(
         self, tenant: str, response_id: str, columns: Sequence[str], *, field: str
@@ -233,6 +238,11 @@ def _inflated(blob: bytes) -> bytes:
     if len(data) > api_bounds.STORED.high:
         raise errors.DataCorrupt("a stored response is too large")
     return data
+
+
+def _items_of(blob: bytes) -> Sequence[Json]:
+    items: Sequence[Json] = msgspec.json.decode(_inflated(blob))
+    return items
 
 
 def _conversation_of(blobs: Sequence[bytes], field: str) -> _StoredConversation:
