@@ -152,8 +152,9 @@ def measure(router: RouterUnderTest, name: str, make: Callable[[], Attack], *, a
         statuses = [sending.result() for sending in [threads.submit(attack.send) for _ in range(at_once)]]
         took_s = time.monotonic() - began_s
         time.sleep(_AFTER_S)
-        gap_ms = longest_gap_ms(stream.arrivals, began_s, time.monotonic())
+        ended_s = time.monotonic()
     attack.clean()
+    gap_ms = longest_gap_ms(stream.arrivals, began_s, ended_s)
     if stream.error:
         raise RuntimeError(f"the stream ended amid {name}: {stream.error}")
     return {

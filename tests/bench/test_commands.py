@@ -18,6 +18,7 @@ CHILDREN = {
     "bench.fakes.worker",
     "bench.kvstore.peer",
     "bench.kvstore.pool_node",
+    "bench.worst_requests.healthy_stream",
 }
 IMAGES = {"bench.images"}  # needs built images: tests/images runs it
 # {tmp}: a folder of the test, {trace}: a small trace in Mooncake's format.
