@@ -117,7 +117,6 @@ def _uploaded(content: Callable[[], bytes]) -> Kind:
 
     def prepare(tenant: StoringTenant) -> Callable[[], str]:
         data = content()
-
         return lambda: str(tenant.upload(data)[0])
 
     return prepare

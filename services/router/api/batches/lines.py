@@ -92,7 +92,7 @@ class LineSplitter:
 
     def _line_after(self, piece: bytes, at: int, end: int) -> int:
         """Where the first line that is not empty begins; the lines before it are counted."""
-        text = _SPACES.match(piece, at, end).end()  # type: ignore[union-attr]  # it matches nothing, too
+        text = _SPACES.match(piece, at, end).end()  # type: ignore[union-attr]  # it always matches
         begin = end if text == end else max(at, piece.rfind(b"\n", at, text) + 1)
         self._number += piece.count(b"\n", at, begin)
         return begin
