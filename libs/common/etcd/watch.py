@@ -61,6 +61,7 @@ async def watch_prefix(
                 snapshot = await client.get_prefix(prefix)
                 revision = snapshot.revision
                 yield snapshot
+            fragments: list[tuple[str, KeyValue | None]] = []
             async for message in _messages(client, prefix, revision + 1):
                 if has_failed:
                     log.info("the watch of %s continues after revision %d", prefix, revision)
@@ -73,8 +74,12 @@ async def watch_prefix(
                     await asyncio.sleep(_FIRST_PAUSE_S)
                     break
                 if message.events:
-                    revision = message.events[-1].kv.mod_revision
-                    yield PrefixChanges(revision, tuple(_change(event) for event in message.events))
+                    fragments += [_change(event) for event in message.events]
+                    if message.fragment:  # its last revision may go on in the next one
+                        continue
+                    revision, changes = message.events[-1].kv.mod_revision, tuple(fragments)
+                    fragments.clear()
+                    yield PrefixChanges(revision, changes)
                 elif not message.created:
                     revision = max(revision, message.header.revision)  # a progress notification
             else:
@@ -96,6 +101,7 @@ async def _messages(client: EtcdClient, prefix: str, start_revision: int) -> Asy
         range_end=prefix_end(prefix),
         start_revision=start_revision,
         progress_notify=True,
+        fragment=True,  # after an outage one response has up to 1,000 revisions, however long
     )
 
     over = asyncio.Event()

@@ -519,12 +519,15 @@ class WatchCreateRequest(_message.Message):
     RANGE_END_FIELD_NUMBER: _builtins.int
     START_REVISION_FIELD_NUMBER: _builtins.int
     PROGRESS_NOTIFY_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     range_end: _builtins.bytes
     start_revision: _builtins.int
     """First revision to report; 0: from now on."""
     progress_notify: _builtins.bool
     """Ask for an empty response with the current revision now and then."""
+    fragment: _builtins.bool
+    """Split a response that is longer than a request may be."""
     def __init__(
         self,
         *,
@@ -532,10 +535,11 @@ class WatchCreateRequest(_message.Message):
         range_end: _builtins.bytes = ...,
         start_revision: _builtins.int = ...,
         progress_notify: _builtins.bool = ...,
+        fragment: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "progress_notify", b"progress_notify", "range_end", b"range_end", "start_revision", b"start_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fragment", b"fragment", "key", b"key", "progress_notify", b"progress_notify", "range_end", b"range_end", "start_revision", b"start_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -551,6 +555,7 @@ class WatchResponse(_message.Message):
     CANCELED_FIELD_NUMBER: _builtins.int
     COMPACT_REVISION_FIELD_NUMBER: _builtins.int
     CANCEL_REASON_FIELD_NUMBER: _builtins.int
+    FRAGMENT_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     watch_id: _builtins.int
     created: _builtins.bool
@@ -558,6 +563,8 @@ class WatchResponse(_message.Message):
     compact_revision: _builtins.int
     """Set with `canceled` when start_revision was compacted away: the oldest revision still there."""
     cancel_reason: _builtins.str
+    fragment: _builtins.bool
+    """Further events of this response follow."""
     @_builtins.property
     def header(self) -> Global___ResponseHeader: ...
     @_builtins.property
@@ -571,11 +578,12 @@ class WatchResponse(_message.Message):
         canceled: _builtins.bool = ...,
         compact_revision: _builtins.int = ...,
         cancel_reason: _builtins.str = ...,
+        fragment: _builtins.bool = ...,
         events: _abc.Iterable[Global___Event] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_reason", b"cancel_reason", "canceled", b"canceled", "compact_revision", b"compact_revision", "created", b"created", "events", b"events", "header", b"header", "watch_id", b"watch_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel_reason", b"cancel_reason", "canceled", b"canceled", "compact_revision", b"compact_revision", "created", b"created", "events", b"events", "fragment", b"fragment", "header", b"header", "watch_id", b"watch_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

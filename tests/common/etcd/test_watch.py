@@ -12,12 +12,14 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.etcd import channel as etcd_channel
+from libs.common.etcd import watch
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import (
@@ -96,6 +98,38 @@ async def writing(etcd: EtcdProcess) -> AsyncIterator[EtcdClient]:
 def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
     with EtcdProcess(tmp_path / "etcd") as process:
         yield process
+
+
+async def test_a_long_response_comes_in_parts(etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an outage etcd sends many revisions together: more than a message may be."""
+    lengths: list[int] = []
+    messages = watch._messages
+
+    async def noted(*given: Any) -> AsyncIterator[Any]:
+        async for message in messages(*given):
+            lengths.append(message.ByteSize())
+            yield message
+
+    monkeypatch.setattr(watch, "_messages", noted)
+    values = [bytes([number]) * 300_000 for number in range(20)]
+    async with writing(etcd) as writer, writing(etcd) as client:
+        before = (await client.get_prefix(PREFIX)).revision
+        for number, value in enumerate(values):
+            await writer.put(f"{PREFIX}{number}", value)
+
+        async def stale_prefix(_: str) -> PrefixSnapshot:
+            return PrefixSnapshot(before, {})
+
+        monkeypatch.setattr(client, "get_prefix", stale_prefix)
+        async with aclosing(watch_prefix(client, PREFIX)) as updates, asyncio.timeout(60):
+            assert isinstance(await anext(updates), PrefixSnapshot)
+            found: list[tuple[str, bytes]] = []
+            while len(found) < len(values):
+                update = await anext(updates)
+                assert isinstance(update, PrefixChanges)
+                found += [(key, kv.value) for key, kv in update.changes if kv is not None]
+    assert found == [(f"{PREFIX}{number}", value) for number, value in enumerate(values)]
+    assert max(lengths) < 4 << 20 < sum(lengths)
 
 
 async def test_changes_arrive_once_and_in_order(etcd: EtcdProcess) -> None:
