@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from slipstream.errors import InvalidArgument, SlipstreamError, Unavailable
+from slipstream.errors import FailedPrecondition, InvalidArgument, SlipstreamError, Unavailable
 from slipstream.rpc.credential_fault import with_tls_hint
 from slipstream.rpc.hosts import address_of
 
@@ -34,8 +35,9 @@ class Endpoints(Generic[ChannelT]):
         self._lock = threading.Lock()
 
     def current(self) -> tuple[str, ChannelT]:
-        """The router in use."""
+        """The router in use. Raises FailedPrecondition after `close`."""
         with self._lock:
+            self._check_open()
             return self._open(self._names[self._at])
 
     def answered(self) -> None:
@@ -69,15 +71,29 @@ class Endpoints(Generic[ChannelT]):
                 self._at = (self._at + 1) % len(self._names)
 
     def all(self) -> list[ChannelT]:
-        """Channels to all routers."""
+        """Channels to all routers. Raises FailedPrecondition after `close`."""
         with self._lock:
+            self._check_open()
             return [self._open(name)[1] for name in self._names]
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Surrounds a call. One that another thread's `close` precedes raises FailedPrecondition."""
+        try:
+            yield
+        except ValueError:  # gRPC's own, of a channel that is closed
+            self._check_open()
+            raise
 
     def close(self) -> list[ChannelT]:
         """Refuse further calls, and return the opened channels for the caller to close."""
         with self._lock:
             self._closed = True
             return list(self._channels.values())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FailedPrecondition("the client is closed") from None
 
     def _open(self, name: str) -> tuple[str, ChannelT]:
         if name not in self._channels:

@@ -8,15 +8,15 @@ with Client("127.0.0.1:7000") as client:
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
 
+from slipstream.calls.callers import AsyncCaller, BlockingCaller, Metadata
 from slipstream.endpoints import Endpoints
-from slipstream.errors import Draining, SlipstreamError, Unavailable
+from slipstream.errors import SlipstreamError
 from slipstream.jobs.messages import (
     FinishedJob,
     GroupProgress,
@@ -31,49 +31,18 @@ from slipstream.jobs.messages import (
     submitted_job,
     with_key,
 )
-from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import jobs_pb2, jobs_pb2_grpc
 
 T = TypeVar("T")
-Metadata = tuple[tuple[str, str | bytes], ...]
-_CALL_S = 60.0
-_PAUSE_S = 0.5
-# How long a call or a follower looks for a router that answers.
-_LOST_S = 30.0
-# Failures that look like TLS at one end only, as each try would; a router that stops causes one.
-_HINTED_TRIES = 3
 _PAGE = 1000
 _RESULT_PART_BYTES = 4 << 20
-
-
-class _Losses:
-    """How long calls have found no router."""
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._n_hinted = 0  # failures whose cause may be TLS, before any router was reached
-
-    def answered(self) -> None:
-        self._since_s = None
-
-    def check(self, endpoints: Endpoints[Any], error: grpc.RpcError) -> None:
-        """Raises the typed error where another try is no use."""
-        failure = from_rpc_error(error)
-        explained = endpoints.explained(failure)
-        self._n_hinted += explained is not failure and explained.message != failure.message
-        now_s = time.monotonic()
-        self._since_s = now_s if self._since_s is None else self._since_s
-        is_passing = isinstance(failure, Unavailable | Draining) and self._n_hinted < _HINTED_TRIES
-        if not is_passing or endpoints.closed or now_s - self._since_s > _LOST_S:
-            raise explained from None
 
 
 class BlockingJobs:
     """The jobs of the caller's tenant; `Client.jobs`."""
 
     def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata) -> None:
-        self._endpoints = endpoints
-        self._metadata = metadata
+        self._caller = BlockingCaller(jobs_pb2_grpc.JobServiceStub, endpoints, metadata)
 
     def submit(
         self,
@@ -101,7 +70,7 @@ class BlockingJobs:
         options, n_stored = with_key(options), 0
         for request in submissions(bodies, references, options):
             try:
-                answer = self._call("SubmitJobs", request)
+                answer = self._caller.call("SubmitJobs", request)
             except SlipstreamError as error:
                 raise amid(error, n_stored, len(bodies), options.idempotency_key) from None
             n_stored += len(answer.jobs)
@@ -110,22 +79,22 @@ class BlockingJobs:
     def get(self, job_id: str) -> FinishedJob:
         """One job, and its answer once it has one. Raises NotFound."""
         request = jobs_pb2.GetJobRequest(id=job_id, result_limit=_RESULT_PART_BYTES)
-        parts = ResultParts(self._call("GetJob", request))
+        parts = ResultParts(self._caller.call("GetJob", request))
         while parts.missing:
             request.result_offset = parts.n_bytes
-            parts.add(self._call("GetJob", request))
+            parts.add(self._caller.call("GetJob", request))
         return finished_job(parts.first.job, parts.result)
 
     def list_jobs(self, *, group_id: str = "", state: str = "") -> Iterator[SubmittedJob]:
         """The jobs in the order of their submission."""
         request = jobs_pb2.ListJobsRequest(group_id=group_id, state=state_value(state), limit=_PAGE)
-        while page := self._call("ListJobs", request).jobs:
+        while page := self._caller.call("ListJobs", request).jobs:
             yield from [submitted_job(job) for job in page]
             request.after_id = page[-1].id
 
     def cancel(self, job_id: str = "", *, group_id: str = "") -> int:
         """End one job or all of a group; how many had not ended."""
-        return int(self._call("CancelJobs", _cancel_request(job_id, group_id)).cancelled)
+        return int(self._caller.call("CancelJobs", _cancel_request(job_id, group_id)).cancelled)
 
     def follow(self, job_id: str) -> Iterator[SubmittedJob]:
         """The job now and after each change, until it has ended."""
@@ -144,46 +113,22 @@ class BlockingJobs:
         return self.get(job_id)
 
     def _follow(self, request: Any, read: Callable[[Any], T], is_last: Callable[[T], bool]) -> Iterator[T]:
-        losses, seen = _Losses(), None
-        while True:
-            name, channel = self._endpoints.current()
-            try:
-                for response in jobs_pb2_grpc.JobServiceStub(channel).FollowJobs(
-                    request, metadata=self._metadata
-                ):
-                    losses.answered()
-                    self._endpoints.reached()
-                    if (found := read(response)) != seen:
-                        seen = found
-                        yield found
-                if seen is None or is_last(seen):
-                    return
-            except grpc.RpcError as error:
-                losses.check(self._endpoints, error)
-            self._endpoints.lost(name)
-            time.sleep(_PAUSE_S)
+        seen: T | None = None
 
-    def _call(self, method: str, request: Any) -> Any:
-        losses = _Losses()
-        while True:
-            name, channel = self._endpoints.current()
-            call = getattr(jobs_pb2_grpc.JobServiceStub(channel), method)
-            try:
-                answer = call(request, timeout=_CALL_S, metadata=self._metadata)
-                self._endpoints.reached()
-                return answer
-            except grpc.RpcError as error:
-                losses.check(self._endpoints, error)
-            self._endpoints.lost(name)
-            time.sleep(_PAUSE_S)
+        def is_whole() -> bool:
+            return seen is None or is_last(seen)
+
+        for _, response in self._caller.stream("FollowJobs", request, is_whole=is_whole):
+            if (found := read(response)) != seen:
+                seen = found
+                yield found
 
 
 class AsyncJobs:
     """The same for one event loop; `AsyncClient.jobs`."""
 
     def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata) -> None:
-        self._endpoints = endpoints
-        self._metadata = metadata
+        self._caller = AsyncCaller(jobs_pb2_grpc.JobServiceStub, endpoints, metadata)
 
     async def submit(
         self,
@@ -207,7 +152,7 @@ class AsyncJobs:
         options, n_stored = with_key(options), 0
         for request in submissions(bodies, references, options):
             try:
-                answer = await self._call("SubmitJobs", request)
+                answer = await self._caller.call("SubmitJobs", request)
             except SlipstreamError as error:
                 raise amid(error, n_stored, len(bodies), options.idempotency_key) from None
             n_stored += len(answer.jobs)
@@ -216,23 +161,23 @@ class AsyncJobs:
     async def get(self, job_id: str) -> FinishedJob:
         """As `BlockingJobs.get`."""
         request = jobs_pb2.GetJobRequest(id=job_id, result_limit=_RESULT_PART_BYTES)
-        parts = ResultParts(await self._call("GetJob", request))
+        parts = ResultParts(await self._caller.call("GetJob", request))
         while parts.missing:
             request.result_offset = parts.n_bytes
-            parts.add(await self._call("GetJob", request))
+            parts.add(await self._caller.call("GetJob", request))
         return finished_job(parts.first.job, parts.result)
 
     async def list_jobs(self, *, group_id: str = "", state: str = "") -> AsyncIterator[SubmittedJob]:
         """As `BlockingJobs.list_jobs`."""
         request = jobs_pb2.ListJobsRequest(group_id=group_id, state=state_value(state), limit=_PAGE)
-        while page := (await self._call("ListJobs", request)).jobs:
+        while page := (await self._caller.call("ListJobs", request)).jobs:
             for job in page:
                 yield submitted_job(job)
             request.after_id = page[-1].id
 
     async def cancel(self, job_id: str = "", *, group_id: str = "") -> int:
         """As `BlockingJobs.cancel`."""
-        return int((await self._call("CancelJobs", _cancel_request(job_id, group_id))).cancelled)
+        return int((await self._caller.call("CancelJobs", _cancel_request(job_id, group_id))).cancelled)
 
     async def follow(self, job_id: str) -> AsyncIterator[SubmittedJob]:
         """As `BlockingJobs.follow`."""
@@ -256,37 +201,16 @@ class AsyncJobs:
     async def _follow(
         self, request: Any, read: Callable[[Any], T], is_last: Callable[[T], bool]
     ) -> AsyncIterator[T]:
-        losses, seen = _Losses(), None
-        while True:
-            name, channel = self._endpoints.current()
-            stub: jobs_pb2_grpc.JobServiceAsyncStub = jobs_pb2_grpc.JobServiceStub(channel)
-            try:
-                async for response in stub.FollowJobs(request, metadata=self._metadata):
-                    losses.answered()
-                    self._endpoints.reached()
-                    if (found := read(response)) != seen:
-                        seen = found
-                        yield found
-                if seen is None or is_last(seen):
-                    return
-            except grpc.aio.AioRpcError as error:
-                losses.check(self._endpoints, error)
-            self._endpoints.lost(name)
-            await asyncio.sleep(_PAUSE_S)
+        seen: T | None = None
 
-    async def _call(self, method: str, request: Any) -> Any:
-        losses = _Losses()
-        while True:
-            name, channel = self._endpoints.current()
-            call = getattr(jobs_pb2_grpc.JobServiceStub(channel), method)
-            try:
-                answer = await call(request, timeout=_CALL_S, metadata=self._metadata)
-                self._endpoints.reached()
-                return answer
-            except grpc.aio.AioRpcError as error:
-                losses.check(self._endpoints, error)
-            self._endpoints.lost(name)
-            await asyncio.sleep(_PAUSE_S)
+        def is_whole() -> bool:
+            return seen is None or is_last(seen)
+
+        async with aclosing(self._caller.stream("FollowJobs", request, is_whole=is_whole)) as responses:
+            async for _, response in responses:
+                if (found := read(response)) != seen:
+                    seen = found
+                    yield found
 
 
 def _cancel_request(job_id: str, group_id: str) -> jobs_pb2.CancelJobsRequest:

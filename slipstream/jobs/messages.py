@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slipstream.calls.durations import milliseconds
 from slipstream.errors import DataCorrupt, InvalidArgument, SlipstreamError
 from slipstream.v1 import jobs_pb2
 
 CHAT_PATH = "/v1/chat/completions"
 # Of one call; the router's own bounds are above these.
 _MOST_JOBS, _MOST_BYTES = 500, 4 << 20
-_MOST_SECONDS = 10**12  # what the message can hold; a router allows less
 _PREFIX = "JOB_STATE_"
 _INDEX = re.compile(r"jobs\[(\d{1,9})\]")
 STATES = tuple(name.removeprefix(_PREFIX).lower() for name in jobs_pb2.JobState.keys()[1:])
@@ -128,19 +127,13 @@ def submissions(
             reference=references[index] if references else "",
             group_id=options.group_id,
             idempotency_key=f"{key}/{index}",
-            expires_ms=_milliseconds("expires_s", options.expires_s),
-            retention_ms=_milliseconds("retention_s", options.retention_s),
+            expires_ms=milliseconds("expires_s", options.expires_s),
+            retention_ms=milliseconds("retention_s", options.retention_s),
         )
         if options.webhook_url:
             job.webhook.url, job.webhook.secret = options.webhook_url, options.webhook_secret
     if request.jobs:
         yield request
-
-
-def _milliseconds(field: str, seconds: float) -> int:
-    if not 0 <= seconds < _MOST_SECONDS:
-        raise InvalidArgument(field, f"must be from 0 to {_MOST_SECONDS} seconds")
-    return math.ceil(seconds * 1e3)  # a part of a millisecond is not 0, the default
 
 
 def amid(error: SlipstreamError, n_stored: int, n_bodies: int, key: str) -> SlipstreamError:

@@ -104,8 +104,8 @@ async def test_a_client_without_tls_at_a_port_with_tls_names_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Calls of jobs look for another router, but not so long where each try would fail.
-    monkeypatch.setattr("slipstream.jobs.calls._LOST_S", math.inf)
-    monkeypatch.setattr("slipstream.jobs.calls._PAUSE_S", 0.0)
+    monkeypatch.setattr("slipstream.calls.losses.LOST_S", math.inf)
+    monkeypatch.setattr("slipstream.calls.losses.PAUSE_S", 0.0)
     host = ServiceHost("127.0.0.1:0", tls=Authority(tmp_path).issue("served"))
     await host.start([])
     messages: list[Any] = [{"role": "user", "content": "hi"}]
