@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.async_client import AsyncClient, AsyncStream
+    from slipstream.batches.messages import BatchAnswer, BatchFault, BatchFile, BatchProgress, SubmittedBatch
     from slipstream.client import Client, Stream
     from slipstream.errors import (
         Aborted,
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
     )
     from slipstream.jobs.messages import FinishedJob, GroupProgress, JobOptions, SubmittedJob
     from slipstream.metering.usage import UsageRecord
-    from slipstream.replies import Event, Logprob, Reply, RequestStats, ToolCall, Usage
+    from slipstream.replies import Event, Logprob, PromptTokens, Reply, RequestStats, ToolCall, Usage
     from slipstream.requests import ChatArguments, GenerateArguments, Message, Tool
+    from slipstream.responses.messages import ConversationItem, SavedResponse
     from slipstream.rpc.tls import TlsFiles
     from slipstream.typed.function_tool import ToolError
     from slipstream.typed.tool_loop import ToolRun
@@ -50,10 +52,15 @@ __all__ = [
     "AnswerMismatch",
     "AsyncClient",
     "AsyncStream",
+    "BatchAnswer",
+    "BatchFault",
+    "BatchFile",
+    "BatchProgress",
     "BodyTooLarge",
     "ChatArguments",
     "Client",
     "ContextExceeded",
+    "ConversationItem",
     "DataCorrupt",
     "DeadlineExceeded",
     "Draining",
@@ -70,13 +77,16 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PermissionDenied",
+    "PromptTokens",
     "Quarantined",
     "QuotaExceeded",
     "RateLimited",
     "Reply",
     "RequestStats",
+    "SavedResponse",
     "SlipstreamError",
     "Stream",
+    "SubmittedBatch",
     "SubmittedJob",
     "TlsFiles",
     "Tool",
@@ -97,11 +107,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _HOMES = {
     "async_client": ("AsyncClient", "AsyncStream"),
+    "batches.messages": ("BatchAnswer", "BatchFault", "BatchFile", "BatchProgress", "SubmittedBatch"),
     "client": ("Client", "Stream"),
     "jobs.messages": ("FinishedJob", "GroupProgress", "JobOptions", "SubmittedJob"),
     "metering.usage": ("UsageRecord",),
-    "replies": ("Event", "Logprob", "Reply", "RequestStats", "ToolCall", "Usage"),
+    "replies": ("Event", "Logprob", "PromptTokens", "Reply", "RequestStats", "ToolCall", "Usage"),
     "requests": ("ChatArguments", "GenerateArguments", "Message", "Tool"),
+    "responses.messages": ("ConversationItem", "SavedResponse"),
     "rpc.tls": ("TlsFiles",),
     "typed.function_tool": ("ToolError",),
     "typed.tool_loop": ("ToolRun",),

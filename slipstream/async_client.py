@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Unpack, overload
 
 import grpc
 
+from slipstream.batches.calls import AsyncBatches
+from slipstream.batches.file_calls import AsyncFiles
+from slipstream.calls.callers import Metadata
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import AsyncJobs
 from slipstream.metering.usage import UsageRecord, usage_records, usage_request
-from slipstream.replies import Event, Reply, ToolCall
+from slipstream.replies import Event, PromptTokens, Reply, ToolCall
 from slipstream.requests import (
     ChatArguments,
     GenerateArguments,
     Message,
     chat_request,
+    detokenize_request,
     prompt_request,
+    tokenize_request,
     with_form,
 )
+from slipstream.responses.calls import AsyncResponses
 from slipstream.resume import MAX_RETRIES, RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
@@ -197,10 +203,39 @@ class AsyncClient:
         response = await self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
 
+    async def tokenize(
+        self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]
+    ) -> PromptTokens:
+        """As `Client.tokenize`."""
+        request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
+        _, channel = self._endpoints.current()
+        answer = await self._unary(channel, "Tokenize", request, timeout_s)
+        return PromptTokens(answer.token_ids, answer.max_context_tokens)
+
+    async def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = 10.0) -> str:
+        """The text of tokens, with the names of control tokens."""
+        _, channel = self._endpoints.current()
+        return str((await self._unary(channel, "Detokenize", detokenize_request(token_ids), timeout_s)).text)
+
     @property
     def jobs(self) -> AsyncJobs:
         """Requests that run when the cluster has room."""
-        return AsyncJobs(self._endpoints, call_metadata(self._api_key, None, {}))
+        return AsyncJobs(self._endpoints, self._key)
+
+    @property
+    def responses(self) -> AsyncResponses:
+        """Answers that are stored."""
+        return AsyncResponses(self._endpoints, self._key)
+
+    @property
+    def files(self) -> AsyncFiles:
+        """Files of requests, and of the answers of batches."""
+        return AsyncFiles(self._endpoints, self._key)
+
+    @property
+    def batches(self) -> AsyncBatches:
+        """Batches of the requests in files."""
+        return AsyncBatches(self._endpoints, self._key)
 
     async def usage(
         self,
@@ -237,6 +272,11 @@ class AsyncClient:
         )
         return stub
 
+    @property
+    def _key(self) -> Metadata:
+        """The metadata of a call without a session."""
+        return call_metadata(self._api_key, None, {})
+
     def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> AsyncStream:
         metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
         now_s = time.monotonic()
@@ -259,7 +299,7 @@ class AsyncClient:
     async def _unary(self, channel: grpc.aio.Channel, method: str, request: Any, timeout_s: float) -> Any:
         """As `Client._unary`."""
         call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
-        metadata = call_metadata(self._api_key, None, {})
+        metadata = self._key
         until_s = time.monotonic() + timeout_s
         for first in (True, False):
             try:

@@ -15,25 +15,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack, overload
 
 import grpc
 
+from slipstream.batches.calls import BlockingBatches
+from slipstream.batches.file_calls import BlockingFiles
+from slipstream.calls.callers import Metadata
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import BlockingJobs
 from slipstream.metering.usage import UsageRecord, usage_records, usage_request
-from slipstream.replies import Event, Reply
+from slipstream.replies import Event, PromptTokens, Reply
 from slipstream.requests import (
     ChatArguments,
     GenerateArguments,
     Message,
     chat_request,
+    detokenize_request,
     prompt_request,
+    tokenize_request,
     with_form,
 )
+from slipstream.responses.calls import BlockingResponses
 from slipstream.resume import MAX_RETRIES, RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
 from slipstream.rpc.dial import CHANNEL_OPTIONS, tls_options
 from slipstream.rpc.rpc_errors import from_rpc_error
@@ -56,9 +62,7 @@ def check_tls(tls: TlsFiles | None) -> None:
         raise InvalidArgument("tls", f"the files cannot be used: {error}") from None
 
 
-def call_metadata(
-    api_key: str | None, session: str | None, headers: Mapping[str, str]
-) -> tuple[tuple[str, str | bytes], ...]:
+def call_metadata(api_key: str | None, session: str | None, headers: Mapping[str, str]) -> Metadata:
     """The metadata of a Generate call: authorisation, session affinity, further headers."""
     pairs: dict[str, str | bytes] = dict(headers)
     if api_key and not (api_key.isascii() and api_key.isprintable()):  # such as the line end of a file
@@ -127,7 +131,8 @@ class Stream:
 
     def _open(self) -> None:
         self._endpoint, channel = self._endpoints.current()
-        self._call = self._make_call(channel, self._resumption)
+        with self._endpoints.calling():
+            self._call = self._make_call(channel, self._resumption)
 
     def _lost(self, error: grpc.RpcError) -> float:
         """How long to pause before it is asked elsewhere; raises when it is not."""
@@ -254,10 +259,40 @@ class Client:
         response = self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
 
+    def tokenize(self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]) -> PromptTokens:
+        """The tokens of a text, or of messages as `chat` sends them, and the size of the context.
+
+        Arguments that change no prompt have no effect.
+        """
+        request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
+        _, channel = self._endpoints.current()
+        answer = self._unary(channel, "Tokenize", request, timeout_s)
+        return PromptTokens(answer.token_ids, answer.max_context_tokens)
+
+    def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = 10.0) -> str:
+        """The text of tokens, with the names of control tokens."""
+        _, channel = self._endpoints.current()
+        return str((self._unary(channel, "Detokenize", detokenize_request(token_ids), timeout_s)).text)
+
     @property
     def jobs(self) -> BlockingJobs:
         """Requests that run when the cluster has room."""
-        return BlockingJobs(self._endpoints, call_metadata(self._api_key, None, {}))
+        return BlockingJobs(self._endpoints, self._key)
+
+    @property
+    def responses(self) -> BlockingResponses:
+        """Answers that are stored."""
+        return BlockingResponses(self._endpoints, self._key)
+
+    @property
+    def files(self) -> BlockingFiles:
+        """Files of requests, and of the answers of batches."""
+        return BlockingFiles(self._endpoints, self._key)
+
+    @property
+    def batches(self) -> BlockingBatches:
+        """Batches of the requests in files."""
+        return BlockingBatches(self._endpoints, self._key)
 
     def usage(
         self,
@@ -286,6 +321,11 @@ class Client:
     ) -> None:
         self.close()
 
+    @property
+    def _key(self) -> Metadata:
+        """The metadata of a call without a session."""
+        return call_metadata(self._api_key, None, {})
+
     def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> Stream:
         metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
         now_s = time.monotonic()
@@ -308,12 +348,13 @@ class Client:
     def _unary(self, channel: grpc.Channel, method: str, request: Any, timeout_s: float) -> Any:
         """Call, and repeat once when no router received it. All unary calls are idempotent."""
         call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
-        metadata = call_metadata(self._api_key, None, {})
+        metadata = self._key
         until_s = time.monotonic() + timeout_s
         for first in (True, False):
             try:
                 left_s = max(until_s - time.monotonic(), 0.001)
-                answer = call(request, timeout=left_s, metadata=metadata)
+                with self._endpoints.calling():
+                    answer = call(request, timeout=left_s, metadata=metadata)
                 self._endpoints.reached()
                 return answer
             except grpc.RpcError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -20,6 +22,17 @@ TOOL_CHOICE_MODES = {
 PRIORITIES = {
     name.removeprefix("PRIORITY_").lower(): value for name, value in router_pb2.Priority.items() if value
 }
+
+
+def value_name(kind: Any, value: int) -> str:
+    """The name of an enum's value, such as in_progress; unknown for one of a later contract."""
+    return _value_names(kind).get(value, "unknown")
+
+
+@cache
+def _value_names(kind: Any) -> Mapping[int, str]:
+    prefix = kind.Name(0).removesuffix("UNSPECIFIED")
+    return {value: name.removeprefix(prefix).lower() for name, value in kind.items()}
 
 
 def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:

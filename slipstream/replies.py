@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -47,9 +47,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts. `prompt_tokens` includes the cached ones; `cached_by_tier` sums to `cached_tokens`.
+    """Token counts. Those of the prompt include the cached ones, and completion those of reasoning.
 
-    `cost` is exact, and None where the router has no prices. Of several choices the first pays the prompt.
+    `cached_by_tier` sums to `cached_tokens`. `cost` is exact, and None where the router has no prices. Of
+    several choices the first pays the prompt. Stored responses and batches have neither tiers nor cost.
     """
 
     prompt_tokens: int
@@ -58,6 +59,15 @@ class Usage:
     cached_by_tier: Mapping[str, int]
     cost: Decimal | None = None
     currency: str = ""  # of `cost`, as "USD"
+    reasoning_tokens: int = 0
+
+
+class PromptTokens(list[int]):
+    """The token ids of a prompt as the model reads it, and the size of the model's context."""
+
+    def __init__(self, token_ids: Iterable[int], max_context_tokens: int) -> None:
+        super().__init__(token_ids)
+        self.max_context_tokens = max_context_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,18 +205,24 @@ def _add_delta(reply: Reply, delta: router_pb2.Delta) -> Event:
 
 
 def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
-    usage, stats = finished.usage, finished.stats
+    stats = finished.stats
     reply.finish_reason = _FINISH.get(finished.finish_reason, "unknown")
-    reply.usage = Usage(
+    reply.usage = usage_of(finished.usage)
+    values = {name: getattr(stats, name) for name in RequestStats.__slots__}
+    reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})
+
+
+def usage_of(usage: router_pb2.Usage) -> Usage:
+    """The token counts of a message."""
+    return Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
         cost=Decimal(usage.cost.amount_pico).scaleb(-12) if usage.HasField("cost") else None,
         currency=usage.cost.currency,
+        reasoning_tokens=usage.reasoning_tokens,
     )
-    values = {name: getattr(stats, name) for name in RequestStats.__slots__}
-    reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})
 
 
 def _logprob(item: router_pb2.TextLogprob) -> Logprob:

@@ -6,7 +6,7 @@ Arguments that no message can hold are refused here, with the router's messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -98,6 +98,20 @@ def prompt_request(prompt: str, arguments: GenerateArguments) -> router_pb2.Gene
     """A plain text completion request. Raises InvalidArgument with the field's path."""
     request = router_pb2.GenerateRequest(prompt=prompt)
     _apply(dict(arguments), request)
+    return request
+
+
+def tokenize_request(prompt: str | Sequence[Message], arguments: ChatArguments) -> router_pb2.TokenizeRequest:
+    """The question for the tokens of a text or of messages. Raises InvalidArgument by the field."""
+    if isinstance(prompt, str):
+        return router_pb2.TokenizeRequest(request=prompt_request(prompt, arguments))
+    return router_pb2.TokenizeRequest(request=chat_request(prompt, arguments))
+
+
+def detokenize_request(token_ids: Iterable[int]) -> router_pb2.DetokenizeRequest:
+    """The question for the text of tokens. Raises InvalidArgument."""
+    request = router_pb2.DetokenizeRequest()
+    _extend(request.token_ids, "token_ids", token_ids)
     return request
 
 

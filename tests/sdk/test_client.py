@@ -42,7 +42,9 @@ def _answer() -> list[router_pb2.GenerateEvent]:
         )
         deltas.append(router_pb2.Delta(tool_calls=[call]))
     cached = [common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_NVME, tokens=5)]
-    usage = router_pb2.Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=5, cached=cached)
+    usage = router_pb2.Usage(
+        prompt_tokens=9, completion_tokens=4, cached_tokens=5, cached=cached, reasoning_tokens=3
+    )
     usage.cost.CopyFrom(router_pb2.Cost(currency="USD", amount_pico=39_600_000))
     stats = router_pb2.RequestStats(prefill_worker="prefill-0", ttft_ms=12.5, attempts=1)
     finished = router_pb2.Finished(
@@ -115,6 +117,7 @@ def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
         "arguments": '{"id": "A-1"}',
     }
     assert reply.usage is not None and reply.usage.cached_by_tier == {"nvme": 5}
+    assert reply.usage.reasoning_tokens == 3
     assert (str(reply.usage.cost), reply.usage.currency) == ("0.000039600000", "USD")
     assert reply.stats is not None and reply.stats.ttft_ms == 12.5
     sent = servicer.requests[0]

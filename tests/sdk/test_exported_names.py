@@ -7,8 +7,11 @@ import dataclasses
 import pytest
 
 import slipstream
+import slipstream.batches.messages
 import slipstream.jobs.messages
 import slipstream.metering.usage
+import slipstream.replies
+import slipstream.responses.messages
 from slipstream.errors import error_types
 
 # Errors between the processes of a cluster, which no client gets.
@@ -21,8 +24,17 @@ def test_each_error_that_a_client_gets_is_exported(name: str) -> None:
     assert getattr(slipstream, name) is error_types()[name]
 
 
-@pytest.mark.parametrize("module", [slipstream.jobs.messages, slipstream.metering.usage])
-def test_each_record_of_jobs_and_usage_is_exported(module: object) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        slipstream.batches.messages,
+        slipstream.jobs.messages,
+        slipstream.metering.usage,
+        slipstream.replies,
+        slipstream.responses.messages,
+    ],
+)
+def test_each_record_of_a_module_is_exported(module: object) -> None:
     records = {name: kind for name, kind in vars(module).items() if dataclasses.is_dataclass(kind)}
     assert records
     for name, kind in records.items():

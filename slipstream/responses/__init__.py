@@ -1,0 +1,4 @@
+"""Stored responses in the SDK: `client.responses` has the calls.
+
+Must not import libs, services or supervisor.
+"""
