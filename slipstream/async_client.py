@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Unpack, overload
+from typing import Any, Unpack, cast, overload
 
 import grpc
 
@@ -48,7 +48,7 @@ class AsyncStream:
         self,
         resumption: Resumption,
         endpoints: Endpoints[grpc.aio.Channel],
-        call: Callable[[grpc.aio.Channel, Resumption], Any],
+        call: Callable[[Any, Resumption], Any],
     ) -> None:
         self._resumption = resumption
         self._endpoints = endpoints
@@ -92,8 +92,8 @@ class AsyncStream:
         self._call.cancel()
 
     def _open(self) -> None:
-        self._endpoint, channel = self._endpoints.current()
-        self._call = self._make_call(channel, self._resumption)
+        self._endpoint, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
+        self._call = self._make_call(stub, self._resumption)
 
     def _lost(self, error: grpc.aio.AioRpcError) -> float:
         """How long to pause before it is asked elsewhere; raises when it is not."""
@@ -190,7 +190,8 @@ class AsyncClient:
     async def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
         request = router_pb2.AbortRequest(request_id=request_id)
-        calls = (self._unary(channel, "Abort", request, timeout_s) for channel in self._endpoints.all())
+        stubs = self._endpoints.all(router_pb2_grpc.RouterServiceStub)
+        calls = (self._ask(stub, "Abort", request, timeout_s) for stub in stubs)
         results = await asyncio.gather(*calls, return_exceptions=True)  # any may be the one that runs it
         failures = [result for result in results if isinstance(result, BaseException)]
         serious = [failure for failure in failures if not isinstance(failure, Unavailable)]
@@ -199,8 +200,7 @@ class AsyncClient:
 
     async def models(self, *, timeout_s: float = 10.0) -> list[str]:
         """Ids of the models served."""
-        _, channel = self._endpoints.current()
-        response = await self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
+        response = await self._unary("ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
 
     async def tokenize(
@@ -208,14 +208,12 @@ class AsyncClient:
     ) -> PromptTokens:
         """As `Client.tokenize`."""
         request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
-        _, channel = self._endpoints.current()
-        answer = await self._unary(channel, "Tokenize", request, timeout_s)
+        answer = await self._unary("Tokenize", request, timeout_s)
         return PromptTokens(answer.token_ids, answer.max_context_tokens)
 
     async def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = 10.0) -> str:
         """The text of tokens, with the names of control tokens."""
-        _, channel = self._endpoints.current()
-        return str((await self._unary(channel, "Detokenize", detokenize_request(token_ids), timeout_s)).text)
+        return str((await self._unary("Detokenize", detokenize_request(token_ids), timeout_s)).text)
 
     @property
     def jobs(self) -> AsyncJobs:
@@ -248,8 +246,7 @@ class AsyncClient:
     ) -> list[UsageRecord]:
         """The usage of the key's tenant, grouped by day, tenant, key, model or endpoint."""
         request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
-        _, channel = self._endpoints.current()
-        return usage_records(await self._unary(channel, "GetUsage", request, timeout_s))
+        return usage_records(await self._unary("GetUsage", request, timeout_s))
 
     async def close(self) -> None:
         """Close the connection; running streams end."""
@@ -267,10 +264,8 @@ class AsyncClient:
     @property
     def _stub(self) -> router_pb2_grpc.RouterServiceAsyncStub:
         """Of the router in use."""
-        stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(
-            self._endpoints.current()[1]
-        )
-        return stub
+        stub: Any = self._endpoints.current(router_pb2_grpc.RouterServiceStub)[1]
+        return cast(router_pb2_grpc.RouterServiceAsyncStub, stub)
 
     @property
     def _key(self) -> Metadata:
@@ -288,17 +283,21 @@ class AsyncClient:
             max_retries=self._max_retries,
         )
 
-        def call(channel: grpc.aio.Channel, resumption: Resumption) -> Any:
-            stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(channel)
+        def call(stub: Any, resumption: Resumption) -> Any:
             timeout_s = resumption.left_s(time.monotonic())
             pairs = (*metadata, *resumption.metadata.items())
             return stub.Generate(resumption.request(), timeout=timeout_s, metadata=pairs)
 
         return AsyncStream(resumption, self._endpoints, call)
 
-    async def _unary(self, channel: grpc.aio.Channel, method: str, request: Any, timeout_s: float) -> Any:
+    async def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
         """As `Client._unary`."""
-        call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
+        _, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
+        return await self._ask(stub, method, request, timeout_s)
+
+    async def _ask(self, stub: Any, method: str, request: Any, timeout_s: float) -> Any:
+        """As `Client._ask`."""
+        call = getattr(stub, method)
         metadata = self._key
         until_s = time.monotonic() + timeout_s
         for first in (True, False):

@@ -86,7 +86,7 @@ class Stream:
         self,
         resumption: Resumption,
         endpoints: Endpoints[grpc.Channel],
-        call: Callable[[grpc.Channel, Resumption], Any],
+        call: Callable[[Any, Resumption], Any],
     ) -> None:
         self._resumption = resumption
         self._endpoints = endpoints
@@ -130,9 +130,9 @@ class Stream:
         self._call.cancel()
 
     def _open(self) -> None:
-        self._endpoint, channel = self._endpoints.current()
+        self._endpoint, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
         with self._endpoints.calling():
-            self._call = self._make_call(channel, self._resumption)
+            self._call = self._make_call(stub, self._resumption)
 
     def _lost(self, error: grpc.RpcError) -> float:
         """How long to pause before it is asked elsewhere; raises when it is not."""
@@ -244,9 +244,10 @@ class Client:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
         request = router_pb2.AbortRequest(request_id=request_id)
         reached, failure = 0, None
-        for channel in self._endpoints.all():  # any of them may be the one that runs it
+        stubs = self._endpoints.all(router_pb2_grpc.RouterServiceStub)
+        for stub in stubs:  # any of them may be the one that runs it
             try:
-                self._unary(channel, "Abort", request, timeout_s)
+                self._ask(stub, "Abort", request, timeout_s)
                 reached += 1
             except Unavailable as error:
                 failure = error
@@ -255,8 +256,7 @@ class Client:
 
     def models(self, *, timeout_s: float = 10.0) -> list[str]:
         """Ids of the models served."""
-        _, channel = self._endpoints.current()
-        response = self._unary(channel, "ListModels", router_pb2.ListModelsRequest(), timeout_s)
+        response = self._unary("ListModels", router_pb2.ListModelsRequest(), timeout_s)
         return [model.id for model in response.models]
 
     def tokenize(self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]) -> PromptTokens:
@@ -265,14 +265,12 @@ class Client:
         Arguments that change no prompt have no effect.
         """
         request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
-        _, channel = self._endpoints.current()
-        answer = self._unary(channel, "Tokenize", request, timeout_s)
+        answer = self._unary("Tokenize", request, timeout_s)
         return PromptTokens(answer.token_ids, answer.max_context_tokens)
 
     def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = 10.0) -> str:
         """The text of tokens, with the names of control tokens."""
-        _, channel = self._endpoints.current()
-        return str((self._unary(channel, "Detokenize", detokenize_request(token_ids), timeout_s)).text)
+        return str(self._unary("Detokenize", detokenize_request(token_ids), timeout_s).text)
 
     @property
     def jobs(self) -> BlockingJobs:
@@ -305,8 +303,7 @@ class Client:
     ) -> list[UsageRecord]:
         """The usage of the key's tenant, grouped by day, tenant, key, model or endpoint."""
         request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
-        _, channel = self._endpoints.current()
-        return usage_records(self._unary(channel, "GetUsage", request, timeout_s))
+        return usage_records(self._unary("GetUsage", request, timeout_s))
 
     def close(self) -> None:
         """Close the connections; running streams end."""
@@ -337,17 +334,21 @@ class Client:
             max_retries=self._max_retries,
         )
 
-        def call(channel: grpc.Channel, resumption: Resumption) -> Any:
-            stub = router_pb2_grpc.RouterServiceStub(channel)
+        def call(stub: Any, resumption: Resumption) -> Any:
             timeout_s = resumption.left_s(time.monotonic())
             pairs = (*metadata, *resumption.metadata.items())
             return stub.Generate(resumption.request(), timeout=timeout_s, metadata=pairs)
 
         return Stream(resumption, self._endpoints, call)
 
-    def _unary(self, channel: grpc.Channel, method: str, request: Any, timeout_s: float) -> Any:
+    def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
+        """Call the router in use, as `_ask` does."""
+        _, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
+        return self._ask(stub, method, request, timeout_s)
+
+    def _ask(self, stub: Any, method: str, request: Any, timeout_s: float) -> Any:
         """Call, and repeat once when no router received it. All unary calls are idempotent."""
-        call = getattr(router_pb2_grpc.RouterServiceStub(channel), method)
+        call = getattr(stub, method)
         metadata = self._key
         until_s = time.monotonic() + timeout_s
         for first in (True, False):

@@ -12,10 +12,14 @@ from slipstream.rpc.credential_fault import with_tls_hint
 from slipstream.rpc.hosts import address_of
 
 ChannelT = TypeVar("ChannelT")
+StubT = TypeVar("StubT")
 
 
 class Endpoints(Generic[ChannelT]):
-    """Channels to the routers, opened when first used. Thread-safe."""
+    """Channels to the routers, opened when first used. Thread-safe.
+
+    No channel is closed while its stub is made: gRPC then ends the process.
+    """
 
     def __init__(self, endpoints: str | Sequence[str], dial: Callable[[str], ChannelT]) -> None:
         """`endpoints`: "host:port[,host:port..]" or a list of them; names of gRPC such as dns:///router:7000
@@ -34,11 +38,11 @@ class Endpoints(Generic[ChannelT]):
         self._closed = False
         self._lock = threading.Lock()
 
-    def current(self) -> tuple[str, ChannelT]:
-        """The router in use. Raises FailedPrecondition after `close`."""
+    def current(self, make_stub: Callable[[ChannelT], StubT]) -> tuple[str, StubT]:
+        """The router in use, and the stub of its channel. Raises FailedPrecondition after `close`."""
         with self._lock:
             self._check_open()
-            return self._open(self._names[self._at])
+            return self._names[self._at], make_stub(self._open(self._names[self._at]))
 
     def answered(self) -> None:
         """Record that a router answered: the endpoints are right, so a later outage is worth waiting for."""
@@ -70,11 +74,11 @@ class Endpoints(Generic[ChannelT]):
             if self._names[self._at] == name:
                 self._at = (self._at + 1) % len(self._names)
 
-    def all(self) -> list[ChannelT]:
-        """Channels to all routers. Raises FailedPrecondition after `close`."""
+    def all(self, make_stub: Callable[[ChannelT], StubT]) -> list[StubT]:
+        """The stubs of all routers. Raises FailedPrecondition after `close`."""
         with self._lock:
             self._check_open()
-            return [self._open(name)[1] for name in self._names]
+            return [make_stub(self._open(name)) for name in self._names]
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -95,10 +99,10 @@ class Endpoints(Generic[ChannelT]):
         if self._closed:
             raise FailedPrecondition("the client is closed") from None
 
-    def _open(self, name: str) -> tuple[str, ChannelT]:
+    def _open(self, name: str) -> ChannelT:
         if name not in self._channels:
             self._channels[name] = self._dial(name)
-        return name, self._channels[name]
+        return self._channels[name]
 
 
 def _check(name: str) -> None:

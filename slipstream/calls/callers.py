@@ -75,9 +75,9 @@ class BlockingCaller:
         """
         losses, n_tries = Losses(), 0
         while True:
-            name, channel = self._endpoints.current()
+            name, stub = self._endpoints.current(self._stub)
             with self._endpoints.calling():
-                call = getattr(self._stub(channel), method)(request, metadata=self._metadata)
+                call = getattr(stub, method)(request, metadata=self._metadata)
             try:
                 for response in call:
                     losses.answered()
@@ -95,10 +95,10 @@ class BlockingCaller:
 
     def _outlast(self, ask: Callable[[Any], Any], losses: Losses) -> Any:
         while True:
-            name, channel = self._endpoints.current()
+            name, stub = self._endpoints.current(self._stub)
             try:
                 with self._endpoints.calling():
-                    answer = ask(self._stub(channel))
+                    answer = ask(stub)
                 self._endpoints.reached()
                 return answer
             except grpc.RpcError as error:
@@ -164,8 +164,8 @@ class AsyncCaller:
         """As `BlockingCaller.stream`."""
         losses, n_tries = Losses(), 0
         while True:
-            name, channel = self._endpoints.current()
-            call = getattr(self._stub(channel), method)(request, metadata=self._metadata)
+            name, stub = self._endpoints.current(self._stub)
+            call = getattr(stub, method)(request, metadata=self._metadata)
             try:
                 async for response in call:
                     losses.answered()
@@ -183,9 +183,9 @@ class AsyncCaller:
 
     async def _outlast(self, ask: Callable[[Any], Awaitable[Any]], losses: Losses) -> Any:
         while True:
-            name, channel = self._endpoints.current()
+            name, stub = self._endpoints.current(self._stub)
             try:
-                answer = await ask(self._stub(channel))
+                answer = await ask(stub)
                 self._endpoints.reached()
                 return answer
             except grpc.aio.AioRpcError as error:

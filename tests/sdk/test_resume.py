@@ -286,12 +286,12 @@ def test_endpoints_take_turns() -> None:
         return name
 
     endpoints = Endpoints("a:1, b:2", dialled)
-    assert endpoints.current() == ("a:1", "a:1")
+    assert endpoints.current(str) == ("a:1", "a:1")
     endpoints.lost("a:1")
     endpoints.lost("a:1")  # late news of another stream
-    assert endpoints.current()[0] == "b:2"
+    assert endpoints.current(str)[0] == "b:2"
     endpoints.lost("b:2")
-    assert endpoints.current()[0] == "a:1"
+    assert endpoints.current(str)[0] == "a:1"
     assert opened == ["a:1", "b:2"]
     assert not endpoints.hopeless(2) and endpoints.hopeless(3)
     endpoints.answered()

@@ -133,7 +133,7 @@ async def test_a_resumed_request_has_no_rows(client: AsyncClient, cluster: FakeC
 
     request = router_pb2.GenerateRequest(prompt=PROMPT, request_id="r", resume_after_tokens=3)
     request.sampling.prompt_logprobs = 1
-    stub = router_pb2_grpc.RouterServiceStub(client._endpoints.all()[0])
+    stub = client._endpoints.all(router_pb2_grpc.RouterServiceStub)[0]
     deltas = [e.delta async for r in stub.Generate(request) for e in r.events]
     assert any(delta.text for delta in deltas)
     assert not any(delta.prompt_logprobs for delta in deltas)

@@ -50,19 +50,24 @@ async def test_a_closed_client_says_so(
         await client(method, *arguments)
 
 
-def test_a_call_that_another_thread_closes_the_client_before_says_so() -> None:
+def test_another_thread_closes_no_channel_whose_stub_is_made() -> None:
     endpoints = Endpoints("127.0.0.1:1", grpc.insecure_channel)
-    _, channel = endpoints.current()
 
     def close() -> None:
-        for opened in endpoints.close():
-            opened.close()
+        for channel in endpoints.close():
+            channel.close()
 
     closer = threading.Thread(target=close)
-    closer.start()
+
+    def make_stub(channel: grpc.Channel) -> RouterServiceStub:
+        closer.start()
+        closer.join(0.5)  # it waits for this function
+        return RouterServiceStub(channel)
+
+    _, stub = endpoints.current(make_stub)
     closer.join(60)
     with pytest.raises(FailedPrecondition, match=r"^the client is closed$"), endpoints.calling():
-        RouterServiceStub(channel).ListModels(router_pb2.ListModelsRequest(), timeout=5)
+        stub.ListModels(router_pb2.ListModelsRequest(), timeout=5)
 
 
 def test_another_error_of_a_call_stays_what_it_is() -> None:
