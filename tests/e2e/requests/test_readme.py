@@ -14,10 +14,12 @@ from tests.support.clusters.local_cluster import LocalCluster
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "python"
 PRINTED = {
+    "batch": r"[1-9]\d* tokens to read\nreturn -> .+\ngreeting -> Hello.+\nnone: 400 .*messages.*\n",
     "cached_session": r"0 of \d+ prompt tokens cached\n[1-9]\d* of \d+ prompt tokens cached\n",
     "job_group": r"4 succeeded, 0 failed\nthe same job\n",
     "jobs": r"Where is my order 482135\? -> .+\nHello! -> Hello.+\nCan I return a lamp\? -> .+\n",
     "choices": r"1\. .+ \((stop|length)\)\n2\. .+\n3\. .+\n",
+    "stored_response": r"completed, [1-9]\d* tokens: .*12 months.*\nsystem: .+\nuser: .+\ndeleted\n",
     "stored_session": r".*12 months.*\n[1-9]\d* tokens more in the second prompt\n",
     "stream": r"Hello.+\n\d+ tokens, stop\n",
     "usage": r"(\S+ \S+: [1-9]\d* requests, [1-9]\d* tokens, no price\n)+",
