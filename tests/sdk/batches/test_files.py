@@ -209,14 +209,16 @@ async def test_what_ends_a_blocking_wait_cancels_its_upload(
     monkeypatch.setattr(result, "result", interrupted)
     with Client(router.host.endpoint) as client:
 
-        def use() -> None:
-            with pytest.raises(KeyboardInterrupt):
+        def use() -> Any:
+            with pytest.raises(KeyboardInterrupt) as ended:
                 client.files.upload(source)
+            return ended
 
         task = await _begun(asyncio.to_thread(use), source, database)
         stored.set()
-        await task
+        ended = await task  # its frames hold the call, which gRPC would cancel as it is dropped
         await _no_rows(database)
+        assert ended.tb is not None
         source.go_on.set()
 
 
