@@ -123,7 +123,7 @@ class AsyncFiles:
 
     async def download(self, file_id: str, to: str | os.PathLike[str]) -> None:
         """As `BlockingFiles.download`."""
-        target = await asyncio.to_thread(DownloadTarget, to)
+        target = DownloadTarget(to)
         try:
             async with aclosing(self.content(file_id)) as pieces:
                 async for piece in pieces:
