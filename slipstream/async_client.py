@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Unpack, cast, overload
+from typing import Any, Unpack, overload
 
 import grpc
 
@@ -264,8 +264,9 @@ class AsyncClient:
     @property
     def _stub(self) -> router_pb2_grpc.RouterServiceAsyncStub:
         """Of the router in use."""
-        stub: Any = self._endpoints.current(router_pb2_grpc.RouterServiceStub)[1]
-        return cast(router_pb2_grpc.RouterServiceAsyncStub, stub)
+        _, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
+        found: router_pb2_grpc.RouterServiceAsyncStub = stub
+        return found
 
     @property
     def _key(self) -> Metadata:
