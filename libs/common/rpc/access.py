@@ -219,9 +219,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             needed = self._access.class_of(method)
             caller = self._access.admit(needed, metadata)
         except errors.SlipstreamError as error:
+            trailing = self._on_refused(metadata, method, error)
             if await continuation(handler_call_details) is None:
                 return None  # unimplemented, whatever the credential
-            return refusing_handler(error, self._on_refused(metadata, method, error))
+            return refusing_handler(error, trailing)
         if caller is not ANONYMOUS:
             _caller.set(caller)
         handler = await continuation(handler_call_details)

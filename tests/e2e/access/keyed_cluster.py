@@ -20,6 +20,7 @@ from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster
 
 CALL_S = 60.0
+PUBLIC_PORT = "router-0 public"
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -45,7 +46,7 @@ class KeyedCluster:
 
     def ports(self) -> dict[str, str]:
         """The endpoints of all gRPC ports, by the name of the process; a router has two."""
-        return {**self.cluster.workers, "router-0 public": self.cluster.grpc}
+        return {**self.cluster.workers, PUBLIC_PORT: self.cluster.grpc}
 
     def call(
         self,

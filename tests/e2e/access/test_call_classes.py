@@ -15,11 +15,10 @@ from libs.common.rpc.access_table import HEALTH_SERVICE, REFLECTION_SERVICE, RPC
 from slipstream.cluster_record import ProcessRecord
 from slipstream.rpc.caller_class import CallerClass
 from tests.common.rpc.test_access_table import contract
-from tests.e2e.access.keyed_cluster import KeyedCluster, keyed_cluster
+from tests.e2e.access.keyed_cluster import PUBLIC_PORT, KeyedCluster, keyed_cluster
 from tests.support.clusters.local_cluster import until
 from tests.support.fixture_dirs import lasting_dir
 
-PUBLIC_PORT = "router-0 public"
 PUBLIC_SERVICES = {
     *("slipstream.v1.RouterService", "slipstream.v1.JobService", HEALTH_SERVICE),
     *("slipstream.v1.BatchService", "slipstream.v1.ResponseService"),

@@ -136,7 +136,7 @@ async def test_answers_of_queued_runs_count_too(router: RouterServer, database: 
     assert store is not None
     await store.counts("anna")  # makes the tables
     answer = {"choices": [{"message": {"content": LONG}, "finish_reason": "stop"}], "usage": {}}
-    row = ("job-1", "anna", RUN, "openai", None, "", "", "/", "succeeded", "", 1, 0, 200, "", 0, 0)
+    row = ("job-1", "anna", f"run_{RUN}", "openai", None, "", "", "/", "succeeded", "", 1, 0, 200, "", 0, 0)
     times = (1.0, 1.0, time.time(), 1.0, 1.0, 1e9)
 
     def insert(tx: Any) -> None:
