@@ -252,13 +252,11 @@ def world() -> Iterator[World]:
 
 def test_no_tenant_reads_bytes_of_another(world: World) -> None:
     Tenants.world = world
-    run_state_machine_as_test(
-        Tenants,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=25,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+    bounded = settings(
+        max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
     )
+    for _ in range(4):  # one run in twenty draws a rule never
+        run_state_machine_as_test(Tenants, settings=bounded)
+        if world.called == set(METHODS):
+            break
     assert world.called == set(METHODS)  # a new call needs a rule here
