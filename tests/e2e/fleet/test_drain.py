@@ -222,7 +222,10 @@ def open_http_stream(http: str) -> HTTPResponse:
     headers = {"content-type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}), headers)
     answer = connection.getresponse()
-    assert answer.readline().startswith(b"data: {")
+    line = answer.readline()
+    while line.startswith(b":") or line == b"\n":  # a keep-alive comment, where the first token takes long
+        line = answer.readline()
+    assert line.startswith(b"data: {")
     return answer
 
 
