@@ -28,7 +28,8 @@ BACKGROUND = JOBS.add(
 REFERENCE = JOBS.add(Size("jobs[i].reference", 0, 512, "characters", "The submitter's own.", "gRPC"))
 GROUP = JOBS.add(Size("jobs[i].group_id", 0, 128, "characters", "An index has it.", "gRPC"))
 # Of batches and of queued runs, which count the jobs of their groups.
-RESERVED_GROUPS = ("batch_", "run_")
+BATCH_GROUP, RUN_GROUP = "batch_", "run_"
+RESERVED_GROUPS = (BATCH_GROUP, RUN_GROUP)
 RESERVED_GROUP = JOBS.add(
     Rule(
         "jobs[i].group_id",

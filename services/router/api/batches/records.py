@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
+from libs.common import job_bounds
 from services.router.api.batches.lines import LineDefect
 from services.router.api.batches.states import BatchState, LineCounts
 from slipstream.bound import shown
 from slipstream.errors import InvalidArgument, NotFound
 
-FILE_PREFIX, BATCH_PREFIX = "file-", "batch_"
+FILE_PREFIX, BATCH_PREFIX = "file-", job_bounds.BATCH_GROUP  # a batch's id is its jobs' group
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{12,40}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from libs.common import batch_bounds
+from libs.common import batch_bounds, job_bounds
 from services.router.admission.fair_threads import RunPiece
 from services.router.api.workers_ai.envelope import BAD_INPUT, JsonModeUnmet, envelope
 from services.router.api.workers_ai.run_body import RunBody
@@ -108,7 +108,7 @@ class QueuedRuns:
 
 def _group_of(request_id: str) -> str:
     """The group of the runs' jobs, which no client can submit to."""
-    return f"run_{request_id}"
+    return f"{job_bounds.RUN_GROUP}{request_id}"
 
 
 def around_answers(usage: RunUsage) -> tuple[bytes, bytes]:
