@@ -2,7 +2,7 @@
 
     python -m bench.worst_requests.healthy_stream HOST:PORT HEADERS     # until standard input ends
 
-The process has an interpreter of its own: what sends the worst requests would hold up a thread of its.
+The sender of the worst requests holds its interpreter's lock, which would delay a reading thread.
 """
 
 from __future__ import annotations

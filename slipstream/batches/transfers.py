@@ -49,7 +49,7 @@ class UploadSource:
                     raise InvalidArgument("content", "must be a file of bytes, not of text")
                 n_left -= len(piece)
                 yield batches_pb2.UploadFileRequest(content=piece)
-        except Exception as error:  # gRPC's thread, which may read, has nobody to raise it to
+        except Exception as error:  # gRPC's thread may read, and drops the error: `check` raises it
             self._failure = error
 
     def check(self) -> None:

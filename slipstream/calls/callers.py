@@ -42,7 +42,7 @@ class BlockingCaller:
         return self._outlast(ask, Losses(is_idempotent=is_idempotent, within_s=timeout_s))
 
     def send(self, method: str, messages: Callable[[], Iterator[Any]], *, timeout_s: float) -> Any:
-        """The answer to a stream of messages, which `messages` begins anew for each try.
+        """The router's answer to a stream of messages. `messages` makes the stream again for each try.
 
         What ends the wait, such as KeyboardInterrupt, cancels the call.
         """

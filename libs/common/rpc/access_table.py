@@ -188,7 +188,7 @@ _LONG: dict[str, tuple[str, ...]] = {
     "slipstream.v1.KvEventService": ("WatchBlocks",),
 }
 LONG_METHODS = frozenset(f"/{service}/{name}" for service, names in _LONG.items() for name in names)
-# UploadFile takes content in pieces, and has a bound of its own.
+# UploadFile takes content in pieces; FILE_MESSAGE_BYTES bounds each.
 PIECE_METHODS: Mapping[str, int] = {"/slipstream.v1.BatchService/UploadFile": FILE_MESSAGE_BYTES}
 SHORT_METHODS = METHOD_CLASSES.keys() - LONG_METHODS - PIECE_METHODS.keys()
 

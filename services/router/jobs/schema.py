@@ -77,7 +77,7 @@ JOB_SCHEMA = Schema(
         ),
         # Of a running job, as of its router's last beat: whether it waits for live requests.
         ("ALTER TABLE jobs ADD COLUMN is_held BIGINT NOT NULL DEFAULT 0",),
-        # Lists and counts of a tenant read these indexes: no job of another tenant, and not all of its own.
+        # Lists and counts read these indexes: the wanted jobs of one tenant alone.
         (
             "CREATE INDEX IF NOT EXISTS jobs_of_tenant ON jobs (tenant, id)",
             "CREATE INDEX IF NOT EXISTS jobs_of_tenant_by_state ON jobs (tenant, state, id)",

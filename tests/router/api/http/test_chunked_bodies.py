@@ -1,4 +1,4 @@
-"""Bodies in chunks: small ones hold nobody else up, and ordinary ones pass however many they are."""
+"""The router ends bodies of small chunks early, and reads any number of ordinary chunks."""
 
 from __future__ import annotations
 
