@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from slipstream.calls import losses as limits
+from slipstream.calls.call_status import CallStatus
 from slipstream.calls.losses import Losses
 from slipstream.endpoints import Endpoints
 
@@ -135,6 +136,7 @@ class AsyncCaller:
 
         async def ask(stub: Any) -> Any:
             call = getattr(stub, method)(timeout=timeout_s, metadata=self._metadata)
+            status = CallStatus(call)
             try:
                 made = messages()
                 while (message := await asyncio.to_thread(next, made, None)) is not None and not call.done():
@@ -142,6 +144,8 @@ class AsyncCaller:
                 if not call.done():
                     await call.done_writing()
                 return await call
+            except grpc.aio.AioRpcError as error:
+                raise await status.behind(error) from None
             finally:
                 call.cancel()
 
