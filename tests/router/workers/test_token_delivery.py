@@ -47,6 +47,9 @@ class _Call:
         await self._ended.wait()
         raise StopAsyncIteration
 
+    def add_done_callback(self, _callback: object) -> None:
+        """It ends without a status."""
+
     def cancel(self) -> None:
         self._ended.set()
 
