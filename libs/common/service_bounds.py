@@ -103,8 +103,9 @@ MAX_FRUITLESS_ATTEMPTS = 5
 MAX_ATTEMPTS = 200
 QUARANTINE_S = 60.0
 MAX_QUARANTINED = 1024
-# A report of a worker's exit arrives within milliseconds, or never.
+# A report of a worker's exit arrives within milliseconds, or never; so do reports of other routers.
 DEATH_REPORT_WAIT_S = 1.0
+ATTEMPTS_REPORT_WAIT_S = 0.3
 
 # Ids of one call of /detokenize or Detokenize, which decodes them at once.
 MAX_DECODED_TOKENS = bounds.MAX_MESSAGE_NUMBERS
@@ -285,9 +286,9 @@ _TOGETHER: tuple[_Row, ...] = (
     ("Failed attempts in a row without a new token", f"{MAX_FRUITLESS_ATTEMPTS}", "request failed"),
     ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),
-    ("Requests in quarantine", f"{MAX_QUARANTINED}", "the oldest is forgotten"),
-    ("Requests whose strikes are kept, for as long", f"{MAX_QUARANTINED}", "the oldest is forgotten"),
+    ("Requests in quarantine, and with strikes", f"{MAX_QUARANTINED} each", "the oldest is forgotten"),
     ("Wait for the exit report of a worker", f"{DEATH_REPORT_WAIT_S:g} s", "the worker counts as crashed"),
+    ("Wait for other routers' requests there", f"{ATTEMPTS_REPORT_WAIT_S:g} s", "they had none there"),
     (
         "Prompt cache of a worker: all tenants / one tenant",
         f"{MAX_PROMPT_MEMORY_BYTES} / {MAX_TENANT_PROMPT_MEMORY_BYTES} bytes",

@@ -3,6 +3,9 @@
     await report_exit(client, run, crashed=crashed)         # the supervisor, at once
     await EtcdExitReports(client).has_crashed(run)          # a router, before it quarantines a request
 
+Routers share a worker, and each one sees its own requests alone. So each one reports how many of them ran
+on a worker that crashed, and asks for those of the others before it calls a request the cause.
+
 A crash is a non-zero exit code or a signal such as SIGSEGV or SIGABRT. Exit code 0 is an orderly end.
 SIGKILL, SIGTERM, SIGINT and SIGHUP are sent from outside; of these only the kernel's SIGKILL for lack of
 memory is a crash. Reports are on a lease, so they expire.
@@ -11,21 +14,24 @@ memory is a crash. Reports are on a lease, so they expire.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from uuid import uuid4
 
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
-from libs.common.service_bounds import DEATH_REPORT_WAIT_S
+from libs.common.service_bounds import ATTEMPTS_REPORT_WAIT_S, DEATH_REPORT_WAIT_S
 from slipstream.errors import SlipstreamError
 
 # The exit code of a process that cannot use its model: another start would fail in the same way.
 MODEL_UNUSABLE = 78
 EXITS_PREFIX = "/slipstream/v1/exits/"
+ATTEMPTS_PREFIX = "/slipstream/v1/crashed-attempts/"
 # The roles whose exits routers ask for.
 REPORTED_ROLES = (Role.PREFILL, Role.DECODE)
 REPORT_TTL_S = 60
@@ -35,11 +41,26 @@ _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHU
 _OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
 
 
+class CrashedAttempts(NamedTuple):
+    """Attempts that had not proven themselves on a worker when it crashed."""
+
+    attempts: int = 0
+    struck: int = 0  # of requests that had strikes before
+
+
 class ExitReports(Protocol):
-    """Reports of exits."""
+    """Reports of exits. A worker's key is `role/instance/incarnation`."""
 
     async def has_crashed(self, worker_key: str) -> bool | None:
-        """Whether the process `role/instance/incarnation` crashed; None without a report."""
+        """Whether the process crashed; None without a report."""
+        ...
+
+    async def report_attempts(self, worker_key: str, ran: CrashedAttempts) -> None:
+        """Report to the other routers what ran here on a worker that has crashed. Never raises."""
+        ...
+
+    async def attempts_elsewhere(self, worker_key: str) -> CrashedAttempts:
+        """What the other routers report of a worker that has just crashed; waits for their reports."""
         ...
 
 
@@ -49,13 +70,20 @@ class NoExitReports:
     async def has_crashed(self, worker_key: str) -> bool | None:
         return None
 
+    async def report_attempts(self, worker_key: str, ran: CrashedAttempts) -> None:
+        return
+
+    async def attempts_elsewhere(self, worker_key: str) -> CrashedAttempts:
+        return CrashedAttempts()
+
 
 class EtcdExitReports:
-    """Reads reports from etcd; waits up to `wait_s` for one to arrive."""
+    """Reads reports from etcd; waits up to `wait_s` for one to arrive. One object is one router's."""
 
     def __init__(self, client: EtcdClient, *, wait_s: float = DEATH_REPORT_WAIT_S) -> None:
         self._client = client
         self._wait_s = wait_s
+        self._own = uuid4().hex
 
     async def has_crashed(self, worker_key: str) -> bool | None:
         try:
@@ -65,6 +93,24 @@ class EtcdExitReports:
             return bool(json.loads(found.value)["crashed"])
         except (TimeoutError, SlipstreamError, ValueError, KeyError, TypeError):
             return None
+
+    async def report_attempts(self, worker_key: str, ran: CrashedAttempts) -> None:
+        key = f"{ATTEMPTS_PREFIX}{worker_key}/{self._own}"
+        with contextlib.suppress(TimeoutError, SlipstreamError):
+            async with asyncio.timeout(self._wait_s):
+                lease = await self._client.grant_lease(REPORT_TTL_S)
+                await self._client.put(key, json.dumps(ran).encode(), lease_id=lease.lease_id)
+
+    async def attempts_elsewhere(self, worker_key: str) -> CrashedAttempts:
+        prefix = f"{ATTEMPTS_PREFIX}{worker_key}/"
+        await asyncio.sleep(ATTEMPTS_REPORT_WAIT_S)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                found = (await self._client.get_prefix(prefix)).entries
+            others = [json.loads(entry.value) for key, entry in found.items() if key != prefix + self._own]
+            return CrashedAttempts(*(sum(int(counts[index]) for counts in others) for index in range(2)))
+        except (TimeoutError, SlipstreamError, ValueError, LookupError, TypeError):
+            return CrashedAttempts()
 
 
 async def report_exit(client: EtcdClient, run: str, *, crashed: bool) -> None:

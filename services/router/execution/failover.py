@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
 
 from libs.common.block_hash import TokenArray
 from libs.common.cluster.exit_reports import ExitReports, NoExitReports
+from libs.common.service_bounds import MAX_QUARANTINED
 from services.router.execution.policies.drain_limiter import DrainLimiter
 from services.router.execution.policies.hedge_policy import HedgePolicy
 from services.router.execution.policies.quarantine import Quarantine, Suspect
@@ -23,7 +25,8 @@ class FailoverState:
         self.quarantine = Quarantine(clock)
         self.drain_limiter = DrainLimiter()
         self.hedge_policy = HedgePolicy()
-        self._checks: set[asyncio.Task[None]] = set()  # of reports on silent workers that ended
+        self._tasks: set[asyncio.Task[None]] = set()  # that read reports on silent workers, or write one
+        self._reported: OrderedDict[str, None] = OrderedDict()  # crashed workers, for other routers
 
     def watch_silent(self, suspect: Suspect, link: WorkerConnection) -> None:
         """Record that a worker fell silent under the suspect, and what comes of the worker."""
@@ -34,33 +37,47 @@ class FailoverState:
         if not has_ended:
             self.quarantine.silence_ended(worker, crashed=False)
             return
-        check = asyncio.create_task(self._check_ended(worker), name="ended-worker")
-        self._checks.add(check)
-        check.add_done_callback(self._checks.discard)
+        self._spawn(self._check_ended(worker), name="ended-worker")
+
+    def _spawn(self, work: Coroutine[None, None, None], *, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _check_ended(self, worker: str) -> None:
         is_crash = await self.exit_reports.has_crashed(worker)
         self.quarantine.silence_ended(worker, crashed=is_crash is not False)
 
     def close(self) -> None:
-        """Wait for no more exit reports of silent workers: no request runs any more."""
-        for check in self._checks:
-            check.cancel()
+        """Wait for no more reports: no request runs any more."""
+        for task in self._tasks:
+            task.cancel()
 
     async def check_exit_reports(self, suspect: Suspect, crashed: str) -> None:
         """Read how `crashed`, which ran the suspect, and the workers of its earlier strikes ended.
 
         Only a second or later strike waits for the reports. A worker that was killed from outside causes no
-        strike.
+        strike. Other routers get and give the number of their requests on the crashed one.
         """
-        self.quarantine.record_crash(crashed)
+        self._report_attempts(crashed)
         if not self.quarantine.is_repeated_strike(suspect, crashed):
             return
         workers = (*suspect.struck_by, crashed)
-        answers = await asyncio.gather(*(self.exit_reports.has_crashed(worker) for worker in workers))
+        reports = asyncio.gather(*(self.exit_reports.has_crashed(worker) for worker in workers))
+        answers, elsewhere = await asyncio.gather(reports, self.exit_reports.attempts_elsewhere(crashed))
+        self.quarantine.record_elsewhere(crashed, elsewhere)
         for worker, has_crashed in zip(workers, answers, strict=True):
             if has_crashed is False:
                 self.quarantine.record_kill(worker)
+
+    def _report_attempts(self, crashed: str) -> None:
+        ran = self.quarantine.record_crash(crashed)
+        if not ran.attempts or crashed in self._reported:
+            return
+        self._reported[crashed] = None
+        if len(self._reported) > MAX_QUARANTINED:
+            self._reported.popitem(last=False)
+        self._spawn(self.exit_reports.report_attempts(crashed, ran), name="crashed-attempts")
 
 
 def content_digest(

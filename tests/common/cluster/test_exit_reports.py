@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from libs.common.cluster import exit_reports
 from libs.common.cluster.exit_reports import (
+    CrashedAttempts,
     EtcdExitReports,
     NoExitReports,
     count_oom_kills,
@@ -93,3 +95,25 @@ async def test_an_exit_report_is_written_despite_one_failed_swap(etcd: EtcdProce
         assert await EtcdExitReports(client, wait_s=30.0).has_crashed(run) is True
     finally:
         await client.close()
+
+
+async def test_routers_report_what_ran_on_a_crashed_worker_to_each_other(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_reports, "ATTEMPTS_REPORT_WAIT_S", 0.0)
+    crashed, other_run = (run_name(Role.DECODE, "decode-0", name) for name in ("run-1", "run-10"))
+    client = EtcdClient([etcd.endpoint])
+    routers = [EtcdExitReports(client, wait_s=30.0) for _ in range(3)]
+    try:
+        for router, ran in zip(routers, [(1, 1), (5, 0), (2, 2)], strict=True):
+            await router.report_attempts(crashed, CrashedAttempts(*ran))
+        assert await routers[0].attempts_elsewhere(crashed) == (7, 2)
+        assert await routers[1].attempts_elsewhere(crashed) == (3, 3)
+        assert await routers[0].attempts_elsewhere(other_run) == (0, 0)
+        await client.put(f"{exit_reports.ATTEMPTS_PREFIX}{crashed}/x", b"{}")
+        assert await routers[0].attempts_elsewhere(crashed) == (0, 0)  # it reads no such report
+    finally:
+        await client.close()
+    away = EtcdExitReports(EtcdClient(["127.0.0.1:1"]), wait_s=0.1)
+    await away.report_attempts(crashed, CrashedAttempts(1, 0))
+    assert await away.attempts_elsewhere(crashed) == (0, 0)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
-from libs.common.cluster.exit_reports import EXITS_PREFIX
+from libs.common.cluster.exit_reports import ATTEMPTS_PREFIX, EXITS_PREFIX
 from libs.common.cluster.placement_record import SESSIONS_PREFIX
 from libs.common.cluster.worker_record import WORKERS_PREFIX
 from libs.common.etcd.client import EtcdClient
@@ -63,7 +63,7 @@ def assert_no_stray_key(cluster: LocalCluster) -> None:
 
     until(lambda: workers(keys(cluster)) == set(cluster.workers), what="the workers that are there, no other")
     for key, entry in keys(cluster).items():
-        assert key.startswith((WORKERS_PREFIX, SESSIONS_PREFIX, EXITS_PREFIX)), key
+        assert key.startswith((WORKERS_PREFIX, SESSIONS_PREFIX, EXITS_PREFIX, ATTEMPTS_PREFIX)), key
         assert entry.lease_id, f"{key} has no lease"
 
 

@@ -26,9 +26,7 @@ _SEQUENCES = 3
 _PROMPT = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16)
 
 
-class _Channel:
-    """A channel without a peer: the test hands frames to the client."""
-
+class _Channel:  # without a peer: the test hands frames to the client
     def __getattr__(self, name: str) -> Any:
         return lambda *_args, **_options: None
 
@@ -36,6 +34,7 @@ class _Channel:
 class _Call:
     def __init__(self) -> None:
         self._ended = asyncio.Event()
+        self.add_done_callback = lambda _callback: None  # it ends without a status
 
     async def write(self, _request: object) -> None:
         await asyncio.Event().wait()
@@ -46,9 +45,6 @@ class _Call:
     async def __anext__(self) -> object:
         await self._ended.wait()
         raise StopAsyncIteration
-
-    def add_done_callback(self, _callback: object) -> None:
-        """It ends without a status."""
 
     def cancel(self) -> None:
         self._ended.set()

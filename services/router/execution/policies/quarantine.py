@@ -13,6 +13,7 @@ exactly the same work, so the one that crashes workers does so again almost at o
                   supervisor reports that the worker was killed from outside (cluster/exit_reports.py).
     silence       of a worker is no strike: it may stand still. It becomes one when the process turns out to
                   have ended, for example after a long core dump, unless the request has proven itself since.
+    other routers share the worker: what they report of a crash counts as run there too.
     leaving       clears nothing. A request that is cancelled on a worker counts there until the worker has
                   released it, and the worker's end then is a strike. Strikes stay with the content of a
                   request for QUARANTINE_S, so its repetition begins with them.
@@ -29,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from libs.common.cluster.exit_reports import CrashedAttempts
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from slipstream.errors import Quarantined
 
@@ -58,12 +60,18 @@ class _UnprovenAttempts:
     """The attempts on one worker with fewer than PROOF_TOKENS, and their numbers when it crashed."""
 
     attempts: set[Suspect] = field(default_factory=set)
-    n_at_crash: int | None = None
-    n_struck_at_crash: int = 0
+    at_crash: CrashedAttempts | None = None
+    elsewhere: CrashedAttempts = field(default_factory=CrashedAttempts)  # of other routers
 
     @property
     def n_struck(self) -> int:
         return sum(suspect.strikes > 0 for suspect in self.attempts)
+
+    def has_crashed(self) -> CrashedAttempts:
+        """What ran on it when it crashed: what runs there now, unless it had crashed before."""
+        if self.at_crash is None:
+            self.at_crash = CrashedAttempts(len(self.attempts), self.n_struck)
+        return self.at_crash
 
 
 @dataclass(slots=True)
@@ -161,11 +169,15 @@ class Quarantine:
             suspect.struck_by += (crashed,)
         self._remove(suspect, workers)
 
-    def record_crash(self, worker: str) -> None:
+    def record_crash(self, worker: str) -> CrashedAttempts:
         """Count the attempts on a crashed worker now, before some of them end for other reasons."""
         unproven = self._unproven.get(worker)
-        if unproven is not None and unproven.n_at_crash is None:
-            unproven.n_at_crash, unproven.n_struck_at_crash = len(unproven.attempts), unproven.n_struck
+        return unproven.has_crashed() if unproven is not None else CrashedAttempts()
+
+    def record_elsewhere(self, worker: str, ran: CrashedAttempts) -> None:
+        """Record what other routers had on a crashed worker, before the `end` of what ran here."""
+        if worker in self._unproven:
+            self._unproven[worker].elsewhere = ran
 
     def is_repeated_strike(self, suspect: Suspect, crashed: str) -> bool:
         """Whether the crash is a strike after an earlier one, for which exit reports are worth a wait."""
@@ -238,10 +250,9 @@ class Quarantine:
                 self._remove(suspect, suspect.workers)
             self._keep(suspect)
             return
-        self.record_crash(crashed)
-        unproven = self._unproven[crashed]
-        was_alone = unproven.n_at_crash == 1
-        was_alone_with_strikes = unproven.n_struck_at_crash <= (suspect.strikes > 0)
+        here, elsewhere = self._unproven[crashed].has_crashed(), self._unproven[crashed].elsewhere
+        was_alone = here.attempts + elsewhere.attempts == 1
+        was_alone_with_strikes = here.struck + elsewhere.struck <= (suspect.strikes > 0)
         self._remove(suspect, suspect.workers)
         suspect.strikes += 1
         suspect.struck_by += (crashed,)

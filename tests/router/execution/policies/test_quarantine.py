@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libs.common.cluster.exit_reports import CrashedAttempts
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
-from services.router.execution.policies.quarantine import PROOF_TOKENS, REPEAT_TOKENS, Quarantine, Suspect
+from services.router.execution.policies.quarantine import (
+    PROOF_TOKENS,
+    REPEAT_TOKENS,
+    STRIKES,
+    Quarantine,
+    Suspect,
+)
 from slipstream.errors import Quarantined
 
 
@@ -314,3 +321,19 @@ def test_kept_strikes_are_bounded() -> None:
     quarantine.recall(first)
     quarantine.recall(second)
     assert (first.strikes, second.strikes) == (0, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(elsewhere=st.builds(CrashedAttempts, st.integers(0, 3), st.integers(0, 1)), strikes=st.integers(1, 4))
+def test_a_crash_that_other_routers_share_blames_no_one_alone(
+    elsewhere: CrashedAttempts, strikes: int
+) -> None:
+    """Alone on the worker the second strike decides, the only one with strikes there the third, else none."""
+    quarantine, request = Quarantine(Clock()), Suspect(b"request", strikes=strikes)
+    quarantine.begin(request, ["a"])
+    assert quarantine.record_crash("a") == CrashedAttempts(attempts=1, struck=1)
+    quarantine.record_elsewhere("a", elsewhere)
+    is_cause = elsewhere.attempts == 0 or (not elsewhere.struck and strikes + 1 > STRIKES)
+    with pytest.raises(Quarantined) if is_cause else contextlib.nullcontext():
+        quarantine.end(request, crashed="a")
+    assert quarantine.unproven == 0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libs.common.cluster.exit_reports import ExitReports
+from libs.common.cluster.exit_reports import NoExitReports
 from services.router.request.model_card import ModelCard
 from slipstream import errors
 from slipstream.async_client import AsyncClient
@@ -17,7 +17,7 @@ from tests.router.support.fake_model import FakeModel
 SILENCE_S = 1.0
 
 
-class _Unanswered(ExitReports):
+class _Unanswered(NoExitReports):
     """Reports that never come. `asked` is set by the first question."""
 
     def __init__(self, asked: asyncio.Event) -> None:
@@ -76,7 +76,7 @@ async def test_a_router_that_closes_waits_for_no_exit_report(model: FakeModel, c
         failover._settled("decode/decode-0/run", True)
         await asked.wait()
         await router.manager.close()
-        await eventually(lambda: not failover._checks)
+        await eventually(lambda: not failover._tasks)
 
 
 @pytest.mark.parametrize("way", ["crashes", "answers"])
