@@ -42,19 +42,30 @@ async def ask_sdk(client: AsyncClient, prompts: Sequence[ChaosPrompt], number: i
 async def ask_http(
     client: aiohttp.ClientSession, prompts: Sequence[ChaosPrompt], number: int, *, router: str, model: str
 ) -> Outcome:
-    """One streamed request over HTTP to one router, to its end."""
+    """One streamed request over HTTP to one router, to its end. A refusal with Retry-After is asked again."""
     prompt, outcome = prompts[number], Outcome(HTTP, number, time.monotonic(), router)
     body = {"model": model, "messages": prompt.messages, "stream": True, **prompt.sampling}
     try:
-        async with client.post("/v1/chat/completions", json=body) as response:
-            if response.status != 200:
-                outcome.error = f"status {response.status}: {(await response.text())[:200]}"
-            else:
-                await _read_events(response, outcome)
+        async with asyncio.timeout(TIMEOUT_S):
+            while (pause_s := await _post(client, body, outcome)) is not None:
+                outcome.n_refused += 1
+                await asyncio.sleep(pause_s)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        outcome.error = type(error).__name__
+        outcome.error, outcome.is_lost = type(error).__name__, not isinstance(error, TimeoutError)
     outcome.ended_s = time.monotonic()
     return outcome
+
+
+async def _post(client: aiohttp.ClientSession, body: dict[str, Any], outcome: Outcome) -> float | None:
+    """One try, whose end the outcome gets; or the seconds until the next one, where the router names them."""
+    async with client.post("/v1/chat/completions", json=body) as response:
+        if response.status == 503 and "Retry-After" in response.headers:
+            return float(response.headers["Retry-After"])
+        if response.status != 200:
+            outcome.error = f"status {response.status}: {(await response.text())[:200]}"
+        else:
+            await _read_events(response, outcome)
+    return None
 
 
 async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
@@ -76,7 +87,7 @@ async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> No
                 pieces.append(text)
     outcome.text = "".join(pieces)
     if not is_done:
-        outcome.error = "cut: the stream ended without [DONE]"
+        outcome.error, outcome.is_lost = "cut: the stream ended without [DONE]", True
 
 
 class ClientLoad:

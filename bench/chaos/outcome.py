@@ -11,7 +11,11 @@ SDK, HTTP = "sdk", "http"
 
 @dataclass(slots=True)
 class Outcome:
-    """Times are monotonic seconds. `error`: empty for a whole answer; `router`: the one that HTTP used."""
+    """Times are monotonic seconds. `error`: empty for a whole answer; `router`: the one that HTTP used.
+
+    `is_lost`: the connection failed, and no router said so. `n_refused`: answers 503 that named a time to ask
+    again, which the client did.
+    """
 
     api: str
     prompt: int
@@ -20,6 +24,8 @@ class Outcome:
     ended_s: float = 0.0
     text: str = ""
     error: str = ""
+    is_lost: bool = False
+    n_refused: int = 0
     arrivals_s: list[float] = field(default_factory=list)
 
     @property
@@ -34,5 +40,7 @@ class Outcome:
 
 
 def met_a_dead_router(outcome: Outcome, down_s: Sequence[tuple[float, float]]) -> bool:
-    """Whether the request's router was down at some time while the request ran."""
-    return any(outcome.began_s <= until_s and since_s <= outcome.ended_s for since_s, until_s in down_s)
+    """Whether the connection failed, and the request's router was down at some time while the request ran."""
+    return outcome.is_lost and any(
+        outcome.began_s <= until_s and since_s <= outcome.ended_s for since_s, until_s in down_s
+    )

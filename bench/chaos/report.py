@@ -56,6 +56,7 @@ def report(outcomes: Sequence[Outcome], judged: Judged) -> dict[str, object]:
         "failed_sdk": _by_kind(judged.failed_sdk),
         "failed_http": _by_kind(judged.failed_http),
         "failed_http_router_killed": _by_kind(judged.excused_http),
+        "refused_http_and_asked_again": sum(each.n_refused for each in outcomes),
         "stall_s": _with_max([each.stall_s for each in answered]),
         "ttft_s": _with_max(ttfts),
     }

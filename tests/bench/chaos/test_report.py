@@ -7,15 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
+from aiohttp import web
+
+from bench.chaos.clients import ask_http
 from bench.chaos.leftovers import Sample, excesses, growth, leftover_files, temporary_files_in
 from bench.chaos.outcome import HTTP, SDK, Outcome
+from bench.chaos.prompts import prompts
 from bench.chaos.report import judge, report
 
 EXPECTED = ["right"]
 
 
-def _outcome(api: str = SDK, *, text: str = "right", error: str = "", router: str = "") -> Outcome:
-    return Outcome(api, 0, 10.0, router, 12.0, text, error, [10.5, 10.6, 11.6])
+def _outcome(
+    api: str = SDK, *, text: str = "right", error: str = "", router: str = "", is_lost: bool = True
+) -> Outcome:
+    return Outcome(api, 0, 10.0, router, 12.0, text, error, is_lost, 0, [10.5, 10.6, 11.6])
 
 
 def test_a_wrong_text_and_a_failure_over_the_sdk_never_hold() -> None:
@@ -30,6 +37,32 @@ def test_a_failure_over_http_is_excused_only_while_its_router_was_down() -> None
     failed = [_outcome(HTTP, error="cut", router="router-0")]
     assert judge(failed, EXPECTED, {"router-0": [(11.0, 20.0)]}).holds
     assert not judge(failed, EXPECTED, {"router-0": [(12.5, 20.0)], "router-1": [(0.0, 99.0)]}).holds
+    said = [_outcome(HTTP, error="status 500: defect", router="router-0", is_lost=False)]
+    assert not judge(said, EXPECTED, {"router-0": [(11.0, 20.0)]}).holds
+
+
+async def test_an_answer_that_names_a_time_is_asked_for_again(unused_tcp_port: int) -> None:
+    answers = [
+        web.Response(status=503, headers={"Retry-After": "0"}),
+        web.Response(text='data: {"choices": [{"delta": {"content": "right"}}]}\n\ndata: [DONE]\n\n'),
+        web.Response(status=503),
+    ]
+
+    async def answer(_request: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", unused_tcp_port).start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{unused_tcp_port}") as http:
+            first, second = [await ask_http(http, prompts(1), 0, router="r", model="m") for _ in range(2)]
+    finally:
+        await runner.cleanup()
+    assert (first.text, first.error, first.n_refused) == ("right", "", 1)
+    assert second.error.startswith("status 503") and not second.is_lost
 
 
 def test_the_report_has_the_longest_stall_of_each_answer() -> None:
