@@ -65,7 +65,7 @@ def _credentials(
             return None
     except ValueError as error:
         raise InvalidArgument(name, str(error)) from None
-    return TokenMinter(secret, _user(), CallerClass.OPERATOR)
+    return TokenMinter(secret, user_name(), CallerClass.OPERATOR)
 
 
 def _certificates_of(run_dir: Path) -> TlsFiles | None:
@@ -75,7 +75,7 @@ def _certificates_of(run_dir: Path) -> TlsFiles | None:
         return None
 
 
-def _user() -> str:
+def user_name() -> str:
     """The user that runs the command, as logs name it."""
     try:
         name = getpass.getuser()

@@ -212,7 +212,7 @@ class ClusterSupervisor:
             until_ready=_UNTIL_READY.get(plan.role) or partial(until_grpc_ready, tls=self._config.tls),
             on_change=self._write_record,
             say=self._say,
-            is_drained=lambda: run_directory.is_drained(self._config.run_dir, plan.instance),
+            drained_by=lambda: run_directory.drained_by(self._config.run_dir, plan.instance),
             on_death=lambda incarnation, broke: self._report_exit(plan, incarnation, broke=broke),
         )
         self._processes[plan.instance] = process

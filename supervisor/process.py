@@ -52,10 +52,10 @@ class SupervisedProcess:
         until_ready: Callable[[str], Awaitable[None]],
         on_change: Callable[[], None],
         say: Callable[[str], None],
-        is_drained: Callable[[], bool] = lambda: False,
+        drained_by: Callable[[], str] = lambda: "",
         on_death: Callable[[str, bool], None] = lambda incarnation, broke: None,
     ) -> None:
-        """`is_drained`: whether the process stays down after its end.
+        """`drained_by`: who asked that the process stays down after its end; empty where nobody did.
 
         `on_death` is called at an end that this supervisor did not order, with the run's incarnation and
         whether the process crashed.
@@ -70,7 +70,7 @@ class SupervisedProcess:
         self._until_ready = until_ready
         self._on_change = on_change
         self._say = say
-        self._is_drained = is_drained
+        self._drained_by = drained_by
         self._on_death = on_death
         self._process: RunningProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -142,7 +142,7 @@ class SupervisedProcess:
             code = self.exit_code = await self._run_once()
             if self._stopping.is_set():
                 break
-            if self._is_drained():
+            if self._drained_by():
                 await self._stay_drained(code)
             elif code == 0 and self._ready.is_set():
                 # An orderly end from outside: restart without a pause.
@@ -211,11 +211,10 @@ class SupervisedProcess:
         self._enter(ProcessState.READY)
 
     async def _stay_drained(self, code: int) -> None:
-        self._say(
-            f"{self.plan.instance} {'is drained' if code == 0 else how_ended(code) + ' and stays away'}"
-        )
+        state = "is drained" if code == 0 else f"{how_ended(code)} and stays away"
+        self._say(f"{self.plan.instance} {state}: {self._drained_by()} asked for it")
         self._enter(ProcessState.DRAINED)
-        while self._is_drained() and not self._stopping.is_set():
+        while self._drained_by() and not self._stopping.is_set():
             await self._pause(_DRAINED_POLL_S)
         if not self._stopping.is_set():
             self._say(f"{self.plan.instance} is undrained; starting it again")

@@ -72,18 +72,24 @@ def _replace(file: Path, content: object) -> None:
     temporary.replace(file)
 
 
-def is_drained(run_dir: Path, instance: str) -> bool:
-    """Whether the process stays down after its end."""
-    return (run_dir / _DRAINED / instance).exists()
+def drained_by(run_dir: Path, instance: str) -> str:
+    """The user who asked that the process stays down after its end; empty where nobody did."""
+    try:
+        return (run_dir / _DRAINED / instance).read_text(errors="replace") or "a user"
+    except OSError:
+        return ""
 
 
-def set_drained(run_dir: Path, instance: str, drained: bool) -> None:
-    """Set whether the supervisor keeps the process down after its end. Raises FailedPrecondition."""
+def set_drained(run_dir: Path, instance: str, by: str) -> None:
+    """Have the supervisor keep the process down after its end, or not: empty. Raises FailedPrecondition.
+
+    `by`: the user who asks.
+    """
     mark = run_dir / _DRAINED / instance
     try:
-        if drained:
+        if by:
             mark.parent.mkdir(exist_ok=True)
-            mark.touch()
+            mark.write_text(by)
         else:
             mark.unlink(missing_ok=True)
     except OSError as error:

@@ -19,6 +19,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.cli.fleet.drains import restart_waves
 from slipstream.cluster_record import ProcessRecord, read_record
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
+from slipstream.operator_access import user_name
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -39,7 +40,7 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
         return
     began_s = time.monotonic()
     _check_runs(process)  # a mark that stays would keep a process away after its drain
-    set_drained(run_dir, instance, True)
+    set_drained(run_dir, instance, by=user_name())
     _terminate(process)
     ended = _wait(
         run_dir, instance, lambda now: now.state == ProcessState.DRAINED, timeout_s, "has not ended"
@@ -89,7 +90,7 @@ def _restart(run_dir: Path, instances: Sequence[str], *, timeout_s: float) -> No
     began_s = time.monotonic()
     processes = [_service(run_dir, instance) for instance in instances]
     for process in processes:
-        set_drained(run_dir, process.instance, False)
+        set_drained(run_dir, process.instance, by="")
         if process.state != ProcessState.DRAINED:
             _terminate(process)
     for process in processes:

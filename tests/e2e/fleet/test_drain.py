@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
+from slipstream.operator_access import user_name
 from supervisor.commands.drain import drain_process, restart_processes
 from tests.support.clusters.disturbance import (
     assert_undisturbed,
@@ -107,7 +108,7 @@ def test_a_drained_process_drops_no_stream_and_ends(
 
     runs = disturbed_in_flight(fakes, load, expected, disturb=begin_to_leave)
     drain.join()
-    assert f"{instance} is drained" in fakes.said[said:]
+    assert f"{instance} is drained: {user_name()} asked for it" in fakes.said[said:]
     assert fakes.state(instance) == "drained"
     if instance == "decode-0":
         assert max(attempts_of(runs)) > 1

@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
+from slipstream.operator_access import user_name
 from supervisor.cluster import ClusterSupervisor
 from supervisor.commands.drain import drain_process, restart_processes
 from supervisor.commands.up import say
 from supervisor.process import how_ended
-from supervisor.run_directory import is_drained
+from supervisor.run_directory import drained_by
 from tests.supervisor.conftest import FakeCluster, fake
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.process_checks import eventually
@@ -67,7 +68,7 @@ async def test_only_an_end_in_order_is_a_drain(
     await asyncio.to_thread(restart_processes, run_dir, "kvstore-0", rolling=False, timeout_s=WAIT_S)
     await eventually(lambda: running.record().find("kvstore-0").state == "ready")
     assert [line for line in said if line.startswith("kvstore-0 ")] == [
-        "kvstore-0 is drained",
+        f"kvstore-0 is drained: {user_name()} asked for it",
         "kvstore-0 is undrained; starting it again",
     ]
 
@@ -84,7 +85,7 @@ async def test_what_cannot_be_drained_is_not_kept_away_later(
     await eventually(lambda: running.record().find("kvstore-0").state == "held")
     with pytest.raises(NotFound, match="kvstore-0 is not running at the moment"):
         await drain()
-    assert not is_drained(run_dir, "kvstore-0")
+    assert not drained_by(run_dir, "kvstore-0")
     await running.release("kvstore-0")
     (run_dir / "drained").write_text("")  # no marks can be made there
     with pytest.raises(FailedPrecondition, match="kvstore-0 cannot be written: "):
