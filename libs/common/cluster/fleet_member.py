@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 
@@ -9,12 +10,14 @@ from libs.common.cluster.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery,
 from libs.common.cluster.worker_record import Worker
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.serve import ServiceHost
-from libs.common.runtime.readiness import DRAINING, READY, ProcessHealth
+from libs.common.runtime.readiness import DRAINING, READY, UNANNOUNCED, ProcessHealth
 from slipstream.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
 _ANNOUNCE_S = 5.0
+# How often an announcement that waits for etcd is looked at again; it may take as long as it likes.
+_LATE_ANNOUNCE_S = 60.0
 
 
 async def open_discovery(
@@ -45,20 +48,41 @@ class FleetMember:
         self._record = record
         self._health = health
         health.has_lapsed = lambda: discovery.has_lapsed
+        self._joining: asyncio.Task[None] | None = None  # where etcd was unavailable
 
     async def join(self) -> None:
-        """Announce the process, then set it ready. While etcd is unavailable it serves unannounced."""
+        """Announce the process, then set it ready. Where etcd is unavailable that comes after the return.
+
+        A process that no router knows gets no work: a rollout must not replace others by it.
+        """
         self._discovery.announce(self._record)
-        try:
-            await self._discovery.wait_announced(timeout_s=_ANNOUNCE_S)
-        except DeadlineExceeded:
-            log.warning("etcd is unavailable; %s will be announced when it is back", self._record.instance)
+        if await self._is_announced(_ANNOUNCE_S):
+            await self._set_ready()
+            return
+        log.warning("etcd is unavailable; %s will be announced when it is back", self._record.instance)
+        self._health.state = UNANNOUNCED
+        self._joining = asyncio.create_task(self._join_late(), name="join-fleet")
+
+    async def _join_late(self) -> None:
+        while not await self._is_announced(_LATE_ANNOUNCE_S):
+            pass
+        await self._set_ready()
+
+    async def _is_announced(self, within_s: float) -> bool:
+        with contextlib.suppress(DeadlineExceeded):
+            await self._discovery.wait_announced(timeout_s=within_s)
+            return True
+        return False
+
+    async def _set_ready(self) -> None:
         await self._host.set_ready(True)
         self._health.state = READY
         log.info("%s is ready at %s", self._record.instance, self._host.endpoint)
 
     async def leave(self) -> None:
         """Set the process not ready and withdraw it, so that others stop using it at once."""
+        if self._joining is not None:
+            self._joining.cancel()
         self._health.state = DRAINING
         await self._host.set_ready(False)
         await self._discovery.withdraw(self._record)

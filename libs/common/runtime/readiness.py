@@ -21,6 +21,9 @@ class HealthState:
 
 LOADING = HealthState("loading", "the process loads and takes no work yet", serves=False)
 READY = HealthState("ready", "the process takes work", serves=True)
+UNANNOUNCED = HealthState(
+    "unannounced", "etcd does not know the process yet, so it gets no work", serves=False
+)
 DRAINING = HealthState("draining", "running work continues, new work is refused", serves=False)
 
 
