@@ -142,10 +142,19 @@ class Reply:
         return [self, *self.others]
 
     def parse(self, kind: type[KindT]) -> KindT:
-        """The text as an instance of the type that `response_format` named. Raises AnswerMismatch."""
-        if self.finish_reason in ("length", "tool_calls", "aborted", "error"):
-            raise AnswerMismatch(f"the answer ended before its form did: finish_reason {self.finish_reason}")
-        return parse_json(kind, self.text)
+        """The text as an instance of the type that `response_format` named. Raises AnswerMismatch.
+
+        An answer that reaches `max_tokens` is closed where its form allows that: strings may be cut short.
+        """
+        early = AnswerMismatch(f"the answer ended before its form did: finish_reason {self.finish_reason}")
+        if self.finish_reason in ("tool_calls", "aborted", "error"):
+            raise early
+        try:
+            return parse_json(kind, self.text)
+        except AnswerMismatch:
+            if self.finish_reason == "length":
+                raise early from None
+            raise
 
     def as_message(self) -> dict[str, Any]:
         """The reply as the assistant message of the next turn."""

@@ -7,13 +7,15 @@ before a tool call are free: such a state costs no mask. The grammar holds the r
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from libs.structured.answer_closer import AnswerCloser
 from libs.structured.grammar_cache import first_lines
 from libs.structured.key_guard import KeyGuard
 from libs.structured.stated_keys import stated_keys
@@ -43,10 +45,14 @@ class GrammarConstraint:
         matcher: LLMatcher,
         vocabulary: GrammarVocabulary,
         *,
+        max_tokens: int = 0,
         filler: Any = None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_failure` is called when the matcher fails, of its grammar or of its limits."""
+        """`max_tokens`: the answer ends before, as far as its grammar allows; 0: it may be cut.
+
+        `on_failure` is called when the matcher fails, of its grammar or of its limits.
+        """
         self.filler = filler
         self._on_failure = on_failure
         self.matcher = matcher
@@ -63,7 +69,20 @@ class GrammarConstraint:
         # Reasoning that an answer must follow ends with </think>, and by no other way.
         others = (*sorted(vocabulary.end_ids), *self._call_begins)
         self._banned_reasoning = () if rules.awaits_calls else others
+        self._closer = AnswerCloser(vocabulary, max_tokens) if max_tokens else None
+        self._closing: tuple[int, ...] | None = None  # the tokens that end the answer for its limit
+        self._n_tokens = -len(rules.forced)
         self.advance(rules.forced)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the answer ends as it does for its limit of tokens."""
+        return self._closing is not None
+
+    def may_close(self, n_more: int) -> bool:
+        """Whether it is closing, or one of the next tokens may begin that."""
+        looks = self._closer is not None and self._closer.looks(self._n_tokens, n_more)
+        return self._closing is not None or looks
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take tokens of the answer. A token that the grammar forbids sets `failure`."""
@@ -74,6 +93,9 @@ class GrammarConstraint:
         """How many leading drafts the grammar allows. A token that ends the answer counts as forbidden."""
         ends = self._vocabulary.end_ids
         n = next((j for j, token in enumerate(drafts) if token in ends), len(drafts))
+        if self._closing is not None:
+            planned = zip(drafts[:n], self._closing, strict=False)
+            return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], planned)))
         if self.phase is Phase.HELD:
             return self._count_held(drafts[:n])
         if self.phase is Phase.ENDED:
@@ -96,6 +118,7 @@ class GrammarConstraint:
     def fill(self, drafts: Sequence[int], masks: MaskRows) -> list[Banned]:
         """Write the masks of the next token and of the one after each draft; the state does not change."""
         phase, failure, n_taken = self.phase, self.failure, 0
+        n_tokens, closing = self._n_tokens, self._closing
         place = self.guard.place if self.guard is not None else None
         banned: list[Banned] = [self._fill_row(masks[0])]
         for row, draft in enumerate(drafts, start=1):
@@ -104,6 +127,7 @@ class GrammarConstraint:
         if n_taken:
             self.matcher.rollback(n_taken)
         self.phase, self.failure = phase, failure or self.failure
+        self._n_tokens, self._closing = n_tokens, closing
         if self.guard is not None and place is not None:
             self.guard.place = place
         return banned
@@ -115,6 +139,9 @@ class GrammarConstraint:
             self._on_failure()
 
     def _fill_row(self, row: npt.NDArray[np.int32]) -> Banned:
+        if self._closing is not None and self.phase is not Phase.ENDED:
+            _allow_only(row, self._closing[:1] or self._vocabulary.end_ids)
+            return None
         if self.phase is Phase.HELD:
             self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             self.note_failure()
@@ -122,9 +149,7 @@ class GrammarConstraint:
                 self.guard.restrict(row)
             return None
         if self.phase is Phase.ENDED:
-            row[:] = 0
-            for token in self._vocabulary.end_ids:
-                row.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
+            _allow_only(row, self._vocabulary.end_ids)
             return None
         return self._banned()
 
@@ -136,14 +161,23 @@ class GrammarConstraint:
         phase = self._next_phase(token)
         is_matched = phase is Phase.HELD and (self.phase is Phase.HELD or token in self._call_begins)
         self.phase = phase
+        self._n_tokens += 1
         if is_matched and not self.failure:
             n_taken = int(self.matcher.consume_token(token))
             if n_taken and (self.guard is None or self.guard.take(token)):
+                self._plan_end(token)
                 return n_taken
             self.note_failure()
             self.failure = self.failure or "a token that the grammar forbids"
             return n_taken
         return 0
+
+    def _plan_end(self, token: int) -> None:
+        """Take a step on the way to the end, or look whether the way has to begin."""
+        if self._closing is not None:
+            self._closing = self._closing[1:] if self._closing[:1] == (token,) else None
+        elif self._closer is not None and self._closer.looks(self._n_tokens):
+            self._closing = self._closer.plan(self.matcher, self.guard, self._n_tokens)
 
     def _count_held(self, tokens: Sequence[int]) -> int:
         n = self.matcher.validate_tokens(list(tokens)) if tokens else 0
@@ -159,6 +193,12 @@ class GrammarConstraint:
         if self.phase is Phase.REASONING and token == self._think_end:
             return Phase.TEXT if self._rules.awaits_calls else Phase.HELD
         return self.phase
+
+
+def _allow_only(row: npt.NDArray[np.int32], tokens: Iterable[int]) -> None:
+    row[:] = 0
+    for token in tokens:
+        row.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))
 
 
 def _first_phase(rules: OutputConstraint) -> Phase:

@@ -28,16 +28,19 @@ class ConstraintFactory:
             self._vocabulary()
 
     def make(
-        self, rules: OutputConstraint, emitted: Sequence[int], *, salt: bytes = b""
+        self, rules: OutputConstraint, emitted: Sequence[int], *, max_tokens: int = 0, salt: bytes = b""
     ) -> GrammarConstraint:
         """A constraint in the state after `emitted`. Raises InvalidArgument for a bad grammar.
 
-        Takes as long as the grammar compiles, the first time. `salt`: that of the tenant.
+        Takes as long as the grammar compiles, the first time. `salt`: that of the tenant. `max_tokens`: as
+        GrammarConstraint takes it.
         """
         with self._lock:
             vocabulary = self._vocabulary()
         matcher = self.grammars.get(rules.grammar, vocabulary, salt=salt)
         forget = functools.partial(self.grammars.forget, rules.grammar, salt=salt)
-        constraint = GrammarConstraint(rules, matcher, vocabulary, filler=self._filler, on_failure=forget)
+        constraint = GrammarConstraint(
+            rules, matcher, vocabulary, max_tokens=max_tokens, filler=self._filler, on_failure=forget
+        )
         constraint.advance(emitted)
         return constraint

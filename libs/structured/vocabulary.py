@@ -23,6 +23,7 @@ class GrammarVocabulary:
     end_ids: frozenset[int]
     special_ids: Mapping[str, int]
     tokens: TokenBytes
+    byte_ids: Mapping[int, int]  # the token of each single byte
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, size: int | None = None) -> GrammarVocabulary:
@@ -42,4 +43,5 @@ class GrammarVocabulary:
             n_vocab=size,
             slices=None,
         )
-        return cls(trie, size, frozenset(ends), tokenizer.special_ids, TokenBytes(tokenizer))
+        byte_ids = {raw[0]: token for raw, token in ranks.items() if len(raw) == 1}
+        return cls(trie, size, frozenset(ends), tokenizer.special_ids, TokenBytes(tokenizer), byte_ids)

@@ -39,6 +39,8 @@ def commit_outputs(
         return fail(sequence, failure)
     tokens, finish = sequence.cut(sampled.tokens[: accepted + 1], max_context_tokens=max_context_tokens)
     sequence.append(tokens)
+    if finish == "stop" and sequence.constraint is not None and sequence.constraint.is_closing:
+        finish = "length"  # the model itself would have gone on
     sequence.n_computed = start + n_known + len(tokens) - 1
     rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
     _keep_features(sequence, start, rows)

@@ -36,6 +36,11 @@ class TokenConstraint(Protocol):
     failure: str
 
     @property
+    def is_closing(self) -> bool:
+        """Whether the sequence ends as it does for its limit of tokens, and not as the model would."""
+        ...
+
+    @property
     def filler(self) -> MaskFiller:
         """The filler of this constraint, the same for all of a worker."""
         ...

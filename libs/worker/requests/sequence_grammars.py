@@ -51,7 +51,13 @@ class SequenceGrammars:
             made.set_result(None)
             return made
         made.add_done_callback(_note_failure)
-        make = partial(self._factory.make, spec.sampling.constraint, spec.emitted, salt=spec.salt)
+        make = partial(
+            self._factory.make,
+            spec.sampling.constraint,
+            spec.emitted,
+            max_tokens=spec.sampling.max_tokens,
+            salt=spec.salt,
+        )
         self._turns.add(spec.salt, (made, make))
         self._start()
         return made

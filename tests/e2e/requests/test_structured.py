@@ -9,11 +9,13 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from bench.demo_script import TOOLS
+from slipstream.client import Client
 from slipstream.errors import InvalidArgument
 from tests.support.clusters.disturbance import DECODERS
 from tests.support.clusters.local_cluster import LocalCluster
@@ -97,6 +99,28 @@ def test_answers_are_valid_under_their_schema(cluster: LocalCluster) -> None:
     assert re.fullmatch("[a-z]{3}-[0-9]{4}", said(cluster, guided_regex="[a-z]{3}-[0-9]{4}")["content"])
     lark = 'start: "a" b "!"\nb: /[0-9]{1,3}/'
     assert re.fullmatch("a[0-9]{1,3}!", said(cluster, guided_grammar=lark)["content"])
+
+
+@dataclass(frozen=True)
+class _Person:
+    name: str
+    age: int
+
+
+def test_an_answer_without_bounds_is_whole_within_its_limit(cluster: LocalCluster) -> None:
+    """The shipped model ends few strings by itself, and such an answer says that it ended for its limit."""
+    with Client(cluster.routers[0]) as client:
+        for seed, content in enumerate(("Give me a person.", "x", "Where is my order 123?")):
+            messages = [{"role": "user", "content": content}]
+            stream = client.stream_chat(messages, response_format=_Person, max_tokens=60, seed=seed)
+            for _ in stream:
+                pass
+            assert isinstance(stream.reply.parse(_Person), _Person)
+            assert stream.reply.finish_reason in ("length", "stop")
+    call = {"tools": [FINAL], "tool_choice": "required", "max_tokens": 60}
+    status, answer = post(cluster, **call)
+    assert status == 200, answer
+    check(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
 
 
 def test_streams_choices_and_log_probabilities_keep_the_form(cluster: LocalCluster) -> None:

@@ -35,11 +35,11 @@ async def test_slow_grammars_of_one_tenant_hold_up_no_other_tenant() -> None:
     grammars, may_end = SequenceGrammars(MODEL_DIR, vocab_size=1536), threading.Event()
     make, begun = grammars._factory.make, list[bytes]()
 
-    def make_slowly(*given: Any, salt: bytes) -> Any:
+    def make_slowly(*given: Any, salt: bytes, max_tokens: int) -> Any:
         begun.append(salt)
         if salt == b"anna":
             assert may_end.wait(60)
-        return make(*given, salt=salt)
+        return make(*given, salt=salt, max_tokens=max_tokens)
 
     grammars._factory.make = make_slowly  # type: ignore[assignment, method-assign]
     try:

@@ -1,0 +1,156 @@
+"""Held answers end before their limit of tokens, whole and in the same way on every worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import jsonschema
+import numpy as np
+import pytest
+
+from libs.structured.answer_grammar import OutputFormat, answer_grammar
+from libs.structured.constraint import GrammarConstraint, Phase
+from libs.structured.grammar_cache import compile_grammar
+from libs.structured.mask_filler import GrammarMasks
+from libs.structured.tool_grammar import CallableTool
+from libs.structured.vocabulary import GrammarVocabulary
+from libs.text.tokenizer import Tokenizer
+from slipstream.sampling import OutputConstraint
+from tests.structured.generated_schemas import Schema, schemas
+
+PERSON: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 1000},
+        "tags": {"type": "array", "items": {"type": "string", "minLength": 3}, "minItems": 2},
+        "mail": {"type": "string", "pattern": "^[a-z0-9]+@[a-z]+[.]com$"},
+        "born": {"type": "string", "format": "date"},
+    },
+    "required": ["name", "age", "tags", "mail", "born"],
+    "additionalProperties": False,
+}
+FILLER = GrammarMasks(1)
+
+
+def state(output: OutputFormat, vocabulary: GrammarVocabulary, max_tokens: int) -> GrammarConstraint:
+    grammar = answer_grammar(output, (), {})
+    return constraint_of(grammar, vocabulary, max_tokens)
+
+
+def constraint_of(grammar: str, vocabulary: GrammarVocabulary, max_tokens: int) -> GrammarConstraint:
+    matcher, rules = compile_grammar(grammar, vocabulary), OutputConstraint(grammar)
+    return GrammarConstraint(rules, matcher, vocabulary, max_tokens=max_tokens, filler=FILLER)
+
+
+def allowed_rows(
+    constraint: GrammarConstraint, vocabulary: GrammarVocabulary, drafts: Sequence[int] = ()
+) -> list[list[int]]:
+    """The tokens that the next row and those after drafts allow."""
+    masks = np.zeros((1 + len(drafts), -(-vocabulary.size // 32)), dtype=np.int32)
+    constraint.filler.fill([(constraint, drafts)], masks)
+    assert not constraint.failure
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : vocabulary.size]
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+def answer(
+    constraint: GrammarConstraint, vocabulary: GrammarVocabulary, *, seed: int, max_tokens: int
+) -> list[int]:
+    """The tokens of a model with equal logits, without the one that ends them."""
+    random = np.random.default_rng(seed)
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        [allowed] = allowed_rows(constraint, vocabulary)
+        token = int(random.choice(allowed))
+        constraint.advance((token,))
+        if constraint.phase is Phase.ENDED:
+            break
+        tokens.append(token)
+    return tokens
+
+
+@pytest.mark.parametrize("max_tokens", [80, 120, 400])
+def test_an_answer_of_a_form_without_bounds_is_whole(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer, max_tokens: int
+) -> None:
+    output = OutputFormat("json_schema", PERSON)
+    for seed in range(8):
+        constraint = state(output, vocabulary, max_tokens)
+        tokens = answer(constraint, vocabulary, seed=seed, max_tokens=max_tokens)
+        found = json.loads(tokenizer.decode(tokens))
+        jsonschema.validate(found, PERSON)
+
+
+def test_answers_of_many_forms_are_whole(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    ended = 0
+    for number, schema in enumerate(schemas(40)):
+        constraint = state(OutputFormat("json_schema", schema), vocabulary, 300)
+        text = tokenizer.decode(answer(constraint, vocabulary, seed=number, max_tokens=300))
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue
+        ended += 1
+        jsonschema.validate(found, schema)
+    assert ended >= 39
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        OutputFormat("json_object"),
+        OutputFormat("regex", "[a-z ]+!"),
+        OutputFormat("lark", 'start: item+ "end"\nitem: /[a-c]+/ ","\n'),
+    ],
+    ids=lambda output: output.kind,
+)
+def test_other_forms_close_too(output: OutputFormat, vocabulary: GrammarVocabulary) -> None:
+    for seed in range(5):
+        constraint = state(output, vocabulary, 50)
+        answer(constraint, vocabulary, seed=seed, max_tokens=50)
+        assert constraint.phase is Phase.ENDED or constraint.matcher.is_accepting()
+
+
+def test_a_continued_answer_closes_in_the_same_way_and_so_does_one_with_drafts(
+    vocabulary: GrammarVocabulary,
+) -> None:
+    """The rows after right drafts allow what the rows of single steps allow, also where closing begins."""
+    output, max_tokens = OutputFormat("json_schema", PERSON), 90
+    tokens = answer(state(output, vocabulary, max_tokens), vocabulary, seed=3, max_tokens=max_tokens)
+    single = state(output, vocabulary, max_tokens)
+    rows = []
+    for token in tokens:
+        rows += allowed_rows(single, vocabulary)
+        single.advance((token,))
+    rows += allowed_rows(single, vocabulary)
+    assert single.is_closing and rows[-1] == sorted(vocabulary.end_ids)
+    for begin in range(0, len(tokens), 5):
+        continued = state(output, vocabulary, max_tokens)
+        continued.advance(tokens[:begin])
+        drafts = tokens[begin : begin + 5]
+        assert allowed_rows(continued, vocabulary, drafts) == rows[begin : begin + len(drafts) + 1]
+        assert continued.count_allowed(drafts) == len(drafts)
+        if rows[begin][0] != tokens[begin]:
+            allowed_rows(continued, vocabulary, rows[begin][:1])  # a wrong draft changes no state
+        assert allowed_rows(continued, vocabulary) == rows[begin : begin + 1]
+
+
+def test_an_answer_with_room_is_left_alone(vocabulary: GrammarVocabulary) -> None:
+    output = OutputFormat("json_schema", PERSON)
+    tokens = answer(state(output, vocabulary, 0), vocabulary, seed=1, max_tokens=150)
+    free, held = state(output, vocabulary, 0), state(output, vocabulary, 4096)
+    for token in tokens:
+        assert allowed_rows(free, vocabulary) == allowed_rows(held, vocabulary)
+        free.advance((token,))
+        held.advance((token,))
+    assert not held.is_closing
+
+
+def test_calls_close_too(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+    grammar = answer_grammar(None, [CallableTool("look", PERSON)], vocabulary.special_ids)
+    for seed in range(3):
+        constraint = constraint_of(grammar, vocabulary, 120)
+        tokens = answer(constraint, vocabulary, seed=seed, max_tokens=120)
+        assert constraint.phase is Phase.ENDED and len(tokens) < 120
