@@ -8,10 +8,10 @@ and any worker continues it in the same way.
 
 from __future__ import annotations
 
-import itertools
 import string
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +20,14 @@ from llguidance import LLMatcher
 from libs.structured.key_guard import KeyGuard
 from libs.structured.vocabulary import GrammarVocabulary
 
-# Tokens left at which the closer looks, and its next look.
-_LOOKS = (
-    512,
-    384,
-    256,
-    192,
-    160,
-    *range(128, 64, -16),
-    *range(64, 32, -8),
-    *range(32, 16, -4),
-    *range(16, -1, -1),
-)
-_NEXT_LOOK = dict(itertools.pairwise(_LOOKS))
-# A step of the engine waits for a look. An ambiguous grammar takes longer, and its answers may be cut.
-_MAX_LOOK_S = 0.05
+# Tokens left at which the closer looks first. Later looks come where half of the room is used.
+_FIRST_LOOK = 512
+# Until the next look an answer may open something that takes tokens to close.
+_SPARE_TOKENS = 8
+# The looks of many answers that began together come in different steps, by their tokens.
+_SPREAD_TOKENS = 8
+# A step of the engine waits for a look. An answer of an ambiguous grammar takes longer, and may be cut.
+_MAX_LOOK_S = 0.03
 # Letters that begin no value of JSON: where one may follow, a string is open.
 _OF_TEXT = b"axZ~"
 # Where nothing closes: a sign of a pattern comes before the characters that repeat, and white space last.
@@ -49,45 +42,57 @@ _CONTINUING = (
 _Mask = npt.NDArray[np.uint32]
 
 
-class AnswerCloser:
-    """The ways out of the grammars of one vocabulary, for answers of `max_tokens`. One thread at a time."""
+class AnswerEnd(NamedTuple):
+    """How far an answer is from its end. Immutable."""
 
-    def __init__(self, vocabulary: GrammarVocabulary, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    n_left: int  # tokens until its limit
+    look_at: int = _FIRST_LOOK  # tokens left at which the closer looks; 0: never again
+    way: tuple[int, ...] | None = None  # the tokens that end it, once it has to
+
+    def may_close(self, n_more: int) -> bool:
+        """Whether it ends for its limit, or one of the next `n_more` tokens may begin that."""
+        return self.way is not None or self.n_left - n_more <= self.look_at
+
+
+class AnswerCloser:
+    """The ways out of the grammars of one vocabulary. Holds no state of an answer."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._n_words = -(-vocabulary.size // 32)
         self._text, self._closing_text, self._closing, *self._continuing = (
             [vocabulary.byte_ids[byte] for byte in group if byte in vocabulary.byte_ids]
             for group in (_OF_TEXT, b'"', b'}]",:', *_CONTINUING)
         )
 
-    def looks(self, n_tokens: int, n_more: int = 0) -> bool:
-        """Whether it looks at an answer of so many tokens, or after one of the next `n_more`."""
-        left = self.max_tokens - n_tokens
-        return any(left - more in _NEXT_LOOK for more in range(n_more + 1))
-
-    def plan(self, matcher: LLMatcher, guard: KeyGuard | None, n_tokens: int) -> tuple[int, ...] | None:
-        """The tokens that end an answer of so many, if it has to end now. Changes no state."""
-        left = self.max_tokens - n_tokens
+    def after(self, end: AnswerEnd, token: int, matcher: LLMatcher, guard: KeyGuard | None) -> AnswerEnd:
+        """The end of an answer whose newest token the grammar has taken. The grammar stays as it is."""
+        if end.way is not None:
+            if end.way[:1] == (token,):
+                return end._replace(way=end.way[1:])
+            end = AnswerEnd(end.n_left)  # it has left the way
+        late = end.look_at - end.n_left
+        if late < 0 or (late < _SPREAD_TOKENS < end.n_left // 8 and token % _SPREAD_TOKENS):
+            return end
         place = guard.place if guard is not None else None
         try:
-            way = self._way_out(matcher.deep_copy(), guard, left)
+            way = self._way_out(matcher.deep_copy(), guard, end.n_left)
+        except TimeoutError:
+            return end._replace(look_at=0)
         finally:
             if guard is not None and place is not None:
                 guard.place = place
-        if way is None:
-            return None
-        # Until the next look the answer may open something that takes tokens to close.
-        next_left = _NEXT_LOOK[left]
-        return tuple(way) if len(way) + (left - next_left) // 2 + 2 >= next_left else None
+        return _planned(end, way)
 
     def _way_out(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> list[int] | None:
-        """A short way to the end of the grammar; None if it has more than `most` tokens or takes too long."""
+        """A short way to the end of the grammar; None beyond `most` tokens. Raises TimeoutError."""
         until_s = time.thread_time() + _MAX_LOOK_S
         way: list[int] = []
         while not matcher.is_accepting():
             following = matcher.compute_ff_tokens() or self._best(self._mask(matcher, guard), way)
-            if not following or len(way) + len(following) > most or time.thread_time() > until_s:
+            if not following or len(way) + len(following) > most:
                 return None
+            if time.thread_time() > until_s:
+                raise TimeoutError
             for token in following:
                 if not matcher.consume_token(token) or not (guard is None or guard.take(token)):
                     return None
@@ -110,6 +115,16 @@ class AnswerCloser:
             if found := list(_allowed(mask, group)):
                 return [min(found, key=way.count)]
         return _first(mask)
+
+
+def _planned(end: AnswerEnd, way: Sequence[int] | None) -> AnswerEnd:
+    """What follows from a look that found this way, or none. Pure."""
+    if way is None:
+        return end._replace(look_at=end.n_left // 2)
+    room = end.n_left - len(way)
+    if room <= _SPARE_TOKENS + len(way) // 4:
+        return end._replace(way=tuple(way))
+    return end._replace(look_at=len(way) + room // 2)
 
 
 def _allowed(mask: _Mask, tokens: Sequence[int]) -> Iterator[int]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from libs.structured.answer_closer import AnswerCloser
+from libs.structured.answer_closer import AnswerCloser, AnswerEnd
 from libs.structured.grammar_cache import first_lines
 from libs.structured.key_guard import KeyGuard
 from libs.structured.stated_keys import stated_keys
@@ -69,20 +69,18 @@ class GrammarConstraint:
         # Reasoning that an answer must follow ends with </think>, and by no other way.
         others = (*sorted(vocabulary.end_ids), *self._call_begins)
         self._banned_reasoning = () if rules.awaits_calls else others
-        self._closer = AnswerCloser(vocabulary, max_tokens) if max_tokens else None
-        self._closing: tuple[int, ...] | None = None  # the tokens that end the answer for its limit
-        self._n_tokens = -len(rules.forced)
+        self._closer = AnswerCloser(vocabulary)
+        self._end = AnswerEnd(max_tokens + len(rules.forced)) if max_tokens else None
         self.advance(rules.forced)
 
     @property
     def is_closing(self) -> bool:
         """Whether the answer ends as it does for its limit of tokens."""
-        return self._closing is not None
+        return self._end is not None and self._end.way is not None
 
     def may_close(self, n_more: int) -> bool:
-        """Whether it is closing, or one of the next tokens may begin that."""
-        looks = self._closer is not None and self._closer.looks(self._n_tokens, n_more)
-        return self._closing is not None or looks
+        """Whether it is closing, or one of the next `n_more` tokens may begin that."""
+        return self._end is not None and self._end.may_close(n_more)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take tokens of the answer. A token that the grammar forbids sets `failure`."""
@@ -93,8 +91,8 @@ class GrammarConstraint:
         """How many leading drafts the grammar allows. A token that ends the answer counts as forbidden."""
         ends = self._vocabulary.end_ids
         n = next((j for j, token in enumerate(drafts) if token in ends), len(drafts))
-        if self._closing is not None:
-            planned = zip(drafts[:n], self._closing, strict=False)
+        if self._end is not None and self._end.way is not None:
+            planned = zip(drafts[:n], self._end.way, strict=False)
             return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], planned)))
         if self.phase is Phase.HELD:
             return self._count_held(drafts[:n])
@@ -118,7 +116,7 @@ class GrammarConstraint:
     def fill(self, drafts: Sequence[int], masks: MaskRows) -> list[Banned]:
         """Write the masks of the next token and of the one after each draft; the state does not change."""
         phase, failure, n_taken = self.phase, self.failure, 0
-        n_tokens, closing = self._n_tokens, self._closing
+        end = self._end
         place = self.guard.place if self.guard is not None else None
         banned: list[Banned] = [self._fill_row(masks[0])]
         for row, draft in enumerate(drafts, start=1):
@@ -127,7 +125,7 @@ class GrammarConstraint:
         if n_taken:
             self.matcher.rollback(n_taken)
         self.phase, self.failure = phase, failure or self.failure
-        self._n_tokens, self._closing = n_tokens, closing
+        self._end = end
         if self.guard is not None and place is not None:
             self.guard.place = place
         return banned
@@ -139,8 +137,8 @@ class GrammarConstraint:
             self._on_failure()
 
     def _fill_row(self, row: npt.NDArray[np.int32]) -> Banned:
-        if self._closing is not None and self.phase is not Phase.ENDED:
-            _allow_only(row, self._closing[:1] or self._vocabulary.end_ids)
+        if self._end is not None and self._end.way is not None and self.phase is Phase.HELD:
+            _allow_only(row, self._end.way[:1] or self._vocabulary.end_ids)
             return None
         if self.phase is Phase.HELD:
             self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -161,23 +159,18 @@ class GrammarConstraint:
         phase = self._next_phase(token)
         is_matched = phase is Phase.HELD and (self.phase is Phase.HELD or token in self._call_begins)
         self.phase = phase
-        self._n_tokens += 1
+        if self._end is not None:
+            self._end = self._end._replace(n_left=self._end.n_left - 1)
         if is_matched and not self.failure:
             n_taken = int(self.matcher.consume_token(token))
             if n_taken and (self.guard is None or self.guard.take(token)):
-                self._plan_end(token)
+                if self._end is not None:
+                    self._end = self._closer.after(self._end, token, self.matcher, self.guard)
                 return n_taken
             self.note_failure()
             self.failure = self.failure or "a token that the grammar forbids"
             return n_taken
         return 0
-
-    def _plan_end(self, token: int) -> None:
-        """Take a step on the way to the end, or look whether the way has to begin."""
-        if self._closing is not None:
-            self._closing = self._closing[1:] if self._closing[:1] == (token,) else None
-        elif self._closer is not None and self._closer.looks(self._n_tokens):
-            self._closing = self._closer.plan(self.matcher, self.guard, self._n_tokens)
 
     def _count_held(self, tokens: Sequence[int]) -> int:
         n = self.matcher.validate_tokens(list(tokens)) if tokens else 0
