@@ -209,8 +209,7 @@ class RouterServer:
         self.signals = FleetSignals(
             pipeline.fleet,
             pipeline.peers,
-            own=options.instance,
-            own_admin=self._record.admin,
+            own=self._record,
             load=self._load,
             sessions=pipeline.sessions.all,
         )

@@ -82,7 +82,7 @@ class TierRecommendation(_message.Message):
     ACTIVE_FIELD_NUMBER: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
     replicas: _builtins.int
-    """that do not drain"""
+    """that do not drain; the processes of one router are one"""
     wanted_replicas: _builtins.int
     min_replicas: _builtins.int
     max_replicas: _builtins.int

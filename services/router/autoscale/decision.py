@@ -4,6 +4,9 @@ The answer depends on nothing but the reports, so that every router gives the sa
 largest of its signals, each in units of its target. A value times the number of replicas is what the tier as
 a whole has to do: `ceil(replicas * value / target)` is the number that brings the value to its target.
 
+A router of several processes is one replica. Values are means of processes, so one more replica is one with
+as many processes as routers have now.
+
 Queues say how late a tier is, and nothing while it keeps up: two fleets, one idle and one about to be full,
 both have none. So prefill workers, drafters and routers also count how busy they are. Draining processes
 count for nothing. A process whose report is missing counts like the mean of the others.
@@ -39,7 +42,8 @@ def recommend(fleet: Sequence[WorkerLoad], role: Role, policy: AutoscalePolicy) 
         signals = _SIGNALS[role](present, policy.aims)
         signal = max(signals, key=lambda each: each.load)  # the first of equal ones
         reason = signal.words
-    recommendation = Recommendation(role, len(tier), signal, policy.limits_of(role), reason, active)
+    replicas = _replicas(present, role)
+    recommendation = Recommendation(role, replicas, signal, policy.limits_of(role), reason, active)
     return _with_bound(recommendation)
 
 
@@ -188,7 +192,7 @@ def _reports(fleet: Sequence[WorkerLoad], role: Role) -> list[worker_pb2.LoadRep
 
 
 def _replicas(fleet: Sequence[WorkerLoad], role: Role) -> int:
-    return sum(worker.role is role for worker in fleet)
+    return len({worker.replica for worker in fleet if worker.role is role})
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from libs.common.cluster.placement_record import Placement, SessionId
-from libs.common.cluster.worker_record import Role
+from libs.common.cluster.worker_record import Role, Worker
 from services.router.autoscale.removal import WorkerHoldings
 from services.router.autoscale.types import WorkerLoad
 from services.router.workers.connection import WorkerConnection
@@ -26,23 +26,23 @@ class FleetSignals:
         fleet: RouterFleet,
         peers: RouterPeers,
         *,
-        own: str,
-        own_admin: str,
+        own: Worker,
         load: Callable[[], worker_pb2.LoadReport],
         sessions: Callable[[], Mapping[SessionId, Placement]],
     ) -> None:
-        """`own`, `own_admin`, `load`: the name, the admin port and the report of this router."""
+        """`own`, `load`: the record and the report of this router."""
         self._fleet = fleet
         self._peers = peers
         self._own = own
-        self._own_admin = own_admin
         self._load = load
         self._sessions = sessions
 
     def loads(self) -> list[WorkerLoad]:
         """All processes, also those whose load is unknown."""
-        routers = {self._own: self._load(), **self._peers.reports()}
-        loads = [WorkerLoad(Role.ROUTER, name, report) for name, report in sorted(routers.items())]
+        loads = [
+            WorkerLoad(Role.ROUTER, router.instance, report, endpoint=router.endpoint)
+            for router, report in self._routers()
+        ]
         for link in self._fleet.links():
             places = link.worker.capacity.get("max_batch", 0)
             loads.append(WorkerLoad(link.worker.role, link.worker.instance, link.report, places))
@@ -60,13 +60,17 @@ class FleetSignals:
                 at = (role, link.worker.instance)
                 found.append(self._holdings_of(link, sessions=counts[at], session_blocks=blocks[at]))
                 await asyncio.sleep(0)  # to count unique blocks takes some milliseconds
-        admins = {self._own: self._own_admin, **self._peers.endpoints()}
-        reports = {self._own: self._load(), **self._peers.reports()}
-        for name, report in sorted(reports.items()):
+        for router, report in self._routers():
             if report is None or not report.draining:
                 requests = report.requests_running + report.requests_waiting if report is not None else 0
-                found.append(WorkerHoldings(Role.ROUTER, name, admins.get(name, ""), requests))
+                found.append(WorkerHoldings(Role.ROUTER, router.instance, router.admin, requests))
         return found
+
+    def _routers(self) -> list[tuple[Worker, worker_pb2.LoadReport | None]]:
+        """This router and its peers with their reports, by name."""
+        routers = {self._own.instance: self._own, **self._peers.workers()}
+        reports = {self._own.instance: self._load(), **self._peers.reports()}
+        return [(routers[name], report) for name, report in sorted(reports.items())]
 
     def _placed(self) -> tuple[Counter[tuple[Role, str]], Counter[tuple[Role, str]]]:
         """(sessions, their blocks) of each worker, by the placements of all routers."""

@@ -22,6 +22,12 @@ class WorkerLoad:
     instance: str
     report: worker_pb2.LoadReport | None
     max_sequences: int = 0  # places of a decode worker's batch; 0: unknown
+    endpoint: str = ""  # of a router: where it serves clients
+
+    @property
+    def replica(self) -> str:
+        """The replica that the process belongs to: processes at one address are one router."""
+        return self.endpoint or self.instance
 
 
 @dataclass(frozen=True, slots=True)

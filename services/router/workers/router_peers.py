@@ -57,9 +57,9 @@ class RouterPeers:
             name: peer.report if peer.reported_s >= since_s else None for name, peer in self._peers.items()
         }
 
-    def endpoints(self) -> Mapping[str, str]:
-        """The admin port of each peer, by instance."""
-        return {name: peer.worker.admin for name, peer in self._peers.items()}
+    def workers(self) -> Mapping[str, Worker]:
+        """The record of each peer, by instance."""
+        return {name: peer.worker for name, peer in self._peers.items()}
 
     async def _follow_discovery(self) -> None:
         seen = self._members.current

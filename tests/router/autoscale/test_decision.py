@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,37 @@ def test_the_order_of_the_reports_does_not_matter(fleet: list[WorkerLoad], rando
     for mine, theirs in zip(recommend_all(fleet, POLICY), recommend_all(other, POLICY), strict=True):
         assert mine.wanted == theirs.wanted
         assert mine.load == pytest.approx(theirs.load)
+
+
+def in_processes(fleet: list[WorkerLoad], n: int) -> list[WorkerLoad]:
+    """The fleet with each router as n processes at one address, each as busy as the router was."""
+    routers = [each for each in fleet if each.role is Role.ROUTER]
+    processes = [
+        replace(each, instance=f"{each.instance}.{number}", endpoint=f"{each.instance}:7000")
+        for each in routers
+        for number in range(n)
+    ]
+    return [each for each in fleet if each.role is not Role.ROUTER] + processes
+
+
+@given(FLEETS, st.integers(1, 5))
+def test_routers_of_several_processes_count_as_routers(fleet: list[WorkerLoad], n: int) -> None:
+    one, several = (recommend(each, Role.ROUTER, POLICY) for each in (fleet, in_processes(fleet, n)))
+    assert (several.replicas, several.wanted) == (one.replicas, one.wanted)
+    assert several.load == pytest.approx(one.load)
+
+
+@pytest.mark.parametrize(("busy", "expected"), [(0.7, 3), (0.75, 3), (0.9, 4), (0.3, 2)])
+def test_an_hpa_that_counts_pods_of_four_processes_settles(busy: float, expected: int) -> None:
+    pods = tier(Role.ROUTER, 3, busy_share=busy)
+    found = recommend(in_processes(pods, 4), Role.ROUTER, POLICY)
+    assert (found.replicas, found.wanted) == (3, expected)
+
+
+def test_a_router_whose_first_process_drains_is_still_one() -> None:
+    first, *others = in_processes(tier(Role.ROUTER, 1, busy_share=0.6), 3)
+    draining = replace(first, report=worker_pb2.LoadReport(busy_share=0.6, draining=True))
+    assert recommend([draining, *others], Role.ROUTER, POLICY).replicas == 1
 
 
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.KVSTORE])

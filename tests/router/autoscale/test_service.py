@@ -16,7 +16,7 @@ from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
 from tests.router.autoscale.test_scaler import ReportedTier, running_router
-from tests.router.conftest import WAIT_S
+from tests.router.conftest import WAIT_S, eventually
 
 SECRET = ClusterSecret(b"a secret of this test, 32 bytes!")
 
@@ -65,6 +65,25 @@ async def test_a_router_is_named_by_the_address_that_others_dial(card: ModelCard
     async with running_router(card, InMemoryDiscovery(), **ports) as router:
         port = router.admin.endpoint.rpartition(":")[2]
         assert [held.endpoint for held in await router.signals.holdings()] == [f"127.0.0.1:{port}"]
+
+
+async def test_processes_at_one_address_are_one_router(card: ModelCard) -> None:
+    discovery = InMemoryDiscovery()
+    shared = {"advertise": "127.0.0.1:7000"}
+    async with (
+        running_router(card, discovery, "router-0", **shared) as router,
+        running_router(card, discovery, "router-0.1", **shared),
+        running_router(card, discovery, "router-1"),
+    ):
+        await eventually(lambda: len(router.signals.loads()) == 3)
+        async with dial(router.admin.endpoint) as channel:
+            stub: autoscale_pb2_grpc.AutoscaleServiceAsyncStub = autoscale_pb2_grpc.AutoscaleServiceStub(
+                channel
+            )
+            answer = await stub.GetRecommendations(autoscale_pb2.GetRecommendationsRequest(), timeout=WAIT_S)
+    assert [row.replicas for row in answer.tiers if role_name(row.role) == "router"] == [2]
+    # Each process holds requests of its own.
+    assert {row.instance for row in answer.losses} == {"router-0", "router-0.1", "router-1"}
 
 
 async def test_the_sessions_of_all_tenants_are_counted_off_the_event_loop(
