@@ -17,13 +17,14 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
 
 from libs.common.cluster.exit_reports import REPORTED_ROLES, report_exit, run_name
-from libs.common.cluster.worker_record import Role
+from libs.common.cluster.worker_record import Role, Worker
 from libs.common.etcd.access import EtcdAccess
 from libs.common.etcd.messages import EtcdRefused, EtcdUnavailable
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, secret_file
@@ -40,6 +41,7 @@ from supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, por
 from supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
 from supervisor.ports import free_ports
 from supervisor.process import SupervisedProcess, service_environment
+from supervisor.scrape_targets import watch_routers
 
 _SERVICE_ROLES = frozenset(Role)
 _ETCD_WAVE = -2
@@ -77,6 +79,8 @@ class ClusterSupervisor:
         self._launcher = launcher
         self._own_launcher: ProcessLauncher | None = None
         self._reports: set[asyncio.Task[None]] = set()
+        self._routers: tuple[Worker, ...] = ()  # the processes in discovery
+        self._following: asyncio.Task[None] | None = None
         self._record_is_old = False
         self.ready_s: float | None = None
 
@@ -171,9 +175,17 @@ class ClusterSupervisor:
         for wave in sorted({plan.wave for plan in self._plans}):
             started = [self._supervise(plan) for plan in self._plans if plan.wave == wave]
             await _all_ready([process for process in started if process.plan.awaited])
+        self._following = asyncio.create_task(self._follow_routers(), name="routers")
         await _all_ready([process for process in self._processes.values() if not process.plan.awaited])
         self.ready_s = time.monotonic() - self._started_s
         self._write_record()
+
+    async def _follow_routers(self) -> None:
+        """Keep scrape.json up to date with processes that routers start."""
+        async with aclosing(watch_routers(self._etcd)) as changes:
+            async for routers in changes:
+                self._routers = routers
+                self._write_record()
 
     def _say_what_starts(self) -> None:
         config = self._config
@@ -238,6 +250,9 @@ class ClusterSupervisor:
 
     async def _stop(self) -> None:
         """Stop in the reverse of the start order, then release the run directory."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         for wave in sorted({plan.wave for plan in self._plans}, reverse=True):
             wave_plans = (plan for plan in self._plans if plan.wave == wave)
             running = [self._processes[p.instance] for p in wave_plans if p.instance in self._processes]
@@ -255,7 +270,7 @@ class ClusterSupervisor:
     def _write_record(self) -> None:
         """A disk that takes nothing more makes the record old; processes are kept running all the same."""
         try:
-            run_directory.write_record(self._config.run_dir, self.record())
+            run_directory.write_record(self._config.run_dir, self.record(), self._routers)
             self._record_is_old = False
         except OSError as error:
             if not self._record_is_old:

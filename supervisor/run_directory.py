@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
+from libs.common.cluster.worker_record import Worker
 from slipstream.cluster_record import LOCK_FILE, RECORD_FILE, ClusterRecord
 from slipstream.errors import FailedPrecondition
-from supervisor.process import ProcessState
+from supervisor.scrape_targets import scrape_targets
 
 SCRAPE_FILE = "scrape.json"
 _DRAINED = "drained"
@@ -45,19 +47,13 @@ class RunDirLock:
         self._file.close()
 
 
-def write_record(run_dir: Path, record: ClusterRecord) -> None:
-    """Replace `cluster.json` and `scrape.json`; readers see the old or the new one, whole."""
+def write_record(run_dir: Path, record: ClusterRecord, routers: Iterable[Worker] = ()) -> None:
+    """Replace `cluster.json` and `scrape.json`; readers see the old or the new one, whole.
+
+    `routers`: the router processes in discovery.
+    """
     _replace(run_dir / RECORD_FILE, asdict(record))
-    _replace(run_dir / SCRAPE_FILE, scrape_targets(record))
-
-
-def scrape_targets(record: ClusterRecord) -> list[dict[str, object]]:
-    """The processes with metrics that are meant to run, as Prometheus reads targets from a file."""
-    return [
-        {"targets": [process.admin_http], "labels": {"component": process.role, "process": process.instance}}
-        for process in record.processes
-        if process.admin_http is not None and process.state != ProcessState.DRAINED
-    ]
+    _replace(run_dir / SCRAPE_FILE, scrape_targets(record, routers))
 
 
 def remove_record(run_dir: Path) -> None:

@@ -48,7 +48,8 @@ async def run_processes(
     """Run `count` routers with these arguments until SIGTERM or SIGINT; one that ends is started again.
 
     The addresses are host:port; port 0 = any free one. All processes share them but `admin_http`, which is
-    the first one's: metrics are a process's own, and the others take any free port. Returns the exit status.
+    the first one's: metrics are a process's own, and the others take any free port, which
+    discovery has. Returns the exit status.
     """
     addresses = {"--listen": listen, "--http": http, "--admin": admin, "--admin-http": admin_http}
     # Bound, never listened on: they keep the ports for the children, also while one restarts.

@@ -1,11 +1,13 @@
-"""Routers with several processes on one port: they drain and restart under load; `slipstream status` lists
-each process."""
+"""Routers with several processes on one port: they drain and restart under load; `slipstream status` and
+`scrape.json` list each process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from slipstream.errors import Unavailable
 from slipstream.operator_access import operator_dial
 from supervisor.commands.drain import drain_process, restart_processes
 from supervisor.commands.status import show_status
+from supervisor.run_directory import SCRAPE_FILE
 from tests.e2e.fleet.test_drain import WAIT_S, Aside, run_dir, under_load
-from tests.support.clusters.disturbance import assert_undisturbed, undisturbed
+from tests.support.clusters.disturbance import assert_undisturbed, run_load, undisturbed
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
@@ -27,6 +30,7 @@ from tests.support.fixture_dirs import lasting_dir
 # A step of fourteen streams takes 56 ms: streams run all the time that a router restarts, and leave it the
 # cores.
 DECODE_PACE_S = 0.004
+ALL = {"router-0", "router-0.1", "router-1", "router-1.1"}
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +77,43 @@ def ready_routers(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> 
     }
 
 
+def scraped_routers(cluster: LocalCluster) -> dict[str, str]:
+    """The admin port of each router process that Prometheus scrapes, by name."""
+    targets = json.loads((run_dir(cluster) / SCRAPE_FILE).read_text())
+    return {
+        target["labels"]["process"]: target["targets"][0]
+        for target in targets
+        if target["labels"]["component"] == "router"
+    }
+
+
+def requests_by_scrapes(cluster: LocalCluster) -> list[float]:
+    """The requests that each scraped process has accepted."""
+    found = []
+    for port in scraped_routers(cluster).values():
+        with urllib.request.urlopen(f"http://{port}/metrics", timeout=60) as answer:
+            page = answer.read().decode()
+        found += [float(value) for value in re.findall(r"(?m)^slipstream_requests_total (\S+)", page)]
+    return found
+
+
 def test_status_lists_every_process(several: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    names = {"router-0", "router-0.1", "router-1", "router-1.1"}
     # A router is ready with its first process; the other one follows.
-    until(lambda: ready_routers(several, capsys) == names, timeout_s=WAIT_S, what="all four answer")
+    until(lambda: ready_routers(several, capsys) == ALL, timeout_s=WAIT_S, what="all four answer")
     routers = status_of_routers(several, capsys)
-    assert {worker["status"]["instance"] for worker in routers.values() if worker["status"]} <= names
+    assert {worker["status"]["instance"] for worker in routers.values() if worker["status"]} <= ALL
     assert routers["router-0"]["rss_bytes"] > 3 * 10_000_000, "of the process and two children"
+
+
+def test_prometheus_counts_the_requests_of_every_process(
+    several: LocalCluster, requests: list[FaultRequest]
+) -> None:
+    until(lambda: set(scraped_routers(several)) == ALL, timeout_s=WAIT_S, what="all four are targets")
+    before = requests_by_scrapes(several)
+    run_load(several, requests)
+    after = requests_by_scrapes(several)
+    assert len(after) == len(set(scraped_routers(several).values())) == len(ALL)
+    assert sum(after) - sum(before) == len(requests)
 
 
 def test_a_router_drains_and_restarts_under_load(
@@ -97,6 +131,7 @@ def test_a_router_drains_and_restarts_under_load(
     routers = status_of_routers(several, capsys)
     assert routers["router-0"]["state"] == "drained"
     assert "router-0.1" not in routers
+    assert set(scraped_routers(several)) == others
     restart = Aside(lambda: restart_processes(directory, "router-0", rolling=False, timeout_s=WAIT_S))
     under_load(several, requests, answers, restart)
     until(lambda: len(ready_routers(several, capsys)) == 4, timeout_s=WAIT_S, what="all are back")
