@@ -114,6 +114,13 @@ def test_every_service_has_its_own_name_and_address_and_the_secret(name: str) ->
             assert any(file == mount or file.startswith(f"{mount}/") for mount in mounts), (pod.owner, file)
 
 
+@pytest.mark.parametrize("name", RENDERS)
+def test_a_router_pod_is_one_process(name: str) -> None:
+    """A PodMonitor and a probe reach the first process of a pod only, and an HPA counts pods."""
+    (router,) = [pod for pod in services_of(render(name)) if pod.tier == "router"]
+    assert dict(given(name, router)).get("processes", "1") == "1"
+
+
 @pytest.mark.parametrize("name", ["components/postgresql", "components/external-database"])
 def test_the_routers_of_a_database_name_it_and_its_password_is_a_secret(name: str) -> None:
     (router,) = [pod for pod in services_of(render(name)) if pod.tier == "router"]
