@@ -32,8 +32,9 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 | `--allow-pinning`, `--no-allow-pinning` | `SLIPSTREAM_ALLOW_PINNING=true` | `allow_pinning = true` |
 | `--disk /a --disk /b` | `SLIPSTREAM_DISK=/a,/b` | `disk = ["/a", "/b"]` |
 
-A flag overrides the environment, the environment the file, the file the default. A service ignores unknown
-variables. Secrets are in files, and settings have their paths.
+A flag overrides the environment, the environment the file, the file the default. Nothing is asked of a path
+that is overridden, and an empty flag takes one away (`--etcd-ca ''`). A service ignores unknown variables.
+Secrets are in files, and settings have their paths.
 
 ## The file of a cluster
 
@@ -52,10 +53,19 @@ have the same form. A service reads the sections [common] and its own, which goe
   checks [common] and its own section; `slipstream config check FILE` checks all.
 - `slipstream config show FILE --tier decode` prints the values that a service would run with, and where each
   comes from: a flag, a variable, a section or the default.
-- `slipstream up` gives each process its name, addresses, directories and secret, whatever the file says of
-  them. Only `http` and `listen` of [router] count: they are the first router's. It refuses `advertise`,
-  `kv_listen` and `disk`, which processes of one machine cannot share. Its flags go before the file. It passes
-  no variables on.
+
+`slipstream up` takes the same file, also one made for another place, such as `deploy/k8s/base/config`:
+
+- Its flags go before the file. It passes no variables on.
+- It gives each process its name, addresses, directories and secret (`RUN_DIR/cluster.secret`), whatever the
+  file says of them. Only `http` and `listen` of [router] count: they are the first router's. It refuses
+  `advertise`, `kv_listen` and `disk`, which processes of one machine cannot share.
+- It runs an etcd of its own, unless `--etcd` or `etcd` of [up] names one. `etcd` of [common] and of the tiers
+  is that of services which are started elsewhere: `up` does not dial it, and says so. `etcd_*` go with a
+  named etcd.
+- `--model` takes the place of the file's `draft_model` too, which is made for the file's model, unless
+  `--draft-model` names a head.
+- Any other path in it that this machine lacks is refused with the flag that names another (`--model`).
 """
 _TYPES = {bool: "switch", int: "whole number", float: "number", str: "text", Path: "path"}
 _SECTIONS: tuple[tuple[str, type[Any]], ...] = (

@@ -1,19 +1,28 @@
 """The configuration file of a cluster as `slipstream up` reads it: its own section, and what services take.
 
-Services read the file themselves. The supervisor needs some of their settings too, such as certificates, and
-gives each process its name, addresses, directories and secret, whatever the file says of them.
+Services read the file themselves. The supervisor needs some of their settings too, such as certificates. The
+file may be that of another place, such as the manifests': docs/configuration.md says what `up` sets by itself
+whatever the file says, and `_unused` which paths of the file nobody asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from libs.common.cluster.worker_record import Role
-from libs.common.runtime.config_file import UP, Sections, check_names, file_values, read_sections
-from libs.common.runtime.settings import rows, setting
+from libs.common.runtime.config_file import (
+    COMMON,
+    UP,
+    PathUnusable,
+    Sections,
+    check_names,
+    file_values,
+    read_sections,
+)
+from libs.common.runtime.settings import check_peers, rows, setting
 from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
 from services.kvstore.settings import NodeSettings
@@ -21,7 +30,7 @@ from services.router.settings import RouterSettings
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
-from supervisor.plan import DRAFTERS
+from supervisor.plan import DRAFTERS, ETCD_ACCESS
 
 # The settings of each service.
 SETTINGS: Mapping[Role, type[Any]] = {
@@ -33,6 +42,8 @@ SETTINGS: Mapping[Role, type[Any]] = {
 }
 # Two processes of one machine cannot share these.
 _OF_ONE_PROCESS = ("advertise", "kv_listen", "disk")
+# Each process has these from `up`, whatever the file says.
+_OF_UP = ("etcd", "cluster_secret_file", "run_dir", "data_dir")
 _FLAG = "--config"
 
 
@@ -46,6 +57,11 @@ class UpSettings:
     kvstore: int = setting("number of KV stores", default=1)
     drafter: int | None = setting(
         "number of drafters", default=None, default_text="1 where drafters draft, else 0"
+    )
+    etcd: str | None = setting(
+        "HOST:PORT[,HOST:PORT..] of an etcd that runs already, with etcd_* of [common]; none = an own one",
+        default=None,
+        check=check_peers,
     )
     drafts_from: str = setting("where the draft head runs", default="auto", choices=DRAFTERS)
     pool_masters: int = setting("masters of the pool; one leads, the others stand by", default=1, least=1)
@@ -61,8 +77,8 @@ _UP_FIELDS = {"router": "routers", "kvstore": "kvstores", "drafter": "drafters"}
 _NEEDED: Mapping[Role, tuple[str, ...]] = {
     Role.ROUTER: (
         *("model", "served_model_name", "api_keys", "shared_prefix", "allowed_hosts", "cors_origins"),
-        *("prices", "access_log", "allow_pinning", "tls_client_ca", "etcd", "etcd_ca", "etcd_certificate"),
-        *("etcd_key", "etcd_user", "etcd_password_file", "log_level", "log_format", "drain_s", "http"),
+        *("prices", "access_log", "allow_pinning", "tls_client_ca", "log_level", "log_format", "drain_s"),
+        *("http", *ETCD_ACCESS),
     ),
     Role.DECODE: ("draft_model", "drafts", "transport", "block_tokens"),
     Role.KVSTORE: ("disk_bytes", "pool"),
@@ -76,16 +92,24 @@ class ClusterFile:
     path: Path
     up: Mapping[str, Any]
     services: Mapping[Role, Mapping[str, Any]]  # the values of each service that the file sets
+    unused: frozenset[str] = frozenset()  # settings of the file that no process of this cluster has
 
     @classmethod
-    def read(cls, path: Path) -> ClusterFile:
-        """Raises InvalidArgument for a section, a key or a value that cannot be used."""
+    def read(cls, path: Path, flags: Collection[str] = ()) -> ClusterFile:
+        """`flags`: settings that flags of `up` state; nothing is asked of the file's paths for them.
+
+        Raises InvalidArgument for a section, a key or a value that cannot be used.
+        """
         try:
             sections = read_sections(path)
-            up, services = sections_values(sections, checks_files=True)
+            unused = _unused(sections, flags)
+            up, services = sections_values(sections, checks_files=True, overridden={*flags, *unused, *_OF_UP})
+        except PathUnusable as error:
+            flag = f"--{error.name.replace('_', '-')}"
+            raise InvalidArgument(_FLAG, f"{path}: {error}; {flag} names another") from None
         except ValueError as error:
             raise InvalidArgument(_FLAG, f"{path}: {_without(path, str(error))}") from None
-        file = cls(path.resolve(), up, services)
+        file = cls(path.resolve(), up, services, unused)
         file._check_shareable()
         return file
 
@@ -94,7 +118,7 @@ class ClusterFile:
         found = {_UP_FIELDS.get(name, name): value for name, value in self.up.items()}
         for role, names in _NEEDED.items():
             values = self.services[role]
-            found.update({name: values[name] for name in names if name in values})
+            found.update({name: values[name] for name in names if name in values.keys() - self.unused})
         router = self.services[Role.ROUTER]
         if "listen" in router:
             found["grpc"] = router["listen"]
@@ -115,6 +139,11 @@ class ClusterFile:
         """The settings that the file has for some service."""
         return frozenset(name for values in self.services.values() for name in values)
 
+    def other_etcd(self) -> str:
+        """The etcd of services elsewhere, which `up` does not dial; "" where the file names none."""
+        name: str = self.services[Role.ROUTER].get("etcd", "")
+        return name if "etcd" not in self.up else ""
+
     def _check_shareable(self) -> None:
         for role, values in self.services.items():
             for name in _OF_ONE_PROCESS:
@@ -124,17 +153,32 @@ class ClusterFile:
 
 
 def sections_values(
-    sections: Sections, *, checks_files: bool
+    sections: Sections, *, checks_files: bool, overridden: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[Role, dict[str, Any]]]:
-    """(values of [up], values of each service). Raises ValueError for the first wrong one."""
+    """(values of [up], values of each service). Raises ValueError for the first wrong one.
+
+    `overridden`: settings whose paths nothing uses.
+    """
     known = [name for name, row in rows(UpSettings).items() if not row.described.is_hidden]
     check_names(UP, sections.get(UP, {}), known)
 
-    def take(kind: type[Any], section: str) -> dict[str, Any]:
-        found = file_values(kind, sections, section, checks_files=checks_files)
-        return {name: value for name, (value, _) in found.items()}
+    def take(kind: type[Any], section: str, *taken: str) -> dict[str, Any]:
+        found = file_values(kind, sections, section, checks_files=checks_files, overridden=overridden)
+        return {name: value for name, (value, source) in found.items() if source in taken}
 
-    return take(UpSettings, UP), {role: take(kind, role) for role, kind in SETTINGS.items()}
+    services = {role: take(kind, role, COMMON, role) for role, kind in SETTINGS.items()}
+    return take(UpSettings, UP, UP), services  # etcd of [common] is another setting
+
+
+def _unused(sections: Sections, flags: Collection[str]) -> frozenset[str]:
+    """Settings that no process takes: of an etcd that is not dialled, and the head of another model."""
+    stated = {name for values in sections.values() for name in values}
+    unused: set[str] = set()
+    if "etcd" not in flags and "etcd" not in sections.get(UP, {}):
+        unused.update(ETCD_ACCESS)
+    if {"model", "draft_model"} <= stated and "model" in flags and "draft_model" not in flags:
+        unused.add("draft_model")
+    return frozenset(unused & stated)
 
 
 def _tls_of(values: Mapping[str, Any]) -> TlsFiles | None:

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
 DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"
+# Settings with which services reach an external etcd.
+ETCD_ACCESS = ("etcd_ca", "etcd_certificate", "etcd_key", "etcd_user", "etcd_password_file")
 POOLS = ("mooncake",)
 _ENGINES = (Role.PREFILL, Role.DECODE)
 DRAFTS = ("auto", "on", "off")
@@ -87,6 +89,7 @@ class ClusterConfig:
     file_memory_bytes: Mapping[Role, int] = field(default_factory=dict)  # of each worker of these roles
     file_device: Mapping[Role, str] = field(default_factory=dict)
     from_file: frozenset[str] = frozenset()  # settings that the file has for some service, and no flag sets
+    unused: frozenset[str] = frozenset()  # settings of the file that no process has
 
     @property
     def head_place(self) -> str:
@@ -275,6 +278,10 @@ def _of_one_process(config: ClusterConfig, role: Role, instance: str, http: str 
     arguments = ["--run-dir", str(config.run_dir)]
     if role is Role.KVSTORE:
         arguments += ["--data-dir", str(config.run_dir / "data" / instance)]
+    has_head = config.draft_model is not None or role in (Role.ROUTER, Role.KVSTORE)
+    for name in sorted(config.unused):
+        if name != "draft_model" or not has_head:
+            arguments += [f"--{name.replace('_', '-')}", ""]  # none, whatever the file says
     return arguments if http is None else [*arguments, "--http", http]
 
 

@@ -11,7 +11,10 @@ ANY_PORT = "any"
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="TOML file of the cluster (docs/configuration.md); flags go before it."),
+    typer.Option(
+        "--config",
+        help="TOML file of the cluster or directory of them (docs/configuration.md); flags go before it.",
+    ),
 ]
 Model = Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the shipped one.")]
 DraftModel = Annotated[
@@ -85,7 +88,10 @@ PackedDir = Annotated[
     str | None,
     typer.Option(help="Where workers share packed weights; off = nowhere; default: packed in --run-dir."),
 ]
-Etcd = Annotated[str | None, typer.Option(help="host:port[,host:port] of an etcd that runs already.")]
+Etcd = Annotated[
+    str | None,
+    typer.Option(help="host:port[,host:port] of an etcd that runs already; default: one of its own."),
+]
 EtcdCa = Annotated[Path | None, typer.Option(help="PEM of the CA of that etcd: TLS to it.")]
 EtcdCertificate = Annotated[Path | None, typer.Option(help="PEM of a certificate, where it asks for one.")]
 EtcdKey = Annotated[Path | None, typer.Option(help="PEM of its key.")]

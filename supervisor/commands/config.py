@@ -110,7 +110,7 @@ def effective_settings(
         if row.described.is_hidden:
             continue
         origin = found.get(name)
-        value = _default(row) if origin is None else origin.value
+        value = _default(row) if origin is None or origin.value is None else origin.value
         source = "default" if origin is None else origin.source
         listed.append({"setting": name, "value": _plain(value), "source": source})
     if environment.get(_SECRET):

@@ -32,14 +32,17 @@ def with_file(given: ClusterConfig, path: Path, flags: Collection[str]) -> Clust
 
     Raises InvalidArgument for a file that cannot be used.
     """
-    file = ClusterFile.read(path)
+    settings = {_SETTINGS.get(name, name) for name in flags}
+    file = ClusterFile.read(path, settings)
+    if given.etcd is None and (other := file.other_etcd()):
+        say(f"{path}: the etcd of services, {other}, is not dialled: this cluster has its own (see --etcd)")
     by_flag = set(flags)
     if given.tls is not None:  # services read the file's name
         by_flag.add("tls")
         given = replace(given, tls=replace(given.tls, server_name=file.tls_server_name()))
     values = {name: value for name, value in file.config_values().items() if name not in by_flag}
-    settings = {_SETTINGS.get(name, name) for name in flags}
-    return replace(given, **values, config_file=file.path, from_file=file.names() - settings)
+    from_file = file.names() - settings - file.unused
+    return replace(given, **values, config_file=file.path, from_file=from_file, unused=file.unused)
 
 
 def with_server_name(config: ClusterConfig, name: str) -> ClusterConfig:

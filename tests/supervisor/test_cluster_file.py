@@ -96,7 +96,6 @@ region = "eu-1"
 tls_ca = "{PEMS / "ca.pem"}"
 tls_certificate = "{PEMS / "peer.pem"}"
 tls_key = "{PEMS / "peer.key"}"
-etcd = "etcd:2379"
 log_format = "json"
 [router]
 api_keys = "{keys}"
@@ -108,6 +107,7 @@ drain_s = 9
 [kvstore]
 dram_bytes = 2097152
 [up]
+etcd = "etcd:2379"
 kvstore = 2
 drafter = 0
 grace_s = 3

@@ -38,12 +38,26 @@ def read_sections(path: Path) -> Sections:
     return merged
 
 
+class PathUnusable(ValueError):
+    """A setting of the file names a path that cannot be used on this machine."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name  # of the setting
+
+
 def file_values(
-    kind: type[Any], sections: Sections, section: str, *, checks_files: bool = True
+    kind: type[Any],
+    sections: Sections,
+    section: str,
+    *,
+    checks_files: bool = True,
+    overridden: Collection[str] = (),
 ) -> dict[str, tuple[Any, str]]:
     """(value, section) of each setting that the file has for a service. Raises ValueError.
 
-    Without `checks_files` nothing is asked of paths, which may be of another machine.
+    Without `checks_files` nothing is asked of paths, which may be of another machine. `overridden`: settings
+    whose paths nothing uses.
     """
     known = {name: row for name, row in rows(kind).items() if not row.described.is_hidden}
     common = common_names()
@@ -53,7 +67,8 @@ def file_values(
     for name in (COMMON, section):
         for key, value in sections.get(name, {}).items():
             if key in known:
-                found[key] = (_value(known[key], name, value, checks_files=checks_files), name)
+                checks = checks_files and key not in overridden
+                found[key] = (_value(known[key], name, value, checks_files=checks), name)
     return found
 
 
@@ -129,9 +144,15 @@ def _value(row: Row, section: str, value: Any, *, checks_files: bool) -> Any:
     if row.is_list and not isinstance(value, list):
         raise ValueError(f"{key}: must be a list")
     typed = [typed_value(row, key, part) for part in (value if row.is_list else [value])]
-    if row.type is Path and not checks_files:
-        return tuple(typed) if row.is_list else typed[0]
-    return checked_value(row, key, typed if row.is_list else typed[0])
+    given = typed if row.is_list else typed[0]
+    if row.type is not Path:
+        return checked_value(row, key, given)
+    if not checks_files:
+        return tuple(typed) if row.is_list else given
+    try:
+        return checked_value(row, key, given)
+    except ValueError as error:
+        raise PathUnusable(row.name, str(error)) from None
 
 
 def _meant(name: str, known: Collection[str]) -> str:

@@ -1,6 +1,7 @@
 """The settings of a process from its flags, its environment and the configuration file.
 
-A flag goes before the environment, the environment before the file, the file before the default.
+A flag goes before the environment, the environment before the file, the file before the default. An empty
+flag of a path is none, whatever the others say.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -84,16 +85,19 @@ def find_settings(
     ValueError."""
     source = "--config" if "config" in flags else CONFIG_VARIABLE
     config = _config(flags, environment)
-    found: dict[str, SettingOrigin] = {}
-    if config:
-        found.update(_from_file(kind, Path(config), section, source, checks_files=checks_files))
     known = rows(kind)
-    found.update(_from_environment(known, environment))
+    stated = _from_environment(known, environment)
     for name, value in flags.items():
         if name != "config":
             flag = known[name].flag
-            found[name] = SettingOrigin(checked_value(known[name], flag, value), flag)
-    return found
+            checked = None if value is None else checked_value(known[name], flag, value)
+            stated[name] = SettingOrigin(checked, flag)
+    if not config:
+        return stated
+    values = _from_file(
+        kind, Path(config), section, source, checks_files=checks_files, overridden=frozenset(stated)
+    )
+    return {**values, **stated}
 
 
 def _config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
@@ -101,14 +105,20 @@ def _config(flags: Mapping[str, Any], environment: Mapping[str, str]) -> str | N
 
 
 def _from_file(
-    kind: type[Any], path: Path, section: str, source: str, *, checks_files: bool
+    kind: type[Any],
+    path: Path,
+    section: str,
+    source: str,
+    *,
+    checks_files: bool,
+    overridden: Collection[str],
 ) -> dict[str, SettingOrigin]:
     try:
         sections = read_sections(path)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     try:
-        values = file_values(kind, sections, section, checks_files=checks_files)
+        values = file_values(kind, sections, section, checks_files=checks_files, overridden=overridden)
     except ValueError as error:
         raise ValueError(f"{source}: {path}: {error}") from None
     return {name: SettingOrigin(value, f"[{where}]") for name, (value, where) in values.items()}
@@ -135,6 +145,11 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
+def _path_or_none(text: str) -> Path | None:
+    """An empty flag takes away what a variable or the file states."""
+    return Path(text) if text else None
+
+
 def _parser(kind: type[Any], program: str, description: str) -> argparse.ArgumentParser:
     parser = OneLineParser(prog=program, description=description, allow_abbrev=False)
     shared: dict[str, Any] = {"default": argparse.SUPPRESS}
@@ -146,7 +161,9 @@ def _parser(kind: type[Any], program: str, description: str) -> argparse.Argumen
         if row.type is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
-            how.update(type=row.type, choices=row.described.choices or None)
+            may_be_none = row.type is Path and row.default is None
+            kind_of_value = _path_or_none if may_be_none else row.type
+            how.update(type=kind_of_value, choices=row.described.choices or None)
             if row.is_list:
                 how["action"] = "append"
         parser.add_argument(row.flag, **how)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.runtime.config_file import SECTIONS, SHARED_NAMES, file_values, read_sections
+from libs.common.runtime.loading import load_settings
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import rows
 from libs.common.service_bounds import MAX_CONFIGURATION_BYTES
@@ -88,3 +89,30 @@ def test_shared_names_are_settings_of_several_services_and_not_of_all() -> None:
     assert all(1 < counts[name] < len(SETTINGS) for name in SHARED_NAMES)
     assert not set(SHARED_NAMES) & set(rows(ServiceSettings))
     assert set(SETTINGS) < set(SECTIONS)
+
+
+def test_nothing_is_asked_of_a_path_that_is_overridden(tmp_path: Path) -> None:
+    """A file of another machine may name what this one lacks."""
+    file = tmp_path / "c.toml"
+    file.write_text('[common]\ncluster_secret_file = "/none/secret"\netcd_ca = "/none/ca"\n')
+
+    def load(*flags: str, **environment: str) -> NodeSettings:
+        return load_settings(
+            NodeSettings,
+            section="kvstore",
+            program="p",
+            description="",
+            arguments=["--instance", "k", "--config", str(file), *flags],
+            environment=environment,
+        )
+
+    secret = tmp_path / "secret"
+    secret.touch()
+    loaded = load("--etcd-ca", "", SLIPSTREAM_CLUSTER_SECRET_FILE=str(secret))
+    assert (loaded.cluster_secret_file, loaded.etcd_ca) == (secret, None), "an empty flag is none"
+    for flags, environment in (
+        (("--etcd-ca", ""), {}),
+        ((), {"SLIPSTREAM_CLUSTER_SECRET_FILE": str(secret)}),
+    ):
+        with pytest.raises(SystemExit):
+            load(*flags, **environment)
