@@ -102,11 +102,12 @@ class ClientAccess:
     async def _ask_routers(self) -> str:
         """The ports for clients of the routers that an admin port sees ready."""
         from slipstream.cli.fleet.fleet_client import FleetClient
+        from slipstream.cli.port_error import CLIENTS_CREDENTIAL
         from slipstream.operator_access import operator_dial
         from slipstream.v1 import fleet_pb2
 
         dial = operator_dial(tls=self.tls, api_key=self.api_key, is_remote=True)
-        fleet = await FleetClient(self.routers, dial).get()
+        fleet = await FleetClient(self.routers, dial, credential=CLIENTS_CREDENTIAL).get()
         ready = [each for each in fleet.processes if each.state == fleet_pb2.PROCESS_STATE_READY]
         found = [each.client_endpoint for each in ready if each.client_endpoint]
         if not found:

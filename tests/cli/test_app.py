@@ -103,7 +103,8 @@ def _failed(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     ("code", "details", "hint"),
     [
         (grpc.StatusCode.UNIMPLEMENTED, "", "ask the gRPC admin port"),
-        (grpc.StatusCode.UNAUTHENTICATED, "a credential of class peer is needed", "--cluster-secret-file"),
+        (grpc.StatusCode.UNAUTHENTICATED, "a credential of class peer is needed", "ask through --router)"),
+        (grpc.StatusCode.UNAUTHENTICATED, "a credential of class operator is needed", ", or --api-key of"),
         (grpc.StatusCode.UNAVAILABLE, "ipv4:127.0.0.1:7: Socket closed", "or it refuses the certificate"),
         (grpc.StatusCode.UNAVAILABLE, "Connection refused", "Connection refused"),
     ],

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.cli.client_access import ClientAccess
 from slipstream.cluster_record import ClusterRecord
-from slipstream.errors import InvalidArgument, NotFound, Unavailable
+from slipstream.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import fleet_pb2
 from supervisor.run_directory import RunDirLock, write_record
@@ -61,6 +63,23 @@ def test_the_admin_port_that_a_command_names_is_asked_for_the_port_of_clients(
             assert isinstance(answer.exception, NotFound), answer.exception
             assert f"{port.endpoint} names no router that is ready" in answer.exception.message
             assert port.metadata["authorization"] == "Bearer sk-slip-ops"
+
+
+class ClosedFleetPort(FleetPort):
+    """Refuses calls without a credential, as a router's admin port does."""
+
+    async def GetFleet(self, request: Any, context: Any) -> fleet_pb2.GetFleetResponse:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a credential of class operator is needed")
+        raise AssertionError
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_refusal_names_what_the_command_takes(tmp_path: Path, command: list[str]) -> None:
+    with ClosedFleetPort().serving() as port:
+        given = [*command, "--run-dir", str(tmp_path), "--router", port.endpoint]
+        error = CliRunner().invoke(app, given).exception
+    assert isinstance(error, Unauthenticated)
+    assert error.message.endswith("(--api-key of an operator, or --endpoint of a router's port for clients)")
 
 
 def test_routers_that_are_ready_are_called_at_their_ports_for_clients(tmp_path: Path) -> None:

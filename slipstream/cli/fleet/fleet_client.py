@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from slipstream.cli.fleet.routed_channel import RoutedDial
-from slipstream.cli.port_error import port_error
+from slipstream.cli.port_error import OPERATORS_CREDENTIAL, port_error
 from slipstream.enum_names import role_name
 from slipstream.errors import InvalidArgument, NotFound, SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel
@@ -43,10 +43,13 @@ def fleet_dict(fleet: fleet_pb2.GetFleetResponse) -> dict[str, Any]:
 class FleetClient:
     """Asks the first router that answers. Every call has a new connection: a router may restart."""
 
-    def __init__(self, routers: Sequence[str], dial: OpenChannel) -> None:
-        """`routers`: host:port of admin ports."""
+    def __init__(
+        self, routers: Sequence[str], dial: OpenChannel, *, credential: str = OPERATORS_CREDENTIAL
+    ) -> None:
+        """`routers`: host:port of admin ports. `credential`: the flags that give one, for errors."""
         self._routers = list(routers)
         self._dial = dial
+        self._credential = credential
         self.fleet = fleet_pb2.GetFleetResponse()  # the last answer
 
     @property
@@ -90,7 +93,7 @@ class FleetClient:
             try:
                 return await stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                raise port_error(error) from None
+                raise port_error(error, credential=self._credential) from None
 
 
 def key_of(process: fleet_pb2.FleetProcess) -> str:
