@@ -22,8 +22,6 @@ DESCRIPTION = "Pulls KV, runs sequences to their end, streams their tokens."
 def main() -> int:
     """Read the settings and serve."""
     options = load_settings(DecodeSettings, section=Role.DECODE, program=PROGRAM, description=DESCRIPTION)
-    if options.engine == "torch" and options.model is None:
-        raise SystemExit(f"{PROGRAM}: --model is required with --engine torch")
     return run_worker(Role.DECODE, options, lambda: DecodeApp(options))
 
 

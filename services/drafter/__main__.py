@@ -22,8 +22,6 @@ DESCRIPTION = "Proposes tokens with an EAGLE-3 head for many decode workers."
 def main() -> int:
     """Read the settings and serve."""
     options = load_settings(WorkerSettings, section=Role.DRAFTER, program=PROGRAM, description=DESCRIPTION)
-    if options.engine == "torch" and (options.model is None or options.draft_model is None):
-        raise SystemExit(f"{PROGRAM}: --model and --draft-model are required with --engine torch")
     return run_worker(Role.DRAFTER, options, lambda: DrafterApp(options))
 
 

@@ -11,7 +11,7 @@ from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import DraftHead
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
-from libs.worker.process.settings import WorkerSettings, unusable_models
+from libs.worker.process.settings import WorkerSettings, require_models, unusable_models
 from services.drafter.batcher import Batcher
 from services.drafter.service import DrafterService
 from slipstream.v1 import drafter_pb2_grpc, worker_pb2
@@ -23,7 +23,9 @@ class DrafterApp(WorkerApp):
     service_name = "slipstream.v1.DrafterService"
 
     def __init__(self, options: WorkerSettings) -> None:
+        """Raises InvalidArgument for a head without its files."""
         super().__init__(options)
+        require_models(options, "model", "draft_model")
         self._batcher = Batcher(self._load_head, on_broken=self._broke)
         self._stop: Callable[[], None] = lambda: None
         self._service: DrafterService | None = None

@@ -22,8 +22,6 @@ DESCRIPTION = "Turns prompts into KV blocks and exports them under a lease."
 def main() -> int:
     """Read the settings and serve."""
     options = load_settings(EngineSettings, section=Role.PREFILL, program=PROGRAM, description=DESCRIPTION)
-    if options.engine == "torch" and options.model is None:
-        raise SystemExit(f"{PROGRAM}: --model is required with --engine torch")
     return run_worker(Role.PREFILL, options, lambda: PrefillApp(options))
 
 

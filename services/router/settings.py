@@ -20,6 +20,7 @@ from services.router.jobs.types import LONGEST_WAIT_S
 from services.router.jobs.webhook_policy import parse_webhook_hosts
 from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
+from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 
 log = logging.getLogger(__name__)
@@ -206,12 +207,12 @@ class RouterSettings(ServiceSettings):
                 log.warning("%s has a password: %s", source, text)
 
     def client_tls(self) -> TlsFiles | None:
-        """The files of the public gRPC port. Raises SystemExit and InvalidArgument, as `tls` does."""
+        """The files of the public gRPC port. Raises InvalidArgument, as `tls` does."""
         tls = self.tls()
         if self.tls_client_ca is None:
             return tls
         if tls is None:
-            raise SystemExit("--tls-client-ca needs --tls-ca, --tls-certificate and --tls-key")
+            raise InvalidArgument("--tls-client-ca", "needs --tls-ca, --tls-certificate and --tls-key")
         try:
             check_authority(self.tls_client_ca, "client-ca")
         except TlsFault as fault:

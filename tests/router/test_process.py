@@ -149,7 +149,7 @@ def test_a_shared_prefix_without_a_text_is_refused_by_name(
 def test_tls_options_are_required_together(tmp_path: Path) -> None:
     base = ["--instance", "r", "--model", str(tmp_path)]
     assert parse_options(base).tls() is None
-    with pytest.raises(SystemExit, match="go together"):
+    with pytest.raises(errors.InvalidArgument, match="go together"):
         parse_options([*base, "--tls-ca", str(TLS.ca)]).tls()
 
 

@@ -161,7 +161,7 @@ class AccessControl:
 
 
 def access_of(settings: ServiceSettings) -> AccessControl:
-    """The rule for callers of a service behind the router. Raises SystemExit."""
+    """The rule for callers of a service behind the router. Raises InvalidArgument."""
     return AccessControl(secret=settings.cluster_secret(), has_peer_certificates=settings.tls() is not None)
 
 

@@ -7,14 +7,17 @@ flag of a path is none, whatever the others say.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from libs.common.runtime.config_file import file_values, read_sections
+from libs.common.runtime.config_file import COMMON, file_values, read_sections
 from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, checked_value, parsed_text, rows
+from slipstream.logs.lines import LineFormat
 
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 # The field of settings that takes where each of them comes from, where a class has it.
@@ -45,27 +48,51 @@ def load_settings(
 ) -> SettingsT:
     """The settings of this process, a service with that section of the file.
 
-    Ends the process with status 2 and one line for a value that cannot be used.
+    Ends the process with status 2 and one line for a value that cannot be used. The line is JSON where the
+    log's lines are to be, but not for a command line that cannot be parsed.
     """
     parser = _parser(kind, program, description)
     flags = vars(parser.parse_args(arguments))
     environment = os.environ if environment is None else environment
     try:
         found = find_settings(kind, section=section, flags=flags, environment=environment)
+        _check_complete(kind, section, found)
     except ValueError as error:
+        lines = _lines(section, flags, environment)
+        if lines.is_json:
+            line = lines.line("ERROR", __name__, str(error), at_s=time.time(), fields={})
+            parser.exit(2, f"{line}\n")
         parser.error(str(error))
-    for name, row in rows(kind).items():
-        if row.default is dataclasses.MISSING and name not in found:
-            parser.error(
-                f"{row.flag} is required (or {row.variable}, or {name} in [{section}] of the file "
-                "of --config)"
-            )
     values = {name: origin.value for name, origin in found.items()}
     if any(field.name == SOURCES for field in dataclasses.fields(kind)):  # type: ignore[arg-type]
         values[SOURCES] = {name: origin.named(name) for name, origin in found.items()}
         if config := _config(flags, environment):
             values[SOURCES]["config"] = config
     return kind(**values)
+
+
+def _check_complete(kind: type[Any], section: str, found: Collection[str]) -> None:
+    for name, row in rows(kind).items():
+        if row.default is dataclasses.MISSING and name not in found:
+            raise ValueError(
+                f"{row.flag} is required (or {row.variable}, or {name} in [{section}] of the file "
+                "of --config)"
+            )
+
+
+def _lines(section: str, flags: Mapping[str, Any], environment: Mapping[str, str]) -> LineFormat:
+    """The form of a line about settings that cannot be used, as far as they say one."""
+
+    def stated(name: str) -> str:
+        return str(flags.get(name) or environment.get(f"{ENVIRONMENT_PREFIX}{name.upper()}") or "")
+
+    form, config = stated("log_format"), _config(flags, environment)
+    if not form and config:
+        with contextlib.suppress(ValueError):
+            sections = read_sections(Path(config))
+            both = {**sections.get(COMMON, {}), **sections.get(section, {})}
+            form = str(both.get("log_format", ""))
+    return LineFormat(section, stated("instance"), form == "json")
 
 
 def parse_flags(kind: type[Any], arguments: Sequence[str], *, program: str) -> dict[str, Any]:

@@ -116,13 +116,13 @@ class ServiceSettings:
     def tls(self) -> TlsFiles | None:
         """The three files of mutual TLS, or None without any. Says once that the certificate has ended.
 
-        Raises SystemExit for one or two of them, and InvalidArgument for files that cannot be used together.
+        Raises InvalidArgument for one or two of them, and for files that cannot be used together.
         """
         if self.tls_ca is None and self.tls_certificate is None and self.tls_key is None:
             return None
         if self.tls_ca is None or self.tls_certificate is None or self.tls_key is None:
-            names = self.given_as("tls_ca"), self.given_as("tls_certificate"), self.given_as("tls_key")
-            raise SystemExit(f"{names[0]}, {names[1]} and {names[2]} go together")
+            names = ("tls_ca", "tls_certificate", "tls_key")
+            raise InvalidArgument(", ".join(map(self.given_as, names)), "go together")
         files = TlsFiles(
             self.tls_ca,
             self.tls_certificate,
@@ -138,7 +138,7 @@ class ServiceSettings:
         return files
 
     def dial(self) -> Dial:
-        """Opens channels to peers with this process's certificate and token. Raises SystemExit."""
+        """Opens channels to peers with this process's certificate and token. Raises InvalidArgument."""
         secret = self.cluster_secret()
         tokens = TokenMinter(secret, self.instance) if secret is not None else None
         return Dial(self.tls(), tokens)
@@ -155,7 +155,7 @@ class ServiceSettings:
                 log.warning("%s: %s", self.given_as(name), text)
 
     def cluster_secret(self) -> ClusterSecret | None:
-        """The secret of --cluster-secret-file or SECRET_VARIABLE, or None. Raises SystemExit."""
+        """The secret of --cluster-secret-file or SECRET_VARIABLE, or None. Raises InvalidArgument."""
         name = SECRET_VARIABLE
         try:
             if self.cluster_secret_file is not None:
@@ -164,7 +164,7 @@ class ServiceSettings:
             text = os.environ.get(SECRET_VARIABLE, "").strip()
             return ClusterSecret(text.encode()) if text else None
         except ValueError as error:
-            raise SystemExit(f"{name}: {error}") from None
+            raise InvalidArgument(name, str(error)) from None
 
 
 @dataclass(frozen=True)

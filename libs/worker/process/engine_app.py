@@ -18,7 +18,7 @@ from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
-from libs.worker.process.settings import EngineSettings, engine_builder
+from libs.worker.process.settings import EngineSettings, engine_builder, require_models
 from libs.worker.process.warm_up import warm_up
 from slipstream.rpc.hosts import host_of
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2
@@ -44,7 +44,9 @@ class EngineApp(WorkerApp):
     options: EngineSettings
 
     def __init__(self, options: EngineSettings) -> None:
+        """Raises InvalidArgument for an engine without a model."""
         super().__init__(options)
+        require_models(options, "model")
         self._stack = contextlib.AsyncExitStack()
         self.core: WorkerCore | None = None
         self.service: EngineService | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from libs.common.runtime.process_settings import ServiceSettings, TierSettings
-from libs.common.runtime.settings import setting
+from libs.common.runtime.settings import rows, setting
 from libs.common.worker_bounds import MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
 from libs.engine.kernels.device_name import CPU, cuda_index
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
@@ -129,13 +129,20 @@ class EngineSettings(WorkerSettings):
     fake_pace_s: float = setting("with --engine fake: seconds each token takes", default=0.0)
 
 
+def require_models(options: WorkerSettings, *names: str) -> None:
+    """Raise InvalidArgument for those of these settings that are not stated, unless the engine is fake."""
+    missing = [rows(WorkerSettings)[name].flag for name in names if getattr(options, name) is None]
+    if missing and options.engine == "torch":
+        raise InvalidArgument(", ".join(missing), "required with --engine torch")
+
+
 def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[[], Engine]:
     """The builder of the engine, on the thread that will own it, which writes `progress`. Torch is imported
     there, or not at all."""
     if options.engine == "fake":
         return lambda: _fake(options)
-    if options.model is None:
-        raise SystemExit("--model is required")
+    require_models(options, "model")
+    assert options.model is not None
     model_dir = options.model
     parallel = parse_sizes(options.parallel) if options.parallel else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
 from services.kvstore.settings import NodeSettings
 from services.router.settings import RouterSettings
+from slipstream.errors import InvalidArgument
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVICES = (RouterSettings, EngineSettings, DecodeSettings, NodeSettings, WorkerSettings)
@@ -303,16 +305,55 @@ def test_faults_found_after_the_start_name_the_source_of_a_setting(
         )
 
     with pytest.raises(
-        SystemExit, match=r"^SLIPSTREAM_CLUSTER_SECRET_FILE: .*secret: the cluster secret must"
+        InvalidArgument, match=r"^SLIPSTREAM_CLUSTER_SECRET_FILE: .*secret: the cluster secret must"
     ):
         load(SLIPSTREAM_CLUSTER_SECRET_FILE=str(secret)).cluster_secret()
-    with pytest.raises(SystemExit, match=r"^--cluster-secret-file: "):
+    with pytest.raises(InvalidArgument, match=r"^--cluster-secret-file: "):
         load("--cluster-secret-file", str(secret)).cluster_secret()
     monkeypatch.setenv("SLIPSTREAM_CLUSTER_SECRET", "short")
-    with pytest.raises(SystemExit, match=r"^SLIPSTREAM_CLUSTER_SECRET: "):
+    with pytest.raises(InvalidArgument, match=r"^SLIPSTREAM_CLUSTER_SECRET: "):
         load().cluster_secret()
-    with pytest.raises(SystemExit, match=r"^SLIPSTREAM_TLS_CA, --tls-certificate and --tls-key go together"):
+    with pytest.raises(
+        InvalidArgument, match=r"^SLIPSTREAM_TLS_CA, --tls-certificate, --tls-key: go together"
+    ):
         load(SLIPSTREAM_TLS_CA=str(secret)).tls()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "text"),
+    [
+        (("--log-format", "json"), {}, ""),
+        ((), {"SLIPSTREAM_LOG_FORMAT": "json"}, ""),
+        ((), {}, '[common]\nlog_format = "json"\n'),
+        ((), {}, '[common]\nlog_format = "text"\n[decode]\nlog_format = "json"\n'),
+    ],
+)
+def test_refused_settings_are_a_line_of_json_where_the_logs_are(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    environment: dict[str, str],
+    text: str,
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text + "[kvstore]\n")
+    for given, words in (
+        (["--max-batch", "1000000"], "--max-batch: must be at most"),
+        (["--cluster-secret-file", "/none"], "--cluster-secret-file: /none cannot be read"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            load_settings(
+                DecodeSettings,
+                section="decode",
+                program="p",
+                description="",
+                arguments=["--instance", "d", "--config", str(file), *flags, *given],
+                environment=environment,
+            )
+        record = json.loads(capsys.readouterr().err)
+        assert (ended.value.code, record["level"]) == (2, "error")
+        assert (record["service"], record["instance"]) == ("decode", "d")
+        assert record["message"].startswith(words)
 
 
 def test_help_shows_defaults_and_variables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,32 @@ def test_a_service_says_what_is_wrong_with_its_files(
     assert len(exposed) == 1 and exposed[0].endswith(f"chmod 0600 {secret}"), ended.stderr
     assert f"--tls-certificate, SLIPSTREAM_TLS_KEY: {other.key} is not the key of" in lines[-1], ended.stderr
     assert ended.returncode != 0 and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("service", "flags", "words"),
+    [
+        ("drafter", (), "drafter-0 cannot start: --model, --draft-model: required with --engine torch"),
+        ("decode", (), "decode-0 cannot start: --model: required with --engine torch"),
+        ("kvstore", ("--tls-ca", __file__), "--tls-ca, --tls-certificate, --tls-key: go together"),
+        ("router", (), "--model is required"),
+        ("router", ("--model", str(DEFAULT_MODEL), "--tls-client-ca", __file__), "--tls-client-ca: needs"),
+    ],
+)
+def test_refused_settings_end_a_json_log_with_json(
+    tmp_path: Path, service: str, flags: tuple[str, ...], words: str
+) -> None:
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", f"services.{service}", "--instance", f"{service}-0", *flags),
+            *("--run-dir", str(tmp_path / "run"), "--listen", "127.0.0.1:0"),
+        ],
+        cwd=ROOT,
+        env={"SLIPSTREAM_LOG_FORMAT": "json", "PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    records = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert words in records[-1]["message"] and ended.returncode != 0
+    assert (records[-1]["level"], records[-1]["instance"]) == ("error", f"{service}-0")
