@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 from libs.common.telemetry.aliases import ALIASES, MODEL_LABEL
 from libs.common.telemetry.counters import Counters, Histogram, Labels
 from libs.common.telemetry.metric import Metric
-from libs.common.telemetry.metric_table import METRICS, metrics_of
+from libs.common.telemetry.metric_table import METRICS, zero_metrics
 
 # CPU, memory, descriptors and start time of this process, by the names of Prometheus' client libraries.
 _PROCESS = ProcessCollector(registry=None)
@@ -44,10 +44,8 @@ class _Exposition(Collector):
     def collect(self) -> Iterator[MetricFamily]:
         """The metrics that have a value, in the order of the table; then their aliases, then the process."""
         families = {metric.name: _family(metric) for metric in METRICS.values()}
-        known = self._counters.names()
-        for metric in metrics_of(self._service):
-            if metric.kind != "gauge" and not metric.labels and metric.name not in known:
-                _start_at_zero(families[metric.name], metric)
+        for metric in zero_metrics(self._service, self._counters.names()):
+            _start_at_zero(families[metric.name], metric)
         for name, labels, value in self._counters.values():
             families[name].add_sample(name, _named(METRICS[name], labels), value)
         for name, labels, histogram in self._counters.histograms():

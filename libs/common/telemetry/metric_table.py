@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from libs.common.telemetry.kvstore_metrics import KVSTORE_METRICS, TIER_METRICS
@@ -84,3 +84,15 @@ METRICS: Mapping[str, Metric] = {metric.name: metric for section in SECTIONS for
 def metrics_of(service: str) -> tuple[Metric, ...]:
     """The metrics that a service exports, in the order of the table."""
     return tuple(metric for section in SECTIONS if service in section.services for metric in section.metrics)
+
+
+def zero_metrics(service: str, known: Collection[str]) -> tuple[Metric, ...]:
+    """Those that are exported as 0 until they have a value: counters and histograms without labels.
+
+    `known`: names of the metrics that have one.
+    """
+    return tuple(
+        metric
+        for metric in metrics_of(service)
+        if metric.kind != "gauge" and not metric.labels and metric.name not in known
+    )

@@ -28,7 +28,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from libs.common.telemetry.counters import Counters, Histogram, Labels
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_table import METRICS, zero_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class MetricsExport:
         data = metrics_data(
             self._metrics.counters,
             self._resource,
+            service=self._metrics.service,
             model=self._metrics.model,
             began_ns=self._began_ns,
             now_ns=self._clock_ns(),
@@ -100,15 +101,24 @@ class MetricsExport:
 
 
 def metrics_data(
-    counters: Counters, resource: Resource, *, model: str, began_ns: int, now_ns: int
+    counters: Counters, resource: Resource, *, service: str, model: str, began_ns: int, now_ns: int
 ) -> MetricsData:
-    """The values as OpenTelemetry's data: cumulative sums, gauges and histograms. Pure."""
+    """The values as OpenTelemetry's data: cumulative sums, gauges and histograms. Pure.
+
+    Counters and histograms of `service` that have no value yet are 0.
+    """
     points = _Points(began_ns, now_ns)
+    zeros = zero_metrics(service, counters.names())
+    values = [*counters.values(), *((each.name, (), 0) for each in zeros if not each.buckets)]
+    distributions = [
+        *counters.histograms(),
+        *((each.name, (), Histogram.of(each.buckets)) for each in zeros if each.buckets),
+    ]
     numbers: dict[str, list[NumberDataPoint]] = {}
-    for name, labels, value in counters.values():
+    for name, labels, value in values:
         numbers.setdefault(name, []).append(points.number(_attributes(name, labels), value))
     histograms: dict[str, list[HistogramDataPoint]] = {}
-    for name, labels, histogram in counters.histograms():
+    for name, labels, histogram in distributions:
         histograms.setdefault(name, []).append(points.histogram(_attributes(name, labels), histogram))
         if name in GEN_AI_NAMES:
             named = {"gen_ai.provider.name": PROVIDER, "gen_ai.request.model": model}

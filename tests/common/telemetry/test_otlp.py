@@ -118,6 +118,12 @@ async def test_metrics_leave_at_the_interval_and_once_more_at_the_end(
     (finished,) = found["slipstream_requests_finished_total"].sum.data_points
     assert (finished.as_int, finished.attributes[0].value.string_value) == (7, "stop")
     assert found["slipstream_requests_finished_total"].sum.is_monotonic
+    (refused,) = found["slipstream_http_malformed_total"].sum.data_points
+    assert refused.as_int == 0 and "slipstream_prefill_tokens_total" not in found, (
+        "those of its own service start at 0"
+    )
+    (empty,) = found["slipstream_request_duration_seconds"].histogram.data_points
+    assert empty.count == 0 and set(empty.bucket_counts) == {0}
     (running,) = found["slipstream_requests_running"].gauge.data_points
     assert running.as_int == 2
     for name in ("slipstream_time_to_first_token_seconds", "gen_ai.server.time_to_first_token"):
