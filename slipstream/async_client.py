@@ -14,6 +14,8 @@ import grpc
 from slipstream.batches.calls import AsyncBatches
 from slipstream.batches.file_calls import AsyncFiles
 from slipstream.calls.callers import Metadata
+from slipstream.calls.losses import UnaryTries
+from slipstream.calls.refusals import MAX_RETRIES
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
@@ -31,9 +33,8 @@ from slipstream.requests import (
     with_form,
 )
 from slipstream.responses.calls import AsyncResponses
-from slipstream.resume import MAX_RETRIES, RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
+from slipstream.resume import RESUME_WITHIN_S, Resumption
 from slipstream.rpc.dial import dial
-from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.rpc.tls import TlsFiles
 from slipstream.typed.function_tool import ToolError
 from slipstream.typed.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
@@ -218,22 +219,22 @@ class AsyncClient:
     @property
     def jobs(self) -> AsyncJobs:
         """Requests that run when the cluster has room."""
-        return AsyncJobs(self._endpoints, self._key)
+        return AsyncJobs(self._endpoints, self._key, self._max_retries)
 
     @property
     def responses(self) -> AsyncResponses:
         """Answers that are stored."""
-        return AsyncResponses(self._endpoints, self._key)
+        return AsyncResponses(self._endpoints, self._key, self._max_retries)
 
     @property
     def files(self) -> AsyncFiles:
         """Files of requests, and of the answers of batches."""
-        return AsyncFiles(self._endpoints, self._key)
+        return AsyncFiles(self._endpoints, self._key, self._max_retries)
 
     @property
     def batches(self) -> AsyncBatches:
         """Batches of the requests in files."""
-        return AsyncBatches(self._endpoints, self._key)
+        return AsyncBatches(self._endpoints, self._key, self._max_retries)
 
     async def usage(
         self,
@@ -300,20 +301,16 @@ class AsyncClient:
         """As `Client._ask`."""
         call = getattr(stub, method)
         metadata = self._key
-        until_s = time.monotonic() + timeout_s
-        for first in (True, False):
+        tries = UnaryTries(self._max_retries, timeout_s)
+        while True:
+            self._endpoints.check_open()
             try:
-                left_s = max(until_s - time.monotonic(), 0.001)
-                answer = await call(request, timeout=left_s, metadata=metadata)
+                answer = await call(request, timeout=tries.left_s(), metadata=metadata)
                 self._endpoints.reached()
                 return answer
             except grpc.aio.AioRpcError as error:
-                again = first and never_heard(error)
-                if again:
-                    await asyncio.sleep(UNARY_PAUSE_S)
-                if not again or self._endpoints.closed:
-                    raise self._endpoints.explained(from_rpc_error(error)) from None
-        raise AssertionError("unreachable")
+                pause_s = tries.pause_s(self._endpoints, error)
+            await asyncio.sleep(pause_s)
 
 
 async def _result(loop: ToolLoop, call: ToolCall) -> Any:

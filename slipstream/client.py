@@ -7,8 +7,8 @@
         run = client.run_tools(messages, [get_order_status])      # a function with types and a docstring
 
 Given several routers ("host:port,host:port"), a stream that loses one goes on at the next, with the same
-text and nothing doubled. A request that no router has room for is sent again after the pause that the router
-names. Errors are those of `slipstream.errors` (InvalidArgument, Overloaded, ...).
+text and nothing doubled. A call that a router refuses for lack of room or a limit is made again after the
+pause that the router names. Errors are those of `slipstream.errors` (InvalidArgument, Overloaded, ...).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import grpc
 from slipstream.batches.calls import BlockingBatches
 from slipstream.batches.file_calls import BlockingFiles
 from slipstream.calls.callers import Metadata
+from slipstream.calls.losses import UnaryTries
+from slipstream.calls.refusals import MAX_RETRIES
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import BlockingJobs
@@ -40,9 +42,8 @@ from slipstream.requests import (
     with_form,
 )
 from slipstream.responses.calls import BlockingResponses
-from slipstream.resume import MAX_RETRIES, RESUME_WITHIN_S, UNARY_PAUSE_S, Resumption, never_heard
+from slipstream.resume import RESUME_WITHIN_S, Resumption
 from slipstream.rpc.dial import CHANNEL_OPTIONS, tls_options
-from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.rpc.tls import TlsFiles
 from slipstream.typed.function_tool import ToolError
 from slipstream.typed.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
@@ -160,8 +161,9 @@ class Client:
     ) -> None:
         """`endpoint`: "host:port" of a router, or of several, comma-separated or as a list: the first is
         used until it is lost. `resume_within_s`: how long a stream that lost its router tries to go on;
-        0 = it fails at once. `max_retries`: how often a request that is refused with Overloaded is sent
-        again, unless it says `reject_if_busy`."""
+        0 = it fails at once. `max_retries`: how often a call that is refused with Overloaded is made
+        again after the pause that the refusal names, within its time-out and unless it says
+        `reject_if_busy`."""
         check_tls(tls)
         self._endpoints: Endpoints[grpc.Channel] = Endpoints(endpoint, lambda name: _dial(name, tls))
         self._api_key = api_key
@@ -275,22 +277,22 @@ class Client:
     @property
     def jobs(self) -> BlockingJobs:
         """Requests that run when the cluster has room."""
-        return BlockingJobs(self._endpoints, self._key)
+        return BlockingJobs(self._endpoints, self._key, self._max_retries)
 
     @property
     def responses(self) -> BlockingResponses:
         """Answers that are stored."""
-        return BlockingResponses(self._endpoints, self._key)
+        return BlockingResponses(self._endpoints, self._key, self._max_retries)
 
     @property
     def files(self) -> BlockingFiles:
         """Files of requests, and of the answers of batches."""
-        return BlockingFiles(self._endpoints, self._key)
+        return BlockingFiles(self._endpoints, self._key, self._max_retries)
 
     @property
     def batches(self) -> BlockingBatches:
         """Batches of the requests in files."""
-        return BlockingBatches(self._endpoints, self._key)
+        return BlockingBatches(self._endpoints, self._key, self._max_retries)
 
     def usage(
         self,
@@ -347,24 +349,19 @@ class Client:
         return self._ask(stub, method, request, timeout_s)
 
     def _ask(self, stub: Any, method: str, request: Any, timeout_s: float) -> Any:
-        """Call, and repeat once when no router received it. All unary calls are idempotent."""
+        """Call, and again as `UnaryTries` says. All unary calls are idempotent."""
         call = getattr(stub, method)
         metadata = self._key
-        until_s = time.monotonic() + timeout_s
-        for first in (True, False):
+        tries = UnaryTries(self._max_retries, timeout_s)
+        while True:
             try:
-                left_s = max(until_s - time.monotonic(), 0.001)
                 with self._endpoints.calling():
-                    answer = call(request, timeout=left_s, metadata=metadata)
+                    answer = call(request, timeout=tries.left_s(), metadata=metadata)
                 self._endpoints.reached()
                 return answer
             except grpc.RpcError as error:
-                again = first and never_heard(error)
-                if again:
-                    time.sleep(UNARY_PAUSE_S)
-                if not again or self._endpoints.closed:
-                    raise self._endpoints.explained(from_rpc_error(error)) from None
-        raise AssertionError("unreachable")
+                pause_s = tries.pause_s(self._endpoints, error)
+            self._endpoints.pause(pause_s)
 
 
 def _dial(endpoint: str, tls: TlsFiles | None) -> grpc.Channel:

@@ -35,13 +35,13 @@ class Endpoints(Generic[ChannelT]):
         self._at = 0
         self._answered = False
         self._reached = False
-        self._closed = False
+        self._closed = threading.Event()
         self._lock = threading.Lock()
 
     def current(self, make_stub: Callable[[ChannelT], StubT]) -> tuple[str, StubT]:
         """The router in use, and the stub of its channel. Raises FailedPrecondition after `close`."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             return self._names[self._at], make_stub(self._open(self._names[self._at]))
 
     def answered(self) -> None:
@@ -61,12 +61,21 @@ class Endpoints(Generic[ChannelT]):
     def hopeless(self, attempts: int) -> bool:
         """Whether to give up: the client is closed, or no router ever answered and all were tried, one of
         them twice, because a router may stop at that moment."""
-        return self._closed or (not self._answered and attempts > len(self._names))
+        return self.closed or (not self._answered and attempts > len(self._names))
 
     @property
     def closed(self) -> bool:
         """Whether the client makes no more calls."""
-        return self._closed
+        return self._closed.is_set()
+
+    def check_open(self) -> None:
+        """Raises FailedPrecondition after `close`."""
+        if self.closed:
+            raise FailedPrecondition("the client is closed") from None
+
+    def pause(self, pause_s: float) -> None:
+        """Wait, blocking the thread. `close` ends it."""
+        self._closed.wait(pause_s)
 
     def lost(self, name: str) -> None:
         """Switch to the next router, unless another call has switched already."""
@@ -77,7 +86,7 @@ class Endpoints(Generic[ChannelT]):
     def all(self, make_stub: Callable[[ChannelT], StubT]) -> list[StubT]:
         """The stubs of all routers. Raises FailedPrecondition after `close`."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             return [make_stub(self._open(name)) for name in self._names]
 
     @contextmanager
@@ -86,18 +95,14 @@ class Endpoints(Generic[ChannelT]):
         try:
             yield
         except ValueError:  # gRPC's own, of a channel that is closed
-            self._check_open()
+            self.check_open()
             raise
 
     def close(self) -> list[ChannelT]:
         """Refuse further calls, and return the opened channels for the caller to close."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             return list(self._channels.values())
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise FailedPrecondition("the client is closed") from None
 
     def _open(self, name: str) -> ChannelT:
         if name not in self._channels:

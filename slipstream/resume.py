@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_status import rpc_status
 
+from slipstream.calls.refusals import MAX_RETRIES, Refusals
 from slipstream.errors import (
     Aborted,
     DataCorrupt,
@@ -36,10 +37,6 @@ ATTEMPT_HEADER = "x-slipstream-attempt"
 RESUME_WITHIN_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-# How often a request that no router has room for is sent again.
-MAX_RETRIES = 2
-# The pause before a unary call is repeated.
-UNARY_PAUSE_S = 0.1
 # Codes of a broken connection, which come without a router's status details.
 _CONNECTION_CODES = {
     grpc.StatusCode.UNAVAILABLE,
@@ -122,7 +119,7 @@ class Resumption:
         if request.n > 1 or request.store:  # the contract resumes one answer only, and no stored one
             within_s = 0.0
         self.attempt = 1
-        self._retries_left = 0 if request.reject_if_busy else max_retries
+        self._refusals = Refusals(0 if request.reject_if_busy else max_retries)
         self._request = request
         if within_s and not request.request_id:
             # The router's seed follows from the id, so the id must outlive the router.
@@ -206,8 +203,9 @@ class Resumption:
         """The connection is gone: how long to pause before the next attempt. Raises the typed error when
         there is none: it is the router's own word, time is up, or the caller gives up."""
         typed = from_rpc_error(error)
-        if self._may_retry(typed, now_s):
-            self._retries_left -= 1
+        has_begun = self._was_lost or self._new_since_loss
+        left_s = self._deadline_s - now_s
+        if not has_begun and self._refusals.pause_s(typed, left_s=left_s) is not None:
             return self._next_attempt(typed, now_s)
         if self._new_since_loss:
             self._new_since_loss, self._fruitless, self._progress_s = False, 0, now_s
@@ -218,14 +216,6 @@ class Resumption:
             raise _final_error(typed, deadline=now_s >= self._deadline_s) from None
         self._was_lost = True
         return self._next_attempt(typed, now_s)
-
-    def _may_retry(self, typed: SlipstreamError, now_s: float) -> bool:
-        """Whether a request without output may be sent again after the pause that the router named."""
-        if not isinstance(typed, Overloaded) or not self._retries_left:
-            return False
-        if self._was_lost or self._new_since_loss:
-            return False
-        return now_s + typed.retry_after_ms / 1e3 < self._deadline_s
 
     def _next_attempt(self, typed: SlipstreamError, now_s: float) -> float:
         pause_s: float = min(_FIRST_PAUSE_S * 2.0**self._fruitless, _LONGEST_PAUSE_S)
@@ -253,11 +243,6 @@ def _may_resume(error: grpc.RpcError, typed: SlipstreamError) -> bool:
     if isinstance(typed, Draining | Unavailable):
         return True
     return bool(error.code() in _CONNECTION_CODES and rpc_status.from_call(error) is None)
-
-
-def never_heard(error: grpc.RpcError) -> bool:
-    """Whether no router received the call. gRPC's own retries are off."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and rpc_status.from_call(error) is None
 
 
 def _final_error(typed: SlipstreamError, *, deadline: bool) -> SlipstreamError:

@@ -18,8 +18,9 @@ import grpc
 
 from slipstream.batches.file_calls import AsyncFiles, BlockingFiles
 from slipstream.batches.messages import AnswerLines, BatchAnswer, SubmittedBatch, submitted_batch
-from slipstream.calls.callers import CALL_S, AsyncCaller, BlockingCaller, Metadata
+from slipstream.calls.callers import AsyncCaller, BlockingCaller, Metadata
 from slipstream.calls.durations import milliseconds
+from slipstream.calls.losses import CALL_S
 from slipstream.endpoints import Endpoints
 from slipstream.errors import DeadlineExceeded, FailedPrecondition
 from slipstream.jobs.messages import CHAT_PATH
@@ -61,9 +62,9 @@ class Polls:
 class BlockingBatches:
     """The batches of the caller's tenant; `Client.batches`."""
 
-    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata) -> None:
-        self._caller = BlockingCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata)
-        self._files = BlockingFiles(endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = BlockingCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)
+        self._files = BlockingFiles(endpoints, metadata, max_retries)
 
     def create(
         self,
@@ -134,9 +135,9 @@ class BlockingBatches:
 class AsyncBatches:
     """The same for one event loop; `AsyncClient.batches`."""
 
-    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata) -> None:
-        self._caller = AsyncCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata)
-        self._files = AsyncFiles(endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = AsyncCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)
+        self._files = AsyncFiles(endpoints, metadata, max_retries)
 
     async def create(
         self,

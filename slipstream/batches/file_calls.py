@@ -29,8 +29,8 @@ _PAGE = 100
 class BlockingFiles:
     """The files of the caller's tenant; `Client.files`."""
 
-    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata) -> None:
-        self._caller = BlockingCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = BlockingCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)
 
     def upload(
         self, content: Content, *, name: str = "", ttl_s: float = 0.0, timeout_s: float = _UPLOAD_S
@@ -84,8 +84,8 @@ class BlockingFiles:
 class AsyncFiles:
     """The same for one event loop; `AsyncClient.files`. Threads read and write files."""
 
-    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata) -> None:
-        self._caller = AsyncCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = AsyncCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)
 
     async def upload(
         self, content: Content, *, name: str = "", ttl_s: float = 0.0, timeout_s: float = _UPLOAD_S

@@ -1,9 +1,8 @@
-"""Calls of one service with the client's key. The next router replaces one that is lost."""
+"""Calls of one service with the client's key. The next router replaces one that is lost or refuses."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -11,11 +10,10 @@ import grpc
 
 from slipstream.calls import losses as limits
 from slipstream.calls.call_status import CallStatus
-from slipstream.calls.losses import Losses
+from slipstream.calls.losses import CALL_S, Losses
 from slipstream.endpoints import Endpoints
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-CALL_S = 60.0
 
 
 def _always() -> bool:
@@ -26,21 +24,28 @@ class BlockingCaller:
     """The blocking calls of one service. Thread-safe."""
 
     def __init__(
-        self, stub: Callable[[grpc.Channel], Any], endpoints: Endpoints[grpc.Channel], metadata: Metadata
+        self,
+        stub: Callable[[grpc.Channel], Any],
+        endpoints: Endpoints[grpc.Channel],
+        metadata: Metadata,
+        max_retries: int,
     ) -> None:
+        """`max_retries`: how often a call that routers refuse is made again."""
         self._stub = stub
         self._endpoints = endpoints
         self._metadata = metadata
+        self._max_retries = max_retries
 
     def call(
         self, method: str, request: Any, *, is_idempotent: bool = True, timeout_s: float = CALL_S
     ) -> Any:
-        """The answer of a router. `timeout_s`: of each try."""
+        """The answer of a router. `timeout_s`: of each try; refused ones and their pauses share one."""
 
-        def ask(stub: Any) -> Any:
-            return getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        def ask(stub: Any, left_s: float) -> Any:
+            return getattr(stub, method)(request, timeout=left_s, metadata=self._metadata)
 
-        return self._outlast(ask, Losses(is_idempotent=is_idempotent, within_s=timeout_s))
+        losses = Losses(self._max_retries, is_idempotent=is_idempotent, timeout_s=timeout_s)
+        return self._outlast(ask, losses)
 
     def send(self, method: str, messages: Callable[[], Iterator[Any]], *, timeout_s: float) -> Any:
         """The router's answer to a stream of messages. `messages` makes the stream again for each try.
@@ -48,14 +53,15 @@ class BlockingCaller:
         What ends the wait, such as KeyboardInterrupt, cancels the call.
         """
 
-        def ask(stub: Any) -> Any:
-            call = getattr(stub, method).future(messages(), timeout=timeout_s, metadata=self._metadata)
+        def ask(stub: Any, left_s: float) -> Any:
+            call = getattr(stub, method).future(messages(), timeout=left_s, metadata=self._metadata)
             try:
                 return call.result()
             finally:
                 call.cancel()
 
-        return self._outlast(ask, Losses(is_idempotent=False))
+        losses = Losses(self._max_retries, is_idempotent=False, timeout_s=timeout_s)
+        return self._outlast(ask, losses)
 
     def items(self, method: str, request: Any, field: str) -> Iterator[Any]:
         """The items of a list, which come in pages. A page is asked for when the one before is read."""
@@ -70,12 +76,13 @@ class BlockingCaller:
     def stream(
         self, method: str, request: Any, *, is_whole: Callable[[], bool] = _always
     ) -> Iterator[tuple[int, Any]]:
-        """The responses of a stream, each with the number of its try. A loss begins the next try.
+        """The responses of a stream, each with the number of its try. A loss or refusal begins the next one.
 
         `is_whole`: whether a stream that ended had all; otherwise another try follows. Closing cancels it.
         """
-        losses, n_tries = Losses(), 0
+        losses, n_tries = Losses(self._max_retries), 0
         while True:
+            pause_s = limits.PAUSE_S
             name, stub = self._endpoints.current(self._stub)
             with self._endpoints.calling():
                 call = getattr(stub, method)(request, metadata=self._metadata)
@@ -87,25 +94,25 @@ class BlockingCaller:
                 if is_whole():
                     return
             except grpc.RpcError as error:
-                losses.check(self._endpoints, error)
+                pause_s = losses.pause_s(self._endpoints, error)
             finally:
                 call.cancel()
             self._endpoints.lost(name)
-            time.sleep(limits.PAUSE_S)
+            self._endpoints.pause(pause_s)
             n_tries += 1
 
-    def _outlast(self, ask: Callable[[Any], Any], losses: Losses) -> Any:
+    def _outlast(self, ask: Callable[[Any, float], Any], losses: Losses) -> Any:
         while True:
             name, stub = self._endpoints.current(self._stub)
             try:
                 with self._endpoints.calling():
-                    answer = ask(stub)
+                    answer = ask(stub, losses.left_s())
                 self._endpoints.reached()
                 return answer
             except grpc.RpcError as error:
-                losses.check(self._endpoints, error)
+                pause_s = losses.pause_s(self._endpoints, error)
             self._endpoints.lost(name)
-            time.sleep(limits.PAUSE_S)
+            self._endpoints.pause(pause_s)
 
 
 class AsyncCaller:
@@ -116,26 +123,30 @@ class AsyncCaller:
         stub: Callable[[grpc.aio.Channel], Any],
         endpoints: Endpoints[grpc.aio.Channel],
         metadata: Metadata,
+        max_retries: int,
     ) -> None:
+        """As `BlockingCaller`'s."""
         self._stub = stub
         self._endpoints = endpoints
         self._metadata = metadata
+        self._max_retries = max_retries
 
     async def call(
         self, method: str, request: Any, *, is_idempotent: bool = True, timeout_s: float = CALL_S
     ) -> Any:
         """As `BlockingCaller.call`."""
 
-        async def ask(stub: Any) -> Any:
-            return await getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+        async def ask(stub: Any, left_s: float) -> Any:
+            return await getattr(stub, method)(request, timeout=left_s, metadata=self._metadata)
 
-        return await self._outlast(ask, Losses(is_idempotent=is_idempotent, within_s=timeout_s))
+        losses = Losses(self._max_retries, is_idempotent=is_idempotent, timeout_s=timeout_s)
+        return await self._outlast(ask, losses)
 
     async def send(self, method: str, messages: Callable[[], Iterator[Any]], *, timeout_s: float) -> Any:
         """As `BlockingCaller.send`. A thread makes each message; the task's end cancels the call."""
 
-        async def ask(stub: Any) -> Any:
-            call = getattr(stub, method)(timeout=timeout_s, metadata=self._metadata)
+        async def ask(stub: Any, left_s: float) -> Any:
+            call = getattr(stub, method)(timeout=left_s, metadata=self._metadata)
             status = CallStatus(call)
             try:
                 made = messages()
@@ -149,7 +160,8 @@ class AsyncCaller:
             finally:
                 call.cancel()
 
-        return await self._outlast(ask, Losses(is_idempotent=False))
+        losses = Losses(self._max_retries, is_idempotent=False, timeout_s=timeout_s)
+        return await self._outlast(ask, losses)
 
     async def items(self, method: str, request: Any, field: str) -> AsyncIterator[Any]:
         """As `BlockingCaller.items`."""
@@ -166,8 +178,9 @@ class AsyncCaller:
         self, method: str, request: Any, *, is_whole: Callable[[], bool] = _always
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """As `BlockingCaller.stream`."""
-        losses, n_tries = Losses(), 0
+        losses, n_tries = Losses(self._max_retries), 0
         while True:
+            pause_s = limits.PAUSE_S
             name, stub = self._endpoints.current(self._stub)
             call = getattr(stub, method)(request, metadata=self._metadata)
             try:
@@ -178,21 +191,21 @@ class AsyncCaller:
                 if is_whole():
                     return
             except grpc.aio.AioRpcError as error:
-                losses.check(self._endpoints, error)
+                pause_s = losses.pause_s(self._endpoints, error)
             finally:
                 call.cancel()
             self._endpoints.lost(name)
-            await asyncio.sleep(limits.PAUSE_S)
+            await asyncio.sleep(pause_s)
             n_tries += 1
 
-    async def _outlast(self, ask: Callable[[Any], Awaitable[Any]], losses: Losses) -> Any:
+    async def _outlast(self, ask: Callable[[Any, float], Awaitable[Any]], losses: Losses) -> Any:
         while True:
             name, stub = self._endpoints.current(self._stub)
             try:
-                answer = await ask(stub)
+                answer = await ask(stub, losses.left_s())
                 self._endpoints.reached()
                 return answer
             except grpc.aio.AioRpcError as error:
-                losses.check(self._endpoints, error)
+                pause_s = losses.pause_s(self._endpoints, error)
             self._endpoints.lost(name)
-            await asyncio.sleep(limits.PAUSE_S)
+            await asyncio.sleep(pause_s)

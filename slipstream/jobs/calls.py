@@ -41,8 +41,8 @@ _RESULT_PART_BYTES = 4 << 20
 class BlockingJobs:
     """The jobs of the caller's tenant; `Client.jobs`."""
 
-    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata) -> None:
-        self._caller = BlockingCaller(jobs_pb2_grpc.JobServiceStub, endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = BlockingCaller(jobs_pb2_grpc.JobServiceStub, endpoints, metadata, max_retries)
 
     def submit(
         self,
@@ -127,8 +127,8 @@ class BlockingJobs:
 class AsyncJobs:
     """The same for one event loop; `AsyncClient.jobs`."""
 
-    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata) -> None:
-        self._caller = AsyncCaller(jobs_pb2_grpc.JobServiceStub, endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = AsyncCaller(jobs_pb2_grpc.JobServiceStub, endpoints, metadata, max_retries)
 
     async def submit(
         self,

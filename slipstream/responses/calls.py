@@ -22,8 +22,10 @@ _PAGE = 100
 class BlockingResponses:
     """The stored responses of the caller's tenant; `Client.responses`."""
 
-    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata) -> None:
-        self._caller = BlockingCaller(responses_pb2_grpc.ResponseServiceStub, endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = BlockingCaller(
+            responses_pb2_grpc.ResponseServiceStub, endpoints, metadata, max_retries
+        )
 
     def get(self, response_id: str) -> SavedResponse:
         """One response. Raises NotFound."""
@@ -53,8 +55,8 @@ class BlockingResponses:
 class AsyncResponses:
     """The same for one event loop; `AsyncClient.responses`."""
 
-    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata) -> None:
-        self._caller = AsyncCaller(responses_pb2_grpc.ResponseServiceStub, endpoints, metadata)
+    def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
+        self._caller = AsyncCaller(responses_pb2_grpc.ResponseServiceStub, endpoints, metadata, max_retries)
 
     async def get(self, response_id: str) -> SavedResponse:
         """As `BlockingResponses.get`."""

@@ -91,6 +91,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.Slipst
     return typed
 
 
+def names_pause(error: grpc.aio.AioRpcError | grpc.RpcError) -> bool:
+    """Whether a router refused the call and said when to return. Such a call ran nothing."""
+    status = rpc_status.from_call(error)
+    return status is not None and any(
+        detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details
+    )
+
+
 def _typed(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamError:
     status = rpc_status.from_call(error)
     reason = field = ""
