@@ -40,7 +40,17 @@ if TYPE_CHECKING:
     )
     from slipstream.jobs.messages import FinishedJob, GroupProgress, JobOptions, SubmittedJob
     from slipstream.metering.usage import UsageRecord
-    from slipstream.replies import Event, Logprob, PromptTokens, Reply, RequestStats, ToolCall, Usage
+    from slipstream.replies import (
+        Event,
+        Logprob,
+        ModelPricing,
+        PromptTokens,
+        Reply,
+        RequestStats,
+        ServedModel,
+        ToolCall,
+        Usage,
+    )
     from slipstream.requests import ChatArguments, GenerateArguments, Message, Tool
     from slipstream.responses.messages import ConversationItem, SavedResponse
     from slipstream.rpc.tls import TlsFiles
@@ -74,6 +84,7 @@ __all__ = [
     "JobOptions",
     "Logprob",
     "Message",
+    "ModelPricing",
     "NotFound",
     "Overloaded",
     "PermissionDenied",
@@ -84,6 +95,7 @@ __all__ = [
     "Reply",
     "RequestStats",
     "SavedResponse",
+    "ServedModel",
     "SlipstreamError",
     "Stream",
     "SubmittedBatch",
@@ -111,7 +123,17 @@ _HOMES = {
     "client": ("Client", "Stream"),
     "jobs.messages": ("FinishedJob", "GroupProgress", "JobOptions", "SubmittedJob"),
     "metering.usage": ("UsageRecord",),
-    "replies": ("Event", "Logprob", "PromptTokens", "Reply", "RequestStats", "ToolCall", "Usage"),
+    "replies": (
+        "Event",
+        "Logprob",
+        "ModelPricing",
+        "PromptTokens",
+        "Reply",
+        "RequestStats",
+        "ServedModel",
+        "ToolCall",
+        "Usage",
+    ),
     "requests": ("ChatArguments", "GenerateArguments", "Message", "Tool"),
     "responses.messages": ("ConversationItem", "SavedResponse"),
     "rpc.tls": ("TlsFiles",),

@@ -21,7 +21,7 @@ from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import AsyncJobs
 from slipstream.metering.usage import UsageRecord, usage_records, usage_request
-from slipstream.replies import Event, PromptTokens, Reply, ToolCall
+from slipstream.replies import Event, PromptTokens, Reply, ServedModel, ToolCall, served_models
 from slipstream.requests import (
     ChatArguments,
     GenerateArguments,
@@ -180,11 +180,13 @@ class AsyncClient:
             if not calls:
                 return ToolRun(reply, loop.messages)
 
-    async def complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Reply:
-        """Continue a plain text, without the chat template."""
+    async def complete(self, prompt: str | Sequence[int], **arguments: Unpack[GenerateArguments]) -> Reply:
+        """Continue a plain text, or its token ids, without the chat template."""
         return await _drain(self.stream_complete(prompt, **arguments))
 
-    def stream_complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> AsyncStream:
+    def stream_complete(
+        self, prompt: str | Sequence[int], **arguments: Unpack[GenerateArguments]
+    ) -> AsyncStream:
         """As `complete`, but streaming."""
         return self._generate(prompt_request(prompt, arguments), arguments)
 
@@ -201,8 +203,12 @@ class AsyncClient:
 
     async def models(self, *, timeout_s: float = 10.0) -> list[str]:
         """Ids of the models served."""
-        response = await self._unary("ListModels", router_pb2.ListModelsRequest(), timeout_s)
-        return [model.id for model in response.models]
+        return [model.id for model in await self.list_models(timeout_s=timeout_s)]
+
+    async def list_models(self, *, timeout_s: float = 10.0) -> list[ServedModel]:
+        """The models served, each with the size of its context and its prices."""
+        request = router_pb2.ListModelsRequest()
+        return served_models(await self._unary("ListModels", request, timeout_s))
 
     async def tokenize(
         self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]

@@ -30,7 +30,7 @@ from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import BlockingJobs
 from slipstream.metering.usage import UsageRecord, usage_records, usage_request
-from slipstream.replies import Event, PromptTokens, Reply
+from slipstream.replies import Event, PromptTokens, Reply, ServedModel, served_models
 from slipstream.requests import (
     ChatArguments,
     GenerateArguments,
@@ -234,11 +234,11 @@ class Client:
             if not calls:
                 return ToolRun(reply, loop.messages)
 
-    def complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Reply:
-        """Continue a plain text, without the chat template."""
+    def complete(self, prompt: str | Sequence[int], **arguments: Unpack[GenerateArguments]) -> Reply:
+        """Continue a plain text, or its token ids, without the chat template."""
         return _drain(self.stream_complete(prompt, **arguments))
 
-    def stream_complete(self, prompt: str, **arguments: Unpack[GenerateArguments]) -> Stream:
+    def stream_complete(self, prompt: str | Sequence[int], **arguments: Unpack[GenerateArguments]) -> Stream:
         """As `complete`, but streaming."""
         return self._generate(prompt_request(prompt, arguments), arguments)
 
@@ -258,8 +258,12 @@ class Client:
 
     def models(self, *, timeout_s: float = 10.0) -> list[str]:
         """Ids of the models served."""
-        response = self._unary("ListModels", router_pb2.ListModelsRequest(), timeout_s)
-        return [model.id for model in response.models]
+        return [model.id for model in self.list_models(timeout_s=timeout_s)]
+
+    def list_models(self, *, timeout_s: float = 10.0) -> list[ServedModel]:
+        """The models served, each with the size of its context and its prices."""
+        request = router_pb2.ListModelsRequest()
+        return served_models(self._unary("ListModels", request, timeout_s))
 
     def tokenize(self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]) -> PromptTokens:
         """The tokens of a text, or of messages as `chat` sends them, and the size of the context.

@@ -71,6 +71,26 @@ class PromptTokens(list[int]):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPricing:
+    """The exact price of one token of each kind, in the currency."""
+
+    currency: str  # as "USD"
+    input: Decimal
+    cached_input: Decimal
+    output: Decimal
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model by one of its names. `pricing` is None where the router has no prices."""
+
+    id: str
+    max_context_tokens: int
+    created_unix_s: float
+    pricing: ModelPricing | None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """Where the request ran and what it took."""
 
@@ -221,6 +241,28 @@ def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
     reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})
 
 
+def served_models(response: router_pb2.ListModelsResponse) -> list[ServedModel]:
+    """The models of an answer."""
+    return [
+        ServedModel(
+            model.id,
+            model.max_context_tokens,
+            model.created_unix_s,
+            _pricing(model.price) if model.HasField("price") else None,
+        )
+        for model in response.models
+    ]
+
+
+def _pricing(price: router_pb2.ModelPrice) -> ModelPricing:
+    pico = (price.input_pico, price.cached_input_pico, price.output_pico)
+    return ModelPricing(price.currency, *(_amount(each) for each in pico))
+
+
+def _amount(pico: int) -> Decimal:
+    return Decimal(pico).scaleb(-12)
+
+
 def usage_of(usage: router_pb2.Usage) -> Usage:
     """The token counts of a message."""
     return Usage(
@@ -228,7 +270,7 @@ def usage_of(usage: router_pb2.Usage) -> Usage:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
-        cost=Decimal(usage.cost.amount_pico).scaleb(-12) if usage.HasField("cost") else None,
+        cost=_amount(usage.cost.amount_pico) if usage.HasField("cost") else None,
         currency=usage.cost.currency,
         reasoning_tokens=usage.reasoning_tokens,
     )

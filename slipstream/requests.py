@@ -94,11 +94,25 @@ def with_form(arguments: ChatArguments, response_format: type | None) -> ChatArg
     return {**arguments, "output": {"json_schema": schema_of(response_format)}}
 
 
-def prompt_request(prompt: str, arguments: GenerateArguments) -> router_pb2.GenerateRequest:
-    """A plain text completion request. Raises InvalidArgument with the field's path."""
-    request = router_pb2.GenerateRequest(prompt=prompt)
+def prompt_request(prompt: str | Sequence[int], arguments: GenerateArguments) -> router_pb2.GenerateRequest:
+    """A request to go on with a text or with token ids. Raises InvalidArgument with the field's path."""
+    request = router_pb2.GenerateRequest()
+    if isinstance(prompt, str):
+        _set(request, "prompt", prompt)
+    else:
+        _set_token_ids(request, prompt)
     _apply(dict(arguments), request)
     return request
+
+
+def _set_token_ids(request: router_pb2.GenerateRequest, token_ids: Any) -> None:
+    try:
+        if isinstance(token_ids, bytes | bytearray | Mapping):  # which iterate over numbers too
+            raise TypeError
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(token_ids)
+    except (TypeError, ValueError):
+        raise bounds.TYPE.refused("prompt", expected="a string or a list of token ids") from None
 
 
 def tokenize_request(prompt: str | Sequence[Message], arguments: ChatArguments) -> router_pb2.TokenizeRequest:

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import grpc
 import pytest
 
 import slipstream
-from slipstream import AsyncClient, Client, errors
+from slipstream import AsyncClient, Client, ModelPricing, ServedModel, errors
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -76,7 +77,11 @@ class Scripted(router_pb2_grpc.RouterServiceServicer):
             yield router_pb2.GenerateResponse(events=events[first : first + width])
 
     def ListModels(self, request: Any, context: Any) -> router_pb2.ListModelsResponse:
-        return router_pb2.ListModelsResponse(models=[router_pb2.Model(id="m")])
+        price = router_pb2.ModelPrice(
+            currency="USD", input_pico=600_000, cached_input_pico=100_000, output_pico=3_000_000
+        )
+        named = router_pb2.Model(id="m", max_context_tokens=4096, created_unix_s=1.5, price=price)
+        return router_pb2.ListModelsResponse(models=[named, router_pb2.Model(id="without-price")])
 
     def Abort(self, request: Any, context: Any) -> router_pb2.AbortResponse:
         self.cancelled = request.request_id == "r1"
@@ -108,7 +113,7 @@ def test_a_whole_reply(served: tuple[Scripted, str]) -> None:
     servicer, endpoint = served
     with Client(endpoint, api_key="k") as client:
         reply = client.chat(MESSAGES, tools=[TOOL], session="s1", temperature=0.0, seed=-3, stop="END")
-        assert client.models() == ["m"]
+        assert client.models() == ["m", "without-price"]
         client.abort("r1")
     assert servicer.cancelled
     assert (reply.text, reply.finish_reason, reply.request_id) == ("Hello", "tool_calls", "r1")
@@ -151,10 +156,19 @@ async def test_the_async_client_says_the_same(served: tuple[Scripted, str]) -> N
         texts = [event.text async for event in stream]
         assert "".join(texts) == "Hello" and stream.reply.finish_reason == "tool_calls"
         assert (await client.complete("Once")).text == "Hello"
-        assert await client.models() == ["m"]
+        assert await client.models() == ["m", "without-price"]
         with pytest.raises(errors.NotFound) as caught:
             await client.chat(MESSAGES, model="absent")
         assert caught.value.field == "model"
+
+
+async def test_models_have_their_context_and_their_prices(served: tuple[Scripted, str]) -> None:
+    price = ModelPricing("USD", Decimal("6e-7"), Decimal("1e-7"), Decimal("3e-6"))
+    expected = [ServedModel("m", 4096, 1.5, price), ServedModel("without-price", 0, 0.0, None)]
+    with Client(served[1]) as client:
+        assert client.list_models() == expected
+    async with AsyncClient(served[1]) as client:
+        assert await client.list_models() == expected
 
 
 def test_an_api_key_with_a_line_end_is_refused_by_name(served: tuple[Scripted, str]) -> None:
@@ -190,7 +204,7 @@ async def test_a_router_that_leaves_at_the_first_contact_is_nobodys_concern(
         with Client(endpoint) as client:
             return _asked(client, what)
 
-    for what, answered in (("models", ["m"]), ("abort", None), ("chat", "Hello")):
+    for what, answered in (("models", ["m", "without-price"]), ("abort", None), ("chat", "Hello")):
         async with the_first_leaves(target) as endpoint:
             assert await asyncio.to_thread(ask, endpoint, what) == answered
         async with the_first_leaves(target) as endpoint, AsyncClient(endpoint) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -117,6 +118,25 @@ def test_tools_that_no_message_can_hold_are_refused(arguments: Any, message: str
     with pytest.raises(InvalidArgument) as caught:
         chat_request([USER], arguments)
     assert caught.value.message == message
+
+
+@pytest.mark.parametrize("token_ids", [[1, 2, 3], (1, 2, 3), range(1, 4)])
+def test_a_prompt_may_be_token_ids(token_ids: Sequence[int]) -> None:
+    request = prompt_request(token_ids, {"max_tokens": 2})
+    assert request.WhichOneof("input") == "token_ids" and list(request.token_ids.ids) == [1, 2, 3]
+    assert prompt_request([], {}).WhichOneof("input") == "token_ids"  # the router's to refuse
+
+
+@pytest.mark.parametrize("prompt", [7, None, [1.5], ["a"], [-1], [1 << 32], [[1]], [USER], b"ab", {1: 2}])
+def test_a_prompt_that_is_neither_text_nor_token_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        prompt_request(prompt, {})
+    assert caught.value.message == "prompt: must be a string or a list of token ids"
+
+
+def test_a_prompt_that_is_no_utf8_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"^prompt: must be valid UTF-8$"):
+        prompt_request("\ud800", {})
 
 
 def test_an_unknown_argument_is_the_callers_mistake() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument, QuotaExceeded, RateLimited
 from slipstream.metering.rate_limits import NO_LIMITS, RateLimits
+from slipstream.replies import ModelPricing
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import jobs_pb2, router_pb2, router_pb2_grpc
@@ -137,6 +139,10 @@ async def test_answers_streams_and_models_state_the_cost(
             "input_cache_read": "0.0000001",
             "completion": "0.000003",
         }
+        async with AsyncClient(router.host.endpoint, api_key="laptop") as sdk:
+            (same,) = await sdk.list_models()
+        assert same.pricing == ModelPricing("USD", Decimal("6e-7"), Decimal("1e-7"), Decimal("3e-6"))
+        assert same.max_context_tokens == model.max_context_tokens
         events = await generate(router, "laptop")
         counted = events[-1].finished.usage
         uncached = counted.prompt_tokens - counted.cached_tokens

@@ -29,12 +29,25 @@ async def test_messages_become_the_prompt_that_chat_sends(client: EitherClient) 
         assert HELLO[0]["content"] in await client("detokenize", tokens)
 
 
+async def test_a_completion_of_tokens_is_that_of_their_text(client: EitherClient) -> None:
+    tokens = await client("tokenize", "Where is my order?")
+    replies = [
+        await client("complete", each, max_tokens=4, seed=1) for each in (tokens, "Where is my order?")
+    ]
+    assert replies[0].text == replies[1].text != ""
+    assert [reply.usage.prompt_tokens for reply in replies] == [len(tokens)] * 2
+
+
 @pytest.mark.parametrize(
     ("method", "given", "field"),
     [
         ("tokenize", [{"role": "nobody", "content": "hi"}], "messages[0].role"),
         ("detokenize", ["a"], "token_ids"),
         ("detokenize", [-1], "token_ids"),
+        ("complete", [-1], "prompt"),
+        ("complete", [], "prompt"),
+        ("complete", [1 << 30], "prompt"),
+        ("stream_complete", {"role": "user"}, "prompt"),
     ],
 )
 async def test_what_has_no_tokens_is_refused_by_field(
