@@ -16,6 +16,10 @@ EXAMPLES = ROOT / "examples" / "python"
 PRINTED = {
     "batch": r"[1-9]\d* tokens to read\nreturn -> .+\ngreeting -> Hello.+\nnone: 400 .*messages.*\n",
     "cached_session": r"0 of \d+ prompt tokens cached\n[1-9]\d* of \d+ prompt tokens cached\n",
+    "completion": (
+        r"\S+: [1-9]\d* tokens of context, no price\n"
+        r"[1-9]\d* tokens: The warranty of a lamp lasts\nthe same answer\naborted\n"
+    ),
     "job_group": r"4 succeeded, 0 failed\nthe same job\n",
     "jobs": r"Where is my order 482135\? -> .+\nHello! -> Hello.+\nCan I return a lamp\? -> .+\n",
     "choices": r"1\. .+ \((stop|length)\)\n2\. .+\n3\. .+\n",
