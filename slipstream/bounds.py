@@ -268,9 +268,6 @@ PROMPT = _messages.add(Size("prompt", 1, MAX_BODY_BYTES, "bytes", "A plain compl
 PROMPTS = _messages.add(Size("prompt", 1, 128, "prompts", "Each has its own answers.", apis="HTTP"))
 PROMPT_IDS = _messages.add(Rule("prompt", "must hold token ids from 0 to {last}", "The model's vocabulary."))
 PROMPT_EMPTY = _messages.add(Rule("prompt", "must hold at least one token id", "As one text.", "gRPC"))
-PROMPT_ALONE = _messages.add(
-    Rule("max_tokens", "may be 0 only with echo", "The answer of a prompt would be empty.")
-)
 
 _tools = Section("Tools")
 TOOLS = _tools.add(
@@ -358,7 +355,9 @@ STOP_TOKENS = _sampling.add(Size("stop_token_ids", 0, 64, "token ids", "Workers 
 STOP_TOKEN = _sampling.add(
     Rule("stop_token_ids[i]", "must be a token id from 0 to {last}", "The model's vocabulary.")
 )
-MAX_TOKENS = _sampling.add(Rule("max_tokens", "must be at least 1, not {value}", "An answer has a token."))
+MAX_TOKENS = _sampling.add(
+    Rule("max_tokens", "must be at least 1, not {value}", "Of a chat; the answer to a prompt may be empty.")
+)
 # Libraries look for the first sentence (litellm), or for "prompt is too long" (langchain-openai, clients of
 # Anthropic's API), to know that a conversation has to become shorter.
 _OVERFLOW = "This model's maximum context length is {max_context_tokens} tokens. However, you requested "

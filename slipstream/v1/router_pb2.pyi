@@ -171,7 +171,7 @@ class GenerateRequest(_message.Message):
     """with `chat`: false ends the answer after its first call; unset: true"""
     echo: _builtins.bool
     """With `prompt` or `token_ids`: the first delta of each answer has the prompt's text, unless the call resumes
-    after a token. `max_tokens` may then be 0: the answer is the prompt alone.
+    after a token.
     """
     store: _builtins.bool
     """With `chat` and one answer: the answer is stored before the call ends, and ResponseService and
@@ -552,6 +552,7 @@ class Sampling(_message.Message):
     repetition_penalty: _builtins.float
     seed: _builtins.int
     max_tokens: _builtins.int
+    """0 with `prompt` or `token_ids`: the answer is empty, or the echo alone"""
     top_logprobs: _builtins.int
     ignore_eos: _builtins.bool
     min_tokens: _builtins.int

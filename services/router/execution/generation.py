@@ -322,22 +322,23 @@ class GenerationTask:
         self.context.dispatcher.ended(end.assignment, hashes, tenant=self.caller.tenant)
 
     def _usage(self, state: RequestState) -> router_pb2.Usage:
-        """The usage of the answer until now."""
+        """The usage of the answer until now: what its client is told, charged for and limited by."""
         return state.stats.usage(
             prompt_tokens=len(self._prompt.token_ids),
-            completion_tokens=len(state.output.tokens),
+            completion_tokens=0 if self.request.is_prompt_alone else len(state.output.tokens),
             reasoning_tokens=state.output.reasoning_tokens,
         )
 
     def _finished(
         self, state: RequestState, finish: common_pb2.FinishReason.ValueType
     ) -> router_pb2.GenerateEvent:
-        output, stats = state.output, state.stats
-        if output.stopped:
+        output, stats, is_prompt_alone = state.output, state.stats, self.request.is_prompt_alone
+        if is_prompt_alone:  # it ends at its limit of 0, whatever the engine's one token was
+            finish = common_pb2.FINISH_REASON_LENGTH
+        elif output.stopped:
             finish = common_pb2.FINISH_REASON_STOP
         if finish == common_pb2.FINISH_REASON_STOP and output.saw_tool_calls:
             finish = common_pb2.FINISH_REASON_TOOL_CALLS
-        completion_tokens = len(output.tokens)
         usage = self._usage(state)
         if self.metered is not None:
             self.metered.state_cost(usage)
@@ -347,7 +348,7 @@ class GenerationTask:
             tracing.annotate(
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,
-                tokens=completion_tokens,
+                tokens=usage.completion_tokens,
                 ttft_ms=stats.ttft_ms,
                 attempts=stats.attempts,
                 finish=finish_name(finish),
@@ -356,9 +357,9 @@ class GenerationTask:
         event = router_pb2.GenerateEvent()
         finished = event.finished
         finished.finish_reason = finish
-        finished.stop_string = output.stop_string
+        finished.stop_string = "" if is_prompt_alone else output.stop_string
         # CopyFrom is faster than the constructor, which serializes and re-parses a submessage.
         finished.usage.CopyFrom(usage)
         if self.sink.wants_stats:
-            finished.stats.CopyFrom(stats.message(completion_tokens))
+            finished.stats.CopyFrom(stats.message(usage.completion_tokens))
         return event

@@ -91,11 +91,6 @@ _PARTIAL_CASES = {
 _N_DEEP = bounds.MAX_JSON_DEPTH + 1
 _DEEP = '{"a":' * _N_DEEP + "1" + "}" * _N_DEEP
 _PROMPT_CASES = {
-    "PROMPT_ALONE": Case(
-        "max_tokens",
-        http={"prompt": "a", "max_tokens": 0},
-        grpc={"prompt": "a", "sampling": {"maxTokens": 0}},
-    ),
     "BODY_DEPTH": tools(
         "body",
         [{"type": "function", "function": {"name": "look", "parameters": json.loads(_DEEP)}}],

@@ -42,7 +42,7 @@ class OpenAiBody(ParsedBody):
             continuous_usage=options.continuous_usage,
             with_stats=context.with_stats,
             echo=self.prompt_texts[self._leader(index)] if options.echo else "",
-            prompt_alone=options.prompt_alone,
+            prompt_alone=self.requests[index].is_prompt_alone,
             echo_logprobs=options.echo_logprobs,
             prompt_logprobs=options.prompt_logprobs,
         )

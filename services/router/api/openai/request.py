@@ -167,15 +167,13 @@ _COMPLETION_DECODER = msgspec.json.Decoder(_CompletionBody)
 class ResponseOptions(AnswerOptions, frozen=True, gc=False):
     """The options of OpenAI's answers.
 
-    `prompt_alone`: the answer is the echoed prompt, without the one token that the engine generates to
-    compute it. `echo_logprobs`: how many likely tokens the log probabilities of the echo name; None: it has
-    none. `prompt_logprobs`: the same of vLLM's field.
+    `echo_logprobs`: how many likely tokens the log probabilities of the echo name; None: it has none.
+    `prompt_logprobs`: the same of vLLM's field.
     """
 
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
-    prompt_alone: bool = False
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -233,18 +231,14 @@ def parse_completion(data: bytes, request_id: str = "") -> Parsed:
     if body.logprobs is not None:
         bounds.TOP_LOGPROBS.check(body.logprobs, "logprobs")
     limit, field = _max_tokens(body)
-    prompt_alone = limit == 0
-    if prompt_alone and not body.echo:
-        raise bounds.PROMPT_ALONE.refused(field)
+    is_prompt_alone = limit == 0
     echo_logprobs = body.logprobs if body.echo else None
     prompts = parse_prompts(body.prompt)
-    max_tokens = (1 if prompt_alone else limit, field)
+    max_tokens = (1 if is_prompt_alone else limit, field)
     sampling = _sampling(body, top_logprobs=body.logprobs, max_tokens=max_tokens, echo_logprobs=echo_logprobs)
-    request = _generation(body, prompts[0], sampling, request_id, ignored)
+    request = _generation(body, prompts[0], sampling, request_id, ignored, is_prompt_alone=is_prompt_alone)
     requests = split_choices(request, prompts, n=_choices(body))
-    return requests, _response_options(
-        body, ignored, echo=body.echo is True, prompt_alone=prompt_alone, echo_logprobs=echo_logprobs
-    )
+    return requests, _response_options(body, ignored, echo=body.echo is True, echo_logprobs=echo_logprobs)
 
 
 def _choices(body: _Body) -> int:
@@ -292,6 +286,8 @@ def _generation(
     sampling: Sampling,
     request_id: str,
     ignored: IgnoredFields,
+    *,
+    is_prompt_alone: bool = False,
 ) -> GenerationRequest:
     return GenerationRequest(
         input=source,
@@ -303,6 +299,7 @@ def _generation(
         metadata=metadata_of(body.metadata) if body.metadata else {},
         priority=priority_of(body.service_tier) if body.service_tier else "",
         reject_if_busy=body.options is not None and body.options.reject_if_busy is True,
+        is_prompt_alone=is_prompt_alone,
     )
 
 
@@ -311,7 +308,6 @@ def _response_options(
     ignored: IgnoredFields,
     *,
     echo: bool = False,
-    prompt_alone: bool = False,
     echo_logprobs: int | None = None,
 ) -> ResponseOptions:
     options, stream = body.stream_options, body.stream is True
@@ -327,7 +323,6 @@ def _response_options(
         include_usage=with_usage and options is not None and (options.include_usage is True or continuous),
         continuous_usage=continuous,
         echo=echo,
-        prompt_alone=prompt_alone,
         echo_logprobs=echo_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         session=session_of(body.prompt_cache_key) if body.prompt_cache_key else None,

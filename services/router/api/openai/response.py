@@ -16,9 +16,9 @@ from services.router.api.answers.logprob_rows import (
     LogprobRows,
     row_object,
 )
+from services.router.api.answers.usage_cost import cost_fields
 from services.router.api.openai.prompt_logprobs import PromptLogprobsWriter
 from slipstream.enum_names import transport_name
-from slipstream.metering.money import amount_number
 from slipstream.v1 import common_pb2, router_pb2
 
 _FINISH: Mapping[int, str] = {
@@ -40,7 +40,7 @@ _AFTER_CONTENT = b'},"logprobs":null}'
 class ResponseShape(msgspec.Struct, frozen=True, gc=False):
     """How an answer is written. `chat` False: the shape of /v1/completions, where reasoning is text.
 
-    `echo` is the prompt's text, before the answer's. `prompt_alone`: the answer is that text alone.
+    `echo` is the prompt's text, before the answer's. `prompt_alone`: the answer is that text alone, or empty.
     `echo_logprobs` and `prompt_logprobs`: see `ResponseOptions`.
     """
 
@@ -122,7 +122,7 @@ class ResponseWriter(AnswerWriter):
 
     def finish_event(self, finished: router_pb2.Finished, *, with_stats: bool) -> bytes:
         """The choice's finish reason, and the statistics where they stand in no event of the usage."""
-        finish = self._finish_reason(finished)
+        finish = finish_reason(finished)
         piece = '"delta":{}' if self._chat else '"text":""'
         last = f'{{"index":{self._index},"finish_reason":"{finish}",{piece},"logprobs":null}}'.encode()
         if with_stats:
@@ -131,7 +131,7 @@ class ResponseWriter(AnswerWriter):
 
     def usage_event(self, usage: router_pb2.Usage, stats: Json | None = None) -> bytes:
         """The event after those of all choices, where the usage was asked for."""
-        said = b'],"usage":' + _dumps(usage_object(usage, self._shape))
+        said = b'],"usage":' + _dumps(usage_object(usage))
         if stats is not None:
             said += b',"slipstream":' + _dumps(stats)
         return self._before + said + b"}\n\n"
@@ -175,9 +175,8 @@ class ResponseWriter(AnswerWriter):
 
     def choice(self, finished: router_pb2.Finished) -> Json:
         """The whole choice, after all pieces were added."""
-        finish = self._finish_reason(finished)
         text, reasoning = "".join(self._text), "".join(self._reasoning)
-        choice: Json = {"index": self._index, "finish_reason": finish}
+        choice: Json = {"index": self._index, "finish_reason": finish_reason(finished)}
         if not self._chat:
             if (rows := self._prompt.rows) is not None:
                 choice["prompt_logprobs"] = rows
@@ -203,7 +202,7 @@ class ResponseWriter(AnswerWriter):
 
     def body_of(self, choices: Sequence[Json], usage: router_pb2.Usage, first: router_pb2.Finished) -> Json:
         """The whole answer of these choices. `first`: the end of the first one, for the statistics."""
-        body = {**self._head(), "choices": choices, "usage": usage_object(usage, self._shape)}
+        body = {**self._head(), "choices": choices, "usage": usage_object(usage)}
         if self._chat and (rows := self._prompt.rows) is not None:
             body["prompt_logprobs"] = rows
         if self._shape.with_stats:
@@ -211,10 +210,6 @@ class ResponseWriter(AnswerWriter):
         return body
 
     # ---- common
-
-    def _finish_reason(self, finished: router_pb2.Finished) -> str:
-        """An answer of the prompt alone ends at its limit of 0, whatever the engine's one token was."""
-        return "length" if self._shape.prompt_alone else finish_reason(finished)
 
     def _head(self, kind: str = "") -> Json:
         """The first fields of a whole body and of each chunk of a stream. `kind`: ".chunk" for a chunk."""
@@ -252,7 +247,7 @@ class ResponseWriter(AnswerWriter):
             return self._after
         prompt_tokens = self._started.prompt_tokens
         usage = router_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-        return b'],"usage":' + _dumps(usage_object(usage, self._shape)) + b"}\n\n"
+        return b'],"usage":' + _dumps(usage_object(usage)) + b"}\n\n"
 
     def _completion_logprobs(self, items: Any) -> Json | None:
         """Log probabilities of the next tokens, with the offset of each in the choice's text."""
@@ -309,21 +304,16 @@ def stats_object(finished: router_pb2.Finished) -> Json:
     return values
 
 
-def usage_object(usage: router_pb2.Usage, shape: ResponseShape) -> Json:
-    """The tokens of an answer. An answer that is the prompt alone has none."""
-    cost = usage.cost if usage.HasField("cost") else None
-    if shape.prompt_alone:
-        usage = router_pb2.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
-    found: Json = {
+def usage_object(usage: router_pb2.Usage) -> Json:
+    """The tokens of an answer, and its cost."""
+    return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        **cost_fields(usage),
     }
-    if cost is not None:
-        found["cost"], found["currency"] = amount_number(cost.amount_pico), cost.currency
-    return found
 
 
 def _call_piece(call: router_pb2.ToolCallDelta) -> Json:

@@ -9,7 +9,7 @@ from services.router.api.rpc.call_record import trailing_id
 from services.router.api.rpc.generate_message import ParsedCall
 from services.router.request.types import PromptInput
 from slipstream.metering.money import amount_text
-from slipstream.v1 import common_pb2, router_pb2
+from slipstream.v1 import router_pb2
 
 COST, CURRENCY = "x-slipstream-cost", "x-slipstream-currency"
 
@@ -24,7 +24,7 @@ class CallAnswer:
     def __init__(self, call: ParsedCall, *, response_id: str = "") -> None:
         self.prompt = ""
         self._response_id = response_id
-        self._is_prompt_alone = call.is_prompt_alone
+        self._is_prompt_alone = call.requests[0].is_prompt_alone
         self._costs: list[router_pb2.Cost] = []
 
     def response(
@@ -61,18 +61,12 @@ class CallAnswer:
     def _shown(self, events: Sequence[router_pb2.GenerateEvent]) -> Iterable[router_pb2.GenerateEvent]:
         """The events of an answer that is its prompt alone: not those of the token that computes it."""
         for event in events:
-            shown = router_pb2.GenerateEvent()
-            if event.HasField("delta"):
-                if not event.delta.prompt_logprobs:
-                    continue
+            if not event.HasField("delta"):
+                yield event
+            elif event.delta.prompt_logprobs:
+                shown = router_pb2.GenerateEvent()
                 shown.delta.prompt_logprobs.MergeFrom(event.delta.prompt_logprobs)
-            else:
-                shown.CopyFrom(event)
-            if event.HasField("finished"):
-                shown.finished.finish_reason = common_pb2.FINISH_REASON_LENGTH
-                shown.finished.usage.completion_tokens = shown.finished.usage.reasoning_tokens = 0
-                shown.finished.stop_string = ""
-            yield shown
+                yield shown
 
 
 async def prompt_text(call: ParsedCall, text_of: Callable[[Sequence[int]], Awaitable[str]]) -> str:

@@ -37,13 +37,11 @@ _PRIORITIES: Mapping[int, str] = {
 class ParsedCall(msgspec.Struct, frozen=True, gc=False):
     """A call's requests, one for each answer, and whether the prompt's text stands before the answers'.
 
-    `is_prompt_alone`: the answer is that text alone, without the one token that the engine generates.
     `draft`: what the call asks of stored responses; None: nothing.
     """
 
     requests: Sequence[GenerationRequest]
     echo: bool = False
-    is_prompt_alone: bool = False
     draft: ResponseDraft | None = None
 
 
@@ -53,10 +51,16 @@ def parse_call(data: bytes, request_id: str = "") -> ParsedCall:
     `request_id` is the metadata's; the message's own comes first.
     """
     message = read_message(data, router_pb2.GenerateRequest)
-    is_prompt_alone = _is_prompt_alone(message)
+    has_prompt = message.WhichOneof("input") in ("prompt", "token_ids")
+    if message.echo and not has_prompt:
+        raise bounds.UNSUPPORTED.refused("echo")
+    sampling = message.sampling
+    is_prompt_alone = has_prompt and sampling.HasField("max_tokens") and sampling.max_tokens == 0
     if is_prompt_alone:
-        message.sampling.max_tokens = 1
+        sampling.max_tokens = 1
     request = parse_generation(message, request_id)
+    if is_prompt_alone:
+        request = msgspec.structs.replace(request, is_prompt_alone=True)
     draft = draft_of(message, request)
     requests: Sequence[GenerationRequest] = (request,)
     if message.n > 1:
@@ -64,7 +68,7 @@ def parse_call(data: bytes, request_id: str = "") -> ParsedCall:
         if request.resume_after_tokens:
             raise bounds.RESUME_ONE.refused()
         requests = split_choices(request, [request.input], n=message.n)
-    return ParsedCall(requests, message.echo and not request.resume_after_tokens, is_prompt_alone, draft)
+    return ParsedCall(requests, message.echo and not request.resume_after_tokens, draft)
 
 
 def parse_tokenized(data: bytes) -> ParsedCall:
@@ -72,18 +76,6 @@ def parse_tokenized(data: bytes) -> ParsedCall:
     message = read_message(data, router_pb2.TokenizeRequest).request
     request = parse_generation(message)
     return ParsedCall((request,), draft=draft_of(message, request))
-
-
-def _is_prompt_alone(message: router_pb2.GenerateRequest) -> bool:
-    """Whether no token is asked for. Raises InvalidArgument where the answer would be empty."""
-    has_prompt = message.WhichOneof("input") in ("prompt", "token_ids")
-    if message.echo and not has_prompt:
-        raise bounds.UNSUPPORTED.refused("echo")
-    if not has_prompt or not message.sampling.HasField("max_tokens") or message.sampling.max_tokens != 0:
-        return False
-    if not message.echo:
-        raise bounds.PROMPT_ALONE.refused()
-    return True
 
 
 def parse_generation(message: router_pb2.GenerateRequest, request_id: str = "") -> GenerationRequest:

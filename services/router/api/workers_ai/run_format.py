@@ -20,13 +20,11 @@ from services.router.api.answers.answer_format import (
 )
 from services.router.api.openai.answer_format import OpenAiBody
 from services.router.api.openai.request import parse_chat
-from services.router.api.openai.response import DONE, ResponseShape, finish_reason, sse, usage_object
+from services.router.api.openai.response import DONE, finish_reason, sse, usage_object
 from services.router.api.workers_ai.envelope import JsonModeUnmet, envelope, error_envelope
 from services.router.api.workers_ai.run_body import RunBody
 from services.router.request.types import GenerationRequest
 from slipstream.v1 import router_pb2
-
-_CHAT_SHAPE = ResponseShape(chat=True)
 
 
 class RunFormat(AnswerFormat):
@@ -95,7 +93,7 @@ class RunWriter(AnswerWriter):
     def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
         if not self._is_native:
             return self._chat.closing(finished)
-        usage = usage_object(finished.usage, _CHAT_SHAPE)
+        usage = usage_object(finished.usage)
         return [sse({"response": "", "finish_reason": finish_reason(finished), "usage": usage}) + DONE]
 
     def add(self, delta: router_pb2.Delta) -> None:

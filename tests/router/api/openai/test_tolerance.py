@@ -331,7 +331,7 @@ def test_prompts_are_texts_or_ids_or_lists_of_them() -> None:
     assert inputs([1, 2]) == [PromptInput(token_ids=[1, 2])]
     assert inputs([[1], "b"], n=2) == [PromptInput(token_ids=[1])] * 2 + [PromptInput("b")] * 2
     (request,), options = parse_completion(b'{"prompt": "a", "echo": true, "max_tokens": 0}')
-    assert (request.sampling.max_tokens, options.echo, options.prompt_alone) == (1, True, True)
+    assert (request.sampling.max_tokens, options.echo, request.is_prompt_alone) == (1, True, True)
 
 
 def test_the_openapi_document_has_every_field_of_a_body() -> None:
