@@ -40,3 +40,13 @@ def amount_text(pico: int) -> str:
 def amount_number(pico: int) -> float:
     """An amount as the nearest JSON number."""
     return pico / PICO
+
+
+def pico_of(number: float) -> int:
+    """The amount that `amount_number` made a JSON number of."""
+    return round(number * PICO)
+
+
+def sum_of_amounts(one: float, other: float) -> float:
+    """The sum of two amounts that are JSON numbers, without what their fractions lack."""
+    return amount_number(pico_of(one) + pico_of(other))

@@ -99,7 +99,7 @@ class Response(_message.Message):
     def output(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResponseItem]: ...
     @_builtins.property
     def usage(self) -> _router_pb2.Usage:
-        """unset before the end; without cost and tiers"""
+        """unset before the end; without tiers"""
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...

@@ -11,6 +11,7 @@ import msgspec
 
 from services.router.api.answers.answer_blocks import AnswerBlock, AnswerBlocks, Step
 from services.router.api.answers.answer_format import AnswerWriter
+from services.router.api.answers.usage_cost import cost_fields
 from services.router.api.anthropic.signature import sign
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -125,13 +126,14 @@ class MessageWriter(AnswerWriter):
 
 
 def usage_object(usage: router_pb2.Usage) -> Json:
-    """The tokens of an answer. What is written to the cache costs nothing, and counts as plain input."""
+    """The tokens of an answer, and its cost. What is written to the cache counts as plain input."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        **cost_fields(usage),
     }
 
 

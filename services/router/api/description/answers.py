@@ -166,6 +166,8 @@ class ResponseUsage(StrictAnswer):
     output_tokens: int
     output_tokens_details: CompletionTokensDetails
     total_tokens: int
+    cost: float | UnsetType = UNSET
+    currency: str | UnsetType = UNSET
 
 
 class IncompleteDetails(StrictAnswer):
@@ -240,6 +242,8 @@ class MessageUsage(StrictAnswer):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: ThinkingTokens
+    cost: float | UnsetType = UNSET
+    currency: str | UnsetType = UNSET
 
 
 class Message(StrictAnswer):

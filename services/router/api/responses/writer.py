@@ -10,6 +10,7 @@ import msgspec
 from services.router.api.answers.answer_blocks import AnswerBlock, AnswerBlocks, Step
 from services.router.api.answers.answer_format import AnswerWriter
 from services.router.api.answers.long_json import JSON_PIECE_BYTES, json_pieces, long_text
+from services.router.api.answers.usage_cost import cost_fields
 from services.router.api.responses.output_items import OutputItems
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -216,13 +217,14 @@ def event_pieces(name: str, fields: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def usage_object(usage: router_pb2.Usage) -> Json:
-    """The tokens of an answer."""
+    """The tokens of an answer, and its cost."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **cost_fields(usage),
     }
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from libs.common import batch_bounds, job_bounds
 from services.router.admission.fair_threads import RunPiece
@@ -17,6 +18,7 @@ from services.router.api.workers_ai.run_format import is_json_met, native_fields
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job, JobRequest, JobResult
 from slipstream import errors
+from slipstream.metering.money import sum_of_amounts
 
 CHAT_PATH = "/v1/chat/completions"
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -32,14 +34,19 @@ _CODES = {400: BAD_INPUT, 413: 3006, 429: 3040, 504: 3007}
 
 
 class RunUsage(msgspec.Struct, gc=False):
-    """The tokens of all answers of a call."""
+    """The tokens of all answers of a call, and their cost where the model has a price."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
+    cost: float | UnsetType = UNSET
+    currency: str | UnsetType = UNSET
 
     def add(self, other: RunUsage) -> None:
-        """Add the tokens of one answer."""
+        """Add the tokens and the cost of one answer."""
+        if other.cost is not UNSET:
+            self.cost = sum_of_amounts(self.cost or 0.0, other.cost)
+            self.currency = other.currency
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.total_tokens += other.total_tokens

@@ -10,6 +10,7 @@ from services.router.api.openai.messages import arguments_text
 from services.router.api.responses.items import kind_of
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of, read_response
 from slipstream.enum_names import MESSAGE_ROLES
+from slipstream.metering.money import pico_of
 from slipstream.v1 import responses_pb2, router_pb2
 
 
@@ -87,9 +88,12 @@ def _string(value: Any) -> str:
 
 
 def _usage(usage: Json) -> router_pb2.Usage:
-    return router_pb2.Usage(
+    found = router_pb2.Usage(
         prompt_tokens=usage["input_tokens"],
         cached_tokens=usage["input_tokens_details"]["cached_tokens"],
         completion_tokens=usage["output_tokens"],
         reasoning_tokens=usage["output_tokens_details"]["reasoning_tokens"],
     )
+    if "cost" in usage:
+        found.cost.amount_pico, found.cost.currency = pico_of(usage["cost"]), usage["currency"]
+    return found
