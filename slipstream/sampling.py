@@ -53,7 +53,7 @@ class SamplingParams:
 
     temperature: Annotated[float, Range("temperature", 0, 2, "0 is greedy.")] = 1.0
     top_p: Annotated[float, Range("top_p", 0, 1, "0 keeps the most likely token alone.")] = 1.0
-    top_k: Annotated[int, Range("top_k", 0, 1 << 18, "0 is off.", whole=True)] = 0
+    top_k: Annotated[int, Range("top_k", 0, 1 << 18, "0 is off, and -1 over HTTP.", whole=True)] = 0
     min_p: Annotated[float, Range("min_p", 0, 1, "A share of the most likely token's probability.")] = 0.0
     presence_penalty: Annotated[float, Range("presence_penalty", -2, 2, "As OpenAI's.")] = 0.0
     frequency_penalty: Annotated[float, Range("frequency_penalty", -2, 2, "As OpenAI's.")] = 0.0

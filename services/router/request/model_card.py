@@ -86,6 +86,8 @@ def load_model_card(model_dir: Path, *, names: Sequence[str] = (), thinks: bool 
     generation_path = model_dir / "generation_config.json"
     generation = _read(generation_path) if generation_path.exists() else {}
     stated = {name: type(SAMPLING_DEFAULTS[name])(generation[name]) for name in _STATED if name in generation}
+    if stated.get("top_k") == -1:  # off, as over HTTP
+        stated["top_k"] = 0
     stops = {tokenizer.special_ids[name] for name in ANSWER_ENDS if name in tokenizer.special_ids}
     return ModelCard(
         name=names[0] if names else model_dir.resolve().name,

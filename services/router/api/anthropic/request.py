@@ -19,6 +19,7 @@ from services.router.api.anthropic.messages import MessageParam, parse_messages
 from services.router.api.anthropic.tools import parse_tool_choice, parse_tools
 from services.router.api.json_body import Flag, Number, Text, WholeNumber, decode_body, read_object
 from services.router.api.openai.ignored_fields import IgnoredFields
+from services.router.api.openai.sampling_body import stated_of
 from services.router.api.openai.unsupported import ANSWER_CHANGING, SWITCHES_OF_CHAT
 from services.router.request.types import ChatInput, GenerationRequest, Sampling
 from services.router.request.validation import is_session
@@ -240,8 +241,7 @@ def _output(body: _CountBody, ignored: IgnoredFields) -> OutputFormat | None:
 
 
 def _sampling_fields(body: _MessagesBody) -> Mapping[str, float]:
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    return {name: value for name, value in given.items() if value is not None}
+    return stated_of({"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k})
 
 
 def _stop(given: Sequence[Any]) -> Sequence[str]:

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,7 +19,6 @@ from services.router.api.answers.answer_format import AnswerOptions
 from services.router.api.json_body import (
     Flag,
     Json,
-    Number,
     Text,
     WholeNumber,
     decode_body,
@@ -35,6 +34,7 @@ from services.router.api.openai.messages import (
 )
 from services.router.api.openai.output_format import ResponseFormat, StructuredOutputs, parse_output
 from services.router.api.openai.prompts import parse_prompts
+from services.router.api.openai.sampling_body import SamplingBody, stated_numbers
 from services.router.api.openai.thinking import (
     ReasoningOptions,
     TemplateOptions,
@@ -47,7 +47,6 @@ from services.router.request.types import ChatInput, GenerationRequest, PromptIn
 from services.router.request.validation import is_session
 from slipstream import bounds
 from slipstream.bound import shown_name
-from slipstream.sampling import SAMPLING_RANGES
 
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _SERVICE_TIERS: Mapping[str, str] = {
@@ -62,17 +61,6 @@ _HINTS = ("store", "safety_identifier", "verbosity", "prediction", "prompt_cache
 _hint_values: Callable[[_Body], tuple[object, ...]] = attrgetter(*_HINTS)
 
 # ---- fields and their types
-
-if TYPE_CHECKING:
-
-    class SamplingBody(msgspec.Struct):
-        """One field for each of SAMPLING_RANGES."""
-else:
-    SamplingBody = msgspec.defstruct(
-        "SamplingBody",
-        [(name, WholeNumber if row.whole else Number, None) for name, row in SAMPLING_RANGES.items()],
-    )
-sampling_values: Callable[[SamplingBody], tuple[float | None, ...]] = attrgetter(*SAMPLING_RANGES)
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -265,9 +253,8 @@ def _sampling(
     if body.prompt_logprobs is not None:
         bounds.PROMPT_LOGPROBS.check(body.prompt_logprobs)
     wanted = [top for top in (echo_logprobs, body.prompt_logprobs) if top is not None]
-    given = zip(SAMPLING_RANGES, sampling_values(body), strict=True)
     return Sampling(
-        given={name: value for name, value in given if value is not None},
+        given=stated_numbers(body),
         logit_bias=_logit_bias(body.logit_bias) if body.logit_bias else {},
         seed=body.seed,
         max_tokens=max_tokens[0],

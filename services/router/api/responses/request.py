@@ -17,13 +17,12 @@ from services.router.api.answers.field_paths import FieldPaths, MessageSources
 from services.router.api.json_body import Flag, Json, Text, WholeNumber, decode_body, path_of
 from services.router.api.openai.ignored_fields import IgnoredFields
 from services.router.api.openai.request import (
-    SamplingBody,
     metadata_of,
     priority_of,
-    sampling_values,
     session_of,
     stop_strings,
 )
+from services.router.api.openai.sampling_body import SamplingBody, stated_numbers
 from services.router.api.openai.thinking import ReasoningOptions, thinks_of
 from services.router.api.openai.unsupported import (
     ANSWER_CHANGING,
@@ -36,7 +35,6 @@ from services.router.api.responses.items import add_items, kind_of
 from services.router.api.responses.tools import parse_response_choice, parse_response_tools
 from services.router.request.types import ChatInput, GenerationRequest, Sampling
 from slipstream import bounds
-from slipstream.sampling import SAMPLING_RANGES
 
 _SUMMARIES = ("auto", "concise", "detailed", "none")
 _LOGPROBS = "message.output_text.logprobs"
@@ -255,10 +253,9 @@ def _summary(given: ResponseReasoning) -> str | None:
 
 
 def _sampling(body: CreateResponseBody) -> Sampling:
-    given = zip(SAMPLING_RANGES, sampling_values(body), strict=True)
     wants_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
     return Sampling(
-        given={name: value for name, value in given if value is not None},
+        given=stated_numbers(body),
         seed=body.seed,
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
