@@ -142,7 +142,7 @@ def _no_route(request: web.Request, error: web.HTTPException) -> HttpRefusal:
     paths = [resource.canonical for resource in request.app.router.resources()]
     message = f"{asked} does not exist; there are {', '.join(paths)}"
     if f"/v1{request.path}" in paths:
-        message = f"{asked} does not exist: the base URL of the API ends with /v1"
+        message = f"{asked} does not exist, /v1{request.path} does: the base URL of the API ends with /v1"
     elif request.path.startswith("/v1/v1/"):
         message = f"{asked} does not exist: /v1 is there twice, so give this client a base URL without it"
     return HttpRefusal(404, message, code="unknown_url")

@@ -86,7 +86,10 @@ async def test_a_path_that_does_not_exist_is_named_with_those_that_do(http: aioh
     assert CHAT in error["message"]
     async with http.post("/chat/completions", json=BODY) as answer:
         message = (await answer.json())["error"]["message"]
-    assert message == "POST '/chat/completions' does not exist: the base URL of the API ends with /v1"
+    assert message == (
+        "POST '/chat/completions' does not exist, /v1/chat/completions does: "
+        "the base URL of the API ends with /v1"
+    )
     async with http.post("/v1/v1/messages", json=BODY) as answer:
         assert answer.status == 404
         assert "/v1 is there twice" in (await answer.json())["error"]["message"]
