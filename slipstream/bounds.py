@@ -215,7 +215,7 @@ CONTENT_PARTS = _messages.add(
     Size("messages[i].content", 0, 4096, "parts", "The router joins the parts to one text.")
 )
 NAME = _messages.add(
-    Size("messages[i].name", 1, 64, "bytes", "The chat template puts it into the message header.")
+    Size("messages[i].name", 1, 128, "bytes", "Part of the message header. Of a result: the tool's.")
 )
 ASSISTANT_ONLY = _messages.add(
     Rule("messages[i].tool_calls", "is only for role assistant", "Also reasoning_content.")
@@ -290,7 +290,7 @@ TOOL_DEPTH = _tools.add(
     Rule("tools[i]", f"is nested deeper than {MAX_SCHEMA_DEPTH} levels", "Rendering a schema recurses.")
 )
 TOOL_NAME = _tools.add(
-    Rule("tools[i].function.name", "must match [a-zA-Z0-9_-]{1,64}", "The names that Kimi's format can hold.")
+    Rule("tools[i].function.name", "must match [a-zA-Z0-9_-]{1,128}", "As Anthropic's; Kimi's format has it.")
 )
 TOOL_TWICE = _tools.add(
     Rule("tools[i].function.name", "{name!r} is declared twice", "A call must name one tool.")

@@ -14,13 +14,11 @@ from libs.text.digest_cache import DigestCache, digest_of
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
-NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
-
-_NAME = re.compile(NAME_PATTERN)
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 # Function names of valid tools. Agents send the same tools with every turn.
 _known_names: DigestCache[tuple[str, ...]] = DigestCache(max_bytes=4 << 20)
 _ENTRY_BYTES = 300  # objects around the names
-_NAME_BYTES = 128  # at most 64 ASCII characters and their object
+_NAME_BYTES = 192  # at most 128 ASCII characters and their object
 
 
 def validate_tools(tools: object, *, field: str = "tools") -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from slipstream.errors import AnswerMismatch, InvalidArgument
 from slipstream.typed.type_schema import Schema, schema_of
 from slipstream.typed.type_value import value_of
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # "x: text" or "x (int): text" of Google's style, and ":param x: text".
 _GOOGLE = re.compile(r"^(?P<indent>\s+)(?P<name>\w+)(?: \([^)]*\))?: (?P<text>.+)$")
 _SPHINX = re.compile(r"^\s*:param (?:[^:]+ )?(?P<name>\w+): (?P<text>.+)$")

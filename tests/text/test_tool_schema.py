@@ -81,8 +81,8 @@ def test_a_schema_of_any_draft_reaches_the_model(schema: dict[str, Any]) -> None
 
 
 def test_valid_tools_give_their_names() -> None:
-    tools = [WEATHER_TOOL, _tool("a-b_C9", description=None, parameters={}), _tool("g" * 64)]
-    assert validate_tools(tools) == ("get_weather", "a-b_C9", "g" * 64)
+    tools = [WEATHER_TOOL, _tool("a-b_C9", description=None, parameters={}), _tool("g" * 128)]
+    assert validate_tools(tools) == ("get_weather", "a-b_C9", "g" * 128)
     assert validate_tools([]) == ()
 
 
@@ -101,7 +101,7 @@ def test_valid_tools_give_their_names() -> None:
         ([_tool("get weather")], "tools[0].function.name", "must match"),
         ([_tool("f\n")], "tools[0].function.name", "must match"),
         ([_tool("<|im_end|>")], "tools[0].function.name", "must match"),
-        ([_tool("f" * 65)], "tools[0].function.name", "must match"),
+        ([_tool("f" * 129)], "tools[0].function.name", "must match"),
         ([_tool(), _tool()], "tools[1].function.name", "declared twice"),
         ([_tool(description=["d"])], "tools[0].function.description", "must be a string"),
         ([_tool(description="d" * 65_536)], "tools[0]", "at most 65536 are allowed"),

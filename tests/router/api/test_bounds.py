@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
         {"role": "user", "content": [{"type": "text", "text": "a"}] * 4097},
         grpc=[{"role": "user", "content": [{"text": "a"}] * 4097}],
     ),
-    "NAME": messages("messages[0].name", {**USER, "name": "n" * 65}),
+    "NAME": messages("messages[0].name", {**USER, "name": "n" * 129}),
     "ASSISTANT_ONLY": Case(
         "messages[0].tool_calls",
         http={"messages": [{**USER, "tool_calls": [OPENAI_CALL]}]},
