@@ -81,9 +81,9 @@ def json_text(given: object) -> str:
 
 
 def is_json_result(content: object) -> bool:
-    """Whether this is a tool's result as a value, and not text or parts of a message."""
+    """Whether this is a tool's result as a value, and not text, parts of a message, or nothing."""
     if not isinstance(content, list):
-        return not isinstance(content, str)
+        return not isinstance(content, str | None)
     if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content):
         return True
     return not any(_is_content_part(part) for part in content)

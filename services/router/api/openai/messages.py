@@ -76,6 +76,7 @@ class _ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
 class _FunctionChoice(msgspec.Struct, forbid_unknown_fields=True):
     type: Any = None
     function: _ChosenFunction | None = None
+    name: Text = None  # at the top in OpenAI's Responses
 
 
 _TOOL_FIELDS = frozenset({"type", "function"})
@@ -309,8 +310,8 @@ def parse_tool_choice(value: object, ignore: Ignore) -> ToolChoice | None:
         return _allowed_tools(read_object(value, _AllowedTools, ignore, "tool_choice"))
     if not isinstance(value, dict) or value.get("type") != "function":
         raise bounds.TOOL_CHOICE.refused()
-    function = read_object(value, _FunctionChoice, ignore, "tool_choice").function
-    return ToolChoice("function", (function and function.name) or "")
+    choice = read_object(value, _FunctionChoice, ignore, "tool_choice")
+    return ToolChoice("function", (choice.function and choice.function.name) or choice.name or "")
 
 
 def _allowed_tools(given: _AllowedTools) -> ToolChoice:

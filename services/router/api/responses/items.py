@@ -12,6 +12,7 @@ from typing import Any
 from libs.common import api_bounds
 from services.router.api.answers.field_paths import MessageSources
 from services.router.api.json_body import Json, path_of
+from services.router.api.openai.echoed_forms import is_json_result, json_text
 from services.router.api.openai.messages import arguments_text
 from slipstream import bounds
 from slipstream.bound import shown_name
@@ -78,9 +79,7 @@ class _InputConversation:
             self._open(path).setdefault("tool_calls", []).append(_call(item, path))
         elif kind == "function_call_output":
             self.end_answer()
-            output = _texts(item.get("output"), f"{path}.output", _INPUT_PARTS, self._ignore)
-            call_id = _text(item, "call_id", path)
-            self._into.add({"role": "tool", "tool_call_id": call_id, "content": output}, path)
+            self._into.add(self._result(item, path), path)
         else:
             self._add_message(item, path)
 
@@ -96,6 +95,14 @@ class _InputConversation:
         if reasoning:
             answer["reasoning_content"] = reasoning
         self._into.add({"content": "", **answer}, self._path)
+
+    def _result(self, item: Json, path: str) -> dict[str, Any]:
+        output = item.get("output")
+        if is_json_result(output):
+            text = json_text(output)
+        else:
+            text = _texts(output, f"{path}.output", _INPUT_PARTS, self._ignore)
+        return {"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text}
 
     def _open(self, path: str) -> dict[str, Any]:
         if self._answer is None:

@@ -21,7 +21,7 @@ from services.router.api.openai.unsupported import (
 )
 from services.router.api.responses.request import EarlierItems, decode_response, parse_response
 from services.router.request.choices import choice_id, choice_seed
-from services.router.request.types import ChatInput, GenerationRequest, PromptInput
+from services.router.request.types import ChatInput, GenerationRequest, PromptInput, ToolChoice
 from slipstream.errors import InvalidArgument
 
 HI: Any = {"role": "user", "content": "hi"}
@@ -308,6 +308,22 @@ def test_limits_and_stops_take_every_form() -> None:
     with_usage = chat(stream=True, stream_options={"continuous_usage_stats": True})[1]
     assert with_usage.include_usage
     assert with_usage.continuous_usage
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": {"name": "look"}},
+        {"type": "function", "name": "look"},
+        {"type": "function", "function": {"name": "look"}, "name": "other"},
+    ],
+)
+def test_a_function_is_chosen_in_the_forms_of_chat_and_of_responses(choice: Any) -> None:
+    requests, options = parse_chat(json.dumps({"messages": [HI], "tool_choice": choice}).encode())
+    source = requests[0].input
+    assert isinstance(source, ChatInput)
+    assert source.tool_choice == ToolChoice("function", "look")
+    assert not options.ignored
 
 
 def test_each_choice_has_a_seed_and_an_id_of_the_request() -> None:

@@ -17,6 +17,7 @@ from services.router.api.responses.request import (
     decode_response,
     parse_response,
 )
+from services.router.api.responses.rpc.messages import item_message
 from services.router.api.responses.writer import ResponsesShape, ResponsesWriter
 from services.router.request.types import ChatInput, ToolChoice
 from slipstream.errors import InvalidArgument
@@ -65,6 +66,30 @@ def test_texts_that_follow_each_other_stay_separate() -> None:
         answer,
         {"role": "developer", "content": "xy"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [
+        ({"ok": True, "ü": [1]}, '{"ok": true, "ü": [1]}'),
+        ([1, {"a": None}], '[1, {"a": null}]'),
+        ([{"type": "dog", "name": "rex"}], '[{"type": "dog", "name": "rex"}]'),
+        (4, "4"),
+        ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], None),
+        ([{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ([{"type": "input_image", "image_url": "x"}], None),
+        (None, None),
+    ],
+)
+def test_a_result_may_be_a_value_as_in_chat(output: Any, text: str | None) -> None:
+    """None: it is refused by its path."""
+    item = {**OUTPUT, "output": output}
+    if text is None:
+        with pytest.raises(InvalidArgument, match=r"^input\[1\]\.output"):
+            messages_of(CALL, item)
+        return
+    assert messages_of(CALL, item)[1] == {"role": "tool", "tool_call_id": "c1", "content": text}
+    assert item_message(item).tool_result.output == text
 
 
 def test_reasoning_that_led_to_nothing_is_left_out() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.router.api.json_body import Json
+from services.router.api.openai.echoed_forms import is_json_result, json_text
 from services.router.api.openai.messages import arguments_text
 from services.router.api.responses.items import kind_of
 from services.router.api.responses.stored_items import PAGE_ITEMS, page_of, read_response
@@ -64,7 +65,8 @@ def item_message(item: Json) -> responses_pb2.ResponseItem:
             call.arguments = arguments_text(item.get("arguments"))
         case "function_call_output":
             message.tool_result.tool_call_id = _string(item.get("call_id"))
-            message.tool_result.output = _text(item.get("output"))
+            output = item.get("output")
+            message.tool_result.output = json_text(output) if is_json_result(output) else _text(output)
         case _:
             message.message.role = MESSAGE_ROLES.get(
                 item.get("role", ""), router_pb2.MESSAGE_ROLE_UNSPECIFIED
