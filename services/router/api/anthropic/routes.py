@@ -13,7 +13,9 @@ from services.router.api.anthropic.errors import error_shape
 from services.router.api.anthropic.request import parse_count_body
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.ignored_header import count_ignored
 from services.router.api.http.request_reader import RequestReader
+from services.router.api.openai.ignored_fields import IgnoredFields
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
@@ -48,9 +50,11 @@ class MessagesRoutes:
         """The number of tokens of the prompt that a body makes."""
         caller = self._reader.caller(request, request.path)
         with limited_call(self._manager.context.metering, caller):
-            return web.json_response({"input_tokens": await self._tokens_of(request, caller)})
+            n_tokens, ignored = await self._tokens_of(request, caller)
+        headers = count_ignored(self._manager.context.counters, ignored)
+        return web.json_response({"input_tokens": n_tokens}, headers=headers)
 
-    async def _tokens_of(self, request: web.Request, caller: Caller) -> int:
+    async def _tokens_of(self, request: web.Request, caller: Caller) -> tuple[int, IgnoredFields]:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
@@ -59,4 +63,4 @@ class MessagesRoutes:
         )
         body.paths.check(body.generation, self._card)
         prompt = await self._manager.encode(body.generation, caller, n_bytes=n_bytes)
-        return len(prompt.token_ids)
+        return len(prompt.token_ids), body.ignored

@@ -37,10 +37,11 @@ class AnswerDelivery:
         answer: Json,
         *,
         stall_s: float = service_bounds.WRITE_STALL_S,
+        headers: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
         """Answer with an object. Raises Overloaded beyond the tenant's share."""
         data = await asyncio.to_thread(msgspec.json.encode, answer)
-        return await self.send_json(request, tenant, data, stall_s=stall_s)
+        return await self.send_json(request, tenant, data, stall_s=stall_s, headers=headers)
 
     async def send_json(
         self,

@@ -21,10 +21,10 @@ from services.router.api.answers.whole import whole_of, whole_of_choices
 from services.router.api.choices import ChoiceRuns
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.event_stream import EventStream
+from services.router.api.http.ignored_header import ignored_header
 from services.router.api.http.middleware import RECORD
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.http.span_attributes import http_attributes, note_status
-from services.router.api.openai.ignored_fields import IGNORED_HEADER
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
@@ -51,9 +51,7 @@ class _HttpExchange:
     def headers(self, run: RunningRequest | None) -> dict[str, str]:
         """Of an answer. `x-slipstream-debug: 1` asks where it runs and why: known once a token is there."""
         headers = {"x-request-id": self.request[RECORD].request_id}
-        ignored = self.exchange.options.ignored
-        if ignored:
-            headers[IGNORED_HEADER] = ignored
+        headers |= ignored_header(self.exchange.options.ignored)
         decision = run.decision() if run is not None and self.needs_decision else None
         if decision is not None:
             headers[PLACEMENT_HEADER] = header_text(decision)

@@ -10,8 +10,11 @@ from aiohttp import web
 
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.content_encoding import decompress
+from services.router.api.http.ignored_header import count_ignored
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.openai.token_bodies import (
+    Detokenize,
+    Tokenize,
     parse_detokenize,
     parse_tokenize,
 )
@@ -44,11 +47,12 @@ class TokenEndpoint:
         """The ids of a text, or of a conversation as the chat template renders it."""
         caller = self._reader.caller(request, request.path)
         with limited_call(self._manager.context.metering, caller):
-            found = await self._tokens(request, caller)
-        return await self._delivery.send_object(request, caller.tenant, found)
+            body, n_bytes = await self._read(request, caller, parse_tokenize)
+            found = await self._tokens(body, caller, n_bytes)
+        headers = count_ignored(self._manager.context.counters, body.ignored)
+        return await self._delivery.send_object(request, caller.tenant, found, headers=headers)
 
-    async def _tokens(self, request: web.Request, caller: Caller) -> dict[str, object]:
-        body, n_bytes = await self._read(request, caller, parse_tokenize)
+    async def _tokens(self, body: Tokenize, caller: Caller, n_bytes: int) -> dict[str, object]:
         async with self._manager.token_turns.turn(caller.tenant, n_bytes):
             prompt = await self._manager.encode(self._with_edge(body.request), caller, n_bytes=n_bytes)
             ids = prompt.token_ids.tolist()
@@ -82,11 +86,12 @@ class TokenEndpoint:
         """The text of token ids, with the names of control tokens."""
         caller = self._reader.caller(request, request.path)
         with limited_call(self._manager.context.metering, caller):
-            found = {"prompt": await self._text(request, caller)}
-        return await self._delivery.send_object(request, caller.tenant, found)
+            body, n_bytes = await self._read(request, caller, parse_detokenize)
+            found = {"prompt": await self._text(body, caller, n_bytes)}
+        headers = count_ignored(self._manager.context.counters, body.ignored)
+        return await self._delivery.send_object(request, caller.tenant, found, headers=headers)
 
-    async def _text(self, request: web.Request, caller: Caller) -> str:
-        body, n_bytes = await self._read(request, caller, parse_detokenize)
+    async def _text(self, body: Detokenize, caller: Caller, n_bytes: int) -> str:
         check_model(body.model, self._card.names)
         async with self._manager.token_turns.turn(caller.tenant, n_bytes):
             return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")

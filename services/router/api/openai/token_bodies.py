@@ -44,6 +44,7 @@ class Tokenize(msgspec.Struct, frozen=True):
 
     request: GenerationRequest
     with_texts: bool
+    ignored: IgnoredFields
 
 
 class Detokenize(msgspec.Struct, frozen=True):
@@ -51,6 +52,7 @@ class Detokenize(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     model: str
+    ignored: IgnoredFields
 
 
 def parse_tokenize(data: bytes) -> Tokenize:
@@ -75,15 +77,17 @@ def parse_tokenize(data: bytes) -> Tokenize:
         source = PromptInput(body.prompt)
     else:
         raise bounds.INPUT.refused("prompt")
-    return Tokenize(GenerationRequest(source, model=body.model or ""), body.return_token_strs is True)
+    request = GenerationRequest(source, model=body.model or "")
+    return Tokenize(request, body.return_token_strs is True, ignored)
 
 
 def parse_detokenize(data: bytes) -> Detokenize:
     """A body of /detokenize. Raises InvalidArgument."""
-    body = decode_body(data, _DETOKENIZE, IgnoredFields().add)
+    ignored = IgnoredFields()
+    body = decode_body(data, _DETOKENIZE, ignored.add)
     if not body.tokens:
         raise bounds.INPUT.refused("tokens")
     for index, token in enumerate(body.tokens):
         if type(token) is not int:
             raise bounds.TYPE.refused(f"tokens[{index}]", expected="a token id")
-    return Detokenize(body.tokens, body.model or "")
+    return Detokenize(body.tokens, body.model or "", ignored)

@@ -17,6 +17,7 @@ from services.router.api.answers.exchange import read_exchange
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.event_stream import EventStream
 from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.ignored_header import ignored_header
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.json_body import Json
 from services.router.api.responses.answer_format import ResponsesBody, ResponsesFormat
@@ -146,15 +147,17 @@ class ResponsesRoutes:
         """The number of tokens of the prompt that a body makes."""
         caller = self._reader.caller(request, request.path)
         with limited_call(self._manager.context.metering, caller):
-            n_tokens = await self._tokens_of(request, caller)
-        return web.json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+            n_tokens, ignored = await self._tokens_of(request, caller)
+        found = {"object": "response.input_tokens", "input_tokens": n_tokens}
+        return web.json_response(found, headers=ignored_header(ignored))
 
-    async def _tokens_of(self, request: web.Request, caller: Caller) -> int:
+    async def _tokens_of(self, request: web.Request, caller: Caller) -> tuple[int, str]:
+        """The tokens of the prompt, and the names of fields without effect, which are counted."""
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         read = await read_exchange(self._manager, self.format, caller, data, request_id="", encoding=encoding)
         prompt = await self._manager.encode(read.body.requests[0], caller, n_bytes=read.n_bytes)
-        return len(prompt.token_ids)
+        return len(prompt.token_ids), read.options.ignored
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]

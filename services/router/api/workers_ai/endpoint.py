@@ -24,9 +24,11 @@ from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
+from services.router.api.http.ignored_header import ignored_header
 from services.router.api.http.middleware import RECORD
 from services.router.api.http.piece_stream import each_piece, send_pieces
 from services.router.api.http.request_reader import RequestReader
+from services.router.api.openai.ignored_fields import IgnoredFields
 from services.router.api.workers_ai.envelope import (
     InvalidRunModel,
     RunBodyMissing,
@@ -136,9 +138,9 @@ class RunEndpoints:
         if isinstance(body, PollBody):
             return await self._poll(request, caller.tenant, body)
         if parsed.is_queued:
-            return await self._submit(caller, model, body)
+            return await self._submit(caller, model, body, parsed.ignored)
         if isinstance(body, BatchBody):
-            return await self._run_all(request, caller, body.runs)
+            return await self._run_all(request, caller, body.runs, parsed.ignored)
         # It reads the body again, which aiohttp keeps.
         return await self._generation.generate(request, path=RUN_PATH, answer_format=RunFormat(body))
 
@@ -155,33 +157,42 @@ class RunEndpoints:
                 n_bytes=n_bytes,
             )
             is_queued = parsed.is_queued or _flag(request, "queueRequest")
-            await self._check(caller, parsed.body, is_queued=is_queued)
-            return ParsedRun(parsed.body, is_queued)
+            ignored = await self._check(caller, parsed.body, is_queued=is_queued)
+            return ParsedRun(parsed.body, is_queued, ignored.header())
         except errors.InvalidArgument:
             self._manager.context.counters.add("slipstream_requests_refused_total")
             raise
 
-    async def _check(self, caller: Caller, body: RunBody | BatchBody | PollBody, *, is_queued: bool) -> None:
-        """Check what runs later: its client may not be there then. Each run is a piece of work."""
+    async def _check(
+        self, caller: Caller, body: RunBody | BatchBody | PollBody, *, is_queued: bool
+    ) -> IgnoredFields:
+        """Check what runs later: its client may not be there then. Each run is a piece of work.
+
+        The result has the fields without effect of all its runs, which count when they run.
+        """
+        ignored = IgnoredFields()
         if isinstance(body, BatchBody):
             n_bytes = sum([len(run.chat) for run in body.runs])  # many short ones take as long as a long one
             for index, run in enumerate(body.runs):
-                await self._manager.read(
-                    caller, partial(_check_run, run, f"requests[{index}]."), n_bytes=n_bytes
-                )
+                check = partial(_check_run, run, f"requests[{index}].", ignored)
+                await self._manager.read(caller, check, n_bytes=n_bytes)
         elif isinstance(body, RunBody) and is_queued:
             if body.is_streamed:
                 raise batch_bounds.RUN_STREAM.refused()
-            await self._manager.read(caller, partial(_check_run, body, ""), n_bytes=len(body.chat))
+            await self._manager.read(caller, partial(_check_run, body, "", ignored), n_bytes=len(body.chat))
+        return ignored
 
     # ---- the queue
 
-    async def _submit(self, caller: Caller, model: str, body: RunBody | BatchBody) -> web.Response:
+    async def _submit(
+        self, caller: Caller, model: str, body: RunBody | BatchBody, ignored: str
+    ) -> web.Response:
         request_id = str(uuid.uuid4())
         runs = body.runs if isinstance(body, BatchBody) else [body]
         queue = self._needed_queue()
         await queue.submit(caller.tenant, request_id, runs, key_sha256=caller.key_sha256)
-        return web.json_response(envelope({"status": "queued", "request_id": request_id, "model": model}))
+        queued = {"status": "queued", "request_id": request_id, "model": model}
+        return web.json_response(envelope(queued), headers=ignored_header(ignored))
 
     async def _poll(self, request: web.Request, tenant: str, body: PollBody) -> web.StreamResponse:
         queue = self._needed_queue()
@@ -206,7 +217,7 @@ class RunEndpoints:
     # ---- several runs in one call
 
     async def _run_all(
-        self, request: web.Request, caller: Caller, runs: Sequence[RunBody]
+        self, request: web.Request, caller: Caller, runs: Sequence[RunBody], ignored: str
     ) -> web.StreamResponse:
         """Answer when all have ended. Answers that wait are in the tenant's share of what is sent to it."""
         batch_bounds.RUNS_AT_ONCE.check(len(runs))
@@ -226,7 +237,8 @@ class RunEndpoints:
                 *[(b"," if index else b"") + task.result() for index, task in enumerate(started)],
                 tail,
             ]
-            response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+            headers = {"Content-Type": "application/json; charset=utf-8", **ignored_header(ignored)}
+            response = web.StreamResponse(headers=headers)
             response.content_length = sum(map(len, pieces))
             return await send_pieces(
                 request, response, each_piece(pieces), stall_s=self._generation.write_stall_s
@@ -256,10 +268,12 @@ class RunEndpoints:
             return msgspec.json.encode(item | {"errors": [error_item(failure_of(error))]})
 
 
-def _check_run(run: RunBody, prefix: str) -> None:
+def _check_run(run: RunBody, prefix: str, ignored: IgnoredFields) -> None:
     """Raise InvalidArgument for a run that can never run. `prefix`: where it stands in the body."""
     try:
-        read_run(run, "")
+        for name in read_run(run, "").options.ignored.split(","):
+            if name:
+                ignored.add(prefix + name)
         reference_of(run)
     except errors.InvalidArgument as error:
         raise type(error)(f"{prefix}{error.field}", error.reason) from None

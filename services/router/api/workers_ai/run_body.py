@@ -70,10 +70,11 @@ class PollBody(msgspec.Struct, frozen=True, gc=False):
 
 
 class ParsedRun(msgspec.Struct, frozen=True, gc=False):
-    """What a body asks for, and whether to queue it."""
+    """What a body asks for, and whether to queue it. `ignored`: the fields without effect of its runs."""
 
     body: RunBody | BatchBody | PollBody
     is_queued: bool = False
+    ignored: str = ""
 
 
 def parse_run(data: bytes, model: str) -> ParsedRun:
