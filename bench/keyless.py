@@ -6,7 +6,7 @@
 Starts a router process with API keys and no workers. Each connection sends one message of the largest
 size that the router takes, as far as flow control and the sockets allow, and stays open. Prints the peak of
 memory over the idle router, and when all connections are closed, at most 10 s after the last refusal, memory
-over idle and what is still open.
+over idle and what is still open. Exit status 1: memory grew by more than 200 MB, or something was open then.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ APIS: dict[str, type[KeylessClient]] = {"grpc": KeylessGrpcClient, "http": Keyle
 _SETTLE_S = 1.0
 _SAMPLE_S = 0.01
 _ANSWER_S = 60.0
+_MAX_MB = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class KeylessResult:
     gone_s: float
     later_mb: float
     later_connections: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the router keeps its bounds."""
+        return self.peak_mb <= _MAX_MB and self.later_connections == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,7 @@ async def run(arguments: argparse.Namespace) -> list[KeylessResult]:
     return results
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.keyless",
@@ -159,13 +165,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="checkpoint directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
-    results = [asdict(result) for result in asyncio.run(run(arguments))]
+    results = asyncio.run(run(arguments))
+    rows = [asdict(result) | {"holds": result.holds} for result in results]
     if arguments.json:
-        print(json.dumps({"runs": results}))
-        return
-    for result in results:
-        print("  ".join(f"{name} {value}" for name, value in result.items()))
+        print(json.dumps({"runs": rows}))
+    else:
+        print("\n".join("  ".join(f"{name} {value}" for name, value in row.items()) for row in rows))
+    return 0 if all(result.holds for result in results) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
