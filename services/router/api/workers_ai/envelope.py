@@ -52,6 +52,7 @@ _CODES: tuple[tuple[type[errors.SlipstreamError], int], ...] = (
     (errors.InvalidArgument, BAD_INPUT),
     (InvalidRunModel, 3042),
     (UnknownRunModel, 5007),
+    (errors.QuotaExceeded, 3036),
     (errors.Overloaded, 3040),
     (errors.DeadlineExceeded, 3007),
     (errors.Aborted, 3008),

@@ -31,6 +31,7 @@ from slipstream import errors
         (JsonModeUnmet("length"), 5001, 422),
         (errors.NotFound("no such request", field="request_id"), 5001, 404),
         (errors.Overloaded("full"), 3040, 429),
+        (errors.QuotaExceeded("spent"), 3036, 429),
         (errors.OutOfPages("full"), 3040, 429),
         (RunTimedOut("late"), 3007, 408),
         (errors.Aborted("gone"), 3008, 499),
