@@ -233,7 +233,8 @@ class Limiter:
                 f"the prompt has about {use.prompt_tokens} tokens, more than the limit of {limit} a minute"
             )
         error = QuotaExceeded if kind in _SPEND else RateLimited
-        raise error(message, retry_after_ms=self._retry_after_ms(kind, held))
+        retry_after_ms = 0 if is_too_long else self._retry_after_ms(kind, held)  # no time helps a long prompt
+        raise error(message, retry_after_ms=retry_after_ms)
 
     def _retry_after_ms(self, kind: LimitKind, held: HeldLease) -> int:
         if self._is_shared and held.lease.remaining > 0 and held.lease.free > 0:

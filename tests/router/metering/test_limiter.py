@@ -126,8 +126,9 @@ def test_estimates_of_tokens_are_replaced_when_the_request_ends() -> None:
     second.end(n_requests=1, tokens=120, spend_pico=0)  # 30 more than estimated count in this minute
     second.end(n_requests=1, tokens=120, spend_pico=0)
     assert [each.remaining for each in router.limiter.states("anna", b"")] == [70]
-    with pytest.raises(RateLimited, match="about 101 tokens, more than the limit of 100"):
+    with pytest.raises(RateLimited, match="about 101 tokens, more than the limit of 100") as refused:
         router.admit(prompt=101)
+    assert not refused.value.retry_after_ms
 
 
 def test_a_request_that_was_refused_for_capacity_gives_back_what_it_took() -> None:
