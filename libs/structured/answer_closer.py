@@ -20,14 +20,14 @@ from llguidance import LLMatcher
 from libs.structured.key_guard import KeyGuard
 from libs.structured.vocabulary import GrammarVocabulary
 
-# Tokens left at which the closer looks first. Later looks come where half of the room is used.
-_FIRST_LOOK = 512
 # Until the next look an answer may open something that takes tokens to close.
 _SPARE_TOKENS = 8
-# The looks of many answers that began together come in different steps, by their tokens.
-_SPREAD_TOKENS = 8
-# A step of the engine waits for a look. An answer of an ambiguous grammar takes longer, and may be cut.
-_MAX_LOOK_S = 0.03
+# The looks of answers that began together come in different steps, up to so many.
+_MAX_SPREAD_TOKENS = 64
+# A step of the engine waits for a look: 0.1 ms a mask. Answers of a grammar with slow masks may be cut.
+_MAX_MASKS = 128
+_MAX_WAY_TOKENS = 4096
+_MAX_LOOK_S = 0.1
 # Letters that begin no value of JSON: where one may follow, a string is open.
 _OF_TEXT = b"axZ~"
 # Where nothing closes: a sign of a pattern comes before the characters that repeat, and white space last.
@@ -46,16 +46,13 @@ class AnswerEnd(NamedTuple):
     """How far an answer is from its end. Immutable."""
 
     n_left: int  # tokens until its limit
-    look_at: int = _FIRST_LOOK  # tokens left at which the closer looks; 0: never again
+    look_at: int  # tokens left at which the closer looks
+    spread: int = 1  # over how many tokens that look may be put off
     way: tuple[int, ...] | None = None  # the tokens that end it, once it has to
-
-    def may_close(self, n_more: int) -> bool:
-        """Whether it ends for its limit, or one of the next `n_more` tokens may begin that."""
-        return self.way is not None or self.n_left - n_more <= self.look_at
 
 
 class AnswerCloser:
-    """The ways out of the grammars of one vocabulary. Holds no state of an answer."""
+    """The ways out of one grammar. It holds no state of an answer; any thread may use it."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._n_words = -(-vocabulary.size // 32)
@@ -63,32 +60,49 @@ class AnswerCloser:
             [vocabulary.byte_ids[byte] for byte in group if byte in vocabulary.byte_ids]
             for group in (_OF_TEXT, b'"', b'}]",:', *_CONTINUING)
         )
+        self.is_slow = False  # its masks take too long: it looks no more
+        self._whole: tuple[int, ...] | None = None  # the way from the grammar's first state
+        self._has_begun = False
+
+    def begin(self, matcher: LLMatcher, max_tokens: int) -> AnswerEnd:
+        """The end of an answer without tokens yet. `matcher` is in its first state, and stays there."""
+        if not self._has_begun:  # two threads would find the same
+            self._whole = self._look(matcher, None, _MAX_WAY_TOKENS)
+            self._has_begun = True
+        end = _planned(AnswerEnd(max_tokens, max_tokens), self._whole)
+        return end if end.way is None else AnswerEnd(max_tokens, max_tokens)  # after its first token
 
     def after(self, end: AnswerEnd, token: int, matcher: LLMatcher, guard: KeyGuard | None) -> AnswerEnd:
         """The end of an answer whose newest token the grammar has taken. The grammar stays as it is."""
         if end.way is not None:
-            if end.way[:1] == (token,):
-                return end._replace(way=end.way[1:])
-            end = AnswerEnd(end.n_left)  # it has left the way
-        late = end.look_at - end.n_left
-        if late < 0 or (late < _SPREAD_TOKENS < end.n_left // 8 and token % _SPREAD_TOKENS):
+            return end._replace(way=end.way[1:] if end.way[:1] == (token,) else None)
+        if end.n_left > end.look_at or self.is_slow:
             return end
+        if end.spread > 1 and (late := token % end.spread):
+            return end._replace(look_at=end.n_left - late, spread=1)
+        return _planned(end, self._look(matcher, guard, end.n_left))
+
+    def _look(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> tuple[int, ...] | None:
         place = guard.place if guard is not None else None
         try:
-            way = self._way_out(matcher.deep_copy(), guard, end.n_left)
+            way = self._way_out(matcher.deep_copy(), guard, most)
         except TimeoutError:
-            return end._replace(look_at=0)
+            self.is_slow = True
+            return None
         finally:
             if guard is not None and place is not None:
                 guard.place = place
-        return _planned(end, way)
+        return None if way is None else tuple(way)
 
     def _way_out(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> list[int] | None:
         """A short way to the end of the grammar; None beyond `most` tokens. Raises TimeoutError."""
         until_s = time.thread_time() + _MAX_LOOK_S
         way: list[int] = []
+        n_masks = 0
         while not matcher.is_accepting():
-            following = matcher.compute_ff_tokens() or self._best(self._mask(matcher, guard), way)
+            following = matcher.compute_ff_tokens()
+            if not following and n_masks < _MAX_MASKS:
+                following, n_masks = self._best(self._mask(matcher, guard), way), n_masks + 1
             if not following or len(way) + len(following) > most:
                 return None
             if time.thread_time() > until_s:
@@ -117,14 +131,15 @@ class AnswerCloser:
         return _first(mask)
 
 
-def _planned(end: AnswerEnd, way: Sequence[int] | None) -> AnswerEnd:
+def _planned(end: AnswerEnd, way: tuple[int, ...] | None) -> AnswerEnd:
     """What follows from a look that found this way, or none. Pure."""
-    if way is None:
-        return end._replace(look_at=end.n_left // 2)
-    room = end.n_left - len(way)
+    n_left = end.n_left
+    if way is None or len(way) > n_left:
+        return AnswerEnd(n_left, n_left // 2)
+    room = n_left - len(way)
     if room <= _SPARE_TOKENS + len(way) // 4:
-        return end._replace(way=tuple(way))
-    return end._replace(look_at=len(way) + room // 2)
+        return AnswerEnd(n_left, 0, way=way)
+    return AnswerEnd(n_left, len(way) + room // 2, min(room // 8, _MAX_SPREAD_TOKENS) or 1)
 
 
 def _allowed(mask: _Mask, tokens: Sequence[int]) -> Iterator[int]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from libs.structured.answer_closer import AnswerCloser, AnswerEnd
+from libs.structured.answer_closer import AnswerCloser
 from libs.structured.grammar_cache import first_lines
 from libs.structured.key_guard import KeyGuard
 from libs.structured.stated_keys import stated_keys
@@ -45,11 +45,12 @@ class GrammarConstraint:
         matcher: LLMatcher,
         vocabulary: GrammarVocabulary,
         *,
+        closer: AnswerCloser | None = None,
         max_tokens: int = 0,
         filler: Any = None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`max_tokens`: the answer ends before, as far as its grammar allows; 0: it may be cut.
+        """`closer`: ends the answer within `max_tokens`, as far as its grammar allows; None: it may be cut.
 
         `on_failure` is called when the matcher fails, of its grammar or of its limits.
         """
@@ -69,18 +70,14 @@ class GrammarConstraint:
         # Reasoning that an answer must follow ends with </think>, and by no other way.
         others = (*sorted(vocabulary.end_ids), *self._call_begins)
         self._banned_reasoning = () if rules.awaits_calls else others
-        self._closer = AnswerCloser(vocabulary)
-        self._end = AnswerEnd(max_tokens + len(rules.forced)) if max_tokens else None
+        self._closer = closer
+        self._end = closer.begin(matcher, max_tokens + len(rules.forced)) if closer is not None else None
         self.advance(rules.forced)
 
     @property
     def is_closing(self) -> bool:
         """Whether the answer ends as it does for its limit of tokens."""
         return self._end is not None and self._end.way is not None
-
-    def may_close(self, n_more: int) -> bool:
-        """Whether it is closing, or one of the next `n_more` tokens may begin that."""
-        return self._end is not None and self._end.may_close(n_more)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take tokens of the answer. A token that the grammar forbids sets `failure`."""
@@ -91,9 +88,6 @@ class GrammarConstraint:
         """How many leading drafts the grammar allows. A token that ends the answer counts as forbidden."""
         ends = self._vocabulary.end_ids
         n = next((j for j, token in enumerate(drafts) if token in ends), len(drafts))
-        if self._end is not None and self._end.way is not None:
-            planned = zip(drafts[:n], self._end.way, strict=False)
-            return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], planned)))
         if self.phase is Phase.HELD:
             return self._count_held(drafts[:n])
         if self.phase is Phase.ENDED:
@@ -104,7 +98,7 @@ class GrammarConstraint:
             if self._next_phase(token) is Phase.HELD:
                 first = [token] if token in self._call_begins else []
                 held = [*first, *drafts[j + 1 : n]]
-                return j + 1 - len(first) + self._count_held(held)
+                return j + 1 - len(first) + self._count_held(held, j + 1 - len(first))
         return n
 
     def needs_mask(self, drafts: Sequence[int]) -> bool:
@@ -159,12 +153,14 @@ class GrammarConstraint:
         phase = self._next_phase(token)
         is_matched = phase is Phase.HELD and (self.phase is Phase.HELD or token in self._call_begins)
         self.phase = phase
-        if self._end is not None:
+        if token in self._call_begins:
+            self._end = None  # a call that is cut must not look like a whole one
+        elif self._end is not None:
             self._end = self._end._replace(n_left=self._end.n_left - 1)
         if is_matched and not self.failure:
             n_taken = int(self.matcher.consume_token(token))
             if n_taken and (self.guard is None or self.guard.take(token)):
-                if self._end is not None:
+                if self._end is not None and self._closer is not None:
                     self._end = self._closer.after(self._end, token, self.matcher, self.guard)
                 return n_taken
             self.note_failure()
@@ -172,7 +168,17 @@ class GrammarConstraint:
             return n_taken
         return 0
 
-    def _count_held(self, tokens: Sequence[int]) -> int:
+    def _count_held(self, tokens: Sequence[int], n_before: int = 0) -> int:
+        """How many leading tokens, which follow `n_before` others, the grammar and the end allow.
+
+        The row after a token at which the closer looks belongs to the next step.
+        """
+        if self._end is not None and not (tokens and tokens[0] in self._call_begins):
+            if self._end.way is not None:
+                planned = zip(tokens, self._end.way, strict=False)
+                return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], planned)))
+            if self._closer is not None and not self._closer.is_slow:
+                tokens = tokens[: max(0, self._end.n_left - n_before - self._end.look_at - 1)]
         n = self.matcher.validate_tokens(list(tokens)) if tokens else 0
         return n if self.guard is None else self.guard.count_allowed(tokens[:n])
 

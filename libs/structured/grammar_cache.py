@@ -98,7 +98,7 @@ class GrammarCache:
 
         `salt`: that of the tenant.
         """
-        digest = _digest(grammar, salt)
+        digest = grammar_digest(grammar, salt)
         mine: _Compiled | None = None
         with self._lock:
             found = self._compiled.get(digest)
@@ -120,7 +120,7 @@ class GrammarCache:
     def forget(self, grammar: str, *, salt: bytes = b"") -> None:
         """Compile the grammar again when it is needed: the lexer of the present one is at its limit."""
         with self._lock:
-            self._remove(_digest(grammar, salt))
+            self._remove(grammar_digest(grammar, salt))
 
     def _keep(self, digest: bytes, compiled: _Compiled) -> None:
         self._compiled[digest] = compiled
@@ -142,5 +142,6 @@ class GrammarCache:
                 self._remove(digest)
 
 
-def _digest(grammar: str, salt: bytes) -> bytes:
+def grammar_digest(grammar: str, salt: bytes) -> bytes:
+    """The name of a tenant's grammar."""
     return hashlib.blake2b(grammar.encode(), digest_size=16, key=hashlib.sha256(salt).digest()).digest()

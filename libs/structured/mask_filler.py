@@ -74,7 +74,7 @@ class GrammarMasks:
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         for constraint, drafts in work:
             row = len(banned)
-            is_plain = constraint.guard is None and not constraint.may_close(len(drafts))
+            is_plain = constraint.guard is None and not constraint.is_closing
             if constraint.phase is not Phase.HELD or constraint.failure or not is_plain:
                 banned += constraint.fill(drafts, masks[row:])
                 continue

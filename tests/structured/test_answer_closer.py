@@ -9,6 +9,8 @@ import jsonschema
 import numpy as np
 import pytest
 
+from libs.structured import answer_closer
+from libs.structured.answer_closer import AnswerCloser
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
 from libs.structured.constraint import GrammarConstraint, Phase
 from libs.structured.grammar_cache import compile_grammar
@@ -41,7 +43,8 @@ def state(output: OutputFormat, vocabulary: GrammarVocabulary, max_tokens: int) 
 
 def constraint_of(grammar: str, vocabulary: GrammarVocabulary, max_tokens: int) -> GrammarConstraint:
     matcher, rules = compile_grammar(grammar, vocabulary), OutputConstraint(grammar)
-    return GrammarConstraint(rules, matcher, vocabulary, max_tokens=max_tokens, filler=FILLER)
+    closer = AnswerCloser(vocabulary) if max_tokens else None
+    return GrammarConstraint(rules, matcher, vocabulary, closer=closer, max_tokens=max_tokens, filler=FILLER)
 
 
 def allowed_rows(
@@ -126,13 +129,12 @@ def test_a_continued_answer_closes_in_the_same_way_and_so_does_one_with_drafts(
         single.advance((token,))
     rows += allowed_rows(single, vocabulary)
     assert single.is_closing and rows[-1] == sorted(vocabulary.end_ids)
-    for begin in range(0, len(tokens), 5):
+    for begin in range(len(tokens)):
         continued = state(output, vocabulary, max_tokens)
         continued.advance(tokens[:begin])
-        drafts = tokens[begin : begin + 5]
-        assert allowed_rows(continued, vocabulary, drafts) == rows[begin : begin + len(drafts) + 1]
-        assert continued.count_allowed(drafts) == len(drafts)
-        if rows[begin][0] != tokens[begin]:
+        n = continued.count_allowed(tokens[begin : begin + 5])
+        assert allowed_rows(continued, vocabulary, tokens[begin : begin + n]) == rows[begin : begin + n + 1]
+        if rows[begin][0] != tokens[begin] and continued.count_allowed(rows[begin][:1]):
             allowed_rows(continued, vocabulary, rows[begin][:1])  # a wrong draft changes no state
         assert allowed_rows(continued, vocabulary) == rows[begin : begin + 1]
 
@@ -148,9 +150,17 @@ def test_an_answer_with_room_is_left_alone(vocabulary: GrammarVocabulary) -> Non
     assert not held.is_closing
 
 
-def test_calls_close_too(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+def test_a_call_is_cut_so_that_it_does_not_look_whole(vocabulary: GrammarVocabulary) -> None:
     grammar = answer_grammar(None, [CallableTool("look", PERSON)], vocabulary.special_ids)
-    for seed in range(3):
-        constraint = constraint_of(grammar, vocabulary, 120)
-        tokens = answer(constraint, vocabulary, seed=seed, max_tokens=120)
-        assert constraint.phase is Phase.ENDED and len(tokens) < 120
+    constraint = constraint_of(grammar, vocabulary, 120)
+    assert len(answer(constraint, vocabulary, seed=1, max_tokens=120)) == 120
+    assert not constraint.is_closing
+
+
+def test_an_answer_of_slow_masks_may_be_cut(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_closer, "_MAX_LOOK_S", -1.0)
+    constraint = state(OutputFormat("json_schema", PERSON), vocabulary, 90)
+    assert len(answer(constraint, vocabulary, seed=2, max_tokens=90)) == 90
+    assert not constraint.is_closing and constraint.count_allowed([]) == 0

@@ -117,10 +117,6 @@ def test_an_answer_without_bounds_is_whole_within_its_limit(cluster: LocalCluste
                 pass
             assert isinstance(stream.reply.parse(_Person), _Person)
             assert stream.reply.finish_reason in ("length", "stop")
-    call = {"tools": [FINAL], "tool_choice": "required", "max_tokens": 60}
-    status, answer = post(cluster, **call)
-    assert status == 200, answer
-    check(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
 
 
 def test_streams_choices_and_log_probabilities_keep_the_form(cluster: LocalCluster) -> None:
