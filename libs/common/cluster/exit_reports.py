@@ -47,6 +47,13 @@ class CrashedAttempts(NamedTuple):
     attempts: int = 0
     struck: int = 0  # of requests that had strikes before
 
+    def beside(self, others: CrashedAttempts) -> CrashedAttempts:
+        """These and the others together."""
+        return CrashedAttempts(self.attempts + others.attempts, self.struck + others.struck)
+
+
+NO_ATTEMPTS = CrashedAttempts()
+
 
 class ExitReports(Protocol):
     """Reports of exits. A worker's key is `role/instance/incarnation`."""
@@ -74,7 +81,7 @@ class NoExitReports:
         return
 
     async def attempts_elsewhere(self, worker_key: str) -> CrashedAttempts:
-        return CrashedAttempts()
+        return NO_ATTEMPTS
 
 
 class EtcdExitReports:
@@ -110,7 +117,7 @@ class EtcdExitReports:
             others = [json.loads(entry.value) for key, entry in found.items() if key != prefix + self._own]
             return CrashedAttempts(*(sum(int(counts[index]) for counts in others) for index in range(2)))
         except (TimeoutError, SlipstreamError, ValueError, LookupError, TypeError):
-            return CrashedAttempts()
+            return NO_ATTEMPTS
 
 
 async def report_exit(client: EtcdClient, run: str, *, crashed: bool) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 
 from libs.common.block_hash import TokenArray
-from libs.common.cluster.exit_reports import ExitReports, NoExitReports
+from libs.common.cluster.exit_reports import CrashedAttempts, ExitReports, NoExitReports
 from libs.common.service_bounds import MAX_QUARANTINED
 from services.router.execution.policies.drain_limiter import DrainLimiter
 from services.router.execution.policies.hedge_policy import HedgePolicy
@@ -31,6 +31,7 @@ class FailoverState:
     def watch_silent(self, suspect: Suspect, link: WorkerConnection) -> None:
         """Record that a worker fell silent under the suspect, and what comes of the worker."""
         if self.quarantine.fell_silent(suspect, link.key):
+            self._report(link.key, self.quarantine.silence_of(link.key))
             link.when_settled(self._settled)
 
     def _settled(self, worker: str, has_ended: bool) -> None:
@@ -45,8 +46,10 @@ class FailoverState:
         task.add_done_callback(self._tasks.discard)
 
     async def _check_ended(self, worker: str) -> None:
-        is_crash = await self.exit_reports.has_crashed(worker)
-        self.quarantine.silence_ended(worker, crashed=is_crash is not False)
+        is_crash, elsewhere = await asyncio.gather(
+            self.exit_reports.has_crashed(worker), self.exit_reports.attempts_elsewhere(worker)
+        )
+        self.quarantine.silence_ended(worker, crashed=is_crash is not False, elsewhere=elsewhere)
 
     def close(self) -> None:
         """Wait for no more reports: no request runs any more."""
@@ -59,7 +62,7 @@ class FailoverState:
         Only a second or later strike waits for the reports. A worker that was killed from outside causes no
         strike. Other routers get and give the number of their requests on the crashed one.
         """
-        self._report_attempts(crashed)
+        self.report_crash(crashed)
         if not self.quarantine.is_repeated_strike(suspect, crashed):
             return
         workers = (*suspect.struck_by, crashed)
@@ -70,14 +73,17 @@ class FailoverState:
             if has_crashed is False:
                 self.quarantine.record_kill(worker)
 
-    def _report_attempts(self, crashed: str) -> None:
-        ran = self.quarantine.record_crash(crashed)
-        if not ran.attempts or crashed in self._reported:
+    def report_crash(self, crashed: str) -> None:
+        """Tell the other routers once what ran here on a crashed worker."""
+        self._report(crashed, self.quarantine.record_crash(crashed))
+
+    def _report(self, worker: str, ran: CrashedAttempts) -> None:
+        if not ran.attempts or worker in self._reported:
             return
-        self._reported[crashed] = None
+        self._reported[worker] = None
         if len(self._reported) > MAX_QUARANTINED:
             self._reported.popitem(last=False)
-        self._spawn(self.exit_reports.report_attempts(crashed, ran), name="crashed-attempts")
+        self._spawn(self.exit_reports.report_attempts(worker, ran), name="crashed-attempts")
 
 
 def content_digest(

@@ -199,7 +199,10 @@ class HedgedAttempt:
         (other,) = self._live.values()
         left = set(assignment.workers.keys) - set(other.workers.keys)
         crashed = failure.worker if failure is not None and failure.is_crash else None
-        self._state.context.failover.quarantine.leave_workers(self._state.suspect, left, crashed=crashed)
+        failover = self._state.context.failover
+        if crashed is not None:
+            failover.report_crash(crashed)
+        failover.quarantine.leave_workers(self._state.suspect, left, crashed=crashed)
         text = failure.error.message if failure is not None else ""
         self._state.timeline.note("dropped", attempt=loser.number, text=text)
         if failure is not None:

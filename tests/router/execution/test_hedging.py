@@ -64,7 +64,9 @@ class HedgedRig(HedgedAttempt):
         context: Any = SimpleNamespace(
             clock=asyncio.get_running_loop().time,
             counters=SimpleNamespace(add=lambda name: None),
-            failover=SimpleNamespace(quarantine=quarantine, hedge_policy=policy),
+            failover=SimpleNamespace(
+                quarantine=quarantine, hedge_policy=policy, report_crash=lambda crashed: None
+            ),
             fleet=SimpleNamespace(has_substitute=lambda link, context_tokens: True),
         )
         state: Any = SimpleNamespace(

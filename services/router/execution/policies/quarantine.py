@@ -13,7 +13,9 @@ exactly the same work, so the one that crashes workers does so again almost at o
                   supervisor reports that the worker was killed from outside (cluster/exit_reports.py).
     silence       of a worker is no strike: it may stand still. It becomes one when the process turns out to
                   have ended, for example after a long core dump, unless the request has proven itself since.
-    other routers share the worker: what they report of a crash counts as run there too.
+    other routers share the worker: what they report of a crash counts as run there too, up to the strike
+                  before ALONE_STRIKES. From then on the request is judged by this router's requests alone, so
+                  that poison at several routers does not hide behind itself.
     leaving       clears nothing. A request that is cancelled on a worker counts there until the worker has
                   released it, and the worker's end then is a strike. Strikes stay with the content of a
                   request for QUARANTINE_S, so its repetition begins with them.
@@ -30,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from libs.common.cluster.exit_reports import CrashedAttempts
+from libs.common.cluster.exit_reports import NO_ATTEMPTS, CrashedAttempts
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from slipstream.errors import Quarantined
 
@@ -39,6 +41,8 @@ PROOF_TOKENS = 16
 # A repetition emits at most the tokens that were lost.
 REPEAT_TOKENS = 8
 STRIKES = 2
+# With so many strikes what other routers ran is no excuse any more. Without progress it is no chance.
+ALONE_STRIKES = 5
 _CRASHED = "this request crashed {} workers: it is not run again"
 
 
@@ -61,16 +65,16 @@ class _UnprovenAttempts:
 
     attempts: set[Suspect] = field(default_factory=set)
     at_crash: CrashedAttempts | None = None
-    elsewhere: CrashedAttempts = field(default_factory=CrashedAttempts)  # of other routers
+    elsewhere: CrashedAttempts = NO_ATTEMPTS  # of other routers
 
-    @property
-    def n_struck(self) -> int:
-        return sum(suspect.strikes > 0 for suspect in self.attempts)
+    def now(self) -> CrashedAttempts:
+        """What runs on it now."""
+        return CrashedAttempts(len(self.attempts), sum(suspect.strikes > 0 for suspect in self.attempts))
 
     def has_crashed(self) -> CrashedAttempts:
         """What ran on it when it crashed: what runs there now, unless it had crashed before."""
         if self.at_crash is None:
-            self.at_crash = CrashedAttempts(len(self.attempts), self.n_struck)
+            self.at_crash = self.now()
         return self.at_crash
 
 
@@ -78,13 +82,8 @@ class _UnprovenAttempts:
 class _Silence:
     """The unproven attempts on a worker as it fell silent, and the tokens that each had made."""
 
-    n_attempts: int
-    n_struck: int
+    ran: CrashedAttempts
     tokens: dict[Suspect, int] = field(default_factory=dict)
-
-    def strikes_needed(self, tokens: int) -> int:
-        """The strikes that decide about a request that had made so many tokens."""
-        return STRIKES if self.n_attempts == 1 and tokens <= REPEAT_TOKENS else STRIKES + 1
 
 
 class Quarantine:
@@ -172,12 +171,13 @@ class Quarantine:
     def record_crash(self, worker: str) -> CrashedAttempts:
         """Count the attempts on a crashed worker now, before some of them end for other reasons."""
         unproven = self._unproven.get(worker)
-        return unproven.has_crashed() if unproven is not None else CrashedAttempts()
+        return unproven.has_crashed() if unproven is not None else NO_ATTEMPTS
 
     def record_elsewhere(self, worker: str, ran: CrashedAttempts) -> None:
         """Record what other routers had on a crashed worker, before the `end` of what ran here."""
         if worker in self._unproven:
-            self._unproven[worker].elsewhere = ran
+            known = self._unproven[worker].elsewhere  # a read that failed found nothing
+            self._unproven[worker].elsewhere = CrashedAttempts(*map(max, known, ran))
 
     def is_repeated_strike(self, suspect: Suspect, crashed: str) -> bool:
         """Whether the crash is a strike after an earlier one, for which exit reports are worth a wait."""
@@ -201,7 +201,7 @@ class Quarantine:
             return False
         silence, is_new = self._silent.get(worker), worker not in self._silent
         if silence is None:
-            silence = self._silent[worker] = _Silence(len(unproven.attempts), unproven.n_struck)
+            silence = self._silent[worker] = _Silence(unproven.now())
             if len(self._silent) > MAX_QUARANTINED:
                 self._silent.popitem(last=False)
         silence.tokens[suspect] = suspect.tokens
@@ -220,8 +220,15 @@ class Quarantine:
             suspect.is_guilty = False
             self._refused_until_s.pop(suspect.content, None)
 
-    def silence_ended(self, worker: str, *, crashed: bool) -> None:
-        """A silent worker answers again, or its process has ended, which is a strike for each doubt."""
+    def silence_of(self, worker: str) -> CrashedAttempts:
+        """What ran on a silent worker as it fell silent."""
+        return self._silent[worker].ran if worker in self._silent else NO_ATTEMPTS
+
+    def silence_ended(self, worker: str, *, crashed: bool, elsewhere: CrashedAttempts = NO_ATTEMPTS) -> None:
+        """A silent worker answers again, or its process has ended, which is a strike for each doubt.
+
+        `elsewhere`: what other routers ran there.
+        """
         silence = self._silent.pop(worker, None)
         for suspect, tokens in silence.tokens.items() if silence is not None else ():
             suspect.doubts = tuple(name for name in suspect.doubts if name != worker)
@@ -230,11 +237,11 @@ class Quarantine:
             self.recall(suspect)
             if worker in suspect.struck_by:  # by an equal request
                 continue
-            was_struck = suspect.strikes > 0
+            ran = silence.ran if suspect.strikes + 1 >= ALONE_STRIKES else silence.ran.beside(elsewhere)
+            was_alone_with_strikes = ran.struck <= (suspect.strikes > 0)
             suspect.strikes += 1
             suspect.struck_by += (worker,)
-            was_alone = silence.n_attempts == 1 or silence.n_struck <= was_struck
-            if was_alone and suspect.strikes >= silence.strikes_needed(tokens):
+            if suspect.strikes >= _needed(ran, tokens) and (ran.attempts == 1 or was_alone_with_strikes):
                 suspect.is_guilty = True
                 self._refuse(suspect.content)
             else:
@@ -250,14 +257,15 @@ class Quarantine:
                 self._remove(suspect, suspect.workers)
             self._keep(suspect)
             return
-        here, elsewhere = self._unproven[crashed].has_crashed(), self._unproven[crashed].elsewhere
-        was_alone = here.attempts + elsewhere.attempts == 1
-        was_alone_with_strikes = here.struck + elsewhere.struck <= (suspect.strikes > 0)
+        ran = self._unproven[crashed].has_crashed()
+        if suspect.strikes + 1 < ALONE_STRIKES:
+            ran = ran.beside(self._unproven[crashed].elsewhere)
+        was_alone_with_strikes = ran.struck <= (suspect.strikes > 0)
         self._remove(suspect, suspect.workers)
         suspect.strikes += 1
         suspect.struck_by += (crashed,)
-        needed = STRIKES if was_alone and suspect.tokens <= REPEAT_TOKENS else STRIKES + 1
-        if suspect.strikes >= needed and (was_alone or was_alone_with_strikes):
+        needed = _needed(ran, suspect.tokens)
+        if suspect.strikes >= needed and (ran.attempts == 1 or was_alone_with_strikes):
             self._refuse(suspect.content)
             raise Quarantined(_CRASHED.format(suspect.strikes))
         self._keep(suspect)
@@ -299,3 +307,8 @@ class Quarantine:
         self._refused_until_s.move_to_end(content)
         while len(self._refused_until_s) > MAX_QUARANTINED:
             self._refused_until_s.popitem(last=False)
+
+
+def _needed(ran: CrashedAttempts, tokens: int) -> int:
+    """The strikes that decide about a request that had made so many tokens, by what ran on the worker."""
+    return STRIKES if ran.attempts == 1 and tokens <= REPEAT_TOKENS else STRIKES + 1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from libs.common.cluster.exit_reports import CrashedAttempts
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from services.router.execution.policies.quarantine import (
+    ALONE_STRIKES,
     PROOF_TOKENS,
     REPEAT_TOKENS,
     STRIKES,
@@ -324,16 +325,34 @@ def test_kept_strikes_are_bounded() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(elsewhere=st.builds(CrashedAttempts, st.integers(0, 3), st.integers(0, 1)), strikes=st.integers(1, 4))
+@given(elsewhere=st.builds(CrashedAttempts, st.integers(0, 3), st.integers(0, 1)))
+@pytest.mark.parametrize("is_silent", [False, True])
 def test_a_crash_that_other_routers_share_blames_no_one_alone(
-    elsewhere: CrashedAttempts, strikes: int
+    is_silent: bool, elsewhere: CrashedAttempts
 ) -> None:
-    """Alone on the worker the second strike decides, the only one with strikes there the third, else none."""
-    quarantine, request = Quarantine(Clock()), Suspect(b"request", strikes=strikes)
-    quarantine.begin(request, ["a"])
-    assert quarantine.record_crash("a") == CrashedAttempts(attempts=1, struck=1)
-    quarantine.record_elsewhere("a", elsewhere)
-    is_cause = elsewhere.attempts == 0 or (not elsewhere.struck and strikes + 1 > STRIKES)
-    with pytest.raises(Quarantined) if is_cause else contextlib.nullcontext():
-        quarantine.end(request, crashed="a")
-    assert quarantine.unproven == 0
+    """Alone on the worker the second strike decides, the only one with strikes the third, else the fifth."""
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    for crash in range(1, 6):
+        worker = str(crash)
+        quarantine.begin(request, [worker])
+        is_cause = (
+            (crash >= STRIKES and elsewhere.attempts == 0)
+            or (crash > STRIKES and not elsewhere.struck)
+            or crash >= ALONE_STRIKES
+        )
+        if is_silent:
+            assert quarantine.fell_silent(request, worker)
+            assert quarantine.silence_of(worker) == CrashedAttempts(1, struck=crash > 1)
+            quarantine.end(request)
+            quarantine.silence_ended(worker, crashed=True, elsewhere=elsewhere)
+            assert request.is_guilty is is_cause
+        else:
+            assert quarantine.record_crash(worker) == CrashedAttempts(1, struck=crash > 1)
+            quarantine.record_elsewhere(worker, elsewhere)
+            quarantine.record_elsewhere(worker, CrashedAttempts())  # a read that failed
+            with pytest.raises(Quarantined) if is_cause else contextlib.nullcontext():
+                quarantine.end(request, crashed=worker)
+        assert quarantine.unproven == 0
+        if is_cause:
+            return
+    raise AssertionError("it goes on for ever")
