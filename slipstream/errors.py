@@ -114,7 +114,7 @@ class PermissionDenied(SlipstreamError):
 
 
 class Overloaded(SlipstreamError):
-    """No capacity now; the caller may retry after `retry_after_ms`."""
+    """No capacity now; the caller may retry after `retry_after_ms`. 0: it never fits, so no time helps."""
 
     code = "RESOURCE_EXHAUSTED"
     http_status = 429

@@ -25,7 +25,7 @@ class Refusals:
         if not isinstance(error, Overloaded) or self._n_left <= 0:
             return None
         pause_s: float = error.retry_after_ms / 1e3
-        if pause_s >= left_s:
+        if not pause_s or pause_s >= left_s:
             return None
         self._n_left -= 1
         return pause_s

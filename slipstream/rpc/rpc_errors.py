@@ -65,7 +65,7 @@ def to_status(error: errors.SlipstreamError) -> grpc.Status:
     elif field:
         info.metadata["field"] = field
         details[0] = _pack(info)
-    if isinstance(error, errors.Overloaded):
+    if isinstance(error, errors.Overloaded) and error.retry_after_ms:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(error.retry_after_ms)
         details.append(_pack(retry))
@@ -125,7 +125,7 @@ def _build(reason: str, code: str, message: str, field: str, retry_after_ms: int
     if issubclass(kind, errors.NotFound):
         return kind(message, field=field or None)
     if issubclass(kind, errors.Overloaded):
-        return kind(message, retry_after_ms=retry_after_ms or 1000)
+        return kind(message, retry_after_ms=retry_after_ms or (0 if reason else 1000))
     return kind(message)
 
 

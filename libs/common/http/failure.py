@@ -111,7 +111,8 @@ def _code(error: errors.SlipstreamError) -> str | None:
 def _headers(error: errors.SlipstreamError) -> Mapping[str, str]:
     """Retry-After where waiting helps."""
     if isinstance(error, errors.Overloaded):
-        wait_ms = error.retry_after_ms
+        if not (wait_ms := error.retry_after_ms):
+            return {"x-should-retry": "false"}  # OpenAI's libraries read it
         return {"Retry-After": str(math.ceil(wait_ms / 1e3)), "retry-after-ms": str(wait_ms)}
     if isinstance(error, errors.Unavailable):
         return {"Retry-After": str(UNAVAILABLE_RETRY_S)}

@@ -24,7 +24,7 @@ from slipstream.errors import (
     SlipstreamError,
     Unavailable,
 )
-from slipstream.rpc.rpc_errors import names_pause, to_status
+from slipstream.rpc.rpc_errors import from_failure, names_pause, to_failure, to_status
 from slipstream.v1 import router_pb2
 from tests.router.conftest import HELLO
 from tests.sdk.calls.either_client import KINDS, EitherClient
@@ -213,3 +213,12 @@ def test_only_a_routers_refusal_names_a_pause() -> None:
         with pytest.raises(grpc.RpcError) as lost:
             call(b"", timeout=60)
     assert not names_pause(lost.value)
+
+
+def test_a_call_that_never_fits_is_not_made_again() -> None:
+    error = RateLimited("the prompt is longer than the limit", retry_after_ms=0)
+    assert Refusals(2).pause_s(error, left_s=60.0) is None
+    copied = from_failure(to_failure(error))
+    assert isinstance(copied, RateLimited) and copied.retry_after_ms == 0
+    details = to_status(error).trailing_metadata
+    assert details is not None and b"RetryInfo" not in b"".join(value for _, value in details if isinstance(value, bytes))
