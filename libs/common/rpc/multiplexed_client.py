@@ -21,7 +21,6 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from slipstream import errors
-from slipstream.calls.call_status import CallStatus
 from slipstream.rpc.rpc_errors import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -159,7 +158,6 @@ class MultiplexedClient(ABC, Generic[ReceiverT, CommandT]):
                 self.dispatch(frame)
                 await self.wait_room()
         except grpc.aio.AioRpcError as broken:
-            broken = await call.status.behind(broken)
             kind = PeerUnanswering if _is_unanswered(broken) else errors.Unavailable
             error = kind(f"{self.peer}: {from_rpc_error(broken).message}")
         except asyncio.CancelledError:
@@ -216,7 +214,6 @@ class _OpenCall:
 
     def __init__(self, grpc_call: Any) -> None:
         self.grpc_call = grpc_call
-        self.status = CallStatus(grpc_call)
         self.reader: asyncio.Task[None] | None = None
         self.waiting: list[Any] = []
         self._writer: asyncio.Future[None] | None = None  # it waits for commands

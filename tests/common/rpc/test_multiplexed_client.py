@@ -40,9 +40,6 @@ class Call:
     async def write(self, message: Any) -> None:
         self.written.append(message)
 
-    def add_done_callback(self, callback: Any) -> None:
-        """Nothing here ends with a status."""
-
     def cancel(self) -> None:
         self.cancelled = True
         self.frames.put_nowait(None)

@@ -26,7 +26,9 @@ _SEQUENCES = 3
 _PROMPT = OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16)
 
 
-class _Channel:  # without a peer: the test hands frames to the client
+class _Channel:
+    """A channel without a peer: the test hands frames to the client."""
+
     def __getattr__(self, name: str) -> Any:
         return lambda *_args, **_options: None
 
@@ -34,7 +36,6 @@ class _Channel:  # without a peer: the test hands frames to the client
 class _Call:
     def __init__(self) -> None:
         self._ended = asyncio.Event()
-        self.add_done_callback = lambda _callback: None  # it ends without a status
 
     async def write(self, _request: object) -> None:
         await asyncio.Event().wait()
