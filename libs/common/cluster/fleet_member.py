@@ -16,7 +16,7 @@ from slipstream.errors import DeadlineExceeded
 log = logging.getLogger(__name__)
 
 _ANNOUNCE_S = 5.0
-# How often an announcement that waits for etcd is looked at again; it may take as long as it likes.
+# One wait for an announcement, which may take as long as it likes.
 _LATE_ANNOUNCE_S = 60.0
 
 
@@ -48,7 +48,7 @@ class FleetMember:
         self._record = record
         self._health = health
         health.has_lapsed = lambda: discovery.has_lapsed
-        self._joining: asyncio.Task[None] | None = None  # where etcd was unavailable
+        self._joining: asyncio.Task[None] | None = None  # `leave` ends it
 
     async def join(self) -> None:
         """Announce the process, then set it ready. Where etcd is unavailable that comes after the return.
@@ -56,25 +56,19 @@ class FleetMember:
         A process that no router knows gets no work: a rollout must not replace others by it.
         """
         self._discovery.announce(self._record)
-        if await self._is_announced(_ANNOUNCE_S):
-            await self._set_ready()
-            return
-        log.warning("etcd is unavailable; %s will be announced when it is back", self._record.instance)
-        self._health.state = UNANNOUNCED
-        self._joining = asyncio.create_task(self._join_late(), name="join-fleet")
+        joining = self._joining = asyncio.create_task(self._join(), name="join-fleet")
+        await asyncio.wait([joining], timeout=_ANNOUNCE_S)
+        if not joining.done():
+            log.warning("etcd is unavailable; %s will be announced when it is back", self._record.instance)
+            self._health.state = UNANNOUNCED
+        elif not joining.cancelled():
+            joining.result()
 
-    async def _join_late(self) -> None:
-        while not await self._is_announced(_LATE_ANNOUNCE_S):
-            pass
-        await self._set_ready()
-
-    async def _is_announced(self, within_s: float) -> bool:
-        with contextlib.suppress(DeadlineExceeded):
-            await self._discovery.wait_announced(timeout_s=within_s)
-            return True
-        return False
-
-    async def _set_ready(self) -> None:
+    async def _join(self) -> None:
+        while True:
+            with contextlib.suppress(DeadlineExceeded):
+                await self._discovery.wait_announced(timeout_s=_LATE_ANNOUNCE_S)
+                break
         await self._host.set_ready(True)
         self._health.state = READY
         log.info("%s is ready at %s", self._record.instance, self._host.endpoint)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -20,7 +21,7 @@ from libs.common.http.connection import SERVER_NAME, HttpListener, MalformedMess
 from libs.common.http.failure import UNAVAILABLE_RETRY_S, HttpRefusal
 from libs.common.http.http_errors import failure_response, new_request_id
 from libs.common.http.shared_render import SharedRender
-from libs.common.runtime.readiness import HealthState, ReadHealth
+from libs.common.runtime.readiness import LOADING, HealthState, ReadHealth
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from slipstream.rpc.caller_class import CallerIdentity
 from slipstream.rpc.tls import TlsFiles
@@ -68,6 +69,7 @@ class AdminServer:
             [
                 web.get("/healthz/live", self._live),
                 web.get("/healthz/ready", self._ready),
+                web.get("/healthz/started", self._started),
                 web.get("/metrics", self._render),
                 *routes,
             ]
@@ -116,6 +118,11 @@ class AdminServer:
 
     async def _ready(self, request: web.Request) -> web.Response:
         return health_page(self._read_health())
+
+    async def _started(self, request: web.Request) -> web.Response:
+        """For startup probes: whether the process has loaded, whether or not it may take work now."""
+        health = self._read_health()
+        return health_page(replace(health, serves=health.status != LOADING.status))
 
     async def _render(self, request: web.Request) -> web.Response:
         body, content_type = await self._metrics.page(request.headers.get("Accept", ""))

@@ -138,6 +138,7 @@ SCRAPE_ROUTE = "GET /metrics"
 HTTP_SERVICE_CLASSES: Mapping[str, CallerClass] = {
     "GET /healthz/live": PUBLIC,
     "GET /healthz/ready": PUBLIC,
+    "GET /healthz/started": PUBLIC,
     SCRAPE_ROUTE: OPERATOR,  # or the scrape token
 }
 # Of the console: the pages are public, because they hold no data and ask for the key.

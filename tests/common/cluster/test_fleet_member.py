@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,21 @@ async def test_a_process_that_starts_without_etcd_is_ready_when_it_is_announced(
             if leaves:
                 assert not host.is_ready and health.read() is DRAINING
                 return
-            await eventually(lambda: host.is_ready)
-            assert health.read() is READY
+            await eventually(lambda: health.read() is READY)
+            assert host.is_ready
             await member.leave()
             assert not host.is_ready and health.read() is DRAINING
+
+
+async def test_a_process_that_leaves_while_it_joins_stays_away(tmp_path: Path) -> None:
+    etcd = EtcdProcess(tmp_path / "etcd")
+    async with contextlib.AsyncExitStack() as stack:
+        discovery = await open_discovery(EtcdAccess(etcd.endpoint), stack)
+        host, health = _Host(), ProcessHealth()
+        server: Any = host
+        member = FleetMember(server, discovery, RECORD, health)
+        joining = asyncio.create_task(member.join())
+        await asyncio.sleep(0.05)
+        await member.leave()
+        await joining
+        assert not host.is_ready and health.read() is DRAINING

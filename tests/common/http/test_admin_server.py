@@ -13,7 +13,7 @@ from libs.common.http.admin_server import AdminServer, serve_admin
 from libs.common.http.listening import listen_tcp
 from libs.common.rpc.access import AccessControl
 from libs.common.rpc.access_table import HTTP_SERVICE_CLASSES
-from libs.common.runtime.readiness import DRAINING, LOADING, READY, ProcessHealth, loading
+from libs.common.runtime.readiness import DRAINING, LOADING, READY, UNANNOUNCED, ProcessHealth, loading
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from slipstream.errors import InvalidArgument, PermissionDenied, Unauthenticated, Unavailable
@@ -53,8 +53,10 @@ def beyond_loopback() -> AdminPort:
 async def test_readiness_follows_the_life_of_the_process() -> None:
     health = ProcessHealth()
     async with serving(open_admin_port("127.0.0.1:0", secret=None), health) as http:
-        for state, status in ((LOADING, 503), (READY, 200), (DRAINING, 503)):
+        for state, status in ((LOADING, 503), (UNANNOUNCED, 503), (READY, 200), (DRAINING, 503)):
             health.state = state
+            async with http.get("/healthz/started") as answer:
+                assert answer.status == (503 if state is LOADING else 200)
             async with http.get("/healthz/ready") as answer:
                 assert answer.status == status
                 assert await answer.json() == {"status": state.status, "message": state.message}
