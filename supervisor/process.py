@@ -142,8 +142,8 @@ class SupervisedProcess:
             code = self.exit_code = await self._run_once()
             if self._stopping.is_set():
                 break
-            if self._drained_by():
-                await self._stay_drained(code)
+            if by := self._drained_by():
+                await self._stay_drained(code, by)
             elif code == 0 and self._ready.is_set():
                 # An orderly end from outside: restart without a pause.
                 failures = 0
@@ -210,9 +210,9 @@ class SupervisedProcess:
         self._ready.set()
         self._enter(ProcessState.READY)
 
-    async def _stay_drained(self, code: int) -> None:
+    async def _stay_drained(self, code: int, by: str) -> None:
         state = "is drained" if code == 0 else f"{how_ended(code)} and stays away"
-        self._say(f"{self.plan.instance} {state}: {self._drained_by()} asked for it")
+        self._say(f"{self.plan.instance} {state}: {by} asked for it")
         self._enter(ProcessState.DRAINED)
         while self._drained_by() and not self._stopping.is_set():
             await self._pause(_DRAINED_POLL_S)

@@ -72,8 +72,10 @@ def drained_by(run_dir: Path, instance: str) -> str:
     """The user who asked that the process stays down after its end; empty where nobody did."""
     try:
         return (run_dir / _DRAINED / instance).read_text(errors="replace") or "a user"
-    except OSError:
+    except FileNotFoundError:
         return ""
+    except OSError:  # as of a mark that another user made
+        return "a user"
 
 
 def set_drained(run_dir: Path, instance: str, by: str) -> None:
