@@ -1,4 +1,4 @@
-"""Fields without effect, as the answers of calls name and count them that run no model."""
+"""Fields without effect, as answers name them and metrics count them."""
 
 from __future__ import annotations
 
