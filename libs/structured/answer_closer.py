@@ -30,13 +30,15 @@ _MAX_WAY_TOKENS = 4096
 _MAX_LOOK_S = 0.1
 # Letters that begin no value of JSON: where one may follow, a string is open.
 _OF_TEXT = b"axZ~"
-# Where nothing closes: a sign of a pattern comes before the characters that repeat, and white space last.
+# Where nothing closes: a sign of a pattern comes before the characters that repeat. What opens an array or an
+# object comes after all other values, for a recursion may go on without an end. White space is last.
 _CONTINUING = (
-    string.punctuation.replace("\\", "").encode(),
+    bytes(byte for byte in string.punctuation.encode() if byte not in b"\\[{"),
     string.digits.encode(),
     string.ascii_letters.encode(),
     range(128, 256),
     b"\\",
+    b"[{",
     range(33),
 )
 _Mask = npt.NDArray[np.uint32]

@@ -116,6 +116,18 @@ def test_other_forms_close_too(output: OutputFormat, vocabulary: GrammarVocabula
         assert constraint.phase is Phase.ENDED or constraint.matcher.is_accepting()
 
 
+@pytest.mark.parametrize("recursive", [{"type": "object"}, {"type": "array", "minItems": 1}])
+def test_a_recursion_ends_with_another_value(recursive: Schema, vocabulary: GrammarVocabulary) -> None:
+    """What opens one level more comes after `null` and numbers."""
+    again = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+    held = {"properties": {"next": again}, "required": ["next"], "additionalProperties": False}
+    schema = {**recursive, **held} if recursive["type"] == "object" else {**recursive, "items": again}
+    for seed in range(5):
+        constraint = state(OutputFormat("json_schema", schema), vocabulary, 40)
+        answer(constraint, vocabulary, seed=seed, max_tokens=40)
+        assert constraint.phase is Phase.ENDED or constraint.matcher.is_accepting()
+
+
 def test_a_continued_answer_closes_in_the_same_way_and_so_does_one_with_drafts(
     vocabulary: GrammarVocabulary,
 ) -> None:
