@@ -20,8 +20,10 @@ from llguidance import LLMatcher
 from libs.structured.key_guard import KeyGuard
 from libs.structured.vocabulary import GrammarVocabulary
 
-# Until the next look an answer may open something that takes tokens to close.
-_SPARE_TOKENS = 8
+# An answer may open something that takes tokens to close, until the next look and while it is put off.
+_SPARE_TOKENS, _LEAST_SPARE_TOKENS = 18, 6
+# With so few tokens left the closer looks after each one.
+_CLOSE_TOKENS = 32
 # The looks of answers that began together come in different steps, up to so many.
 _MAX_SPREAD_TOKENS = 64
 # A step of the engine waits for a look: 0.1 ms a mask. Answers of a grammar with slow masks may be cut.
@@ -30,6 +32,8 @@ _MAX_WAY_TOKENS = 4096
 _MAX_LOOK_S = 0.1
 # Letters that begin no value of JSON: where one may follow, a string is open.
 _OF_TEXT = b"axZ~"
+# What may end a string that a pattern or a least length keeps open.
+_ENDINGS = (b'a"', b'0"', b'.aa"', b'@a.aa"', b' a"', b'-a"', b'/a"', b'.com"', b'://a.aa"', b'aaaa"')
 # Where nothing closes: a sign of a pattern comes before the characters that repeat. What opens an array or an
 # object comes after all other values, for a recursion may go on without an end. White space is last.
 _CONTINUING = (
@@ -62,6 +66,7 @@ class AnswerCloser:
             [vocabulary.byte_ids[byte] for byte in group if byte in vocabulary.byte_ids]
             for group in (_OF_TEXT, b'"', b'}]",:', *_CONTINUING)
         )
+        self._endings = [[vocabulary.byte_ids[byte] for byte in ending] for ending in _ENDINGS]
         self.is_slow = False  # its masks take too long: it looks no more
         self._whole: tuple[int, ...] | None = None  # the way from the grammar's first state
         self._has_begun = False
@@ -104,7 +109,7 @@ class AnswerCloser:
         while not matcher.is_accepting():
             following = matcher.compute_ff_tokens()
             if not following and n_masks < _MAX_MASKS:
-                following, n_masks = self._best(self._mask(matcher, guard), way), n_masks + 1
+                following, n_masks = self._best(matcher, self._mask(matcher, guard), way), n_masks + 1
             if not following or len(way) + len(following) > most:
                 return None
             if time.thread_time() > until_s:
@@ -122,11 +127,14 @@ class AnswerCloser:
             guard.restrict(row)
         return row.view(np.uint32)
 
-    def _best(self, mask: _Mask, way: Sequence[int]) -> list[int]:
-        """The token that most likely leads to the end. One that continues a text is the least taken one."""
+    def _best(self, matcher: LLMatcher, mask: _Mask, way: Sequence[int]) -> list[int]:
+        """The tokens that most likely lead to the end. One that continues a text is the least taken one."""
         is_text = any(_allowed(mask, self._text))
         for token in _allowed(mask, self._closing_text if is_text else self._closing):
             return [token]
+        for ending in self._endings if is_text else ():
+            if matcher.validate_tokens(ending) == len(ending):
+                return ending
         for group in self._continuing:
             if found := list(_allowed(mask, group)):
                 return [min(found, key=way.count)]
@@ -137,11 +145,14 @@ def _planned(end: AnswerEnd, way: tuple[int, ...] | None) -> AnswerEnd:
     """What follows from a look that found this way, or none. Pure."""
     n_left = end.n_left
     if way is None or len(way) > n_left:
-        return AnswerEnd(n_left, n_left // 2)
+        return AnswerEnd(n_left, n_left * 7 // 8)
     room = n_left - len(way)
-    if room <= _SPARE_TOKENS + len(way) // 4:
+    # Much to spare would change short answers that the model ends by itself.
+    if room <= min(_SPARE_TOKENS + len(way) // 4, max(_LEAST_SPARE_TOKENS, n_left // 4)):
         return AnswerEnd(n_left, 0, way=way)
-    return AnswerEnd(n_left, len(way) + room // 2, min(room // 8, _MAX_SPREAD_TOKENS) or 1)
+    if n_left <= _CLOSE_TOKENS:
+        return AnswerEnd(n_left, n_left - 1)
+    return AnswerEnd(n_left, len(way) + room * 3 // 4, max(1, min(room // 8, _MAX_SPREAD_TOKENS)))
 
 
 def _allowed(mask: _Mask, tokens: Sequence[int]) -> Iterator[int]:
