@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from libs.common.cluster.worker_record import Role
 from slipstream.replies import Reply
-from tests.e2e.kv.placed_chat import TEXT, ask_at, plain_config
+from supervisor.plan import ClusterConfig
+from tests.e2e.kv.placed_chat import TEXT, ask_at
 from tests.support.clusters.local_cluster import PATIENCE_S, LocalCluster, until
 from tests.support.processes.kv_attacker import listening_ports
 
@@ -32,7 +34,16 @@ LITTLE_MEMORY = {
     Role.DECODE: (*_PAGES, *_EXACT),
     Role.KVSTORE: ("--dram-bytes", str(32 << 20), "--disk-bytes", "0"),
 }
+# Staged copies and draft features of each worker, and the memory of the kvstore.
+N_REGIONS = [2, 2, 2, 1]
 FAILURES = "slipstream_kv_checksum_failures_total"
+
+
+def drafting_config(run_dir: Path, **more: Any) -> ClusterConfig:
+    """Two prefill workers and a decode worker, which gets draft features from them, and a kvstore."""
+    return ClusterConfig(
+        run_dir=run_dir, prefill=2, decode=1, drafters=1, drafts="on", allow_pinning=True, **more
+    )
 
 
 def texts(replies: list[Reply]) -> list[object]:
@@ -80,18 +91,22 @@ def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> No
     (tmp_path / "calm").mkdir()
     got: list[list[Reply]] = []
     with LocalCluster(
-        plain_config(tmp_path / "attacked", kvstores=1, transport="mooncake", extra_arguments=LITTLE_MEMORY)
+        drafting_config(tmp_path / "attacked", transport="mooncake", extra_arguments=LITTLE_MEMORY)
     ) as cluster:
         with attacked(cluster) as output:
 
-            def counts() -> list[int]:
+            def counts() -> list[list[int]]:
+                """The pieces written into each region of each process."""
                 whole = [line for line in output.read_text().splitlines() if line.endswith("}")]
-                return list(json.loads(whole[-1]).values()) if whole else [0]
+                return [list(each.values()) for each in json.loads(whole[-1]).values()] if whole else [[0]]
 
             def found() -> dict[str, float]:
                 return {name: cluster.status(name).counters.get(FAILURES, 0) for name in KV_PROCESSES}
 
-            until(lambda: all(counts()), what=lambda: f"writes into every process: {counts()}")
+            def is_everywhere() -> bool:
+                return [len(each) for each in counts()] == N_REGIONS and all(map(all, counts()))
+
+            until(is_everywhere, what=lambda: f"writes into every region: {counts()}")
             while len(got) < MIN_CASES or not any(found().values()):
                 assert len(got) < MAX_CASES, "no reader met the attacker"
                 got.append(conversation(cluster, len(got)))
@@ -99,7 +114,7 @@ def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> No
         cluster.assert_idle()
     # A cluster with the default transport, which no other process can write to.
     exact = dict.fromkeys((Role.PREFILL, Role.DECODE), _EXACT)
-    with LocalCluster(plain_config(tmp_path / "calm", kvstores=1, extra_arguments=exact)) as calm:
+    with LocalCluster(drafting_config(tmp_path / "calm", extra_arguments=exact)) as calm:
         for name in (*KV_PROCESSES, *calm.router_names):
             ports = listening_ports(calm.pid(name))
             assert ports and all(ports.values()), f"{name} listens beyond loopback: {ports}"

@@ -2,8 +2,9 @@
 
     python -m tests.support.processes.kv_attacker PID..
 
-It has no credential: it finds the engines' ports by looking for listening sockets, and asks each engine for
-its registered memory. After each sweep it prints {pid: pieces written}. It ends when its input does.
+It has no credential. It finds the engines' ports by looking for listening sockets, and writes to all memory
+of their processes that no fork copies, as all KV is. The engines refuse what is not registered. After each
+sweep it prints {pid: {address: pieces written}} of what is. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from libs.common.transport.registered_memory import HUGE_PAGE_BYTES
+
 PIECE_BYTES = 256 << 10
-MAX_REGION_BYTES = 4 << 30
 # The lowest copies and slots are used first, so most sweeps cover only them.
 HOT_BYTES = 4 << 20
 _WHOLE_SWEEP_EVERY = 40
+_SPAN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) [r-][w-][x-][ps] ")
 # 127.0.0.1, the same address mapped to IPv6, and ::1, as /proc writes them.
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 
@@ -58,24 +63,39 @@ class Attacker:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._garbage))
         assert self._engine.register_memory(self._address, PIECE_BYTES) == 0
 
-    def region(self, pid: int) -> tuple[str, int] | None:
-        """An engine of the process and the address of its first region."""
+    def regions(self, pid: int) -> tuple[str, list[tuple[int, int]]]:
+        """An engine of the process, and where its registered memory begins, and how long it may be."""
         for port, is_loopback in sorted(listening_ports(pid).items()):
             if not is_loopback and 15_000 <= port < 17_000:
                 peer = f"127.0.0.1:{port}"
-                if (address := self._engine.get_first_buffer_address(peer)) and address > 0:
-                    return peer, address
-        return None
+                if self._engine.get_first_buffer_address(peer) > 0:
+                    return peer, [place for place in unforked_memory(pid) if self.sweep(peer, *place, None)]
+        return "", []
 
-    def sweep(self, peer: str, address: int, n_bytes: int, ended: threading.Event) -> int:
-        """Overwrite the region's first bytes until `ended`. Returns how many pieces the engine accepted."""
-        for number in range(n_bytes // PIECE_BYTES):
-            if ended.is_set():
+    def sweep(self, peer: str, address: int, n_bytes: int, ended: threading.Event | None) -> int:
+        """Overwrite the region's first bytes until `ended`, or one piece. Returns how many were accepted."""
+        for number in range(n_bytes // PIECE_BYTES if ended is not None else 1):
+            if ended is not None and ended.is_set():
                 return number
             at = address + number * PIECE_BYTES
             if self._engine.transfer_sync_write(peer, self._address, at, PIECE_BYTES) != 0:
                 return number
-        return n_bytes // PIECE_BYTES
+        return n_bytes // PIECE_BYTES if ended is not None else 1
+
+
+def unforked_memory(pid: int) -> list[tuple[int, int]]:
+    """The address, where KV may begin, and the length of each mapping that a forked child does not get."""
+    found = []
+    begin = end = 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if span := _SPAN.match(line):
+            begin, end = int(span[1], 16), int(span[2], 16)
+        elif line.startswith("VmFlags:") and "dc" in line.split():
+            start = (
+                -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if end - begin >= HUGE_PAGE_BYTES else begin
+            )
+            found.append((start, end - start))
+    return found
 
 
 def main() -> None:
@@ -87,13 +107,14 @@ def main() -> None:
         ended.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()
-    attacker, written = Attacker(), {pid: 0 for pid in map(int, sys.argv[1:])}
-    regions = {pid: attacker.region(pid) for pid in written}
+    attacker = Attacker()
+    found = {pid: attacker.regions(pid) for pid in map(int, sys.argv[1:])}
+    written: dict[int, Counter[int]] = {pid: Counter() for pid in found}
     for number in itertools.count():
-        for pid, region in regions.items():
-            if region is not None:
-                n_bytes = HOT_BYTES if number % _WHOLE_SWEEP_EVERY else MAX_REGION_BYTES
-                written[pid] += attacker.sweep(*region, n_bytes, ended)
+        for pid, (peer, places) in found.items():
+            for address, n_bytes in places:
+                n_swept = n_bytes if number % _WHOLE_SWEEP_EVERY == 0 else min(n_bytes, HOT_BYTES)
+                written[pid][address] += attacker.sweep(peer, address, n_swept, ended)
         print(json.dumps(written), flush=True)
         if ended.is_set():
             break
