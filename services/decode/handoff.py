@@ -180,6 +180,8 @@ class HandoffPull:
                 await self._stub.RenewHandoff(request, timeout=_RPC_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
+                    if self._complete is None:
+                        continue  # the watch says why it ended
                     raise from_rpc_error(error) from None
                 log.warning("handoff %s is not renewed: %s", self._ticket.handoff_id, error.code())
                 self._read += read

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,9 @@ from libs.common.checksum import KvChecksum, memory_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from libs.worker.engine.page_exporter import ExportedPage
+from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.service import PrefillService
+from slipstream.errors import NotFound
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.worker.nodes import (
@@ -231,7 +234,10 @@ async def test_a_damaged_block_is_refused_and_never_run() -> None:
         gate.open()
 
 
-async def test_prefill_that_fails_fails_the_sequence() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_prefill_that_fails_fails_the_sequence(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    if is_late:  # the report of read blocks meets a handoff that has ended: the watch says why
+        monkeypatch.setattr(HandoffRegistry, "renew", Mock(side_effect=NotFound("it has ended")))
     gate = Gate()
     async with running_nodes() as nodes:
         prefill, decode, _, stream, _ = await prepared(nodes, gate)
