@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,8 +35,8 @@ LITTLE_MEMORY = {
     Role.DECODE: (*_PAGES, *_EXACT),
     Role.KVSTORE: ("--dram-bytes", str(32 << 20), "--disk-bytes", "0"),
 }
-# Staged copies and draft features of each worker, and the memory of the kvstore.
-N_REGIONS = [2, 2, 2, 1]
+# What others may write: staged copies and draft features of each worker, and the memory of the kvstore.
+LEAST_BYTES = [*[(32 << 20) + 1] * 3, 32 << 20]
 FAILURES = "slipstream_kv_checksum_failures_total"
 
 
@@ -95,18 +96,19 @@ def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> No
     ) as cluster:
         with attacked(cluster) as output:
 
-            def counts() -> list[list[int]]:
-                """The pieces written into each region of each process."""
+            def regions() -> list[list[tuple[int, int]]]:
+                """The bytes of each region of each process, and the pieces written into it."""
                 whole = [line for line in output.read_text().splitlines() if line.endswith("}")]
-                return [list(each.values()) for each in json.loads(whole[-1]).values()] if whole else [[0]]
+                return list(json.loads(whole[-1]).values()) if whole else []
+
+            def is_everywhere() -> bool:
+                held = [sum(size for size, written in each if written) for each in regions()]
+                return len(held) == len(LEAST_BYTES) and all(map(operator.ge, held, LEAST_BYTES))
 
             def found() -> dict[str, float]:
                 return {name: cluster.status(name).counters.get(FAILURES, 0) for name in KV_PROCESSES}
 
-            def is_everywhere() -> bool:
-                return [len(each) for each in counts()] == N_REGIONS and all(map(all, counts()))
-
-            until(is_everywhere, what=lambda: f"writes into every region: {counts()}")
+            until(is_everywhere, what=lambda: f"writes into every region: {regions()}")
             while len(got) < MIN_CASES or not any(found().values()):
                 assert len(got) < MAX_CASES, "no reader met the attacker"
                 got.append(conversation(cluster, len(got)))

