@@ -60,7 +60,7 @@ have the same form. A service reads the sections [common] and its own, which goe
 - It gives each process its name, addresses, directories and secret (`RUN_DIR/cluster.secret`), whatever the
   file says of them. Only `http` and `listen` of [router] count: they are the first router's. It refuses
   `advertise`, `kv_listen` and `disk`, which processes of one machine cannot share.
-- It runs an etcd of its own, unless `--etcd` or `etcd` of [up] names one. `etcd` of [common] and of the tiers
+- `up` starts an etcd, unless `--etcd` or `etcd` of [up] names one. `etcd` of [common] and of the tiers
   is that of services which are started elsewhere: `up` does not dial it, and says so. `etcd_*` go with a
   named etcd.
 - `--model` takes the place of the file's `draft_model` too, which is made for the file's model, unless

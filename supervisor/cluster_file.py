@@ -2,7 +2,7 @@
 
 Services read the file themselves. The supervisor needs some of their settings too, such as certificates. The
 file may be that of another place, such as the manifests': docs/configuration.md says what `up` sets by itself
-whatever the file says, and `_unused` which paths of the file nobody asks for.
+whatever the file says, and `_unused` which paths of the file no setting takes.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class SupervisedProcess:
         drained_by: Callable[[], str] = lambda: "",
         on_death: Callable[[str, bool], None] = lambda incarnation, broke: None,
     ) -> None:
-        """`drained_by`: who asked that the process stays down after its end; empty where nobody did.
+        """`drained_by`: who asked that the process stays down after its end; empty where no user did.
 
         `on_death` is called at an end that this supervisor did not order, with the run's incarnation and
         whether the process crashed.

@@ -69,7 +69,7 @@ def _replace(file: Path, content: object) -> None:
 
 
 def drained_by(run_dir: Path, instance: str) -> str:
-    """The user who asked that the process stays down after its end; empty where nobody did."""
+    """The user who asked that the process stays down after its end; empty where no user did."""
     try:
         return (run_dir / _DRAINED / instance).read_text(errors="replace") or "a user"
     except FileNotFoundError:

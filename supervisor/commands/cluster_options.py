@@ -90,7 +90,7 @@ PackedDir = Annotated[
 ]
 Etcd = Annotated[
     str | None,
-    typer.Option(help="host:port[,host:port] of an etcd that runs already; default: one of its own."),
+    typer.Option(help="host:port[,host:port] of an etcd that runs already; default: `up` starts one."),
 ]
 EtcdCa = Annotated[Path | None, typer.Option(help="PEM of the CA of that etcd: TLS to it.")]
 EtcdCertificate = Annotated[Path | None, typer.Option(help="PEM of a certificate, where it asks for one.")]

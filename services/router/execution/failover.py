@@ -74,7 +74,7 @@ class FailoverState:
                 self.quarantine.record_kill(worker)
 
     def report_crash(self, crashed: str) -> None:
-        """Tell the other routers once what ran here on a crashed worker."""
+        """Report to the other routers, once, what ran here on a crashed worker."""
         self._report(crashed, self.quarantine.record_crash(crashed))
 
     def _report(self, worker: str, ran: CrashedAttempts) -> None:

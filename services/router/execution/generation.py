@@ -322,7 +322,7 @@ class GenerationTask:
         self.context.dispatcher.ended(end.assignment, hashes, tenant=self.caller.tenant)
 
     def _usage(self, state: RequestState) -> router_pb2.Usage:
-        """The usage of the answer until now: what its client is told, charged for and limited by."""
+        """The usage of the answer until now: what its events state, and what metering charges and limits."""
         return state.stats.usage(
             prompt_tokens=len(self._prompt.token_ids),
             completion_tokens=0 if self.request.is_prompt_alone else len(state.output.tokens),

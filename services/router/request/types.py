@@ -86,7 +86,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
     priority: str = ""  # admission class; empty: that of the Caller
     reject_if_busy: bool = False  # refuse the request if it would wait for capacity
     is_capped_by_context: bool = False  # a `max_tokens` beyond the context ends the answer there, unrefused
-    # No token is asked for. The engine makes one to compute the prompt, which nobody gets and nothing counts.
+    # No token is asked for. The engine makes one to compute the prompt; no answer has it, and no counter.
     is_prompt_alone: bool = False
 
     @property

@@ -139,7 +139,7 @@ async def _polled(http: aiohttp.ClientSession, path: str, request_id: str) -> An
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_token_that_nobody_gets_is_neither_charged_nor_counted(
+async def test_a_token_that_no_answer_has_is_neither_charged_nor_counted(
     router: RouterServer, http: aiohttp.ClientSession, echo: bool, n: int, is_streamed: bool
 ) -> None:
     body = {"prompt": "Where?", "max_tokens": 0, "echo": echo, "n": n}
