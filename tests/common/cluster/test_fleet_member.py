@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ class _Host:
         self.is_ready = ready
 
 
+@contextlib.asynccontextmanager
+async def _member(etcd: EtcdProcess) -> AsyncIterator[tuple[FleetMember, _Host, ProcessHealth]]:
+    async with contextlib.AsyncExitStack() as stack:
+        discovery = await open_discovery(EtcdAccess(etcd.endpoint), stack)
+        host, health = _Host(), ProcessHealth()
+        server: Any = host
+        yield FleetMember(server, discovery, RECORD, health), host, health
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_process_that_starts_without_etcd_is_ready_when_it_is_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
@@ -39,11 +49,7 @@ async def test_a_process_that_starts_without_etcd_is_ready_when_it_is_announced(
     monkeypatch.setattr(fleet_member, "_ANNOUNCE_S", 0.2)
     monkeypatch.setattr(fleet_member, "_LATE_ANNOUNCE_S", 0.2)
     etcd = EtcdProcess(tmp_path / "etcd")
-    async with contextlib.AsyncExitStack() as stack:
-        discovery = await open_discovery(EtcdAccess(etcd.endpoint), stack)
-        host, health = _Host(), ProcessHealth()
-        server: Any = host
-        member = FleetMember(server, discovery, RECORD, health)
+    async with _member(etcd) as (member, host, health):
         await member.join()
         assert not host.is_ready and health.read() is UNANNOUNCED and not health.read().serves
         if leaves:
@@ -60,11 +66,7 @@ async def test_a_process_that_starts_without_etcd_is_ready_when_it_is_announced(
 
 async def test_a_process_that_leaves_while_it_joins_stays_away(tmp_path: Path) -> None:
     etcd = EtcdProcess(tmp_path / "etcd")
-    async with contextlib.AsyncExitStack() as stack:
-        discovery = await open_discovery(EtcdAccess(etcd.endpoint), stack)
-        host, health = _Host(), ProcessHealth()
-        server: Any = host
-        member = FleetMember(server, discovery, RECORD, health)
+    async with _member(etcd) as (member, host, health):
         joining = asyncio.create_task(member.join())
         await asyncio.sleep(0.05)
         await member.leave()
