@@ -300,14 +300,15 @@ class RouterServer:
         await asyncio.gather(self.host.stop(grace_s=1.0), self.admin.stop(grace_s=1.0))
         await self.pipeline.close()
 
-    async def _read_request(self, context: Context) -> Any:
+    async def _read_request(self, method: str, context: Context) -> Any:
         """The message of an accepted call, within its tenant's shares of connections and messages."""
         self._grpc.name_call(context)
         tenant = current_caller().tenant
-        if not self._options.keys.open:  # else all clients are one tenant
-            self._count_connection(context.peer(), tenant)
-        async with self._received.receiving(tenant):
-            return await read_request(context)
+        with self._grpc.logged_unless_read(method, context):
+            if not self._options.keys.open:  # else all clients are one tenant
+                self._count_connection(context.peer(), tenant)
+            async with self._received.receiving(tenant):
+                return await read_request(method, context)
 
     def _count_connection(self, peer: str, tenant: str) -> None:
         """Count the connection of the call that this task handles, until the call ends. Raises Overloaded."""

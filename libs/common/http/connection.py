@@ -49,10 +49,18 @@ _SHUTDOWN_S = 1.0
 _BACKLOG = 128
 
 
+# Gets a request that no handler sees, and returns its id.
+OnUnexpected = Callable[[web.BaseRequest], str]
+
+
 class UnknownExpectation(HttpProcessingError):
     """An `Expect` header that asks for something else than 100 Continue."""
 
     code = 417
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__()
+        self.request_id = request_id
 
 
 _REFUSALS: tuple[tuple[type[Exception], int, str], ...] = (
@@ -190,7 +198,8 @@ class HttpConnection(web.RequestHandler):
         else:
             response = failure_response(errors.Internal("internal error"))
         response.headers["Server"] = SERVER_NAME
-        response.headers["x-request-id"] = new_request_id()
+        known_id = exc.request_id if isinstance(exc, UnknownExpectation) else ""
+        response.headers["x-request-id"] = known_id or new_request_id()
         response.force_close()
         return response
 
@@ -202,6 +211,10 @@ class HttpConnection(web.RequestHandler):
             self._malformed.note(error, name[0] if isinstance(name, tuple) else None)
         else:
             log.error(*args, **kw)
+
+
+def _name_only(_: web.BaseRequest) -> str:
+    return new_request_id()
 
 
 class HttpListener:
@@ -218,9 +231,13 @@ class HttpListener:
         max_connections: int = HTTP_CONNECTIONS,
         shares: ConnectionShares | None = None,
         write_stall_s: float = WRITE_STALL_S,
+        on_unexpected: OnUnexpected = _name_only,
     ) -> None:
         """A connection without a whole request header is closed after `keepalive_s`, one whose client reads
-        nothing of an answer after `write_stall_s`."""
+        nothing of an answer after `write_stall_s`.
+
+        `on_unexpected` gets each request that the listener refuses for its Expect header, and returns its id.
+        """
         # A client that disconnects ends its request.
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S)
         self._listening = listening
@@ -230,6 +247,7 @@ class HttpListener:
         self._max_connections = max_connections
         self._shares = shares or ConnectionShares()
         self._write_stall_s = write_stall_s
+        self._on_unexpected = on_unexpected
         self._acceptor: asyncio.Server | None = None
         self._context: ssl.SSLContext | None = None
         self._version: FilesVersion | None = None  # of the certificate in `_context`
@@ -240,7 +258,7 @@ class HttpListener:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        server.request_handler = partial(_expect_continue, server.request_handler)
+        server.request_handler = partial(_expect_continue, server.request_handler, self._on_unexpected)
         if self._tls is not None:
             self._version, self._context = self._tls.version(), server_context(self._tls)
             read_in_small_pieces()
@@ -333,12 +351,14 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 async def _expect_continue(
-    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], request: web.BaseRequest
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    on_unexpected: OnUnexpected,
+    request: web.BaseRequest,
 ) -> web.StreamResponse:
     """Handle a request, but for one with another expectation. aiohttp would write the header's value into
     its answer, and fails with 500 where that is no text. Raises UnknownExpectation."""
     if request.headers.get("Expect", "100-continue").lower() not in ("", "100-continue"):
-        raise UnknownExpectation
+        raise UnknownExpectation(on_unexpected(request))
     return await handle(request)
 
 

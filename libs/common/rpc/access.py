@@ -219,19 +219,29 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             needed = self._access.class_of(method)
             caller = self._access.admit(needed, metadata)
         except errors.SlipstreamError as error:
-            trailing = self._on_refused(metadata, method, error)
             if await continuation(handler_call_details) is None:
-                return None  # unimplemented, whatever the credential
-            return refusing_handler(error, trailing)
+                return self._note_unknown(metadata, method)  # whatever the credential
+            return refusing_handler(error, self._on_refused(metadata, method, error))
         if caller is not ANONYMOUS:
             _caller.set(caller)
         handler = await continuation(handler_call_details)
-        if handler is None or needed.admits(caller.kind):
+        if handler is None:
+            return self._note_unknown(metadata, method)
+        if needed.admits(caller.kind):
             return handler
         known = self._guarded.get(method)
         if known is None or known[0] is not handler:
             known = self._guarded[method] = (handler, _with_operator_certificate(handler))
         return known[1]
+
+    def _note_unknown(self, metadata: Iterable[tuple[str, Any]], method: str) -> None:
+        self._on_refused(metadata, method, UnknownMethod("the method does not exist"))
+
+
+class UnknownMethod(errors.SlipstreamError):
+    """The port has no such method. gRPC answers so by itself."""
+
+    code = "UNIMPLEMENTED"
 
 
 def _with_operator_certificate(handler: Any) -> Any:

@@ -272,7 +272,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         parse = self._malformed.checked(handler.request_deserializer, method, most_bytes=most_bytes)
         return make(wrapped, parse, handler.response_serializer)
 
-    async def _read_public(self, context: Context) -> Any:
+    async def _read_public(self, method: str, context: Context) -> Any:
         """The message of a call without a key, which gets less time than others. Raises InvalidArgument.
 
         It waits for no other call, and takes no tenant's share of the messages that arrive.
@@ -280,7 +280,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         with _enter(self._arriving, context):
             try:
                 async with asyncio.timeout(GRPC_PUBLIC_READ_S):
-                    return await read_request(context)
+                    return await read_request(method, context)
             except TimeoutError:
                 raise InvalidArgument("request", f"must arrive within {GRPC_PUBLIC_READ_S:g} s") from None
 
@@ -311,7 +311,7 @@ def _wrap_call(
         try:
             with room(context):
                 if read is not None:
-                    request = await read(context)
+                    request = await read(method, context)
                 if tracing.enabled():
                     with _span_of(method, context, traced=traced, begins=begins):
                         response = await inner(request, context)
@@ -347,7 +347,7 @@ def _wrap_stream(
             try:
                 with room(context):
                     if read is not None:
-                        request = await read(context)
+                        request = await read(method, context)
                     stream = inner(request, context)
                     async for response in stream:
                         yield response

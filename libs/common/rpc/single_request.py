@@ -25,7 +25,8 @@ from slipstream.rpc.rpc_errors import to_status
 log = logging.getLogger(__name__)
 
 Deserialize = Callable[[bytes], Any]
-ReadRequest = Callable[[Any], Awaitable[Any]]
+# Reads the message of a call: takes the name of its method, and its context.
+ReadRequest = Callable[[str, Any], Awaitable[Any]]
 
 _LOG_EVERY_S = 1.0
 
@@ -76,7 +77,7 @@ class MalformedRequests:
         return parse
 
 
-async def read_request(context: Any, *, timeout_s: float = REQUEST_READ_S) -> Any:
+async def read_request(_method: str, context: Any, *, timeout_s: float = REQUEST_READ_S) -> Any:
     """The message of a call. Raises InvalidArgument when there is none in time."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -94,7 +94,14 @@ class HttpServer:
         application.on_response_prepare.append(middleware.complete_headers)
         application.add_routes(self.routes())
         malformed = MalformedMessages(self._manager.context.counters, clock=self._clock)
-        return HttpListener(application, listening, tls=tls, malformed=malformed, keepalive_s=keepalive_s)
+        return HttpListener(
+            application,
+            listening,
+            tls=tls,
+            malformed=malformed,
+            keepalive_s=keepalive_s,
+            on_unexpected=middleware.note_unexpected,
+        )
 
     def routes(self) -> list[web.RouteDef]:
         """All routes; `description/operations.py` has a row for each."""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import grpc
@@ -104,6 +105,7 @@ async def test_refused_http_calls_have_lines_and_good_probes_have_none(
         ("POST", "/v1/chat/completions", {"Content-Type": "text/plain"}),
         ("OPTIONS", "/v1/chat/completions", page),
         ("DELETE", "/v1/models/slipstream-mini", {}),
+        ("POST", "/v1/chat/completions", {"Expect": "a-secret"}),
     ):
         async with http.request(method, path, data=b"{}", headers=headers):
             pass
@@ -115,6 +117,7 @@ async def test_refused_http_calls_have_lines_and_good_probes_have_none(
         (CHAT, "415", "unsupported_content_type"),
         ("OPTIONS /v1/chat/completions", "403", "origin_not_allowed"),
         ("DELETE /v1/models/{name}", "405", "method_not_allowed"),
+        ("POST -", "417", "expectation_failed"),
     ]
 
 
@@ -177,6 +180,24 @@ async def test_each_grpc_call_has_one_line(logging_router: RouterServer, lines: 
     assert all(line["request_id"] for line in found)
 
 
+async def test_a_grpc_message_that_does_not_parse_has_a_line(
+    logging_router: RouterServer, lines: Lines
+) -> None:
+    metadata = (("authorization", "Bearer sesame"), ("x-request-id", "mine"))
+    async with grpc.aio.insecure_channel(logging_router.host.endpoint) as channel:
+        for name in ("ListModels", "Tokenize", "Generate"):
+            call: Any = channel.unary_unary(f"/slipstream.v1.RouterService/{name}")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(b"\xff", metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await eventually(lambda: len(lines.texts) >= 3)
+    fields = ("message", "request_id", "tenant", "key_name", "status", "error")
+    assert [tuple(line[field] for field in fields) for line in lines.taken()] == [
+        (name, "mine", "ali", NAME, "INVALID_ARGUMENT", "InvalidArgument")
+        for name in ("ListModels", "Tokenize", "Generate")
+    ]
+
+
 def test_a_text_line_holds_the_same_fields() -> None:
     texts: list[str] = []
     times = iter([1.0, 1.25])
@@ -214,10 +235,11 @@ async def test_a_method_that_does_not_exist_is_not_named(
         open_router(cluster, card, secret=secret, access_log=lines.log) as router,
         grpc.aio.insecure_channel(router.host.endpoint) as channel,
     ):
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary("/slipstream.v1.RouterService/a-secret-word")(b"")  # type: ignore[arg-type]
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     (line,) = lines.taken()
-    assert (line["message"], line["status"]) == ("-", "UNAUTHENTICATED")
+    assert (line["message"], line["status"]) == ("-", "UNIMPLEMENTED")
 
 
 def test_a_log_that_is_off_writes_nothing() -> None:

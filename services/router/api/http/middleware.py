@@ -55,8 +55,7 @@ class RequestMiddleware:
         path = await _route(request)
         with self._access_log.call("http", f"{_known_method(request)} {path}") as record:
             request[RECORD] = record
-            given = request.headers.get("x-request-id", "")
-            record.request_id = given if is_request_id(given) else new_request_id()
+            record.request_id = _request_id(request)
             try:
                 response = await self._guarded(request, handler)
             except (ConnectionResetError, asyncio.CancelledError):
@@ -71,6 +70,13 @@ class RequestMiddleware:
             record.status = str(response.status)
             record.is_logged = response.status >= 400 or path not in _UNLOGGED
             return response
+
+    def note_unexpected(self, request: web.BaseRequest) -> str:
+        """Log a request that the listener refuses for its Expect header. Returns the request's id."""
+        with self._access_log.call("http", f"{_known_method(request)} -") as record:
+            record.request_id = _request_id(request)
+            record.status, record.error = "417", "expectation_failed"
+        return record.request_id
 
     async def complete_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers that every response has. aiohttp calls it before it sends them."""
@@ -127,7 +133,13 @@ async def _route(request: web.Request) -> str:
     return "-"
 
 
-def _known_method(request: web.Request) -> str:
+def _request_id(request: web.BaseRequest) -> str:
+    """The id that a client gave, if it is valid, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if is_request_id(given) else new_request_id()
+
+
+def _known_method(request: web.BaseRequest) -> str:
     """The method as it may stand in a log: a word that a client made up may not."""
     return request.method if request.method in hdrs.METH_ALL else "-"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -112,11 +113,27 @@ class GrpcServer:
         self, metadata: Iterable[tuple[str, Any]], method: str, error: errors.SlipstreamError
     ) -> Metadata:
         """Log a call that was refused before it was read. Returns the answer's trailing metadata."""
-        name = method.rpartition("/")[2] if method in METHOD_CLASSES else "-"
-        with self._access_log.call("grpc", name) as record:
+        with self._access_log.call("grpc", _logged_name(method)) as record:
             record.request_id = given_id(metadata)
             note_failure(record, error)
         return trailing_id(record.request_id)
+
+    @contextlib.contextmanager
+    def logged_unless_read(self, method: str, context: Context) -> Iterator[None]:
+        """Log an accepted call whose message cannot be read. The handler logs the others."""
+        record = AccessRecord("grpc", _logged_name(method))
+        began_s = self._access_log.clock()
+        try:
+            yield
+        except BaseException as error:
+            record.request_id = request_id_of(context)
+            record.tenant = self.callers.tenant(context)
+            record.key_name = self.callers.key_name(context)
+            note_failure(record, error)
+            self._access_log.end(record, duration_s=self._access_log.clock() - began_s)
+            raise
+        finally:
+            del context  # see libs/common/rpc/serve.py
 
     def unary(self, name: str, method: UnaryMethod, kind: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """The handler of a method with one answer. `kind` None: the method parses the raw bytes itself."""
@@ -177,6 +194,11 @@ class GrpcServer:
     async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
         await self._manager.abort(self.callers.tenant(context), request.request_id)
         return router_pb2.AbortResponse()
+
+
+def _logged_name(method: str) -> str:
+    """The method as it may stand in a log: a name that a client made up may not."""
+    return method.rpartition("/")[2] if method in METHOD_CLASSES else "-"
 
 
 def _serialize(message: Any) -> bytes:
