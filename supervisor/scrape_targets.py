@@ -41,9 +41,10 @@ def scrape_targets(record: ClusterRecord, routers: Iterable[Worker]) -> list[dic
         for each in routers:
             if each.admin_http and each.instance.startswith(f"{process.instance}."):
                 ports[each.instance] = each.admin_http
-        found += [_target(process.role, instance, port) for instance, port in ports.items()]
+        found += [_target(process.role, *port, has_tls=bool(record.tls)) for port in ports.items()]
     return found
 
 
-def _target(role: str, instance: str, admin_http: str) -> dict[str, object]:
-    return {"targets": [admin_http], "labels": {"component": role, "process": instance}}
+def _target(role: str, instance: str, admin_http: str, *, has_tls: bool) -> dict[str, object]:
+    scheme = {"__scheme__": "https"} if has_tls else {}
+    return {"targets": [admin_http], "labels": {"component": role, "process": instance, **scheme}}

@@ -77,7 +77,9 @@ async def serve(options: Options) -> None:
     metrics = ProcessMetrics(Role.KVSTORE, counters, measure)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
-        await stack.enter_async_context(serve_admin(port, metrics=metrics, read_health=health.read))
+        await stack.enter_async_context(
+            serve_admin(port, metrics=metrics, read_health=health.read, tls=options.admin_http_tls)
+        )
         await stack.enter_async_context(export_metrics(metrics, instance=options.instance))
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
         transport = open_transport(options.transport, host_of(host.endpoint), bind=options.kv_bind)

@@ -44,6 +44,7 @@ class Options:
     server_names: Sequence[str] = ()
     secret: ClusterSecret | None = None
     admin_http: str = "127.0.0.1:0"
+    admin_http_tls: TlsFiles | None = None  # None: plain HTTP
     region: str = ""
     advertise: str = ""  # what others dial; "" = what `listen` came to
     kv_bind: str = ""  # HOST:PORT of the KV transport; "" = any free port of the address that others dial
@@ -125,6 +126,7 @@ def options_of(parsed: NodeSettings) -> Options:
         server_names=parse_endpoints(parsed.server_names),
         secret=parsed.cluster_secret(),
         admin_http=parsed.admin_http,
+        admin_http_tls=parsed.tls_of_http(),
     )
 
 

@@ -83,9 +83,6 @@ class RouterSettings(ServiceSettings):
     http: str = setting(
         "address of the HTTP server; port 0 = any free one", default="127.0.0.1:8000", check=check_address
     )
-    http_tls: bool = setting(
-        "HTTPS with the certificate of --tls-certificate, where there is one", default=True
-    )
     allowed_hosts: str = setting(
         "NAME[,NAME..] that the Host header may have beside addresses and localhost; * = any",
         default="",

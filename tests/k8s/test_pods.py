@@ -32,9 +32,16 @@ def test_every_service_has_every_probe_on_its_own_port(name: str) -> None:
             probe = pod.main[kind]["httpGet"]
             assert probe["port"] in ports, pod.owner
             assert probe["path"] in _PATHS[kind], pod.owner
+            assert probe.get("scheme", "HTTP") == ("HTTPS" if serves_https(pod) else "HTTP"), pod.owner
         liveness = pod.main["livenessProbe"]
         # A process that is only busy is not killed: the router gives up a silent worker after 2 s by itself.
         assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 30, pod.owner
+
+
+def serves_https(pod: PodTemplate) -> bool:
+    """Whether the pod's process has a certificate, as with component tls."""
+    mounts = {mount["name"] for mount in pod.main.get("volumeMounts", ())}
+    return pod.tier in TIERS and "peer-tls" in mounts
 
 
 @pytest.mark.parametrize("name", RENDERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 from libs.common.cluster.worker_record import Role, Worker
@@ -39,6 +40,9 @@ def test_prometheus_finds_the_processes_that_are_meant_to_run(tmp_path: Path) ->
         {"targets": ["127.0.0.1:7"], "labels": {"component": "router", "process": "router-0"}},
         {"targets": ["127.0.0.1:8"], "labels": {"component": "decode", "process": "decode-0"}},
     ]
+    write_record(tmp_path, replace(record(*processes), tls={"ca": "ca.pem"}))
+    labels = [each["labels"] for each in json.loads((tmp_path / SCRAPE_FILE).read_text())]
+    assert [each["__scheme__"] for each in labels] == ["https", "https"]
     remove_record(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -131,10 +131,10 @@ class AdminServer:
 
 @contextlib.asynccontextmanager
 async def serve_admin(
-    port: AdminPort, *, metrics: ProcessMetrics, read_health: ReadHealth
+    port: AdminPort, *, metrics: ProcessMetrics, read_health: ReadHealth, tls: TlsFiles | None = None
 ) -> AsyncIterator[None]:
-    """Serve a process's admin port meanwhile."""
-    server = AdminServer(port, metrics=metrics, read_health=read_health)
+    """Serve a process's admin port meanwhile, by HTTPS with `tls`."""
+    server = AdminServer(port, metrics=metrics, read_health=read_health, tls=tls)
     await server.start()
     log.info("operators: HTTP at %s", port.endpoint)
     try:

@@ -74,6 +74,9 @@ class ServiceSettings:
         "PEM of this process's certificate", default=None, check=check_readable
     )
     tls_key: Path | None = setting("PEM of its key", default=None, check=check_readable, is_secret=True)
+    http_tls: bool = setting(
+        "HTTPS with the certificate of --tls-certificate, where there is one", default=True
+    )
     tls_server_name: str = setting(
         "name that the certificates of all peers have, so that they can be dialled at any address",
         default="",
@@ -136,6 +139,10 @@ class ServiceSettings:
             raise fault.as_argument(files.given_as) from None
         files.warn_if_invalid_now()
         return files
+
+    def tls_of_http(self) -> TlsFiles | None:
+        """The files of `tls`, whose certificate HTTPS uses; None = HTTP is plain. Raises InvalidArgument."""
+        return self.tls() if self.http_tls else None
 
     def dial(self) -> Dial:
         """Opens channels to peers with this process's certificate and token. Raises InvalidArgument."""

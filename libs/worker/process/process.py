@@ -94,7 +94,9 @@ async def serve_worker(
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
-        await stack.enter_async_context(serve_admin(port, metrics=metrics, read_health=health.read))
+        await stack.enter_async_context(
+            serve_admin(port, metrics=metrics, read_health=health.read, tls=options.tls_of_http())
+        )
         await stack.enter_async_context(export_metrics(metrics, instance=options.instance))
         discovery = await open_discovery(EtcdAccess.of(options), stack)
         stack.push_async_callback(app.close)

@@ -59,15 +59,17 @@ class Trusted:
 
     def ports(self) -> dict[str, str]:
         """Every port with TLS."""
-        router = self.cluster.supervisor.record().find("router-0")
-        assert router.admin is not None and router.admin_http is not None
+        record = self.cluster.supervisor.record()
+        router = record.find("router-0")
+        assert router.admin is not None
+        https = {f"{each.instance} https": each.admin_http for each in record.processes if each.admin_http}
         return {
             "https": self.cluster.http,
             "grpc": self.cluster.grpc,
             "admin": router.admin,
-            "admin https": router.admin_http,
             "decode": self.cluster.workers["decode-0"],
             "prefill": self.cluster.workers["prefill-0"],
+            **https,
         }
 
     def sdk(self, key: str = "") -> Client:
@@ -99,6 +101,13 @@ class Trusted:
             assert connection.getresponse().status == 200
 
 
+def plain_status(host: str, port: int) -> int:
+    """The status of a request without TLS."""
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=REQUEST_S)) as plain:
+        plain.request("GET", "/metrics")
+        return plain.getresponse().status
+
+
 def address(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     return host, int(port)
@@ -128,6 +137,21 @@ def held(trusted: Trusted) -> Iterator[Any]:
     """Streams stand still after their fourth token, until the gate opens."""
     with trusted.cluster.gate.held("decode-0", from_token=4) as gate:
         yield gate
+
+
+def test_every_process_serves_its_metrics_over_https(trusted: Trusted) -> None:
+    context = ssl.create_default_context(cafile=trusted.served.ca)
+    ports = [port for name, port in trusted.ports().items() if name.endswith("-0 https")]
+    assert len(ports) == 3  # router, prefill, decode
+    for port in ports:
+        host, number = address(port)
+        secured = http.client.HTTPSConnection(host, number, context=context, timeout=REQUEST_S)
+        with contextlib.closing(secured) as connection:
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            assert answer.status == 200 and b"slipstream_build_info" in answer.read()
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            plain_status(host, number)
 
 
 def test_half_handshakes_and_plaintext_hold_up_no_one_and_end(trusted: Trusted) -> None:
