@@ -6,10 +6,10 @@
 A cluster with the fake engine: router, prefill, decode, kvstore, drafter, etcd. Each process in turn gets
 `--inputs` messages: malformed HTTP from a grammar, and protobuf messages that its descriptors make, to all of
 its services, with an operator's token. Printed are the statuses, and resident memory when the process is
-idle, after a tenth of the inputs, which fills caches and heaps, and after all of them.
+new, after a tenth as many valid requests, which fill caches and heaps, and after the fuzzed inputs.
 
 Exit status 1: an input was answered with UNKNOWN, INTERNAL or 5xx, or not by HTTP at all; a process ended, or
-grew by more than 20 MB after the first tenth; or something is held that idle processes do not hold.
+grew by more than 20 MB by the fuzzed inputs; or something is held that idle processes do not hold.
 """
 
 from __future__ import annotations
@@ -81,22 +81,23 @@ class FuzzRun:
 
     async def _row(self, target: Target, inputs: int, lasts_s: float) -> dict[str, object]:
         problems: list[str] = []
-        idle_mb, began_s = self._resident_mb(target), time.monotonic()
-        await target.run(inputs // 10, until_s=began_s + lasts_s / 10)
+        new_mb = self._resident_mb(target)
+        await target.use(inputs // 10)
         await self._until_idle(problems)
-        warm_mb = self._resident_mb(target)
+        before_mb, n_valid, began_s = self._resident_mb(target), target.n_sent, time.monotonic()
         await target.run(inputs, until_s=began_s + lasts_s)
         fuzzed_s = time.monotonic() - began_s
         await self._until_idle(problems)
         after_mb = self._resident_mb(target)
         process = self._cluster.record().find(target.instance)
-        grown_mb = round(after_mb - warm_mb, 1)
-        n_sent = sum(target.statuses.values())
+        grown_mb = round(after_mb - before_mb, 1)
+        n_fuzzed = target.n_sent - n_valid
         return {
             "target": target.name,
-            "inputs": n_sent,
-            "inputs_per_s": round(n_sent / fuzzed_s, 1),
-            "rss_mb": {"idle": idle_mb, "after_a_tenth": warm_mb, "after": after_mb},
+            "valid_requests": n_valid,
+            "inputs": n_fuzzed,
+            "inputs_per_s": round(n_fuzzed / fuzzed_s, 1),
+            "rss_mb": {"new": new_mb, "before": before_mb, "after": after_mb},
             "growth_mb": grown_mb,
             "statuses": target.statuses,
             "defects": len(target.defects),
@@ -143,7 +144,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--inputs", type=int, default=100_000, help="to each process, after a tenth of them")
+    parser.add_argument("--inputs", type=int, default=100_000, help="to each process")
     parser.add_argument("--minutes", type=float, default=math.inf, help="at most, of inputs to all processes")
     parser.add_argument("--only", default="", help="processes whose name has this text")
     parser.add_argument("--seed", type=int, default=15)

@@ -102,6 +102,9 @@ class Fuzzer(Protocol):
     async def run(self, inputs: int) -> None:
         """Send so many inputs."""
 
+    async def use(self, inputs: int) -> None:
+        """Send so many valid ones."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -114,12 +117,18 @@ class Target:
 
     async def run(self, inputs: int, *, until_s: float) -> None:
         """Send so many inputs to all services at the same time, or fewer until then (monotonic)."""
-        total = sum(weight for _, weight in self.fuzzers)
         for sent in range(0, inputs, _PART):
             if time.monotonic() > until_s:
                 return
             part = min(_PART, inputs - sent)
-            await asyncio.gather(*(fuzzer.run(part * weight // total) for fuzzer, weight in self.fuzzers))
+            await asyncio.gather(*(fuzzer.run(self._part(part, weight)) for fuzzer, weight in self.fuzzers))
+
+    async def use(self, inputs: int) -> None:
+        """Send so many valid inputs to all services at the same time."""
+        await asyncio.gather(*(fuzzer.use(self._part(inputs, weight)) for fuzzer, weight in self.fuzzers))
+
+    def _part(self, inputs: int, weight: int) -> int:
+        return inputs * weight // sum(each for _, each in self.fuzzers)
 
     async def close(self) -> None:
         """Close the channels."""
@@ -129,6 +138,11 @@ class Target:
     def defects(self) -> list[str]:
         """Inputs that were answered with what bad input never gets."""
         return [defect for fuzzer, _ in self.fuzzers for defect in fuzzer.defects]
+
+    @property
+    def n_sent(self) -> int:
+        """Inputs so far, valid ones too."""
+        return sum(self.statuses.values())
 
     @property
     def statuses(self) -> dict[str, int]:

@@ -11,7 +11,7 @@ import random
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,11 +130,18 @@ class HttpFuzzer:
 
     async def run(self, inputs: int) -> None:
         """Send so many messages, each on a separate connection."""
+        await self._send_each(self.message, inputs)
+
+    async def use(self, inputs: int) -> None:
+        """Send so many valid messages, as ordinary clients do."""
+        await self._send_each(self._any_valid, inputs)
+
+    async def _send_each(self, make: Callable[[], bytes], inputs: int) -> None:
         left = iter(range(inputs))
 
         async def send() -> None:
             for _ in left:
-                await self._send(self.message(), _ANSWER_S)
+                await self._send(make(), _ANSWER_S)
 
         async with asyncio.TaskGroup() as senders:
             for _ in range(self.side_by_side):
@@ -150,7 +157,7 @@ class HttpFuzzer:
         rng = self.rng
         route = rng.choice(self.serves.routes)
         if rng.random() < 0.15:
-            return self._valid(route, rng.choice(route.bodies) if route.bodies else b"")
+            return self._any_valid(route)
         wild = rng.random() < 0.5
         method, path = route.method or ("POST" if route.bodies else "GET"), route.path
         if wild and rng.random() < 0.7:
@@ -175,6 +182,11 @@ class HttpFuzzer:
         if rng.random() < 0.1:
             data = self._damaged(data)
         return data
+
+    def _any_valid(self, route: HttpRoute | None = None) -> bytes:
+        """A message without a defect, to any route or to this one."""
+        route = route or self.rng.choice(self.serves.routes)
+        return self._valid(route, self.rng.choice(route.bodies) if route.bodies else b"")
 
     def _valid(self, route: HttpRoute, seed: Body) -> bytes:
         """A message without a defect, of which later ones have ids."""

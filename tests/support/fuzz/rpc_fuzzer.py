@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,18 @@ class RpcFuzzer:
 
     async def run(self, inputs: int) -> None:
         """Send so many inputs, each to one method."""
+        await self._send_each(self._send, inputs)
+
+    async def use(self, inputs: int) -> None:
+        """Send so many valid messages: the seeds as they are, and empty ones to methods without any."""
+        await self._send_each(self._send_valid, inputs)
+
+    async def _send_each(self, send_one: Callable[[], Awaitable[None]], inputs: int) -> None:
         left = iter(range(inputs))
 
         async def send() -> None:
             for _ in left:
-                await self._send()
+                await send_one()
 
         async with asyncio.TaskGroup() as senders:
             for _ in range(self.side_by_side):
@@ -70,7 +77,14 @@ class RpcFuzzer:
         most = 3 if method.client_streaming else 1
         # A call without its message, and one with two, are wrong in a way of their own.
         count = self.rng.choice((0, 2)) if self.rng.random() < 0.03 else self.rng.randint(1, most)
-        sent = [self._fuzzer.data(method.input_type) for _ in range(count)]
+        await self._send_to(method, [self._fuzzer.data(method.input_type) for _ in range(count)])
+
+    async def _send_valid(self) -> None:
+        method = self.rng.choice(self._methods)
+        fitting = [seed for seed in self.seeds if seed.DESCRIPTOR is method.input_type]
+        await self._send_to(method, [self.rng.choice(fitting).SerializeToString() if fitting else b""])
+
+    async def _send_to(self, method: MethodDescriptor, sent: Sequence[bytes]) -> None:
         code, details = await self._call(method, sent)
         if details == _WRITE_FAILED:
             code = "CUT"
