@@ -1,1 +1,4 @@
-"""Libraries of the services: common, engine, text, worker. They never import `services`."""
+"""Libraries of the services: common, engine, text, worker.
+
+Must not import `services` or `supervisor`.
+"""

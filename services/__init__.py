@@ -1,4 +1,7 @@
-"""The five services: router, prefill, decode, kvstore, drafter. They never import each other."""
+"""The five services: router, prefill, decode, kvstore, drafter.
+
+Must not import `supervisor`.
+"""
 
 import os
 

@@ -3,8 +3,8 @@
     from slipstream import Client, AsyncClient
 
 `slipstream.client` shows their use, `slipstream.requests` the arguments, `slipstream.errors` the errors.
-All names below load on first use, so that services which only need `slipstream.v1` stay light. Nothing here
-imports `libs`, `services` or `supervisor`: this package is what clients install.
+All names below load on first use, so that services which only need `slipstream.v1` stay light. This package
+is what clients install. Must not import `libs`, `services` or `supervisor`.
 """
 
 from __future__ import annotations

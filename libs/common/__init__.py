@@ -1,4 +1,4 @@
 """Shared parts of all services: discovery, RPC, transfers, errors, bounds.
 
-Must not import torch, `libs.engine`, `libs.worker` or `services`.
+Must not import `torch`, `engine`, `worker` or `services`.
 """

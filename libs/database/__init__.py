@@ -1,4 +1,5 @@
 """Durable tables of the services: SQLite in one file, or PostgreSQL, chosen by URL.
 
-Each module that stores something declares its own tables. Of libs it may import libs.common only.
+Each module that stores something declares its own tables. Must not import `torch`, `grpc`, `aiohttp`,
+`engine`, `structured`, `text` or `worker`.
 """

@@ -1,4 +1,4 @@
 """The inference engine: tokens, KV pages and steps.
 
-Must not import gRPC, HTTP, `libs.text`, `libs.worker` or `services`.
+Must not import `grpc`, `aiohttp`, `structured`, `text`, `worker` or `services`.
 """

@@ -1,4 +1,4 @@
 """Text to tokens and back: chat template, tokenizer, response parser.
 
-Must not import torch, gRPC or `libs.engine`.
+Must not import `torch`, `grpc`, `aiohttp`, `engine` or `structured`.
 """

@@ -1,4 +1,4 @@
 """The decode worker: KV of a prompt to tokens.
 
-Must not import another service.
+Must not import `drafter`, `kvstore`, `prefill` or `router`.
 """

@@ -1,4 +1,4 @@
 """The drafter: proposes tokens with an EAGLE-3 head.
 
-Must not import another service.
+Must not import `decode`, `kvstore`, `prefill` or `router`.
 """

@@ -1,4 +1,4 @@
 """The prefill worker: prompts to KV blocks and a first token.
 
-Must not import another service.
+Must not import `decode`, `drafter`, `kvstore` or `router`.
 """

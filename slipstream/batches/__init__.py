@@ -1,4 +1,4 @@
 """Files and batches in the SDK. `client.files` and `client.batches` have the calls.
 
-Must not import libs, services or supervisor.
+Must not import `cli` or `responses`.
 """

@@ -1,4 +1,7 @@
-"""The `slipstream` command."""
+"""The `slipstream` command.
+
+Must not import `libs`, `services` or `supervisor`.
+"""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
 """Files of credentials: whether certificates and keys can be used, and who may read a secret.
 
-It must not import the parts that call or serve: they import it.
+Must not import `calls`, `cli` or `rpc`.
 """

@@ -1,1 +1,4 @@
-"""Lines of logs, which services and tools of the SDK share. Must not import other packages of slipstream."""
+"""Lines of logs, which services and tools of the SDK share.
+
+Must not import `calls`, `cli`, `credentials` or `rpc`.
+"""

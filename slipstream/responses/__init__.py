@@ -1,4 +1,4 @@
 """Stored responses in the SDK: `client.responses` has the calls.
 
-Must not import libs, services or supervisor.
+Must not import `batches`, `cli` or `jobs`.
 """

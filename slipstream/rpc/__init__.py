@@ -1,4 +1,4 @@
 """Channels to a cluster: dialling, TLS, back-off, errors of calls.
 
-Must not import other modules of `slipstream` but `credentials`, `errors` and `v1`.
+Must not import `batches`, `calls`, `cli`, `jobs`, `metering` or `responses`.
 """

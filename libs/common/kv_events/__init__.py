@@ -1,4 +1,4 @@
 """Events about stored and removed KV blocks: a node's log, the service that streams it, a watcher's view.
 
-Must not import cluster, etcd or transport, nor anything of services, libs.engine or libs.worker.
+Must not import `cluster`, `etcd`, `rpc` or `transport`.
 """

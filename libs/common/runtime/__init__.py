@@ -1,4 +1,4 @@
 """The process: options, garbage collection, allocator, event loop, signals.
 
-Must not import other packages of `libs.common`.
+Must not import `cluster`, `etcd`, `http`, `kv_events`, `rpc` or `telemetry`.
 """

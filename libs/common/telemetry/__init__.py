@@ -1,1 +1,4 @@
-"""A process's reports of itself: metrics, logs, traces. It imports nothing of `libs` but this package."""
+"""A process's reports of itself: metrics, logs, traces.
+
+Must not import `cluster`, `etcd`, `http`, `kv_events`, `rpc` or `transport`.
+"""

@@ -1,4 +1,4 @@
 """The engine: the loop that admits, schedules, runs and commits steps.
 
-The top of the engine; no other package of it may import `core`.
+Must not import `worker` or `services`.
 """

@@ -1,4 +1,4 @@
 """Draft heads: EAGLE-3 chains and block drafters.
 
-Must not import `core` or `scheduling`.
+Must not import `core`, `parallel` or `scheduling`.
 """

@@ -1,4 +1,4 @@
 """KV pages: their cache, their manager, the sequences that hold them.
 
-May import `sampling` and `step` only.
+Must not import `core`, `eagle`, `kernels`, `model`, `model_spec`, `packed`, `parallel` or `scheduling`.
 """

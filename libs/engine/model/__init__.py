@@ -1,4 +1,4 @@
 """A model from its checkpoint to a forward pass.
 
-Must not import `core`, `eagle` or `scheduling`.
+Must not import `core`, `eagle`, `parallel` or `scheduling`.
 """

@@ -1,4 +1,4 @@
 """The shape of a model: configuration, matrices, layers, the plan of a batch.
 
-Must not import `kernels`, `model` or `core`.
+Must not import `core`, `eagle`, `kernels`, `model`, `packed`, `parallel` or `scheduling`.
 """

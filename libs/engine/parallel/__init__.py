@@ -1,4 +1,5 @@
 """One model over several processes: tensor, pipeline, expert and attention-data parallelism, KV by position.
 
-Rank 0 serves and samples; the other ranks follow its command stream. May import `model` and what is below.
+Rank 0 serves and samples; the other ranks follow its command stream. Must not import `core`, `eagle` or
+`scheduling`.
 """

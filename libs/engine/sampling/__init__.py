@@ -1,4 +1,5 @@
 """From logits to tokens: sampling, draft verification, stop conditions.
 
-May import `step` only.
+Must not import `core`, `eagle`, `kernels`, `kv`, `model`, `model_spec`, `packed`, `parallel` or
+`scheduling`.
 """

@@ -1,4 +1,4 @@
 """Which sequences run in a step, and how they share prefixes.
 
-Must not import `core`, `model` or `kernels`.
+Must not import `core`, `eagle`, `kernels`, `model` or `parallel`.
 """

@@ -1,4 +1,5 @@
 """The engine's interface and the records of one step.
 
-Must not import other packages of the engine.
+Must not import `core`, `eagle`, `kernels`, `kv`, `model`, `model_spec`, `packed`, `parallel`, `sampling` or
+`scheduling`.
 """

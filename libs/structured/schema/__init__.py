@@ -1,4 +1,4 @@
 """JSON Schema as llguidance has to see it, and what of it no grammar holds.
 
-Pure functions of the schema. May not import llguidance.
+Pure functions of the schema. Must not import `torch`, `grpc` or `aiohttp`.
 """

@@ -1,4 +1,4 @@
 """The engine's thread, its pages and the queue for them.
 
-May import `requests` only.
+Must not import `offload`, `peer_cache`, `pins`, `process` or `restore`.
 """

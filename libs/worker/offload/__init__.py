@@ -1,4 +1,4 @@
 """Writes new blocks to the kvstore in the background.
 
-Must not import `process`, `restore` or `peer_cache`.
+Must not import `peer_cache`, `process` or `restore`.
 """

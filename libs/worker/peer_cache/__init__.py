@@ -1,4 +1,4 @@
 """Serves blocks of this worker's prefix cache to peers.
 
-May import `engine` and `requests` only.
+Must not import `offload`, `pins`, `process` or `restore`.
 """

@@ -1,4 +1,4 @@
 """The reader's side of pins: leases on blocks of peers and kvstores.
 
-May import `engine` and `requests` only.
+Must not import `engine`, `offload`, `peer_cache`, `process` or `restore`.
 """

@@ -1,4 +1,4 @@
 """A worker process from its start to its end.
 
-The top of the worker library; its other packages must not import it.
+Must not import `services`.
 """

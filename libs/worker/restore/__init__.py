@@ -1,4 +1,4 @@
 """Reads the cached prefix of a prompt from peers and kvstores. `BlockFetcher` reads handoffs, too.
 
-Must not import `process`, `offload` or `peer_cache`.
+Must not import `offload`, `peer_cache` or `process`.
 """

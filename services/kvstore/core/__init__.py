@@ -1,4 +1,4 @@
 """The block store of a node: puts, pins, metrics.
 
-Must not import `services.kvstore.service` or `app`.
+Must not import `app` or `service`.
 """

@@ -1,4 +1,4 @@
 """The disk tier.
 
-Must not import `core`, `loading`, `pool` or `dram`.
+Must not import `core`, `loading`, `pool` or `unreachable`.
 """

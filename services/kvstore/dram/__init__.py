@@ -1,1 +1,4 @@
-"""The memory tier."""
+"""The memory tier.
+
+Must not import `core`, `disk`, `loading`, `pool` or `unreachable`.
+"""

@@ -1,4 +1,4 @@
 """Blocks on their way between the tiers.
 
-Must not import `core`.
+Must not import `core`, `pool` or `unreachable`.
 """

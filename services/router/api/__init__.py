@@ -1,4 +1,4 @@
 """The surfaces that clients speak to: HTTP in OpenAI's form, and gRPC.
 
-Both build `request` types. No other package of the router imports it.
+Both build `request` types. Must not import `autoscale`, `console` or `operators`.
 """

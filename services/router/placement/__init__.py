@@ -1,4 +1,4 @@
 """Which workers run a request, by predicted milliseconds. Pure: no I/O, no clock.
 
-Must not import any other package of the router.
+Must not import `asyncio`, `grpc`, `time`, `admission`, `execution`, `prefix_index`, `request` or `workers`.
 """

@@ -1,4 +1,4 @@
 """A client's request: its types, its validation, and its encoding from text to token ids. Pure.
 
-Must not import other packages of the router, nor anything that does I/O.
+Must not import `aiohttp`, `grpc`, `api`, `execution`, `metering`, `placement` or `workers`.
 """

@@ -1,4 +1,4 @@
 """Connections to workers, the streams on them, and the state that workers report.
 
-Must not import `api`, `execution`, `request` or `admission`.
+Must not import `admission`, `api`, `execution`, `jobs`, `metering` or `request`.
 """

@@ -1,1 +1,4 @@
-"""`slipstream chat`: a conversation in the terminal."""
+"""`slipstream chat`: a conversation in the terminal.
+
+Must not import `fleet`, `jobs` or `top`.
+"""

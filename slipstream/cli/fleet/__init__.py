@@ -1,4 +1,4 @@
 """Commands on any cluster, through the admin port of one of its routers.
 
-Must not import packages of the server.
+Must not import `chat`, `jobs` or `top`.
 """

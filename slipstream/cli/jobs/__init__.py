@@ -1,4 +1,4 @@
 """`slipstream jobs`: submit, list, show and cancel stored jobs.
 
-Must not import libs, services or supervisor.
+Must not import `fleet` or `top`.
 """

@@ -1,1 +1,4 @@
-"""`slipstream top`: the fleet live in a terminal. Must not import the server's packages."""
+"""`slipstream top`: the fleet live in a terminal.
+
+Must not import `jobs`.
+"""

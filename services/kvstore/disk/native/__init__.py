@@ -1,1 +1,4 @@
-"""Disk reads and writes in C, without the interpreter's lock."""
+"""Disk reads and writes in C, without the interpreter's lock.
+
+Must not import `core`, `loading`, `policy` or `pool`.
+"""

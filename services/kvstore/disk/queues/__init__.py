@@ -1,4 +1,4 @@
 """Queues of one disk's reads and writes, and the threads that serve them.
 
-Must not import `disk.tier`, `disk.set` or `disk.native`.
+Must not import `native`, `set` or `tier`.
 """

@@ -1,4 +1,4 @@
 """Segment files: format, reads, writes, recovery.
 
-Must not import the tier above.
+Must not import `native`, `queues` or `policy`.
 """

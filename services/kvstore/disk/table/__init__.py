@@ -1,1 +1,4 @@
-"""Which slot of a disk holds which block. Pure."""
+"""Which slot of a disk holds which block. Pure.
+
+Must not import `asyncio`, `native` or `queues`.
+"""

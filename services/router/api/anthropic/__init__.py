@@ -1,4 +1,4 @@
 """Anthropic's Messages API: bodies -> requests, and events of answers in its form.
 
-It must not import services.router.execution.
+Must not import `batches`, `jobs`, `responses`, `rpc` or `workers_ai`.
 """

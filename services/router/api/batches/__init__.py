@@ -1,4 +1,4 @@
 """OpenAI's files and batches: JSONL in, one answer a line out.
 
-Lines run as jobs. The other APIs are not imported, except OpenAI's parsers.
+Lines run as jobs. Must not import `anthropic`, `jobs`, `responses` or `workers_ai`.
 """

@@ -1,4 +1,4 @@
 """The middleware around every public HTTP handler, and the handlers that run requests.
 
-Must not import the routes, and no API's shapes beyond the seam of `answers`.
+Must not import `anthropic`, `batches`, `description`, `jobs`, `responses`, `rpc` or `workers_ai`.
 """

@@ -1,4 +1,4 @@
 """Requests and responses in the shapes of OpenAI's HTTP API.
 
-Pure: it imports neither aiohttp nor the rest of the router but `services.router.request`.
+Must not import `aiohttp`, `anthropic`, `batches`, `http`, `jobs`, `responses`, `rpc` or `workers_ai`.
 """

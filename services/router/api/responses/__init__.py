@@ -1,4 +1,4 @@
 """OpenAI's Responses API: bodies and items -> requests, events of answers, and stored responses.
 
-Pure but for the store; it must not import services.router.execution.
+Must not import `anthropic`, `batches`, `jobs` or `workers_ai`.
 """

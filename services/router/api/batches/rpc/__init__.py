@@ -1,4 +1,4 @@
 """BatchService: files and batches over gRPC. `BatchOperations` has all rules.
 
-It must not import the routes of HTTP.
+Must not import `endpoint`, `anthropic`, `responses` or `workers_ai`.
 """
