@@ -64,7 +64,7 @@ class RouterProcess:
     ports: dict[str, int]
 
     def resident_mb(self) -> float:
-        """Its resident memory."""
+        """The resident memory."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
         return int(line.split()[1]) / 1024

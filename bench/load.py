@@ -78,7 +78,7 @@ def write_checkpoint(model_dir: Path, n_bytes: float, weight_format: str) -> int
 
 
 def _spec(n_bytes: float, weight_format: str) -> RandomCheckpoint:
-    """As many experts as reach the size."""
+    """The spec with as many experts as reach the size."""
     config = dict(_WIDE_CONFIG if n_bytes >= _WIDE_BYTES else BENCH_CONFIG) | {"num_hidden_layers": _N_LAYERS}
     expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
     bits = 4.5 if weight_format == "int4" else 16

@@ -27,7 +27,7 @@ class RequestLog:
 
     @property
     def ttft_ms(self) -> float | None:
-        """From sending to the first token; None without a token."""
+        """The time from sending to the first token; None without a token."""
         return (self.arrivals[0][0] - self.sent_s) * 1e3 if self.arrivals else None
 
     def itl_ms(self) -> list[float]:

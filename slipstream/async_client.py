@@ -120,7 +120,7 @@ class AsyncClient:
         resume_within_s: float = RESUME_WITHIN_S,
         max_retries: int = MAX_RETRIES,
     ) -> None:
-        """As `Client`'s."""
+        """See `Client`."""
         check_tls(tls)
         self._endpoints: Endpoints[grpc.aio.Channel] = Endpoints(endpoint, lambda name: dial(name, tls=tls))
         self._api_key = api_key
@@ -156,7 +156,7 @@ class AsyncClient:
         response_format: type[Any] | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> AsyncStream:
-        """As `chat`, but streaming; `reply.parse` makes the instance at the end."""
+        """Stream the answer of `chat`; `reply.parse` makes the instance at the end."""
         arguments = with_form(arguments, response_format)
         return self._generate(chat_request(messages, arguments), arguments)
 
@@ -169,7 +169,7 @@ class AsyncClient:
         response_format: type[Any] | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> ToolRun:
-        """As `Client.run_tools`. Coroutine functions are taken too; the calls of one reply run together."""
+        """See `Client.run_tools`. Coroutine functions are taken too; the calls of one reply run together."""
         loop = ToolLoop(messages, functions, with_form(arguments, response_format), max_rounds)
         while True:
             reply = await self.chat(loop.messages, **loop.arguments)
@@ -187,7 +187,7 @@ class AsyncClient:
     def stream_complete(
         self, prompt: str | Sequence[int], **arguments: Unpack[GenerateArguments]
     ) -> AsyncStream:
-        """As `complete`, but streaming."""
+        """Stream the answer of `complete`."""
         return self._generate(prompt_request(prompt, arguments), arguments)
 
     async def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
@@ -213,7 +213,7 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]
     ) -> PromptTokens:
-        """As `Client.tokenize`."""
+        """See `Client.tokenize`."""
         request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
         answer = await self._unary("Tokenize", request, timeout_s)
         return PromptTokens(answer.token_ids, answer.max_context_tokens)
@@ -270,7 +270,7 @@ class AsyncClient:
 
     @property
     def _stub(self) -> router_pb2_grpc.RouterServiceAsyncStub:
-        """Of the router in use."""
+        """The stub of the router in use."""
         _, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
         found: router_pb2_grpc.RouterServiceAsyncStub = stub
         return found
@@ -299,12 +299,12 @@ class AsyncClient:
         return AsyncStream(resumption, self._endpoints, call)
 
     async def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
-        """As `Client._unary`."""
+        """See `Client._unary`."""
         _, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
         return await self._ask(stub, method, request, timeout_s)
 
     async def _ask(self, stub: Any, method: str, request: Any, timeout_s: float) -> Any:
-        """As `Client._ask`."""
+        """See `Client._ask`."""
         call = getattr(stub, method)
         metadata = self._key
         tries = UnaryTries(self._max_retries, timeout_s)

@@ -203,7 +203,7 @@ class Client:
         response_format: type[Any] | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Stream:
-        """As `chat`, but streaming; `reply.parse` makes the instance at the end."""
+        """Stream the answer of `chat`; `reply.parse` makes the instance at the end."""
         arguments = with_form(arguments, response_format)
         return self._generate(chat_request(messages, arguments), arguments)
 
@@ -239,7 +239,7 @@ class Client:
         return _drain(self.stream_complete(prompt, **arguments))
 
     def stream_complete(self, prompt: str | Sequence[int], **arguments: Unpack[GenerateArguments]) -> Stream:
-        """As `complete`, but streaming."""
+        """Stream the answer of `complete`."""
         return self._generate(prompt_request(prompt, arguments), arguments)
 
     def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:

@@ -41,7 +41,7 @@ def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
 
 
 def tier_name(tier: common_pb2.CacheTier.ValueType) -> str:
-    """Such as dram, nvme, pool or peer."""
+    """The name of a tier, such as dram, nvme, pool or peer."""
     return common_pb2.CacheTier.Name(tier).removeprefix("CACHE_TIER_").lower()
 
 

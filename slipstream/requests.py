@@ -49,7 +49,7 @@ class GenerateArguments(SamplingArguments, total=False):
 
 
 class ChatArguments(GenerateArguments, total=False):
-    """As GenerateArguments, and the tools the model may call, OpenAI-shaped."""
+    """The arguments of GenerateArguments, and the tools the model may call, OpenAI-shaped."""
 
     tools: Sequence[Tool]
     tool_choice: str | Mapping[str, Any]

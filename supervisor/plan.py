@@ -105,7 +105,7 @@ class ClusterConfig:
         return REMOTE if self.drafters or is_far else LOCAL
 
     def device(self, role: Role) -> str:
-        """Of workers of this role, by flag or file."""
+        """The device of workers of this role, by flag or file."""
         return self.sizes.device or self.file_device.get(role, CPU)
 
     def workers(self) -> list[tuple[str, int]]:

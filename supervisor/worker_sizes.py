@@ -33,7 +33,7 @@ class WorkerSizes:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> WorkerSizes:
-        """Those of the parameters of `slipstream up`. Raises InvalidArgument for a value no worker takes."""
+        """The sizes of `slipstream up`'s parameters. Raises InvalidArgument for a value no worker takes."""
         settings = rows(EngineSettings)
         found = {each.name: values[each.name] for each in fields(cls)}
         for name, value in found.items():

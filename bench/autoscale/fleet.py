@@ -40,7 +40,7 @@ class PrefillLine:
         return self.free_ms
 
     def tokens_left(self, now_ms: float) -> float:
-        """Of all prompts in the queue."""
+        """The tokens of all prompts in the queue."""
         while self.queue and self.queue[0][0] <= now_ms:
             self.queue.pop(0)
         return sum(tokens * min((end - now_ms) / took, 1.0) for end, tokens, took in self.queue)
@@ -98,11 +98,11 @@ class SimulatedFleet:
     # ---- the tiers
 
     def replicas(self, role: Role) -> int:
-        """Those that serve and those that start."""
+        """The replicas that serve or start."""
         return len(self._workers[role])
 
     def serving(self, role: Role) -> list[SimulatedWorker]:
-        """Those that serve."""
+        """The replicas that serve."""
         return [worker for worker in self._workers[role] if worker.ready_ms <= self.now_ms]
 
     def resize(self, role: Role, n: int, *, start_ms: float = START_MS) -> None:

@@ -27,7 +27,7 @@ class FixedFleet:
     period_ms: float = PERIOD_S * 1e3
 
     def decide(self, fleet: SimulatedFleet) -> dict[Role, int]:
-        """As in the beginning."""
+        """Keep the replicas of the beginning."""
         return self.sizes
 
 

@@ -80,7 +80,7 @@ class Container:
     def __init__(
         self, name: str, image: Image, work_dir: Path, limits: ContainerLimits, *, command: Sequence[str]
     ) -> None:
-        """Its bundle and its log are in `work_dir`."""
+        """Put the bundle and the log into `work_dir`."""
         self.name = name
         self._bundle = work_dir / name
         self._bundle.mkdir(parents=True)

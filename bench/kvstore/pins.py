@@ -48,7 +48,7 @@ class FirstCome(PinOrder[Promotion]):
 
 
 def keys(first: int, n_blocks: int) -> list[bytes]:
-    """Of blocks that were written together."""
+    """The keys of blocks that were written together."""
     return [checksum(b"%d" % number) for number in range(first, first + n_blocks)]
 
 

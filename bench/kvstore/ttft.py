@@ -121,7 +121,7 @@ class TtftBench:
         talk.messages.append(stream.reply.as_message())
 
     async def _between(self, scenario: str) -> None:
-        """Wait until everything is stored and quiet; then who must not have it any more begins anew."""
+        """Wait until everything is stored and quiet; then restart the processes that must forget it."""
         await self._quiet()
         anew = {"dram": [FIRST], "nvme": [FIRST, STORE]}.get(scenario, [])
         for instance in anew:

@@ -26,7 +26,7 @@ class Bound:
 
 
 def bound(requests: Sequence[TraceRequest], hardware: Hardware) -> Bound:
-    """Without noise, and with every block in every worker's reach at no cost."""
+    """The bound without noise, where every worker reaches every block at no cost."""
     return Bound(_p90_ms(requests, hardware, hardware.n_prefill), _p90_ms(requests, hardware, len(requests)))
 
 

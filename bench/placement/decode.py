@@ -42,7 +42,7 @@ class DecodeNode:
 
     @property
     def sequences(self) -> int:
-        """In the batch."""
+        """The sequences in the batch."""
         return len(self._ends)
 
     def step_ms(self) -> float:
@@ -108,6 +108,6 @@ class DecodeNode:
         self.assigned_tokens += run.request.prompt_tokens
 
     def release(self, run: Run) -> None:
-        """It is over."""
+        """End a sequence."""
         self.assigned -= 1
         self.assigned_tokens -= run.request.prompt_tokens

@@ -45,7 +45,7 @@ class Hardware:
 
     @property
     def total_blocks(self) -> int:
-        """Of all caches together."""
+        """The blocks of all caches together."""
         return self.n_prefill * self.cache_blocks + self.store_blocks
 
 
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def uncached_tokens(self) -> int:
-        """To compute."""
+        """The tokens that a worker must compute."""
         return self.request.prompt_tokens - self.cached_tokens
 
     @property
     def exact_left(self) -> float:
-        """Of them, left now."""
+        """The part of them that is left now."""
         return self.uncached_tokens * max(self.left_ms / self.takes_ms, 0.0)
 
     @property

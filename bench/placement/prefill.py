@@ -72,7 +72,7 @@ class PrefillNode(ABC):
 
     @property
     def requests(self) -> int:
-        """In line or computed now."""
+        """The requests that wait or are computed now."""
         return len(self.line)
 
     def queued_tokens(self) -> int:
@@ -80,7 +80,7 @@ class PrefillNode(ABC):
         return sum(self.queue())
 
     def queue(self) -> list[int]:
-        """Those of each prompt."""
+        """The waiting requests of each prompt."""
         self._advance()
         return [run.tokens_left for run in self.line]
 
@@ -235,7 +235,7 @@ class PrefillNode(ABC):
 
 
 class SharedSteps(PrefillNode):
-    """As the production engine."""
+    """Steps that prompts share, as in the engine."""
 
     def _share(self, runnable: Sequence[Run]) -> list[tuple[Run, float]]:
         shortest = min(runnable, key=lambda run: order_key(self._need(run), run.request.number))

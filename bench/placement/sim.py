@@ -20,7 +20,7 @@ from bench.placement.trace import TraceRequest
 
 
 class Policy(Protocol):
-    """A rule that places requests. It is told what a router would hear."""
+    """A rule that places requests. It gets what a router would hear."""
 
     name: str
 

@@ -20,10 +20,10 @@ class StreamLog:
 
     @property
     def ttft_ms(self) -> float:
-        """From sending to the first token."""
+        """The time from sending to the first token."""
         return (self.arrivals[0] - self.sent_s) * 1e3
 
     @property
     def total_ms(self) -> float:
-        """From sending to the last token."""
+        """The time from sending to the last token."""
         return (self.arrivals[-1] - self.sent_s) * 1e3

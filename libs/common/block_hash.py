@@ -53,7 +53,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, gc=False):
     n_blocks: int = 0
 
     def after(self, n_hashed: int) -> SharedPrefix:
-        """Those that are left after the first `n_hashed` blocks of the prompt."""
+        """The tokens that are left after the first `n_hashed` blocks of the prompt."""
         return SharedPrefix(self.salt, max(self.n_blocks - n_hashed, 0))
 
 

@@ -76,7 +76,7 @@ class DatabaseThread:
         return []
 
     def _run_in_savepoint(self, connection: SqlConnection, work: DatabaseWork) -> Any:
-        """Its value, or its exception, after which nothing of it is left. Raises what the driver raises."""
+        """Run the work; an exception leaves nothing of it. Raises what the driver raises, too."""
         connection.execute("SAVEPOINT work")
         try:
             result = work.run(connection)

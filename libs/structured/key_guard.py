@@ -168,7 +168,7 @@ class KeyGuard:
 
 
 def _allowed(tokens: Iterable[int], bits: npt.NDArray[np.uint32]) -> list[int]:
-    """Those of the tokens that the mask allows, each once."""
+    """The tokens that the mask allows, each once."""
     found = np.unique(np.fromiter(tokens, dtype=np.uint32))
     is_allowed = (bits[found // 32] >> (found % 32)) & np.uint32(1)
     allowed: list[int] = found[is_allowed.astype(np.bool_)].tolist()

@@ -47,7 +47,7 @@ def is_nested_deeper(text: bytes, levels: int) -> bool:
 
 
 def _outside_strings(text: bytes) -> Iterator[tuple[int, list[bytes]]]:
-    """By piece: how many strings have ended so far, and the parts of the piece outside of strings."""
+    """For each piece: how many strings have ended so far, and the parts of the piece outside of strings."""
     n_quotes, held = 0, b""
     for start in range(0, len(text), _PIECE_BYTES):
         piece = (held + text[start : start + _PIECE_BYTES]).replace(b"\\\\", b"")

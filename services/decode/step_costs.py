@@ -43,7 +43,7 @@ class StepWindow:
 
     @property
     def median_ms(self) -> float:
-        """Of a step; 0 without steps."""
+        """The median time of a step; 0 without steps."""
         return statistics.median(step.elapsed_ms for step in self._steps) if self._steps else 0.0
 
     @property
@@ -79,7 +79,7 @@ class SetupCosts:
 
     @property
     def ms_per_token(self) -> float:
-        """Of one sequence, by medians; 0 without any."""
+        """The time of one sequence's token, by medians; 0 without any."""
         if not self._sequences:
             return 0.0
         setup_ms = statistics.median([setup_ms for setup_ms, _ in self._sequences])

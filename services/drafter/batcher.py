@@ -116,7 +116,7 @@ class Batcher:
             return batch
 
     def _answer(self, head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
-        """As `answer_batch`; raises only when the head is to be given up."""
+        """Answer like `answer_batch`; raise only when the head is unusable."""
         try:
             answers = answer_batch(head, batch)
         except Exception:

@@ -215,7 +215,7 @@ class PrefillJob(SequenceTask):
         return filled
 
     def _move(self, reservation: PageReservation) -> None:
-        """Some blocks of the handoff, none of them final, are in other pages now."""
+        """Note that some blocks of the handoff, none of them final, are in other pages now."""
         assert self._export is not None
         self._pages = reservation.pages
         self._export.pages = reservation.pages[: len(self._export.pages)]

@@ -22,7 +22,7 @@ def wanted_s(schedstat: str, ran_s: float) -> float:
 
 
 def _thread_wanted_s() -> float:
-    """Of the calling thread."""
+    """The time that the calling thread wanted a processor."""
     try:
         schedstat = _SCHEDSTAT.read_text()
     except OSError:
@@ -88,7 +88,7 @@ class EventLoopLag:
         return min(self._busy.per_s(self._clock(), self._wanted()), 1.0)
 
     def gauges(self) -> dict[str, float]:
-        """For the table of metrics."""
+        """The gauges for the table of metrics."""
         return {
             "slipstream_event_loop_delay_seconds": round(self.window.mean_ms / 1e3, 6),
             "slipstream_event_loop_delay_max_seconds": round(self.window.max_ms / 1e3, 6),

@@ -115,7 +115,7 @@ class BlockingBatches:
         return self._lines(self._ended(batch).output_file_id)
 
     def failures(self, batch: SubmittedBatch | str) -> Iterator[BatchAnswer]:
-        """As `answers`, of the requests that failed or did not run."""
+        """Read like `answers`, the requests that failed or did not run."""
         return self._lines(self._ended(batch).error_file_id)
 
     def _ended(self, batch: SubmittedBatch | str) -> SubmittedBatch:
@@ -147,29 +147,29 @@ class AsyncBatches:
         metadata: Mapping[str, str] | None = None,
         output_ttl_s: float = 0.0,
     ) -> SubmittedBatch:
-        """As `BlockingBatches.create`."""
+        """See `BlockingBatches.create`."""
         request = _create_request(file_id, endpoint, metadata or {}, output_ttl_s)
         answer = await self._caller.call("CreateBatch", request, is_idempotent=False)
         return submitted_batch(answer.batch)
 
     async def get(self, batch_id: str) -> SubmittedBatch:
-        """As `BlockingBatches.get`."""
+        """See `BlockingBatches.get`."""
         request = batches_pb2.GetBatchRequest(batch_id=batch_id)
         return submitted_batch((await self._caller.call("GetBatch", request)).batch)
 
     async def list_batches(self) -> AsyncIterator[SubmittedBatch]:
-        """As `BlockingBatches.list_batches`."""
+        """See `BlockingBatches.list_batches`."""
         request = batches_pb2.ListBatchesRequest(limit=_PAGE)
         async for batch in self._caller.items("ListBatches", request, "batches"):
             yield submitted_batch(batch)
 
     async def cancel(self, batch_id: str) -> SubmittedBatch:
-        """As `BlockingBatches.cancel`."""
+        """See `BlockingBatches.cancel`."""
         request = batches_pb2.CancelBatchRequest(batch_id=batch_id)
         return submitted_batch((await self._caller.call("CancelBatch", request)).batch)
 
     async def wait(self, batch_id: str, *, timeout_s: float | None = None) -> SubmittedBatch:
-        """As `BlockingBatches.wait`."""
+        """See `BlockingBatches.wait`."""
         polls = Polls(batch_id, timeout_s)
         while True:
             answer = await self._caller.call("GetBatch", polls.request, timeout_s=polls.look_s)
@@ -178,12 +178,12 @@ class AsyncBatches:
             await asyncio.sleep(polls.pause_s(batch))
 
     async def answers(self, batch: SubmittedBatch | str) -> AsyncIterator[BatchAnswer]:
-        """As `BlockingBatches.answers`."""
+        """See `BlockingBatches.answers`."""
         async for answer in self._lines((await self._ended(batch)).output_file_id):
             yield answer
 
     async def failures(self, batch: SubmittedBatch | str) -> AsyncIterator[BatchAnswer]:
-        """As `BlockingBatches.failures`."""
+        """See `BlockingBatches.failures`."""
         async for answer in self._lines((await self._ended(batch)).error_file_id):
             yield answer
 

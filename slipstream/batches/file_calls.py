@@ -90,7 +90,7 @@ class AsyncFiles:
     async def upload(
         self, content: Content, *, name: str = "", ttl_s: float = 0.0, timeout_s: float = _UPLOAD_S
     ) -> BatchFile:
-        """As `BlockingFiles.upload`."""
+        """See `BlockingFiles.upload`."""
         ttl_ms = milliseconds("ttl_s", ttl_s)
         source = await asyncio.to_thread(UploadSource, content, name=name, ttl_ms=ttl_ms)
         try:
@@ -103,18 +103,18 @@ class AsyncFiles:
             source.close()
 
     async def get(self, file_id: str) -> BatchFile:
-        """As `BlockingFiles.get`."""
+        """See `BlockingFiles.get`."""
         request = batches_pb2.GetFileRequest(file_id=file_id)
         return batch_file((await self._caller.call("GetFile", request)).file)
 
     async def list_files(self, *, purpose: str = "", oldest_first: bool = False) -> AsyncIterator[BatchFile]:
-        """As `BlockingFiles.list_files`."""
+        """See `BlockingFiles.list_files`."""
         request = _list_request(purpose, oldest_first)
         async for file in self._caller.items("ListFiles", request, "files"):
             yield batch_file(file)
 
     async def content(self, file_id: str) -> AsyncGenerator[bytes, None]:
-        """As `BlockingFiles.content`."""
+        """See `BlockingFiles.content`."""
         fresh, request = FreshContent(), batches_pb2.DownloadFileRequest(file_id=file_id)
         async with aclosing(self._caller.stream("DownloadFile", request)) as responses:
             async for n_tries, response in responses:
@@ -122,7 +122,7 @@ class AsyncFiles:
                     yield piece
 
     async def download(self, file_id: str, to: str | os.PathLike[str]) -> None:
-        """As `BlockingFiles.download`."""
+        """See `BlockingFiles.download`."""
         target = DownloadTarget(to)
         try:
             async with aclosing(self.content(file_id)) as pieces:
@@ -133,7 +133,7 @@ class AsyncFiles:
             target.discard()
 
     async def delete(self, file_id: str) -> None:
-        """As `BlockingFiles.delete`."""
+        """See `BlockingFiles.delete`."""
         request = batches_pb2.DeleteFileRequest(file_id=file_id)
         await self._caller.call("DeleteFile", request, is_idempotent=False)
 

@@ -125,7 +125,7 @@ class AsyncCaller:
         metadata: Metadata,
         max_retries: int,
     ) -> None:
-        """As `BlockingCaller`'s."""
+        """See `BlockingCaller`."""
         self._stub = stub
         self._endpoints = endpoints
         self._metadata = metadata
@@ -134,7 +134,7 @@ class AsyncCaller:
     async def call(
         self, method: str, request: Any, *, is_idempotent: bool = True, timeout_s: float = CALL_S
     ) -> Any:
-        """As `BlockingCaller.call`."""
+        """See `BlockingCaller.call`."""
 
         async def ask(stub: Any, left_s: float) -> Any:
             return await getattr(stub, method)(request, timeout=left_s, metadata=self._metadata)
@@ -143,7 +143,7 @@ class AsyncCaller:
         return await self._outlast(ask, losses)
 
     async def send(self, method: str, messages: Callable[[], Iterator[Any]], *, timeout_s: float) -> Any:
-        """As `BlockingCaller.send`. A thread makes each message; the task's end cancels the call."""
+        """See `BlockingCaller.send`. A thread makes each message; the task's end cancels the call."""
 
         async def ask(stub: Any, left_s: float) -> Any:
             call = getattr(stub, method)(timeout=left_s, metadata=self._metadata)
@@ -164,7 +164,7 @@ class AsyncCaller:
         return await self._outlast(ask, losses)
 
     async def items(self, method: str, request: Any, field: str) -> AsyncIterator[Any]:
-        """As `BlockingCaller.items`."""
+        """See `BlockingCaller.items`."""
         while True:
             page = await self.call(method, request)
             items = getattr(page, field)
@@ -177,7 +177,7 @@ class AsyncCaller:
     async def stream(
         self, method: str, request: Any, *, is_whole: Callable[[], bool] = _always
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """As `BlockingCaller.stream`."""
+        """See `BlockingCaller.stream`."""
         losses, n_tries = Losses(self._max_retries), 0
         while True:
             pause_s = limits.PAUSE_S

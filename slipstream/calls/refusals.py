@@ -31,5 +31,5 @@ class Refusals:
         return pause_s
 
     def named_pause_s(self, error: grpc.RpcError, *, left_s: float) -> float | None:
-        """As `pause_s`, for a call that may have effects: only what a router itself refused ran nothing."""
+        """`pause_s` for a call that may have effects: only what a router itself refused ran nothing."""
         return self.pause_s(from_rpc_error(error), left_s=left_s) if names_pause(error) else None

@@ -184,5 +184,5 @@ def _node(answer: NodeReply[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
 
 
 def _quarantined(counters: Mapping[str, float]) -> float:
-    """Of the transport, which writes to the memory tier."""
+    """What the transport that writes to the memory tier has quarantined."""
     return float(counters.get("slipstream_kv_quarantined_bytes", 0.0))

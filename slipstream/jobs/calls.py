@@ -66,7 +66,7 @@ class BlockingJobs:
         references: Sequence[str] = (),
         options: JobOptions | None = None,
     ) -> Iterator[list[SubmittedJob]]:
-        """As `submit`, with the jobs of each call as soon as they are stored."""
+        """Submit like `submit`; yield the jobs of each call as soon as they are stored."""
         options, n_stored = with_key(options), 0
         for request in submissions(bodies, references, options):
             try:
@@ -137,7 +137,7 @@ class AsyncJobs:
         references: Sequence[str] = (),
         options: JobOptions | None = None,
     ) -> list[SubmittedJob]:
-        """As `BlockingJobs.submit`."""
+        """See `BlockingJobs.submit`."""
         parts = self.submit_parts(bodies, references=references, options=options)
         return [job async for part in parts for job in part]
 
@@ -148,7 +148,7 @@ class AsyncJobs:
         references: Sequence[str] = (),
         options: JobOptions | None = None,
     ) -> AsyncIterator[list[SubmittedJob]]:
-        """As `BlockingJobs.submit_parts`."""
+        """See `BlockingJobs.submit_parts`."""
         options, n_stored = with_key(options), 0
         for request in submissions(bodies, references, options):
             try:
@@ -159,7 +159,7 @@ class AsyncJobs:
             yield [submitted_job(job) for job in answer.jobs]
 
     async def get(self, job_id: str) -> FinishedJob:
-        """As `BlockingJobs.get`."""
+        """See `BlockingJobs.get`."""
         request = jobs_pb2.GetJobRequest(id=job_id, result_limit=_RESULT_PART_BYTES)
         parts = ResultParts(await self._caller.call("GetJob", request))
         while parts.missing:
@@ -168,7 +168,7 @@ class AsyncJobs:
         return finished_job(parts.first.job, parts.result)
 
     async def list_jobs(self, *, group_id: str = "", state: str = "") -> AsyncIterator[SubmittedJob]:
-        """As `BlockingJobs.list_jobs`."""
+        """See `BlockingJobs.list_jobs`."""
         request = jobs_pb2.ListJobsRequest(group_id=group_id, state=state_value(state), limit=_PAGE)
         while page := (await self._caller.call("ListJobs", request)).jobs:
             for job in page:
@@ -176,24 +176,24 @@ class AsyncJobs:
             request.after_id = page[-1].id
 
     async def cancel(self, job_id: str = "", *, group_id: str = "") -> int:
-        """As `BlockingJobs.cancel`."""
+        """See `BlockingJobs.cancel`."""
         return int((await self._caller.call("CancelJobs", _cancel_request(job_id, group_id))).cancelled)
 
     async def follow(self, job_id: str) -> AsyncIterator[SubmittedJob]:
-        """As `BlockingJobs.follow`."""
+        """See `BlockingJobs.follow`."""
         request = jobs_pb2.FollowJobsRequest(id=job_id)
         async for job in self._follow(request, lambda r: submitted_job(r.job), lambda job: job.ended):
             yield job
 
     async def follow_group(self, group_id: str) -> AsyncIterator[GroupProgress]:
-        """As `BlockingJobs.follow_group`."""
+        """See `BlockingJobs.follow_group`."""
         request = jobs_pb2.FollowJobsRequest(group_id=group_id)
         counts = self._follow(request, lambda r: group_progress(r.counts), lambda c: c.ended == c.total)
         async for each in counts:
             yield each
 
     async def wait(self, job_id: str) -> FinishedJob:
-        """As `BlockingJobs.wait`."""
+        """See `BlockingJobs.wait`."""
         async for _ in self.follow(job_id):
             pass
         return await self.get(job_id)

@@ -76,7 +76,7 @@ class GroupProgress:
 
     @property
     def ended(self) -> int:
-        """Those that never change again."""
+        """The states that never change again."""
         return self.succeeded + self.failed + self.cancelled + self.expired
 
 

@@ -59,7 +59,7 @@ class KubeAddress:
     def of_pod(
         cls, environment: Mapping[str, str] = os.environ, files: Path = SERVICE_ACCOUNT
     ) -> KubeAddress:
-        """That of the cluster whose pod this is. Raises InvalidArgument outside of one."""
+        """The API of the cluster whose pod this is. Raises InvalidArgument outside of one."""
         host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise InvalidArgument("KUBERNETES_SERVICE_HOST", "and _PORT are not set: this is no pod")

@@ -59,25 +59,25 @@ class AsyncResponses:
         self._caller = AsyncCaller(responses_pb2_grpc.ResponseServiceStub, endpoints, metadata, max_retries)
 
     async def get(self, response_id: str) -> SavedResponse:
-        """As `BlockingResponses.get`."""
+        """See `BlockingResponses.get`."""
         request = responses_pb2.GetResponseRequest(response_id=response_id)
         return saved_response((await self._caller.call("GetResponse", request)).response)
 
     async def input_items(
         self, response_id: str, *, oldest_first: bool = False
     ) -> AsyncIterator[ConversationItem]:
-        """As `BlockingResponses.input_items`."""
+        """See `BlockingResponses.input_items`."""
         request = _list_request(response_id, oldest_first)
         async for item in self._caller.items("ListInputItems", request, "items"):
             yield conversation_item(item)
 
     async def cancel(self, response_id: str) -> SavedResponse:
-        """As `BlockingResponses.cancel`."""
+        """See `BlockingResponses.cancel`."""
         request = responses_pb2.CancelResponseRequest(response_id=response_id)
         return saved_response((await self._caller.call("CancelResponse", request)).response)
 
     async def delete(self, response_id: str) -> None:
-        """As `BlockingResponses.delete`."""
+        """See `BlockingResponses.delete`."""
         request = responses_pb2.DeleteResponseRequest(response_id=response_id)
         await self._caller.call("DeleteResponse", request, is_idempotent=False)
 

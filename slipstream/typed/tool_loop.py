@@ -50,7 +50,7 @@ class ToolLoop:
 
     @property
     def arguments(self) -> ChatArguments:
-        """Of the next request. After the last round the model answers without a call."""
+        """The arguments of the next request. After the last round the model answers without a call."""
         arguments: ChatArguments = {**self._arguments, "tools": self._declared}
         if not self._rounds_left:
             arguments["tool_choice"] = "none"

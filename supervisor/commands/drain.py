@@ -114,7 +114,7 @@ def _terminate(process: ProcessRecord) -> None:
 
 
 def _check_runs(process: ProcessRecord) -> int:
-    """Its pid; `NotFound` when that is gone, or never was."""
+    """The process's pid. Raises `NotFound` when that is gone, or never was."""
     if process.pid is None or not is_same_process(process.pid, process.start_ticks):
         raise NotFound(f"{process.instance} is not running at the moment ({process.state})")
     return process.pid

@@ -119,7 +119,7 @@ def _node_free_bytes(plan: Plan) -> int:
 
 
 def _held_bytes(plan: Plan) -> int:
-    """Of the weights in the memory of the cards, stored once."""
+    """The bytes of the weights in the memory of the cards, stored once."""
     return IN_BF16.weight_bytes(plan.model, plan.model.weights_bytes)
 
 

@@ -49,7 +49,7 @@ class AddressBook(Protocol):
 
 
 class LoopbackAddresses:
-    """Of a process without discovery: all endpoints on loopback addresses, and all sessions there."""
+    """The book of a process without discovery: all endpoints and sessions on loopback addresses."""
 
     def knows_endpoint(self, endpoint: str) -> bool:
         return is_loopback(host_of(endpoint))

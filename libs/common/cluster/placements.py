@@ -64,7 +64,7 @@ class Placements(Protocol):
         """Change the placement. Other routers see it after a short delay. Ignores `placement.epoch`."""
 
     def peek(self, session: SessionId) -> Placement | None:
-        """As `get`, for one who only looks: eviction does not count it as a use."""
+        """Read like `get`, without a use that eviction counts."""
 
     def sessions_of(self, tenant: str) -> list[SessionId]:
         """The names of the tenant's known sessions, in no particular order."""

@@ -120,7 +120,7 @@ class AdminServer:
         return health_page(self._read_health())
 
     async def _started(self, request: web.Request) -> web.Response:
-        """For startup probes: whether the process has loaded, whether or not it may take work now."""
+        """Answer startup probes: whether the process has loaded, whether or not it may take work now."""
         health = self._read_health()
         return health_page(replace(health, serves=health.status != LOADING.status))
 

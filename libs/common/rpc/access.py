@@ -185,7 +185,7 @@ def _warn_open() -> None:
 def ignore_refusal(
     metadata: Iterable[tuple[str, Any]], method: str, error: errors.SlipstreamError
 ) -> Metadata:
-    """For hosts that note no refusals."""
+    """Note nothing."""
     return ()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 class CallRoom:
-    """At most `most` calls. One more ends the oldest call of the connection that has the most."""
+    """Holds at most `most` calls. One more ends the oldest call of the connection that has the most."""
 
     def __init__(self, most: int) -> None:
         self._most = most

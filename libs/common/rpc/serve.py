@@ -305,7 +305,7 @@ def _wrap_call(
     begins: bool,
     room: Room,
 ) -> Callable[..., Awaitable[Any]]:
-    """Of a handler that returns its response, or writes its responses itself."""
+    """Wrap a handler that returns its response, or writes its responses itself."""
 
     async def call(request: Any, context: Context) -> Any:
         try:

@@ -17,7 +17,7 @@ class CertificateExpiry:
         self._figures: dict[str, float] = {}
 
     def figures(self) -> dict[str, float]:
-        """By metric name; of the last readable file while a renewal writes it."""
+        """The figures by metric name; those of the last readable file while a renewal writes it."""
         if self._file is None:
             return {}
         version = files_version(self._file)

@@ -87,7 +87,7 @@ def metrics_of(service: str) -> tuple[Metric, ...]:
 
 
 def zero_metrics(service: str, known: Collection[str]) -> tuple[Metric, ...]:
-    """Those that are exported as 0 until they have a value: counters and histograms without labels.
+    """The metrics that are exported as 0 until they have a value: counters and histograms without labels.
 
     `known`: names of the metrics that have one.
     """

@@ -103,7 +103,7 @@ def span(name: str, **attributes: Attribute) -> contextlib.AbstractContextManage
 
 
 def begin(name: str, **attributes: Attribute) -> Span:
-    """As `span`, for what is no block of code: the caller ends it."""
+    """Begin a span like `span`, for what is no block of code: the caller ends it."""
     if _tracer is None or not _is_in_trace():
         return INVALID_SPAN
     return _tracer.start_span(name, attributes=_named(attributes))
@@ -129,7 +129,7 @@ def server_span(
 def begin_server(
     name: str, carrier: Carrier, attributes: Attributes | None = None, *, begins: bool = False
 ) -> Span:
-    """As `server_span`, for what is no block of code: the caller ends it."""
+    """Begin a span like `server_span`, for what is no block of code: the caller ends it."""
     if _tracer is None:
         return INVALID_SPAN
     sent = carrier() if callable(carrier) else carrier
@@ -167,7 +167,7 @@ def describe(attributes: Mapping[str, Attribute | Sequence[str]], opened: Span |
 
 
 def failed(error: BaseException, opened: Span | None = None) -> None:
-    """The span, or the current one, ends with this error; the first one told counts. What its caller ended is
+    """End the span, or the current one, with this error; the first error counts. What its caller ended is
     no error, and what a server refuses as the caller's fault is none of the server's."""
     if _tracer is None:
         return

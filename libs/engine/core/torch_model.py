@@ -62,7 +62,7 @@ class TorchModel:
 
     @property
     def kernels(self) -> Kernels:
-        """Those of the model, for what else runs on its thread."""
+        """The kernels of the model, for what else runs on its thread."""
         return self._runner.loaded_kernels
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:

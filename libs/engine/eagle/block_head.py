@@ -59,7 +59,7 @@ class BlockHead:
 
     @property
     def kv_shape(self) -> KvShape:
-        """Of all layers together."""
+        """The shape of the KV of all layers together."""
         c = self.config
         return KvShape(c.n_layers * c.n_kv_heads, c.head_dim, c.head_dim)
 

@@ -70,7 +70,7 @@ class HeadConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """As `ModelConfig.softmax_scale`."""
+        """See `ModelConfig.softmax_scale`."""
         shape = self.attention
         if isinstance(shape, GroupedShape):
             return float(shape.head_dim**-0.5)

@@ -26,7 +26,7 @@ _MAX_SEQUENCES = 1024
 
 
 class HeadSize(Protocol):
-    """Of a head's configuration: what rows must fit."""
+    """What rows must fit, from a head's configuration."""
 
     @property
     def hidden_size(self) -> int: ...

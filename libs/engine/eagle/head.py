@@ -84,14 +84,14 @@ class EagleHead:
 
     @property
     def kv_shape(self) -> KvShape:
-        """Of the attention."""
+        """The shape of the attention's KV."""
         a = self.attention
         return KvShape(a.n_kv_heads, a.key_width, a.value_width, a.values_in_keys)
 
     def take_in(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
     ) -> tuple[HeadInputs, ProjectedRows]:
-        """As `project`."""
+        """See `project`."""
         return self.project(features, tokens, positions)
 
     def draft(

@@ -22,7 +22,7 @@ from libs.engine.model.shards import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """In the dtypes of the files; matrices [out, in] as stored."""
+    """The weights in the dtypes of the files; matrices [out, in] as stored."""
 
     embedding: torch.Tensor  # [vocab, H]
     input_norm: torch.Tensor  # [H], of the token's embedding

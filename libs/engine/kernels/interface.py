@@ -103,8 +103,9 @@ class ShareKernels(Kernels, Protocol):
     def attend_share(
         self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
     ) -> torch.Tensor:
-        """As `attend`, over the plan's share of each context, flat: values [T, heads, v_head_dim], then [T,
-        heads] logs of the sums of exponentials of scores. A row that sees nothing has zeros, and -inf.
+        """Attend like `attend`, over the plan's share of each context.
+
+        Flat: values [T, heads, v_head_dim], then [T, heads] logs of the sums of exponentials of scores. A row that sees nothing has zeros, and -inf.
         """
         ...
 

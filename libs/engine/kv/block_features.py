@@ -22,7 +22,7 @@ def feature_bytes(kv_bytes: int) -> int:
 
 
 class BlockFeatures:
-    """At most `max_bytes` of rows; the least recently used blocks go first. Not thread-safe."""
+    """Holds at most `max_bytes` of rows; the least recently used blocks go first. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -128,7 +128,7 @@ class ModelRunner:
 
     @property
     def loaded_kernels(self) -> Kernels:
-        """Those of the model, for what else runs on its thread."""
+        """The kernels of the model, for what else runs on its thread."""
         return self._decoder.kernels
 
     @torch.inference_mode()
@@ -202,7 +202,7 @@ def choose_threads(options: RunnerOptions) -> int:
 
 @cache
 def threads_at_start() -> int:
-    """Of torch, at the first call; a load changes them."""
+    """The threads of torch at the first call; a load changes them."""
     return torch.get_num_threads()
 
 

@@ -72,7 +72,7 @@ class PlainStack:
 
 @dataclass(frozen=True, slots=True)
 class FusedStack(PlainStack):
-    """For a device: the sum behind attention and the norm after it are one program."""
+    """The stack of a device: one program adds the output of attention and norms the sum."""
 
     kernels: TritonKernels
 

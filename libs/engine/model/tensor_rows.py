@@ -125,7 +125,7 @@ def copy_into(target: torch.Tensor) -> TakeRows:
 
 
 def copy_finite_into(target: torch.Tensor) -> TakeRows:
-    """As `copy_into`; refuses rows with a NaN or an infinity."""
+    """Copy like `copy_into`; refuse rows with a NaN or an infinity."""
     copy, word = copy_into(target), np.uint16 if target.dtype == torch.bfloat16 else np.uint32
     exponent = word(0x7F80 if target.dtype == torch.bfloat16 else 0x7F800000)
 

@@ -90,7 +90,7 @@ class OpenPackedFile:
 
 
 def tensor_dtype(dtype: torch.dtype) -> str:
-    """Its name in a file."""
+    """The name of the dtype in a file."""
     return str(dtype).removeprefix("torch.")
 
 

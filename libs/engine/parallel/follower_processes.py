@@ -36,7 +36,7 @@ class FollowerProcesses:
             ).start()
 
     def expect_end(self) -> None:
-        """From now on the end of a rank is no failure."""
+        """Let the end of a rank be no failure from now on."""
         self._is_ending = True
 
     def wait(self) -> None:

@@ -100,12 +100,12 @@ class GroupRunner:
 
     @property
     def loaded_kernels(self) -> Kernels:
-        """Those of rank 0, for what else runs on its thread."""
+        """The kernels of rank 0, for what else runs on its thread."""
         return self._model.kernels
 
     @torch.inference_mode()
     def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
-        """As `ModelRunner.forward`; `stop` is looked at before the pass only.
+        """Run like `ModelRunner.forward`; `stop` counts before the pass only.
 
         Raises GroupBroken when the pass fails at this rank, which includes a lost connection to another one.
         """

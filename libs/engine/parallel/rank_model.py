@@ -201,6 +201,6 @@ class RankModel:
 
 
 def _output_columns(place: RankPlace, config: ModelConfig) -> slice:
-    """Of the values of the rank's heads, those that its part of the output projection takes."""
+    """The columns of the rank's values that its part of the output projection takes."""
     width = config.n_heads // place.sizes.tp * config.v_head_dim
     return even_slice(width, place.kv_part, place.sizes.kv, unit=config.v_head_dim)

@@ -45,7 +45,7 @@ class StageStack:
     output_columns: slice
 
     def run(self, x: torch.Tensor, plan: StagePlan, captured: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """As `Stack.run`, over the layers of the stage; `captured` may name layers of other stages."""
+        """Run like `Stack.run`, over the layers of the stage; `captured` may name layers of other stages."""
         outputs: dict[int, torch.Tensor] = {}
         for index, layer in zip(self.indices, self.layers, strict=True):
             x += self.links.sum_in_stage(self._attention(x, layer, index, plan))

@@ -40,7 +40,7 @@ def score_prompts(
 
 
 def score_rows(logits: torch.Tensor, tokens: torch.Tensor, *, top: int) -> tuple[np.ndarray, ...]:
-    """Of logits [r, V]: log probabilities and ranks of `tokens` [r], ids and log probabilities of the `top`.
+    """Log probabilities and ranks of `tokens` [r] in logits [r, V]; ids and log probabilities of the `top`.
 
     A token's rank is 1 plus the number of tokens that are more likely.
     """

@@ -25,7 +25,7 @@ class PinReleases:
         self._waiting: dict[str, dict[str, asyncio.Future[bool]]] = {}
 
     def offer(self, endpoint: str, lease_id: str) -> asyncio.Future[bool]:
-        """From now on the next pin at the lender may release this one; `was_carried` must follow."""
+        """Let the next pin at the lender release this one; `was_carried` must follow."""
         carried: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(endpoint, {})[lease_id] = carried
         return carried

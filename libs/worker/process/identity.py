@@ -10,7 +10,7 @@ from libs.engine.step.types import EngineInfo
 
 
 def worker_fingerprint(info: EngineInfo, model_dir: Path | None) -> Fingerprint:
-    """Of an engine that was loaded from `model_dir` (None: the fake engine)."""
+    """The fingerprint of an engine that was loaded from `model_dir` (None: the fake engine)."""
     return Fingerprint(
         model=info.weights_digest,
         tokenizer=tokenizer_digest(model_dir),

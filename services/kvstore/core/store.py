@@ -276,7 +276,7 @@ class BlockStore:
                 self.write_behind.add(key)
 
     async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
-        """Those of `keys` that survive a crash of this node. Waits for blocks that are being written.
+        """The blocks of `keys` that survive a crash of this node. Waits for blocks that are being written.
 
         With a positive `timeout_s` it also writes blocks that admission had refused.
         """

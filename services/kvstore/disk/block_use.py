@@ -169,7 +169,7 @@ class BlockUse:
         return True
 
     def _used_policy(self) -> DiskPolicy:
-        """The policy, made when it is first asked, and told of what is there already."""
+        """The policy, made when it is first asked, with the blocks that are there already."""
         if self.policy is None:
             columns, most = self._columns, len(self._slabs) * self._n_slots
             policy = DiskPolicy(most, sampled_blocks=SAMPLED_BLOCKS)

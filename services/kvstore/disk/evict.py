@@ -47,7 +47,7 @@ class ChainLinks:
         np.add.at(columns.children, before, 1)
 
     def link_one(self, before: int, after: int) -> None:
-        """As `link`, of two rows."""
+        """Link two rows."""
         cells = self._columns.cells
         if not cells.parent[after] and cells.depth[before] < cells.depth[after]:
             cells.parent[after] = before + 1

@@ -103,7 +103,7 @@ class DiskPolicy:
         return self.sampled_policy.values(known, ages // self.rate)
 
     def value(self, kind: int, age: int) -> float:
-        """As `values`, of one."""
+        """The value of one block."""
         return float(self.values(np.array([kind], np.uint16), np.array([age], np.int64))[0])
 
     def _is_sampled(self, key: bytes) -> bool:

@@ -29,7 +29,7 @@ class DiskQuota:
         return int(self._used[self._numbers[tenant]]) if tenant in self._numbers else 0
 
     def number_of(self, tenant: bytes) -> int:
-        """The tenant's number; PUBLIC for nobody, and for one too many."""
+        """The tenant's number; PUBLIC for none, and for one too many."""
         if tenant == NOBODY:
             return PUBLIC
         number = self._numbers.get(tenant)

@@ -63,7 +63,7 @@ class DiskSet:
             raise
 
     async def open_async(self) -> None:
-        """As `open`, without blocking. A disk that hangs, or scans longer than the start may take, is away.
+        """Open like `open`, without blocking. A disk that hangs, or scans for too long at the start, is away.
 
         Raises FailedPrecondition for an unusable directory, and closes all disks then.
         """

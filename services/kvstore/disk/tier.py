@@ -152,7 +152,7 @@ class DiskTier:
             self.watch.open_failed(error)
 
     async def open_async(self) -> None:
-        """As `open`, without blocking. A disk that hangs is away until it answers."""
+        """Open like `open`, without blocking. A disk that hangs is away until it answers."""
         opening = asyncio.ensure_future(self._open_in_thread())
         if not await self._opener.wait_with_progress(opening):
             self.watch.open_hangs(opening)

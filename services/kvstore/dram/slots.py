@@ -94,7 +94,7 @@ class SlotTable(Generic[ValueT]):
 
     @property
     def n_evictable(self) -> int:
-        """Published blocks that nobody holds."""
+        """Published blocks without a holder."""
         return len(self._blocks) - self._n_held
 
     @property
@@ -132,7 +132,7 @@ class SlotTable(Generic[ValueT]):
 
     @property
     def policies(self) -> Mapping[int, AdaptivePolicy]:
-        """Those of the block sizes that there are, by slot size."""
+        """The policies of the block sizes that there are, by slot size."""
         return self._policies
 
     @property
@@ -156,14 +156,14 @@ class SlotTable(Generic[ValueT]):
         return self.policy(block.slot.slot_bytes).expected_reuse(block.key)
 
     def policy(self, slot_bytes: int) -> AdaptivePolicy:
-        """That of the blocks of one slot size."""
+        """The policy of the blocks of one slot size."""
         policy = self._policies.get(slot_bytes)
         if policy is None:
             policy = self._policies[slot_bytes] = AdaptivePolicy(self._capacity(slot_bytes))
         return policy
 
     def offer(self, keys: Sequence[bytes], n_bytes: int) -> list[bytes]:
-        """Those of the blocks, in the order of their chain, that are worth what must go for them."""
+        """The blocks, in the order of their chain, that are worth what must go for them."""
         slot_bytes = page_rounded(n_bytes)
         if n_bytes < 1 or not self.slots_per_slab(slot_bytes):
             return list(keys)
@@ -195,7 +195,7 @@ class SlotTable(Generic[ValueT]):
         return slot
 
     def publish(self, key: bytes, slot: Slot, n_bytes: int, value: ValueT) -> Block[ValueT]:
-        """The taken slot now holds block `key`, nobody holds it yet. ValueError if there is one."""
+        """Publish the taken slot as block `key`, without a holder. ValueError if there is one."""
         if key in self._blocks:
             raise ValueError(f"block {key.hex()} is there already")
         tenant = self._unpublished.pop(slot)
@@ -246,7 +246,7 @@ class SlotTable(Generic[ValueT]):
         next(found, usual).want(chain, now_ms=now_ms)
 
     def drop(self, block: Block[ValueT]) -> None:
-        """The block is no longer there. Its slot becomes free when nobody holds it."""
+        """The block is no longer there. Its slot becomes free without a holder."""
         if block.gone:
             return
         self.policy(block.slot.slot_bytes).discard(block.key)
@@ -311,7 +311,7 @@ class SlotTable(Generic[ValueT]):
         return len(self._free.get(slot_bytes, ())) + len(self._uncut) * self.slots_per_slab(slot_bytes)
 
     def _capacity(self, slot_bytes: int) -> int:
-        """Slots of that size there are, or could be cut from what nobody uses."""
+        """Slots of that size there are, or could be cut from unused memory."""
         cut = sum(slab.slot_bytes == slot_bytes and not slab.retired for slab in self._slabs)
         return (cut + len(self._uncut)) * self.slots_per_slab(slot_bytes)
 

@@ -27,7 +27,7 @@ class PendingLoads:
 
     @property
     def loaded_bytes(self) -> int:
-        """Their bytes."""
+        """The bytes of the loaded blocks."""
         return sum(block.n_bytes for block in self._loaded_by_key.values())
 
     def pop(self, key: bytes) -> Block[bytes] | None:

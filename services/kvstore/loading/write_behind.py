@@ -82,7 +82,7 @@ class DiskWriteBehind:
                 self.add(key)
 
     async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
-        """Those of `keys` that are synced on a disk. Waits for queued and running writes."""
+        """The blocks of `keys` that are synced on a disk. Waits for queued and running writes."""
         waiting = []
         for key in keys:
             if not self._disks.contains(key) and (key in self._waiting or key in self._running):

@@ -40,7 +40,7 @@ class TenantQuota:
             self._used[tenant] = self.used_bytes(tenant) + n_bytes
 
     def give_back(self, tenant: bytes, n_bytes: int) -> None:
-        """A slot of the tenant is free again, or counts for nobody."""
+        """Free a slot of the tenant, or let it count for no tenant."""
         if tenant != NOBODY:
             self._used[tenant] -= n_bytes
             if not self._used[tenant]:

@@ -74,7 +74,7 @@ class ReuseModel:
         return self.value_rows[kind][bin_of(age)]
 
     def values_of(self, kinds: Ints, ages: Ints) -> Floats:
-        """As `value`, of many."""
+        """The values of many blocks."""
         found: Floats = self.values[kinds, bins_of(ages)]
         return found
 

@@ -47,7 +47,7 @@ class PolicyWeights:
         self.leader, self._is_pinned = number, True
 
     def judge(self, hits: Sequence[int], n_blocks: int) -> bool:
-        """Weigh anew with the hits of a chain of `n_blocks`; whether a weight may differ."""
+        """Weigh again with the hits of a chain of `n_blocks`; whether a weight may differ."""
         self._scale *= 2.0 ** (n_blocks / self._half_life)
         if self._is_pinned or min(hits) == max(hits):
             return False  # sums of equal hits decide nothing

@@ -63,7 +63,7 @@ class WorthQueues:
             self.place(record).move_to_end(record, last=False)
 
     def kept(self, records: Sequence[BlockRecord], room: int) -> list[BlockRecord]:
-        """Those that are worth at least what leaves for them, beyond the `room` that is free."""
+        """The blocks that are worth at least what leaves for them, beyond the `room` that is free."""
         worth, order = self._worth, self._order
         lengths = list(map(len, self._queues))
         kept, at = [], 0

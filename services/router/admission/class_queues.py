@@ -104,7 +104,7 @@ class ClassQueues:
         return self._classes[priority].waiting[head]
 
     def heads(self) -> list[WaitingRequest]:
-        """Of the highest class that waits, the first request of each tenant, in order."""
+        """The first request of each tenant of the highest class that waits, in order."""
         for of_class in self._classes.values():
             if of_class.waiting:
                 return [of_class.waiting[key] for key in of_class.queue.heads()]

@@ -204,7 +204,7 @@ class AdmissionController:
         return head.ask.key
 
     def _admit_to_reserve(self, capacity: Capacity, now_ms: float) -> Iterator[str]:
-        """Of the highest class that waits, the first requests of tenants below their share."""
+        """Admit the first requests of tenants below their share, of the highest class that waits."""
         heads = self._queues.heads()
         while heads:
             ask = heads[0].ask

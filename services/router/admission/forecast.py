@@ -101,7 +101,7 @@ class Forecast:
         capacity: Capacity,
         now_ms: float,
     ) -> Outlook:
-        """For a request of so many tokens to compute, after all of these."""
+        """The forecast for a request of so many tokens to compute, after all of these."""
         rate, workers = capacity.prefill_tokens_per_ms, capacity.prefill_workers
         wait_ms = prefill_ms = 0.0
         if rate:

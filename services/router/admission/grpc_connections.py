@@ -63,7 +63,7 @@ class GrpcConnections:
             self._idle_since_s[peer] = self._clock()
 
     def keyless_excess(self, clients: Sequence[Address]) -> set[Address]:
-        """Of all connections that are open now the newest beyond an address's share that have shown no key.
+        """The newest open connections beyond an address's share that have shown no key.
 
         A loopback address has no bound: all clients of a proxy on this machine have it.
         """

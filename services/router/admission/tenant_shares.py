@@ -70,7 +70,7 @@ def sent_shares() -> TextShares:
 
 
 class TenantSlots:
-    """At most `most` pieces of work of one tenant at a time; its others wait in the order they came."""
+    """Runs at most `most` pieces of work of one tenant at a time; its others wait in the order they came."""
 
     def __init__(self, most: int, *, wait_s: float) -> None:
         self._most = most

@@ -39,7 +39,7 @@ class AnswerCounts(Protocol):
 
     @property
     def cached_tokens(self) -> int:
-        """Those whose KV a cache supplied."""
+        """The prompt tokens whose KV a cache supplied."""
 
     @property
     def completion_tokens(self) -> int:

@@ -172,7 +172,7 @@ def _is_prompt_alone(events: Sequence[router_pb2.GenerateEvent]) -> bool:
 
 
 def leaders_of(requests: Sequence[GenerationRequest]) -> Sequence[int]:
-    """For each request the index of the first one with the same input."""
+    """The index of the first request with the same input, for each request."""
     first: dict[int, int] = {}
     return [first.setdefault(id(request.input), index) for index, request in enumerate(requests)]
 

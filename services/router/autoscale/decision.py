@@ -48,7 +48,7 @@ def recommend(fleet: Sequence[WorkerLoad], role: Role, policy: AutoscalePolicy) 
 
 
 def recommend_all(fleet: Sequence[WorkerLoad], policy: AutoscalePolicy) -> list[Recommendation]:
-    """Those of all tiers."""
+    """The recommendations of all tiers."""
     return [recommend(fleet, role, policy) for role in Role]
 
 
@@ -172,7 +172,7 @@ _SIGNALS: dict[Role, Callable[[Sequence[WorkerLoad], Aims], list[Signal]]] = {
 
 
 def _queued_tokens(report: worker_pb2.LoadReport) -> float:
-    """Those that wait behind another prompt: one prompt alone is not computed sooner by more workers."""
+    """The tokens that wait behind another prompt: one prompt alone is not computed sooner by more workers."""
     requests = report.requests_running + report.requests_waiting
     return report.prefill_tokens_in_flight * max(requests - 1, 0) / max(requests, 1)
 

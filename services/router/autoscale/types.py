@@ -83,7 +83,7 @@ class Signal:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """The recommendation in words."""
         return f"{self.value:.3g}{self.unit} {self.meaning}, aim {self.target:.3g}{self.unit}"
 
 
@@ -111,5 +111,5 @@ class Recommendation:
 
     @property
     def wanted(self) -> int:
-        """As HPA computes it: ceil(replicas * value / target), within the limits."""
+        """The replicas as HPA computes them: ceil(replicas * value / target), within the limits."""
         return math.ceil(self.bounded_load - _ROUNDING)

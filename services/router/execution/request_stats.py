@@ -141,7 +141,7 @@ class StatsRecorder:
 
     @property
     def _decode_s(self) -> float:
-        """From the first token to the last."""
+        """The time from the first token to the last."""
         return 0.0 if self._first_token_s is None else self._last_token_s - self._first_token_s
 
     def _observe(self, name: str, elapsed_s: float) -> None:

@@ -34,7 +34,7 @@ def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:
 
 
 def marks(values: Sequence[object]) -> str:
-    """As many `?` as there are values, for IN (...)."""
+    """The `?` of IN (...), one for each value."""
     return ", ".join("?" * len(values))
 
 

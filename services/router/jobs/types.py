@@ -115,7 +115,7 @@ class JobCounts:
 
     @property
     def live(self) -> int:
-        """Those that have not ended."""
+        """The jobs that have not ended."""
         return self.queued + self.running
 
     @property

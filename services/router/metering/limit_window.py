@@ -22,7 +22,7 @@ class LimitKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitWindow:
-    """From `start_unix_s` to before `end_unix_s`. A limit of concurrent requests has one that never ends."""
+    """From `start_unix_s` to before `end_unix_s`. The window of a limit of concurrent requests never ends."""
 
     start_unix_s: int
     end_unix_s: int | None

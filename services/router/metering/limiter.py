@@ -154,7 +154,7 @@ class Limiter:
             held.lease.use(amount)
 
     def states(self, tenant: str, key_sha256: bytes) -> list[LimitState]:
-        """Of requests and of tokens, the limit of which least is left. None without limits."""
+        """The limits of requests and of tokens of which least is left. None without limits."""
         found: list[LimitState] = []
         subjects = self._source.limits_of(tenant, key_sha256)
         for kind, name in _HEADERS:

@@ -14,7 +14,7 @@ DEFAULT_DAYS = 30
 
 
 class UsageColumn(StrEnum):
-    """By what rows may be grouped."""
+    """The columns by which rows may be grouped."""
 
     DAY = "day"
     TENANT = "tenant"
@@ -30,7 +30,7 @@ class UsageColumn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """Both days count. `tenant` None: all tenants."""
+    """A question for usage. Both days count. `tenant` None: all tenants."""
 
     from_day: date
     to_day: date

@@ -76,7 +76,7 @@ def validate(
 
 
 def check_values(request: GenerationRequest, card: ModelCard) -> None:
-    """As `validate`, by the limits of the served model."""
+    """Validate like `validate`, by the limits of the served model."""
     limits = {"vocab_size": card.vocab_size, "max_context_tokens": card.max_context_tokens}
     validate(request, models=card.names, **limits)
 

@@ -148,7 +148,7 @@ class WorkerConnection:
         self.requests_in_flight += 1
 
     def discount(self, count: TokensInFlight) -> None:
-        """It is over."""
+        """Take back the estimate of a request that ended."""
         self._counted.discard(count)
         self.requests_in_flight -= 1
 

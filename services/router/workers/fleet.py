@@ -115,7 +115,7 @@ class RouterFleet:
         return iter(self._in_order)
 
     def links_of(self, role: Role) -> tuple[WorkerConnection, ...]:
-        """Those of one role, by instance."""
+        """The links to workers of one role, by instance."""
         return self._of_role[role]
 
     @property

@@ -54,7 +54,7 @@ class RemotePrefill:
         self._client.cancel(self)
 
     def feed(self, event: prefill_pb2.PrefillEvent) -> None:
-        """From the stream's reader."""
+        """Take a message. The stream's reader calls it."""
         listener = self._listener
         if listener is not None:
             try:
@@ -63,7 +63,7 @@ class RemotePrefill:
                 listener.on_listener_error(error)
 
     def fail(self, error: errors.SlipstreamError, *, is_connection_lost: bool) -> None:
-        """From the stream's reader: nothing more comes."""
+        """Fail the job. The stream's reader calls it where nothing more comes."""
         listener, self._listener = self._listener, None
         if listener is not None:
             try:

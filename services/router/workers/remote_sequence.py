@@ -104,7 +104,7 @@ class RemoteSequence:
         self._stream.remove(self)
 
     def feed(self, delta: decode_pb2.SequenceDelta) -> None:
-        """From the stream's reader."""
+        """Take a message. The stream's reader calls it."""
         if delta.running:
             self._set_running()
         ends = bool(delta.finish_reason)
@@ -143,7 +143,7 @@ class RemoteSequence:
         self._tokens, self._rest = array("I"), None
 
     def feed_tokens(self, tokens: list[int]) -> None:
-        """From the stream's reader: tokens and nothing else."""
+        """Take tokens and nothing else. The stream's reader calls it."""
         if self._error is not None:
             return
         if not self.running:

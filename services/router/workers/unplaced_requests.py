@@ -11,7 +11,7 @@ _MOST_REMEMBERED = 1024
 
 
 class UnplacedRequests:
-    """Those that wait for a worker now, and those that gave up within the last minute."""
+    """The requests that wait for a worker now, and those that gave up within the last minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -21,5 +21,5 @@ def harmless(text: str) -> str:
 
 
 def harmless_line(text: str) -> str:
-    """As `harmless`, on one line."""
+    """The text like `harmless`, on one line."""
     return harmless(text.replace("\n", " ").replace("\t", " "))

@@ -43,7 +43,7 @@ async def undrain(client: FleetClient, name: str, *, timeout_s: float) -> None:
 
 
 async def drain_process(client: FleetClient, process: fleet_pb2.FleetProcess, *, timeout_s: float) -> None:
-    """As `drain`, and prints nothing."""
+    """Drain like `drain`, and print nothing."""
     response = await _call_drain(client, process, worker_pb2.DrainRequest(), timeout_s=timeout_s)
     held = {field.name: value for field, value in response.ledger.ListFields()}
     if held:
@@ -54,7 +54,7 @@ async def drain_process(client: FleetClient, process: fleet_pb2.FleetProcess, *,
 
 
 async def undrain_process(client: FleetClient, process: fleet_pb2.FleetProcess, *, timeout_s: float) -> None:
-    """As `undrain`, and prints nothing."""
+    """Undrain like `undrain`, and print nothing."""
     async with client.process_dial()(key_of(process)) as channel:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:

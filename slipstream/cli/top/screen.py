@@ -108,7 +108,7 @@ def _heading(view: FleetRows | None, state: ScreenState) -> list[Text]:
 
 
 def _requests(view: FleetRows) -> str:
-    """Of all routers together."""
+    """The requests of all routers together."""
     total = next((tier.total for tier in view.tiers if tier.tier == "router"), None)
     if total is None or total.running is None:
         return "no router reports its requests"
@@ -162,7 +162,7 @@ def _line(name: str, state: str, row: ProcessRow, name_width: int) -> Text:
 
 
 def _count(value: float | None) -> str:
-    """In at most five characters: 999, 12.3k, 4.5M."""
+    """The count in at most five characters: 999, 12.3k, 4.5M."""
     if value is None:
         return "-"
     if value < 1_000:

@@ -8,7 +8,7 @@ import msgspec
 
 
 class BatchState(enum.StrEnum):
-    """As OpenAI names them."""
+    """The states of a batch, as OpenAI names them."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -36,7 +36,7 @@ class LineCounts(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def left(self) -> int:
-        """Those that have not ended."""
+        """The requests that have not ended."""
         return self.total - self.completed - self.failed
 
 

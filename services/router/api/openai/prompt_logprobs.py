@@ -64,7 +64,7 @@ class PromptLogprobsWriter:
         self._rows += [msgspec.Raw(msgspec.json.encode(row)) for row in rows or ()]
 
     def whole_logprobs(self, answer: Json | None) -> Json | None:
-        """Those of the prompt and then of the answer."""
+        """The log probabilities of the prompt and then of the answer."""
         if self._echo_top is None:
             return answer
         prompt = self._logprobs.lists

@@ -60,7 +60,7 @@ class HeldRun(Protocol):
 
     @property
     def figures(self) -> AnswerFigures:
-        """Of its answer until now."""
+        """The figures of the answer until now."""
 
     def suspend(self) -> None:
         """Leave the workers. Idempotent."""
