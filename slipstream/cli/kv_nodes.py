@@ -39,9 +39,10 @@ class Nodes:
 
 
 def kv_nodes(access: OperatorAccess, wanted: Sequence[str]) -> Nodes:
-    """The nodes wanted, or all: those of --router, else of the local cluster. A wanted host:port needs neither.
+    """The nodes wanted, or all: those of --router, else of the local cluster.
 
-    Raises NotFound for an unknown name."""
+    A wanted host:port needs neither. Raises NotFound for an unknown name.
+    """
     direct = {text: text for text in wanted if ":" in text}
     named = [text for text in wanted if ":" not in text]
     if wanted and not named:

@@ -105,7 +105,8 @@ class ShareKernels(Kernels, Protocol):
     ) -> torch.Tensor:
         """Attend like `attend`, over the plan's share of each context.
 
-        Flat: values [T, heads, v_head_dim], then [T, heads] logs of the sums of exponentials of scores. A row that sees nothing has zeros, and -inf.
+        Flat: values [T, heads, v_head_dim], then [T, heads] logs of the sums of exponentials of scores. A row
+        that sees nothing has zeros, and -inf.
         """
         ...
 

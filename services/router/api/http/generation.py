@@ -49,7 +49,7 @@ class _HttpExchange:
         return self.request.headers.get(DEBUG_HEADER) == "1"
 
     def headers(self, run: RunningRequest | None) -> dict[str, str]:
-        """The headers of an answer. `x-slipstream-debug: 1` asks where it runs and why, known with a token."""
+        """The answer's headers. `x-slipstream-debug: 1` asks where it runs and why, known with a token."""
         headers = {"x-request-id": self.request[RECORD].request_id}
         headers |= ignored_header(self.exchange.options.ignored)
         decision = run.decision() if run is not None and self.needs_decision else None
