@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import operator
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,8 @@ from libs.common.cluster.worker_record import Role
 from slipstream.replies import Reply
 from supervisor.plan import ClusterConfig
 from tests.e2e.kv.placed_chat import TEXT, ask_at
-from tests.support.clusters.local_cluster import PATIENCE_S, LocalCluster, until
+from tests.support.clusters.local_cluster import LocalCluster, until
+from tests.support.processes.kv_attack import attacked
 from tests.support.processes.kv_attacker import listening_ports
 
 pytest.importorskip("mooncake.engine")
@@ -62,30 +58,6 @@ def conversation(cluster: LocalCluster, case: int) -> list[Reply]:
     return replies
 
 
-@contextmanager
-def attacked(cluster: LocalCluster) -> Iterator[Path]:
-    """An attacker of all processes that hold KV, and the file with its counts."""
-    pids = [str(cluster.pid(name)) for name in KV_PROCESSES]
-    output = cluster.run_dir / "attacker.txt"
-    with output.open("wb") as lines:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.processes.kv_attacker", *pids],
-            stdin=subprocess.PIPE,
-            stdout=lines,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            yield output
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(timeout=PATIENCE_S)
-            finally:
-                process.kill()
-                process.wait(timeout=PATIENCE_S)
-
-
 @pytest.mark.timeout(1200)
 def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> None:
     (tmp_path / "attacked").mkdir()
@@ -94,21 +66,16 @@ def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> No
     with LocalCluster(
         drafting_config(tmp_path / "attacked", transport="mooncake", extra_arguments=LITTLE_MEMORY)
     ) as cluster:
-        with attacked(cluster) as output:
-
-            def regions() -> list[list[tuple[int, int]]]:
-                """The bytes of each region of each process, and the pieces written into it."""
-                whole = [line for line in output.read_text().splitlines() if line.endswith("}")]
-                return list(json.loads(whole[-1]).values()) if whole else []
+        with attacked([cluster.pid(name) for name in KV_PROCESSES], cluster.run_dir) as attack:
 
             def is_everywhere() -> bool:
-                held = [sum(size for size, written in each if written) for each in regions()]
+                held = [sum(written for _, written in each) for each in attack.regions()]
                 return len(held) == len(LEAST_BYTES) and all(map(operator.ge, held, LEAST_BYTES))
 
             def found() -> dict[str, float]:
                 return {name: cluster.status(name).counters.get(FAILURES, 0) for name in KV_PROCESSES}
 
-            until(is_everywhere, what=lambda: f"writes into every region: {regions()}")
+            until(is_everywhere, what=lambda: f"writes into every region: {attack.regions()}")
             while len(got) < MIN_CASES or not any(found().values()):
                 assert len(got) < MAX_CASES, "no reader met the attacker"
                 got.append(conversation(cluster, len(got)))
