@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,9 +41,10 @@ from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shard_reader import N_THREADS
 from libs.engine.model.shards import INDEX_NAME
 from libs.engine.model_spec.config import ModelConfig, load_config
-from libs.engine.model_spec.quantization import Int4Groups
+from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups
 
-FORMATS = ("int4", "bf16")
+_QUANTIZATIONS: dict[str, Literal["int4", "fp8", "none"]] = {"int4": "int4", "bf16": "none", "fp8": "fp8"}
+FORMATS = tuple(_QUANTIZATIONS)
 _WIDE_BYTES = 1e9
 # One dense layer and two of experts with the matrices of Kimi-K2.5; the vocabulary and the dense MLP are cut.
 _WIDE_CONFIG = BENCH_CONFIG | {
@@ -81,10 +82,10 @@ def _spec(n_bytes: float, weight_format: str) -> RandomCheckpoint:
     """The spec with as many experts as reach the size."""
     config = dict(_WIDE_CONFIG if n_bytes >= _WIDE_BYTES else BENCH_CONFIG) | {"num_hidden_layers": _N_LAYERS}
     expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
-    bits = 4.5 if weight_format == "int4" else 16
+    bits = {"int4": 4.5, "fp8": 8}.get(weight_format, 16)
     n_experts = int(n_bytes * 0.8 / (expert * bits / 8) / (_N_LAYERS - 1))
     config["n_routed_experts"] = max(n_experts, config["num_experts_per_tok"])
-    return RandomCheckpoint(config=config, quantization="int4" if weight_format == "int4" else "none")
+    return RandomCheckpoint(config=config, quantization=_QUANTIZATIONS[weight_format])
 
 
 def _by_shard(config: ModelConfig) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -112,6 +113,11 @@ def _random_tensors(
             yield f"{stem}weight_packed", words[: count // 8].view(rows, cols // 8).clone()
             yield f"{stem}weight_scale", normal[: rows * groups].abs().view(rows, groups)
             yield f"{stem}weight_shape", torch.tensor(shape, dtype=torch.int32)
+        elif isinstance(config.quantization, Fp8Blocks) and name.endswith("_proj.weight"):
+            rows, cols = shape
+            blocks = (-(-rows // config.quantization.rows), -(-cols // config.quantization.cols))
+            yield name, normal[:count].mul(448).clamp_(-448, 448).view(shape).to(torch.float8_e4m3fn)
+            yield f"{name}_scale_inv", torch.full(blocks, 1 / 448)
         else:
             yield name, normal[:count].view(shape).clone()
 
@@ -240,7 +246,7 @@ def _sides(model_dir: Path, paths: Sequence[Path], packed_dir: Path | None) -> d
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gb", type=float, default=4.0)
-    parser.add_argument("--formats", default=",".join(FORMATS), help="int4, bf16 or both")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="some of " + ", ".join(FORMATS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="where the checkpoints are written; a temporary folder")
     parser.add_argument("--json", action="store_true")

@@ -13,10 +13,11 @@ import torch
 
 from libs.engine.model.shard_reader import ShardReader
 from libs.engine.model.shards import CheckpointError, TensorHeader, open_shards, shard_names
-from libs.engine.model.tensor_rows import DTYPES, RowSource, TensorRows
+from libs.engine.model.tensor_rows import RowSource, TensorRows
+from libs.engine.model.widened_rows import DtypeOf, Fp8Rows, as_dtype, held_dtype
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Int4Matrix
 from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups, Quantization
-from libs.engine.model_spec.stored_matrix import StoredMatrix
+from libs.engine.model_spec.stored_matrix import StoredMatrix, StoredRows
 from libs.engine.step.load_progress import LoadProgress
 
 DENSE_DTYPES = ("F32", "BF16", "F16")
@@ -97,28 +98,30 @@ class Checkpoint:
         value = self.tensor(name)
         return _finite(name, value.float() if value.dtype == torch.float16 else value)
 
-    def rows(self, name: str, shape: tuple[int, ...]) -> TensorRows | None:
-        """The dense matrix `name`, to be read in pieces; None if its values are to be converted."""
-        header = self.header(name, shape, DENSE_DTYPES)
-        return self._rows(name, partial(_finite, name)) if header.dtype in DTYPES else None
+    def rows(self, name: str, shape: tuple[int, ...], dtype_of: DtypeOf = held_dtype) -> StoredRows:
+        """The dense matrix `name`, to be read in pieces, in the dtype for that of its file."""
+        self.header(name, shape, DENSE_DTYPES)
+        return as_dtype(self._rows(name, partial(_finite, name)), dtype_of)
 
-    def stored_matrix(
-        self, name: str, rows: int, cols: int, quantization: Quantization | None
-    ) -> StoredMatrix | None:
-        """The Linear `name` for reading in pieces; None if its values are to be converted, as FP8 is."""
+    def matrix(
+        self,
+        name: str,
+        rows: int,
+        cols: int,
+        quantization: Quantization | None,
+        dtype_of: DtypeOf = held_dtype,
+    ) -> StoredMatrix | Int4Matrix:
+        """The Linear `name`, of exactly rows x cols, to be read in pieces. INT4 stays INT4.
+
+        Dense and FP8 values come in the dtype for that of their file. INT4 whose groups share words is read
+        at once.
+        """
         layout = self.layout(name, rows, cols, quantization)
-        if layout is DenseMatrix:
-            values = self.rows(f"{name}.weight", (rows, cols))
-            return None if values is None else StoredMatrix(values, cols)
-        if layout is not Int4Matrix or not isinstance(quantization, Int4Groups):
-            return None
-        packed, scale, shape = (f"{name}.weight_{part}" for part in ("packed", "scale", "shape"))
-        if self.header(scale).dtype not in DTYPES or quantization.group_size % 8:
-            return None
-        if shape in self:
-            self._reader.submit(partial(self._check_shape, shape, rows, cols))
-        scales = self._rows(scale, partial(_scale, scale, largest=_INT4_LARGEST))
-        return StoredMatrix(self._rows(packed, lambda words: words), cols, scales, quantization.group_size)
+        if layout is Int4Matrix and isinstance(quantization, Int4Groups):
+            return self._int4(name, rows, cols, quantization.group_size)
+        if layout is Fp8Matrix and isinstance(quantization, Fp8Blocks):
+            return StoredMatrix(self._fp8(name, quantization, dtype_of), cols)
+        return StoredMatrix(self.rows(f"{name}.weight", (rows, cols), dtype_of), cols)
 
     def layout(
         self, name: str, rows: int, cols: int, quantization: Quantization | None
@@ -135,17 +138,6 @@ class Checkpoint:
         blocks = (-(-rows // quantization.rows), -(-cols // quantization.cols))
         self.header(f"{name}.weight_scale_inv", blocks, _FP8_SCALE_DTYPES)
         return Fp8Matrix
-
-    def matrix(
-        self, name: str, rows: int, cols: int, quantization: Quantization | None
-    ) -> DenseMatrix | Int4Matrix | Fp8Matrix:
-        """The Linear `name` as it is stored, of exactly rows x cols."""
-        layout = self.layout(name, rows, cols, quantization)
-        if layout is Int4Matrix and isinstance(quantization, Int4Groups):
-            return self._int4(name, rows, cols, quantization.group_size)
-        if layout is Fp8Matrix and isinstance(quantization, Fp8Blocks):
-            return self._fp8(name, quantization)
-        return DenseMatrix(self.dense(f"{name}.weight", (rows, cols)))
 
     def text_prefix(self) -> str:
         """The prefix under which `embed_tokens` and `layers` are stored."""
@@ -173,11 +165,15 @@ class Checkpoint:
             self.header(f"{name}.weight_shape", (2,), ("I32", "I64"))
         return Int4Matrix
 
-    def _int4(self, name: str, rows: int, cols: int, group: int) -> Int4Matrix:
-        if f"{name}.weight_shape" in self:
-            self._check_shape(f"{name}.weight_shape", rows, cols)
-        scale = _scale(f"{name}.weight_scale", self.tensor(f"{name}.weight_scale"), _INT4_LARGEST)
-        return Int4Matrix(self.tensor(f"{name}.weight_packed"), scale, cols, group)
+    def _int4(self, name: str, rows: int, cols: int, group: int) -> StoredMatrix | Int4Matrix:
+        packed, scale, shape = (f"{name}.weight_{part}" for part in ("packed", "scale", "shape"))
+        if shape in self:
+            self._reader.submit(partial(self._check_shape, shape, rows, cols))
+        scales = as_dtype(self._rows(scale, partial(_scale, scale, largest=_INT4_LARGEST)), held_dtype)
+        words = self._rows(packed, lambda words: words)
+        if group % 8:
+            return Int4Matrix(words.read(), scales.read(), cols, group)
+        return StoredMatrix(words, cols, scales, group)
 
     def _check_shape(self, name: str, rows: int, cols: int) -> None:
         stored = [int(extent) for extent in self.tensor(name)]
@@ -191,13 +187,11 @@ class Checkpoint:
         with self._lock:
             self._progress.done_bytes += n_bytes
 
-    def _fp8(self, name: str, block: Fp8Blocks) -> Fp8Matrix:
-        weight = self.tensor(f"{name}.weight")
-        # e4m3 has no infinity, and one NaN of each sign.
-        if int(weight.view(torch.uint8).bitwise_and(0x7F).max()) == 0x7F:
-            raise _not_finite(f"{name}.weight", weight.float())
-        scale = self.tensor(f"{name}.weight_scale_inv").float()
-        return Fp8Matrix(weight, _scale(f"{name}.weight_scale_inv", scale, _FP8_LARGEST), block)
+    def _fp8(self, name: str, block: Fp8Blocks, dtype_of: DtypeOf) -> Fp8Rows:
+        scale = f"{name}.weight_scale_inv"
+        factors = _scale(scale, self.tensor(scale).float(), _FP8_LARGEST).contiguous()
+        stored = self._rows(f"{name}.weight", partial(_finite_fp8, f"{name}.weight"))
+        return Fp8Rows(stored, factors, block, dtype_of(stored.dtype))
 
 
 def _finite(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -205,6 +199,13 @@ def _finite(name: str, value: torch.Tensor) -> torch.Tensor:
     low, high = (float(bound) for bound in torch.aminmax(value))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise _not_finite(name, value)
+    return value
+
+
+def _finite_fp8(name: str, value: torch.Tensor) -> torch.Tensor:
+    """e4m3 has no infinity, and one NaN of each sign."""
+    if int(value.view(torch.uint8).bitwise_and(0x7F).max()) == 0x7F:
+        raise _not_finite(name, value.float())
     return value
 
 

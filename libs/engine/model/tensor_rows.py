@@ -13,7 +13,13 @@ from libs.engine.model.shard_reader import Bytes, ShardReader
 from libs.engine.model.shards import CheckpointError, TensorHeader
 from libs.engine.model_spec.stored_matrix import TakeRows
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+}
 
 _PIECE_BYTES = 2 << 20  # of one read: larger ones leave the processor's caches before they are packed
 _JOB_BYTES = 16 << 20
@@ -78,8 +84,12 @@ class TensorRows:
 
     def read(self) -> torch.Tensor:
         found = torch.empty(self.n_rows, self.n_cols, dtype=self.dtype)
-        self._pass(copy_into(found), 0, self.n_rows, 1)
+        self.each(copy_into(found))
         return self.source.check(found)
+
+    def each(self, take: TakeRows) -> None:
+        """Pass all rows to `take` on this thread. Raises CheckpointError for rows that it refuses."""
+        self._pass(take, 0, self.n_rows, 1)
 
     def stream(self, take: TakeRows, unit: int) -> None:
         step = self._step(_JOB_BYTES, unit)
@@ -114,7 +124,7 @@ class TensorRows:
 
 
 def copy_into(target: torch.Tensor) -> TakeRows:
-    """Copies rows of bf16, fp32 or words; does not check them."""
+    """Copies rows of any dtype; does not check them."""
     words = target.view(torch.uint8).numpy()
 
     def take(first: int, rows: torch.Tensor) -> bool:

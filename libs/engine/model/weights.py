@@ -13,11 +13,12 @@ from libs.engine.kernels.interface import Kernels, MlpMatrices, Packed
 from libs.engine.kernels.layer import Attention, Layer
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
-from libs.engine.model.tensor_rows import TensorRows, copy_finite_into
+from libs.engine.model.tensor_rows import copy_finite_into
+from libs.engine.model.widened_rows import held_dtype
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix
+from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.stacked_rows import StackedRows
-from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
+from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix, StoredRows
 from libs.engine.packed.weight_store import PackableMatrix, PrivateWeights, WeightStore
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
@@ -67,22 +68,23 @@ class WeightLoader:
 
     def _embedding(self, span: slice) -> torch.Tensor:
         """Rows of the embedding, which are there when the checkpoint is finished."""
-        c = self._config
-        name, shape = f"{self._prefix}embed_tokens.weight", (c.vocab_size, c.hidden_size)
-        rows = self._stored_rows(name, shape)
-        if rows is None:
-            return self._dense("embed_tokens.weight", shape)[span].clone()
-        found = self._store.empty(span.stop - span.start, c.hidden_size, dtype=rows.dtype)
+        rows = self._embedding_rows()
+        found = self._store.empty(span.stop - span.start, rows.n_cols, dtype=rows.dtype)
         rows.cut(span, None).stream(copy_finite_into(found), 1)
         return found
 
-    def _stored_rows(self, name: str, shape: tuple[int, ...]) -> TensorRows | None:
-        """The rows of a dense matrix, or None if they are to be converted."""
-        rows = self._checkpoint.rows(name, shape)
-        return rows if rows is not None and self._keeps(rows.dtype) else None
+    def _embedding_rows(self) -> StoredRows:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        return self._checkpoint.rows(f"{self._prefix}embed_tokens.weight", shape, self._dtype_of)
 
-    def _keeps(self, dtype: torch.dtype) -> bool:
-        return self._dtype == "auto" or dtype == getattr(torch, self._dtype)
+    def _dtype_of(self, stored: torch.dtype) -> torch.dtype:
+        """FP8 weights are held in bf16 where the model's dtype is bf16, as DeepSeek converts them."""
+        if self._dtype != "auto":
+            wanted: torch.dtype = getattr(torch, self._dtype)
+            return wanted
+        if stored == torch.float8_e4m3fn and self._config.dtype == "bfloat16":
+            return torch.bfloat16
+        return held_dtype(stored)
 
     def _head(self, embedding: torch.Tensor) -> Matrix:
         c = self._config
@@ -91,12 +93,12 @@ class WeightLoader:
         if name is None:
             self._checkpoint.finish()
             return DenseMatrix(embedding)
-        rows = self._stored_rows(name, shape)
-        if rows is not None and not c.tie_word_embeddings:
+        rows = self._checkpoint.rows(name, shape, self._dtype_of)
+        if not c.tie_word_embeddings:
             return StoredMatrix(rows, c.hidden_size)
-        weight = self._cast(self._checkpoint.dense(name, shape))
+        weight = rows.read()
         self._checkpoint.finish()
-        if c.tie_word_embeddings and not torch.equal(weight, embedding):
+        if not torch.equal(weight, embedding):
             raise CheckpointError(name, "differs from the embedding, to which tie_word_embeddings ties it")
         return DenseMatrix(weight)
 
@@ -180,32 +182,16 @@ class WeightLoader:
         return self._store.matrix(name, partial(self._matrix, name, rows, cols))
 
     def _matrix(self, name: str, rows: int, cols: int) -> Matrix:
-        stored = self._checkpoint.stored_matrix(
-            f"{self._prefix}{name}", rows, cols, self._config.quantization
+        return self._checkpoint.matrix(
+            f"{self._prefix}{name}", rows, cols, self._config.quantization, self._dtype_of
         )
-        if stored is not None and (stored.scale is not None or self._keeps(stored.values.dtype)):
-            return stored
-        matrix = self._checkpoint.matrix(f"{self._prefix}{name}", rows, cols, self._config.quantization)
-        if isinstance(matrix, Fp8Matrix):
-            return DenseMatrix(matrix.dequantised(self._fp8_dtype()))
-        return DenseMatrix(self._cast(matrix.weight)) if isinstance(matrix, DenseMatrix) else matrix
-
-    def _fp8_dtype(self) -> torch.dtype:
-        """FP8 weights are held in bf16 where the model's dtype is bf16, as DeepSeek converts them."""
-        if self._dtype == "auto":
-            return torch.bfloat16 if self._config.dtype == "bfloat16" else torch.float32
-        dtype: torch.dtype = getattr(torch, self._dtype)
-        return dtype
 
     def _unpacked(self, name: str, rows: int, cols: int) -> DenseMatrix | StoredMatrix:
         """A matrix to be rearranged before packing, dequantised if it is INT4."""
         matrix = self._matrix(name, rows, cols)
-        if isinstance(matrix, DenseMatrix) or (isinstance(matrix, StoredMatrix) and matrix.scale is None):
+        if isinstance(matrix, StoredMatrix) and matrix.scale is None:
             return matrix
         return DenseMatrix(matrix.dequantised())
-
-    def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._cast(self._checkpoint.dense(f"{self._prefix}{name}", shape))
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
         return self._kernels.place(self._floats(f"{name}.weight", width))
@@ -214,9 +200,6 @@ class WeightLoader:
         return self._store.tensor(
             name, lambda: self._checkpoint.dense(f"{self._prefix}{name}", (width,)).float()
         )
-
-    def _cast(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._dtype == "auto" else weight.to(getattr(torch, self._dtype))
 
 
 def _stack(upper: DenseMatrix | StoredMatrix, lower: DenseMatrix | StoredMatrix) -> Matrix:

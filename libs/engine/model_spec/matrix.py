@@ -66,15 +66,6 @@ class Fp8Matrix:
     scale_inv: torch.Tensor
     block: Fp8Blocks
 
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[rows, cols]: the product in fp32, then rounded to `dtype`, as in DeepSeek's `weight_dequant`."""
-        out = torch.empty(self.weight.shape, dtype=dtype)
-        factors = self.scale_inv.float().repeat_interleave(self.block.cols, 1)[:, : out.shape[1]]
-        blocks = (torch.split(part, self.block.rows) for part in (out, self.weight))
-        for target, rows, factor in zip(*blocks, factors, strict=True):
-            target.copy_(rows.float().mul_(factor))
-        return out
-
 
 def unpack_int4(packed: torch.Tensor, cols: int) -> torch.Tensor:
     """[rows, words] i32 -> [rows, cols] i8 in -8..7."""

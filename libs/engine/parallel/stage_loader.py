@@ -14,7 +14,6 @@ from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
 from libs.engine.model.weights import WeightDtype, WeightLoader
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 from libs.engine.parallel.cut import local_experts, matrix_cut, vocabulary_slice
 from libs.engine.parallel.sizes import ParallelSizes, RankPlace
@@ -64,19 +63,14 @@ class StageLoader(WeightLoader):
         return StageWeights(loaded, embedding, norm, head)
 
     def _head_rows(self) -> Matrix:
-        c = self._config
-        shape, name = (c.vocab_size, c.hidden_size), self._checkpoint.head_name()
-        span = vocabulary_slice(self._place, c)
-        stored = None if name is None or c.tie_word_embeddings else self._stored_rows(name, shape)
-        if stored is not None:
-            return StoredMatrix(stored.cut(span, None), c.hidden_size)
-        if name is None:
-            weight = self._dense("embed_tokens.weight", shape)
-        else:
-            weight = self._cast(self._checkpoint.dense(name, shape))
-            if c.tie_word_embeddings and not torch.equal(weight, self._dense("embed_tokens.weight", shape)):
+        c, name = self._config, self._checkpoint.head_name()
+        rows = self._embedding_rows()
+        if name is not None:
+            head = self._checkpoint.rows(name, (c.vocab_size, c.hidden_size), self._dtype_of)
+            if c.tie_word_embeddings and not torch.equal(head.read(), rows.read()):
                 raise CheckpointError(name, "differs from the embedding, to which it is tied")
-        return DenseMatrix(weight[span].clone())
+            rows = head
+        return StoredMatrix(rows.cut(vocabulary_slice(self._place, c), None), c.hidden_size)
 
     def _experts(self, name: str) -> Iterator[MlpMatrices | None]:
         width = self._config.moe_intermediate_size

@@ -15,8 +15,9 @@ from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import INDEX_NAME, CheckpointError
-from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, pack_int4, unpack_int4
+from libs.engine.model_spec.matrix import pack_int4, unpack_int4
 from libs.engine.model_spec.quantization import Int4Groups
+from libs.engine.model_spec.stored_matrix import StoredMatrix
 
 OPTIONS = RunnerOptions(n_pages=2, kernels="torch")
 
@@ -76,14 +77,15 @@ def test_an_expert_without_packed_weight_is_dense(model_dir: Path) -> None:
     name = f"{MOE}.experts.0.gate_proj"
     with Checkpoint(model_dir) as checkpoint:
         packed = checkpoint.matrix(name, 32, 64, Int4Groups(32))
-    assert isinstance(packed, Int4Matrix)
+        whole = packed.dequantised()
+    assert isinstance(packed, StoredMatrix) and packed.scale is not None
     for part in ("packed", "scale", "shape"):
         edit_checkpoint(model_dir, f"{name}.weight_{part}", None)
-    edit_checkpoint(model_dir, f"{name}.weight", packed.dequantised())
+    edit_checkpoint(model_dir, f"{name}.weight", whole)
     with Checkpoint(model_dir) as checkpoint:
         dense = checkpoint.matrix(name, 32, 64, Int4Groups(32))
-    assert isinstance(dense, DenseMatrix)
-    torch.testing.assert_close(dense.weight, packed.dequantised())
+        assert isinstance(dense, StoredMatrix) and dense.scale is None
+        torch.testing.assert_close(dense.dequantised(), whole)
     ModelRunner.load(model_dir, OPTIONS)
 
 

@@ -21,6 +21,7 @@ from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.matrix import Fp8Matrix, pack_fp8
 from libs.engine.model_spec.quantization import Fp8Blocks
+from libs.engine.model_spec.stored_matrix import StoredMatrix
 from tests.engine.model.test_checkpoint import edit_checkpoint
 from tests.engine.model.test_parity import batch_of, pages_for
 
@@ -76,22 +77,71 @@ def write_dense_copy(model_dir: Path, target: Path, block: tuple[int, int], *, b
     (target / "config.json").write_text(json.dumps(config))
 
 
-def test_every_value_of_the_format_is_read() -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(16, 16)
-    matrix = Fp8Matrix(every, torch.ones(1, 1), Fp8Blocks(16, 16))
-    assert np.array_equal(matrix.dequantised().flatten().numpy(), DECODED, equal_nan=True)
+def written(folder: Path, matrix: Fp8Matrix) -> Path:
+    """A checkpoint with this matrix alone, as `w`."""
+    tensors = {"w.weight": matrix.weight, "w.weight_scale_inv": matrix.scale_inv}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def widened(folder: Path, matrix: Fp8Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    rows, cols = matrix.weight.shape
+    with Checkpoint(written(folder, matrix)) as checkpoint:
+        return checkpoint.matrix("w", rows, cols, matrix.block, lambda _: dtype).dequantised()
+
+
+def test_every_value_of_the_format_is_read(tmp_path: Path) -> None:
+    finite = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+    matrix = Fp8Matrix(finite.view(torch.float8_e4m3fn)[None], torch.ones(1, 16), Fp8Blocks(16, 16))
+    assert np.array_equal(widened(tmp_path, matrix)[0].numpy(), DECODED[finite.numpy()])
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_a_value_that_is_no_number_is_refused(tmp_path: Path, byte: int) -> None:
+    values = torch.full((40, 40), 0x7E, dtype=torch.uint8)
+    values[39, 38] = byte
+    matrix = Fp8Matrix(values.view(torch.float8_e4m3fn), torch.ones(2, 2), Fp8Blocks(24, 24))
+    with pytest.raises(CheckpointError, match=r"1 of 1600 .* the first at \[39, 38\]"):
+        widened(tmp_path, matrix)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_and_cuts_have_the_factors_of_their_places(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = torch.randn(200, 90, generator=torch.Generator().manual_seed(1))
+    matrix = pack_fp8(weight, Fp8Blocks(24, 40))
+    wanted = decode(matrix.weight, matrix.scale_inv, (24, 40)).to(dtype)
+    with Checkpoint(written(tmp_path, matrix)) as checkpoint:
+        whole = checkpoint.matrix("w", 200, 90, matrix.block, lambda _: dtype)
+        assert isinstance(whole, StoredMatrix) and whole.values.dtype == dtype
+        cut = whole.cut_rows(slice(50, 171)).cut_cols(slice(30, 83))
+        seen = torch.zeros(121, 53, dtype=dtype)
+
+        def take(first: int, rows: torch.Tensor) -> bool:
+            seen[first : first + len(rows)] += rows
+            return True
+
+        cut.values.stream(take, 4)
+        checkpoint.finish()
+        assert torch.equal(seen, wanted[50:171, 30:83])
+        assert torch.equal(cut.values.read(), seen) and torch.equal(whole.values.read(), wanted)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))
 def test_blocks_are_ragged_at_both_edges(
-    rows: int, cols: int, block_rows: int, block_cols: int, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: int,
+    cols: int,
+    block_rows: int,
+    block_cols: int,
+    seed: int,
 ) -> None:
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     block = Fp8Blocks(block_rows, block_cols)
     packed = pack_fp8(weight, block)
     assert packed.scale_inv.shape == (-(-rows // block_rows), -(-cols // block_cols))
-    actual = packed.dequantised()
+    actual = widened(tmp_path_factory.mktemp("fp8"), packed)
     assert torch.equal(actual, decode(packed.weight, packed.scale_inv, (block_rows, block_cols)))
     largest = float(weight.abs().max())
     assert torch.all((actual - weight).abs() <= weight.abs() * 2**-4 + largest * 2**-10)
@@ -135,9 +185,9 @@ def test_scales_of_other_types_are_read(fp8_dir: Path, dtype: torch.dtype) -> No
     powers = torch.tensor([[2.0**-9, 2.0**-6], [2.0**-8, 2.0**-7]])
     edit_checkpoint(fp8_dir, f"{NAME}.weight_scale_inv", powers.to(dtype))
     with Checkpoint(fp8_dir) as checkpoint:
-        matrix = checkpoint.matrix(NAME, 40, 64, Fp8Blocks(24, 40))
+        values = checkpoint.matrix(NAME, 40, 64, Fp8Blocks(24, 40)).dequantised()
         stored = checkpoint.tensor(f"{NAME}.weight")
-    assert torch.equal(matrix.dequantised(), decode(stored, powers, (24, 40)))
+    assert torch.equal(values, decode(stored, powers, (24, 40)))
     ModelRunner.load(fp8_dir, RunnerOptions(n_pages=2, kernels="torch"))
 
 

@@ -9,25 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from libs.engine.model import shard_reader, tensor_rows
+from libs.engine.model import shard_reader
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shard_reader import ShardReader
 from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.config import ModelConfig
+from libs.engine.model_spec.matrix import Int4Matrix
 from libs.engine.model_spec.stored_matrix import StoredMatrix
 from libs.engine.step.load_progress import LoadProgress
 
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pieces a job, and several jobs a matrix."""
-    monkeypatch.setattr(tensor_rows, "_PIECE_BYTES", 1 << 10)
-    monkeypatch.setattr(tensor_rows, "_JOB_BYTES", 3 << 10)
 
 
 @pytest.fixture(params=["cached", "direct", "buffered"])
@@ -44,8 +39,8 @@ def write(path: Path) -> ModelConfig:
 
 
 def stored(checkpoint: Checkpoint, config: ModelConfig, name: str, rows: int, cols: int) -> StoredMatrix:
-    matrix = checkpoint.stored_matrix(name, rows, cols, config.quantization)
-    assert matrix is not None
+    matrix = checkpoint.matrix(name, rows, cols, config.quantization)
+    assert isinstance(matrix, StoredMatrix)
     return matrix
 
 
@@ -53,12 +48,13 @@ def stored(checkpoint: Checkpoint, config: ModelConfig, name: str, rows: int, co
 def test_pieces_make_up_the_matrix_and_its_cuts(tmp_path: Path) -> None:
     config = write(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
-        whole = checkpoint.matrix(EXPERT, 64, 32, config.quantization).dequantised()
+        packed, scale = (checkpoint.tensor(f"{EXPERT}.weight_{part}") for part in ("packed", "scale"))
+        whole = Int4Matrix(packed, scale, 32, 32).dequantised()
         matrix = stored(checkpoint, config, EXPERT, 64, 32)
         assert torch.equal(matrix.dequantised(), whole)
         assert torch.equal(matrix.cut_rows(slice(10, 37)).dequantised(), whole[10:37])
         name = "model.layers.0.mlp.gate_proj"
-        whole = checkpoint.matrix(name, 128, 64, None).dequantised()
+        whole = checkpoint.tensor(f"{name}.weight").float()
         dense = stored(checkpoint, config, name, 128, 64)
         assert torch.equal(dense.cut_cols(slice(6, 19)).dequantised(), whole[:, 6:19])
         seen = torch.zeros(128, 64)
@@ -73,6 +69,26 @@ def test_pieces_make_up_the_matrix_and_its_cuts(tmp_path: Path) -> None:
         dense.values.stream(take, 4)
         checkpoint.finish()
         assert torch.equal(seen, whole) and threading.get_ident() not in threads
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("stored_dtype", [torch.float16, torch.bfloat16])
+def test_threads_convert_to_another_dtype(tmp_path: Path, stored_dtype: torch.dtype) -> None:
+    weight = torch.randn(200, 48).to(stored_dtype)
+    save_file({"w.weight": weight}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        matrix = checkpoint.matrix("w", 200, 48, None, lambda _: torch.float32)
+        assert isinstance(matrix, StoredMatrix) and matrix.values.dtype == torch.float32
+        seen = torch.zeros(200, 48)
+
+        def take(first: int, rows: torch.Tensor) -> bool:
+            seen[first : first + len(rows)] += rows
+            return True
+
+        matrix.values.stream(take, 16)
+        checkpoint.finish()
+        assert torch.equal(seen, weight.float())
+        assert torch.equal(matrix.cut_cols(slice(5, 30)).dequantised(), weight[:, 5:30].float())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,98 @@
+"""Stored rows in another dtype than the file's. The threads that read a checkpoint convert them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from libs.engine.kernels.library import load_library
+from libs.engine.kernels.native_types import declare
+from libs.engine.model.tensor_rows import TensorRows, copy_into
+from libs.engine.model_spec.quantization import Fp8Blocks
+from libs.engine.model_spec.stored_matrix import StoredRows, TakeRows
+
+# The dtype in which the engine holds values of a file's dtype.
+DtypeOf = Callable[[torch.dtype], torch.dtype]
+
+
+def held_dtype(stored: torch.dtype) -> torch.dtype:
+    """fp16 and FP8 are widened to fp32, and others stay."""
+    return torch.float32 if stored in (torch.float16, torch.float8_e4m3fn) else stored
+
+
+@dataclass(frozen=True, slots=True)
+class CastRows:
+    """Dense values of one dtype as another."""
+
+    stored: TensorRows
+    dtype: torch.dtype
+
+    @property
+    def n_rows(self) -> int:
+        return self.stored.n_rows
+
+    @property
+    def n_cols(self) -> int:
+        return self.stored.n_cols
+
+    def cut(self, rows: slice | None, cols: slice | None) -> CastRows:
+        return replace(self, stored=self.stored.cut(rows, cols))
+
+    def read(self) -> torch.Tensor:
+        return self.stored.read().to(self.dtype)
+
+    def stream(self, take: TakeRows, unit: int) -> None:
+        self.stored.stream(lambda first, rows: take(first, rows.to(self.dtype)), unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """e4m3 values times the factors of their blocks: products in fp32, rounded to `dtype` (fp32 or bf16).
+
+    As DeepSeek's `weight_dequant` does. `factors` are those of the whole tensor [blocks of rows, of columns].
+    """
+
+    stored: TensorRows
+    factors: torch.Tensor
+    block: Fp8Blocks
+    dtype: torch.dtype
+
+    @property
+    def n_rows(self) -> int:
+        return self.stored.n_rows
+
+    @property
+    def n_cols(self) -> int:
+        return self.stored.n_cols
+
+    def cut(self, rows: slice | None, cols: slice | None) -> Fp8Rows:
+        return replace(self, stored=self.stored.cut(rows, cols))
+
+    def read(self) -> torch.Tensor:
+        found = torch.empty(self.n_rows, self.n_cols, dtype=self.dtype)
+        self.stored.each(self._widening(copy_into(found)))
+        return found
+
+    def stream(self, take: TakeRows, unit: int) -> None:
+        self.stored.stream(self._widening(take), unit)
+
+    def _widening(self, take: TakeRows) -> TakeRows:
+        widen, is_bf16 = declare(load_library()).ss_widen_fp8, self.dtype == torch.bfloat16
+        place = self.stored.rows.start, self.stored.cols.start
+        blocks = self.factors.data_ptr(), self.factors.shape[1], self.block.rows, self.block.cols
+
+        def widen_and_take(first: int, rows: torch.Tensor) -> bool:
+            found = torch.empty(rows.shape, dtype=self.dtype)
+            targets = (None, found.data_ptr()) if is_bf16 else (found.data_ptr(), None)
+            is_finite = widen(rows.data_ptr(), *rows.shape, place[0] + first, place[1], *blocks, *targets)
+            return bool(is_finite) and take(first, found)
+
+        return widen_and_take
+
+
+def as_dtype(stored: TensorRows, dtype_of: DtypeOf) -> StoredRows:
+    """The rows in the dtype for theirs."""
+    dtype = dtype_of(stored.dtype)
+    return stored if stored.dtype == dtype else CastRows(stored, dtype)
