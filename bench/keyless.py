@@ -25,7 +25,7 @@ from pathlib import Path
 from bench.keyless_client import KeylessClient, KeylessGrpcClient, KeylessHttpClient
 from slipstream import bounds
 from slipstream.api_key_file import add_key
-from supervisor.plan import DEFAULT_MODEL
+from supervisor.cluster_options import DEFAULT_MODEL
 
 APIS: dict[str, type[KeylessClient]] = {"grpc": KeylessGrpcClient, "http": KeylessHttpClient}
 # A router has taken its memory when its start is over.

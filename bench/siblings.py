@@ -21,7 +21,7 @@ import numpy as np
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.step.types import SamplingParams, SequenceSpec
-from supervisor.plan import DEFAULT_MODEL
+from supervisor.cluster_options import DEFAULT_MODEL
 
 
 def run_round(engine: PagedEngine, prompts: list[np.ndarray]) -> tuple[float, int]:

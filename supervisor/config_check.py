@@ -19,7 +19,7 @@ from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
 from slipstream.logs.lines import LOG_FORMATS
-from supervisor.forking.launcher import STARTS
+from supervisor.forking.starts import STARTS
 from supervisor.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free
 

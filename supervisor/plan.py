@@ -13,14 +13,9 @@ from libs.common.runtime.memory_limit import memory_limit_bytes
 from libs.engine.kernels.device_name import CPU
 from libs.worker.process.settings import EngineSettings
 from slipstream.cluster_record import secret_file
-from slipstream.rpc.tls import TlsFiles
-from supervisor.forking.launcher import FORK
-from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
-from supervisor.worker_sizes import WorkerSizes, share_of_unstated
+from supervisor.cluster_options import ClusterOptions
+from supervisor.worker_sizes import share_of_unstated
 
-ROOT = Path(__file__).resolve().parents[1]
-DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
-DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ETCD = "etcd"
 # Settings with which services reach an external etcd.
 ETCD_ACCESS = ("etcd_ca", "etcd_certificate", "etcd_key", "etcd_user", "etcd_password_file")
@@ -34,53 +29,10 @@ ACCESS_LOG = ("on", "off")
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterConfig:
-    """The cluster that the user asked for. Addresses are "host:port"; None: any free loopback port."""
+class ClusterConfig(ClusterOptions):
+    """The cluster that the user asked for: what flags state, and what only a file or a program does."""
 
-    run_dir: Path = Path(".run")
-    model: Path = DEFAULT_MODEL
-    draft_model: Path | None = DEFAULT_DRAFT_MODEL
-    routers: int = 1
-    prefill: int = 2
-    decode: int = 2
-    kvstores: int = 1
-    drafters: int | None = None  # None: one where drafters draft, else none
-    drafts: str = "auto"  # one of DRAFTS
-    drafts_from: str = "auto"  # one of DRAFTERS: where the draft head runs; see `head_place`
-    prefill_parallel: str | None = None  # ranks of each worker; None: one process
-    decode_parallel: str | None = None
-    sizes: WorkerSizes = field(default_factory=WorkerSizes)  # of each prefill and decode worker
-    block_tokens: int = EngineSettings.block_tokens  # of all workers, by the file; no flag states it
-    etcd: str | None = None  # an external etcd; None: one of our own
-    http: str | None = None  # of the first router
-    grpc: str | None = None  # of the first router
-    transport: str = "auto"
-    served_model_name: str | None = None  # None: the model directory's
-    api_keys: Path | None = None  # of all routers; None: requests need no key
-    shared_prefix: Path | None = None  # of all routers
-    prices: Path | None = None  # of all routers
-    allowed_hosts: str | None = None  # these three are settings of all routers; None: the router's default
-    cors_origins: str | None = None
-    access_log: str | None = None
-    allow_pinning: bool = False  # of all routers: a request may name its prefill worker
-    tls: TlsFiles | None = None  # of all services, for gRPC
-    tls_client_ca: Path | None = None  # of all routers
-    etcd_ca: Path | None = None  # these five belong to an external etcd
-    etcd_certificate: Path | None = None
-    etcd_key: Path | None = None
-    etcd_user: str = ""
-    etcd_password_file: Path | None = None
-    disk_bytes: int | None = None  # of each kvstore; None: the kvstore's default
-    pool: str | None = None  # one of POOLS; None: each kvstore keeps its blocks to itself
-    pool_masters: int = 1  # of the pool; one leads, the others stand by
-    start: str = FORK  # one of STARTS: how services begin
-    log_level: str = "info"  # one of LOG_LEVELS
-    log_format: str = "text"  # one of slipstream.logs.lines.LOG_FORMATS
-    ready_timeout_s: float = 90.0
-    log_max_bytes: int = MAX_LOG_BYTES
-    log_files: int = LOG_FILES
-    drain_s: float = 120.0  # of routers: what their clients have to read running answers
-    grace_s: float = 10.0  # from SIGTERM to SIGKILL, for routers from the end of their drain
+    block_tokens: int = EngineSettings.block_tokens  # of all workers
     modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})
     extra_arguments: Mapping[Role, Sequence[str]] = field(default_factory=dict)
     instance_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by instance

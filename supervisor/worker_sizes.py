@@ -1,58 +1,14 @@
-"""Flags of `slipstream up` for prefill and decode workers: device, memory, dtypes, threads and steps."""
+"""What prefill and decode workers may take of the machine's memory and of its devices."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
 
-from libs.common.runtime.settings import checked_value, rows
 from libs.engine.kernels.device_name import cuda_index
-from libs.worker.process.settings import EngineSettings
 from slipstream.errors import InvalidArgument
 
 _WORKERS_SHARE = 0.75  # of the host; the other processes have the rest
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSizes:
-    """The settings of EngineSettings with these names; None: the worker's default (docs/planner.md)."""
-
-    device: str | None = None
-    memory_bytes: int | None = None
-    kv_memory_bytes: int | None = None
-    weight_dtype: str | None = None
-    kv_dtype: str | None = None
-    compute_dtype: str | None = None
-    threads: int | None = None
-    max_batch: int | None = None
-    step_tokens: int | None = None
-    max_context_tokens: int | None = None
-    packed_dir: str | None = None
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> WorkerSizes:
-        """The sizes of `slipstream up`'s parameters. Raises InvalidArgument for a value no worker takes."""
-        settings = rows(EngineSettings)
-        found = {each.name: values[each.name] for each in fields(cls)}
-        for name, value in found.items():
-            if value is not None:
-                try:
-                    checked_value(settings[name], settings[name].flag, value)
-                except ValueError as error:
-                    flag, _, reason = str(error).partition(": ")
-                    raise InvalidArgument(flag, reason) from None
-        return cls(**found)
-
-    def arguments(self) -> list[str]:
-        """The flags of a worker."""
-        found: list[str] = []
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None:
-                found += [f"--{each.name.replace('_', '-')}", str(value)]
-        return found
 
 
 def check_devices(workers: Sequence[tuple[str, int]]) -> None:

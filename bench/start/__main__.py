@@ -25,7 +25,7 @@ from bench.medians import medians_of, print_medians
 from libs.common.cluster.worker_record import Role
 from supervisor import process_stats
 from supervisor.cluster import ClusterSupervisor
-from supervisor.forking.launcher import STARTS
+from supervisor.forking.starts import STARTS
 from supervisor.plan import ClusterConfig
 
 _WORKER = "decode-0"

@@ -6,12 +6,13 @@ Each is an entry point of the group `slipstream.commands`. What it does is impor
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slipstream.cli.access import OperatorAccess, takes_access
+from slipstream.cli.access import OperatorAccess, takes_access, with_flags
 from slipstream.cli.options import (
     DRAIN_S,
     UNDRAIN_S,
@@ -23,142 +24,34 @@ from slipstream.cli.options import (
     RunDir,
     UndrainTimeoutS,
     check_endpoints,
-    tls_from,
 )
 from slipstream.errors import InvalidArgument
-from supervisor.commands import cluster_options as flags
-from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
+from supervisor.cluster_options import ClusterOptions, flags_of
 
 
-def up(
+def _up(
     context: typer.Context,
-    config: flags.ConfigFile = None,
-    run_dir: RunDir = Path(".run"),
-    model: flags.Model = None,
-    draft_model: flags.DraftModel = None,
-    routers: flags.Routers = 1,
-    prefill: flags.PrefillWorkers = 2,
-    decode: flags.DecodeWorkers = 2,
-    kvstores: flags.Kvstores = 1,
-    drafters: flags.Drafters = None,
-    drafts: flags.Drafts = "auto",
-    drafts_from: flags.DraftsFrom = "auto",
-    prefill_parallel: flags.PrefillParallel = None,
-    decode_parallel: flags.DecodeParallel = None,
-    device: flags.Device = None,
-    memory_bytes: flags.MemoryBytes = None,
-    kv_memory_bytes: flags.KvMemoryBytes = None,
-    weight_dtype: flags.WeightDtype = None,
-    kv_dtype: flags.KvDtype = None,
-    compute_dtype: flags.ComputeDtype = None,
-    threads: flags.Threads = None,
-    max_batch: flags.MaxBatch = None,
-    step_tokens: flags.StepTokens = None,
-    max_context_tokens: flags.MaxContextTokens = None,
-    packed_dir: flags.PackedDir = None,
-    etcd: flags.Etcd = None,
-    etcd_ca: flags.EtcdCa = None,
-    etcd_certificate: flags.EtcdCertificate = None,
-    etcd_key: flags.EtcdKey = None,
-    etcd_user: flags.EtcdUser = "",
-    etcd_password_file: flags.EtcdPasswordFile = None,
-    http: flags.Http = "127.0.0.1:8000",
-    grpc: flags.Grpc = "127.0.0.1:7000",
-    served_model_name: flags.ServedModelName = None,
-    api_keys: flags.ApiKeyFile = None,
-    shared_prefix: flags.SharedPrefix = None,
-    prices: flags.PriceFile = None,
-    allowed_hosts: flags.AllowedHosts = None,
-    cors_origins: flags.CorsOrigins = None,
-    access_log: flags.AccessLogSwitch = None,
-    allow_pinning: flags.AllowPinning = False,
-    tls_ca: flags.ServiceTlsCa = None,
-    tls_certificate: flags.ServiceTlsCertificate = None,
-    tls_key: flags.ServiceTlsKey = None,
-    tls_server_name: flags.ServiceTlsServerName = "",
-    tls_client_ca: flags.ServiceTlsClientCa = None,
-    disk_bytes: flags.DiskBytes = None,
-    transport: flags.Transport = "auto",
-    pool: flags.Pool = None,
-    pool_masters: flags.PoolMasters = 1,
-    start: flags.Start = "fork",
-    log_level: flags.LogLevel = "info",
-    log_format: flags.LogFormat = "text",
-    ready_timeout_s: flags.ReadyTimeoutS = 90.0,
-    log_max_bytes: flags.LogMaxBytes = MAX_LOG_BYTES,
-    log_files: flags.LogFiles = LOG_FILES,
-    drain_s: flags.DrainS = 120.0,
-    grace_s: flags.GraceS = 10.0,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of the cluster or directory of them (docs/configuration.md); flags go before it."
+        ),
+    ] = None,
+    *,
+    options: Mapping[str, Any],
 ) -> None:
     """Run a local cluster until Ctrl-C or `slipstream down`.
 
     Services get these settings and those of --config only: SLIPSTREAM_ variables of the shell do not reach
     them.
     """
-    from libs.common.runtime.memory_limit import memory_limit_bytes
-    from supervisor.commands.up import (
-        check_counts,
-        run_cluster,
-        with_file,
-        with_fitting_draft_model,
-        with_server_name,
-    )
-    from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ClusterConfig
-    from supervisor.worker_sizes import WorkerSizes, check_devices, check_memory
+    from supervisor.commands.up import checked_config, run_cluster
 
-    given = ClusterConfig(
-        run_dir=run_dir,
-        model=model or DEFAULT_MODEL,
-        draft_model=draft_model or DEFAULT_DRAFT_MODEL,
-        routers=routers,
-        prefill=prefill,
-        decode=decode,
-        kvstores=kvstores,
-        drafters=drafters,
-        drafts=drafts,
-        drafts_from=drafts_from,
-        prefill_parallel=prefill_parallel,
-        decode_parallel=decode_parallel,
-        sizes=WorkerSizes.of(context.params),
-        etcd=etcd,
-        etcd_ca=etcd_ca,
-        etcd_certificate=etcd_certificate,
-        etcd_key=etcd_key,
-        etcd_user=etcd_user,
-        etcd_password_file=etcd_password_file,
-        served_model_name=served_model_name,
-        api_keys=api_keys,
-        shared_prefix=shared_prefix,
-        prices=prices,
-        allowed_hosts=allowed_hosts,
-        cors_origins=cors_origins,
-        access_log=access_log,
-        allow_pinning=allow_pinning,
-        tls=tls_from(tls_ca, tls_certificate, tls_key),
-        tls_client_ca=tls_client_ca,
-        disk_bytes=disk_bytes,
-        http=None if http == flags.ANY_PORT else http,
-        grpc=None if grpc == flags.ANY_PORT else grpc,
-        transport=transport,
-        pool=pool,
-        pool_masters=pool_masters,
-        start=start,
-        log_level=log_level,
-        log_format=log_format,
-        ready_timeout_s=ready_timeout_s,
-        log_max_bytes=log_max_bytes,
-        log_files=log_files,
-        drain_s=drain_s,
-        grace_s=grace_s,
-    )
-    flags_given = frozenset(name for name in context.params if _is_flag(context.get_parameter_source(name)))
-    if config is not None:
-        given = with_file(given, config, flags_given)
-    given = with_fitting_draft_model(with_server_name(given, tls_server_name))
-    check_counts(given)
-    check_devices(given.workers())
-    check_memory(given.host_memory_bytes(), memory_limit_bytes())
-    raise SystemExit(asyncio.run(run_cluster(given)))
+    given = frozenset(name for name in context.params if _is_flag(context.get_parameter_source(name)))
+    raise SystemExit(asyncio.run(run_cluster(checked_config(options, config, given))))
+
+
+up = with_flags(_up, "options", flags_of(ClusterOptions), dict)
 
 
 def _is_flag(source: Any) -> bool:

@@ -6,14 +6,25 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
+from libs.common.runtime.memory_limit import memory_limit_bytes
+from slipstream.cli.options import tls_from
 from slipstream.errors import InvalidArgument
 from supervisor.cluster import ClusterSupervisor
 from supervisor.cluster_file import ClusterFile
-from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, LOCAL, ClusterConfig
+from supervisor.cluster_options import (
+    ANY_PORT,
+    DEFAULT_DRAFT_MODEL,
+    DEFAULT_MODEL,
+    ClusterOptions,
+    WorkerSizes,
+)
+from supervisor.plan import LOCAL, ClusterConfig
+from supervisor.worker_sizes import check_devices, check_memory
 
 
 def say(line: str) -> None:
@@ -21,6 +32,30 @@ def say(line: str) -> None:
     closed or full."""
     with contextlib.suppress(OSError):
         print(f"slipstream: {line}", file=sys.stderr, flush=True)
+
+
+def checked_config(options: Mapping[str, Any], file: Path | None, flags: Collection[str]) -> ClusterConfig:
+    """What the flags and the file come to. `options`: the values of all flags; `flags`: those given.
+
+    Raises InvalidArgument.
+    """
+    config = _of_options(options)
+    if file is not None:
+        config = with_file(config, file, flags)
+    config = with_fitting_draft_model(with_server_name(config, options["tls_server_name"]))
+    check_counts(config)
+    check_devices(config.workers())
+    check_memory(config.host_memory_bytes(), memory_limit_bytes())
+    return config
+
+
+def _of_options(options: Mapping[str, Any]) -> ClusterConfig:
+    values = {each.name: options[each.name] for each in fields(ClusterOptions) if each.name in options}
+    for name in ("http", "grpc"):
+        values[name] = None if values[name] == ANY_PORT else values[name]
+    sizes = WorkerSizes.of(options)
+    tls = tls_from(options["tls_ca"], options["tls_certificate"], options["tls_key"])
+    return ClusterConfig(**values, sizes=sizes, tls=tls)
 
 
 # Parameters of `slipstream up` that are another setting of a service.

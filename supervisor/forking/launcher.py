@@ -14,9 +14,8 @@ from typing import Protocol
 
 from libs.common.cluster.worker_record import Role
 from supervisor.forking.client import ForkServer
+from supervisor.forking.starts import SPAWN
 
-FORK, SPAWN = "fork", "spawn"
-STARTS = (FORK, SPAWN)
 SERVICE_MODULES = tuple(f"services.{role}.__main__" for role in Role)
 # What workers with the torch engine import when they load their model.
 ENGINE_MODULES = ("libs.engine.core.build", "libs.engine.eagle.drafter")

@@ -25,7 +25,7 @@ from slipstream.errors import (
 )
 from supervisor import config_check, process_stats
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import DEFAULT_MODEL
+from supervisor.cluster_options import DEFAULT_MODEL
 from tests.supervisor.conftest import FakeCluster
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.etcd_process import EtcdProcess, free_port

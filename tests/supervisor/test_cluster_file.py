@@ -15,14 +15,8 @@ from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.cluster_file import SETTINGS, ClusterFile
-from supervisor.plan import (
-    DEFAULT_DRAFT_MODEL,
-    DEFAULT_MODEL,
-    ROOT,
-    ClusterConfig,
-    plan_services,
-    ports_needed,
-)
+from supervisor.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ROOT
+from supervisor.plan import ClusterConfig, plan_services, ports_needed
 
 EXAMPLE = ROOT / "docs" / "examples" / "cluster.toml"
 PEMS = ROOT / "tests" / "support" / "tls"
@@ -205,7 +199,7 @@ def test_memory_that_the_file_gives_to_workers_counts(
     flags: tuple[str, ...],
     sizes: str,
 ) -> None:
-    monkeypatch.setattr("libs.common.runtime.memory_limit.memory_limit_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr("supervisor.commands.up.memory_limit_bytes", lambda: 8_000_000_000)
     (tmp_path / "c.toml").write_text(text)
     done = CliRunner().invoke(app, ["up", "--config", str(tmp_path / "c.toml"), *flags])
     assert isinstance(done.exception, InvalidArgument) and not started
@@ -224,7 +218,7 @@ def test_memory_of_one_tier_that_leaves_the_other_nothing_is_refused(
     prefill_bytes: int,
     is_refused: bool,
 ) -> None:
-    monkeypatch.setattr("libs.common.runtime.memory_limit.memory_limit_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr("supervisor.commands.up.memory_limit_bytes", lambda: 8_000_000_000)
     (tmp_path / "c.toml").write_text(f"[prefill]\nmemory_bytes = {prefill_bytes}\n")
     done = CliRunner().invoke(app, ["up", "--config", str(tmp_path / "c.toml"), "--prefill", "1"])
     assert bool(started) != is_refused
@@ -266,7 +260,7 @@ def test_workers_of_one_device_are_told_what_each_may_take_of_it(
     shared: str,
 ) -> None:
     """Each would take all that is free there. Memory of a device is not counted against the host."""
-    monkeypatch.setattr("libs.common.runtime.memory_limit.memory_limit_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr("supervisor.commands.up.memory_limit_bytes", lambda: 8_000_000_000)
     (tmp_path / "c.toml").write_text(text)
     done = CliRunner().invoke(app, ["up", "--config", str(tmp_path / "c.toml"), *flags])
     assert (len(started), done.exit_code == 0) == ((0, False) if shared else (1, True)), done.exception

@@ -19,8 +19,9 @@ from slipstream.errors import InvalidArgument
 from slipstream.rpc.cluster_secret import ClusterSecret
 from supervisor.cluster import ClusterSupervisor
 from supervisor.cluster_file import SETTINGS
+from supervisor.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ROOT
 from supervisor.commands.up import with_file
-from supervisor.plan import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ROOT, ClusterConfig, plan_services
+from supervisor.plan import ClusterConfig, plan_services
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.network.ports import OwnPorts
 

@@ -13,9 +13,9 @@ import pytest
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.rpc.tls import TlsFiles
-from supervisor.plan import ROOT, ClusterConfig, ProcessPlan, plan_services, ports_needed
+from supervisor.cluster_options import ROOT, WorkerSizes
+from supervisor.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
 from supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
-from supervisor.worker_sizes import WorkerSizes
 
 
 def plan(config: ClusterConfig) -> dict[str, ProcessPlan]:

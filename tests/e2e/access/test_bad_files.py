@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.plan import DEFAULT_MODEL
+from supervisor.cluster_options import DEFAULT_MODEL
 from tests.support.tls.authority import Authority
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,4 @@
+"""The ways in which a process of the cluster begins."""
+
+FORK, SPAWN = "fork", "spawn"
+STARTS = (FORK, SPAWN)
