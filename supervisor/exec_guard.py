@@ -5,7 +5,8 @@
 Run by path, without the site packages, because it runs before every process of the cluster. It sets
 PR_SET_PDEATHSIG and then execs, which keeps the setting; a code that ran between fork and exec in the
 parent could deadlock there. If the parent died before the setting took hold, its pid is no longer
-ours to find as parent, and the command is not run.
+ours to find as parent, and the command is not run. `libs.common.runtime.parent_death` does the same, but a
+script without the site packages imports no library.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """The process that checks grammars for a router: requests on stdin, answers on stdout, one after another.
 
-    python -m libs.structured.check_process MODEL_DIR
+    python -m libs.structured.check_process MODEL_DIR PARENT_PID
 
 A check that uses up its CPU time ends the process, and the router starts another. CPU time, because a good
 schema must not be refused for a busy machine.
@@ -8,7 +8,6 @@ schema must not be refused for a busy machine.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -21,13 +20,13 @@ from typing import BinaryIO
 
 import msgspec
 
+from libs.common.runtime.parent_death import end_with_parent
 from libs.structured.grammar_check import MAX_MASK_S, CheckRequest, check_grammar
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct("<I")
 _MAX_MEMORY_BYTES = 8 << 30
-_PR_SET_PDEATHSIG = 1
 # The router that waits for the answer has streams to serve on the same cores.
 _NICENESS = 10
 # llguidance recurses. What passes here has room on a worker, whose threads have 8 MiB, those of masks 2 MiB.
@@ -69,9 +68,9 @@ class _CpuLimit:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def main(model_dir: Path) -> None:
-    """Answer until stdin ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def main(model_dir: Path, parent_pid: int) -> None:
+    """Answer until stdin or the parent ends."""
+    end_with_parent(parent_pid)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     vocabulary = GrammarVocabulary.of(Tokenizer.from_dir(model_dir))
@@ -93,4 +92,4 @@ def _answer(vocabulary: GrammarVocabulary) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

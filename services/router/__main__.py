@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +28,7 @@ from libs.common.runtime.grpc_loop import GrpcLoop
 from libs.common.runtime.loading import load_settings
 from libs.common.runtime.malloc import keep_freed_memory, use_large_pages
 from libs.common.runtime.open_files import raise_file_limit
+from libs.common.runtime.parent_death import end_with_parent
 from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.otlp import export_metrics
@@ -42,7 +44,7 @@ try:
     from services.router.api.api_keys import ApiKeys, follow_keys
     from services.router.autoscale.settings import policy_of
     from services.router.metering.assembly import check_limits
-    from services.router.multiprocess import die_with, run_processes
+    from services.router.multiprocess import run_processes
     from services.router.options import RouterOptions
     from services.router.request.model_card import ModelCard, load_model_card
     from services.router.request.prompt_salts import PromptSalts, system_prompt_ids
@@ -192,7 +194,7 @@ def main() -> int:
         keep_freed_memory(_KEPT_HEAP_BYTES)
         raise_file_limit()
         if options.child_of:
-            die_with(options.child_of)
+            end_with_parent(options.child_of, by=signal.SIGTERM)
         if options.processes > 1:
             return asyncio.run(
                 run_processes(

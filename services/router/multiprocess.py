@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,17 +19,7 @@ from libs.common.runtime.signals import stop_on_signals
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _RESTART_S = 1.0
-
-
-def die_with(parent_pid: int) -> None:
-    """The kernel ends this process (SIGTERM) when its parent ends. Raises OSError, SystemExit."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        raise SystemExit("the parent process has ended")
 
 
 async def run_processes(

@@ -95,7 +95,7 @@ class GrammarChecker:
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "libs.structured.check_process", str(self._model_dir)],
+            [sys.executable, "-m", "libs.structured.check_process", str(self._model_dir), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},

@@ -9,7 +9,6 @@ node kills the agent and starts another. Values pass through shared memory, mess
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from libs.common.runtime.parent_death import end_with_parent
 from libs.common.telemetry.logs import configure_logging
 from services.kvstore.pool.agent.client_guard import NO_SPACE, ClientGuard, connect
 from services.kvstore.pool.agent.inventory_client import InventoryClient
@@ -34,7 +34,6 @@ THREADS = {"find": 2, "drop": 1, "clear": 1, "get": 4, "put": 2, "list": 1, "hea
 PUT_TRIES = 3
 NOT_WHOLE = -2
 CLOSE_WAIT_S = 1.5
-_PR_SET_PDEATHSIG = 1
 
 
 class Agent:
@@ -185,13 +184,6 @@ class Agent:
             self._peer.sendall(packed(message))
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when the thread that started it ends. Exits if it has ended."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        raise SystemExit("the node is gone")
-
-
 def _open_engine(options: argparse.Namespace, memory: SharedMemory) -> Any:
     """A new engine for reads. Raises Unavailable."""
     from mooncake.engine import TransferEngine
@@ -213,7 +205,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
     configure_logging("kvstore", options.instance, form=options.log_format)
-    die_with_parent(options.node_pid)
+    end_with_parent(options.node_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node handles Ctrl-C
     peer = socket.socket(fileno=options.socket_fd)
     memory = SharedMemory(options.memory_bytes, fd=options.memory_fd)
