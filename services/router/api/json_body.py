@@ -26,6 +26,7 @@ from slipstream.bound import shown_name
 
 T = TypeVar("T", bound=msgspec.Struct)
 Json = Mapping[str, Any]
+Ignore = Callable[[str], None]
 
 # What a field may hold besides null; 2.0 is read as the whole number 2.
 Text: TypeAlias = str | None
@@ -57,7 +58,7 @@ _SHAPES: Mapping[object, _Shape] = {
 }
 
 
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], ignore: Callable[[str], None]) -> T:
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], ignore: Ignore) -> T:
     """The body as the decoder's struct. Raises InvalidArgument naming the first defect."""
     check_structure([("body", body)])
     try:
@@ -67,7 +68,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T], ignore: Callable[
     return read_object(parse_object(body), decoder.type, ignore)
 
 
-def read_object(given: object, kind: type[T], ignore: Callable[[str], None], path: str = "") -> T:
+def read_object(given: object, kind: type[T], ignore: Ignore, path: str = "") -> T:
     """Parsed JSON as a struct. Raises InvalidArgument naming the first defect."""
     return msgspec.convert(_checked(given, kind, ignore, path), kind)
 
@@ -164,7 +165,7 @@ def _shape_of(annotation: Any) -> _Shape:
     return _Shape("an object", (dict,), None if get_origin(given) is dict else given)
 
 
-def _checked(given: object, kind: type[msgspec.Struct], ignore: Callable[[str], None], path: str) -> Json:
+def _checked(given: object, kind: type[msgspec.Struct], ignore: Ignore, path: str) -> Json:
     """The object with whole numbers as ints, without the fields that `ignore` gets.
 
     Of several defects, an unsupported field comes first, then a wrong type, then one further in.

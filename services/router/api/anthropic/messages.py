@@ -6,7 +6,7 @@ out and named; a block whose content the model cannot see is refused by its type
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,12 +14,10 @@ import msgspec
 from libs.common import api_bounds
 from services.router.api.answers.field_paths import MessageSources
 from services.router.api.anthropic.signature import carried
-from services.router.api.json_body import Json, Text, path_of
+from services.router.api.json_body import Ignore, Json, Text, path_of
 from services.router.api.openai.messages import arguments_text
 from slipstream import bounds
 from slipstream.bound import shown_name
-
-Ignore = Callable[[str], None]
 
 
 class MessageParam(msgspec.Struct, forbid_unknown_fields=True, gc=False):

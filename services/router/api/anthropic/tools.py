@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from libs.common import api_bounds
-from services.router.api.json_body import Flag, Json, Text, path_of, read_object
+from services.router.api.json_body import Flag, Ignore, Json, Text, path_of, read_object
+from services.router.api.openai.messages import parse_each_tool
 from services.router.request.types import ToolChoice
 from slipstream import bounds
 from slipstream.bound import shown_name
-
-Ignore = Callable[[str], None]
 
 _FIELDS = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control"})
 _MODES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
@@ -29,9 +28,7 @@ class ToolChoiceParam(msgspec.Struct, forbid_unknown_fields=True):
 
 def parse_tools(given: Sequence[Any], ignore: Ignore) -> Sequence[Json]:
     """The client's tools; `libs.text` checks what they hold. Raises InvalidArgument for tools of a server."""
-    if len(given) > bounds.MAX_TOOLS:
-        raise bounds.TOOLS.refused(count=len(given))
-    return [_tool(tool, f"tools[{index}]", ignore) for index, tool in enumerate(given)]
+    return parse_each_tool(given, _tool, ignore)
 
 
 def _tool(given: Any, path: str, ignore: Ignore) -> Json:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from services.router.api.json_body import Flag, Identifier, Json, NoEffect, Text, path_of, read_object
+from services.router.api.json_body import Flag, Identifier, Ignore, Json, NoEffect, Text, path_of, read_object
 from services.router.api.openai.echoed_forms import (
     PastCalls,
     calls_of_parts,
@@ -22,8 +22,6 @@ from services.router.api.openai.echoed_forms import (
 from services.router.request.types import ToolChoice
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
-
-Ignore = Callable[[str], None]
 
 
 class _CalledFunction(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -276,9 +274,16 @@ def arguments_text(given: object) -> str:
 
 def parse_tools(given: Sequence[Any], ignore: Ignore) -> Sequence[Json]:
     """The tools without unknown fields; `libs.text` checks everything else."""
+    return parse_each_tool(given, _known_tool, ignore)
+
+
+def parse_each_tool(
+    given: Sequence[Any], parse: Callable[[Any, str, Ignore], Json], ignore: Ignore
+) -> Sequence[Json]:
+    """The tools, each by `parse`, which gets its path. Raises InvalidArgument for too many."""
     if len(given) > bounds.MAX_TOOLS:
         raise bounds.TOOLS.refused(count=len(given))
-    return [_known_tool(tool, f"tools[{index}]", ignore) for index, tool in enumerate(given)]
+    return [parse(tool, f"tools[{index}]", ignore) for index, tool in enumerate(given)]
 
 
 def _known_tool(tool: Any, path: str, ignore: Ignore) -> Any:

@@ -6,18 +6,16 @@ become one message, as the model wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from libs.common import api_bounds
 from services.router.api.answers.field_paths import MessageSources
-from services.router.api.json_body import Json, path_of
+from services.router.api.json_body import Ignore, Json, path_of
 from services.router.api.openai.echoed_forms import is_json_result, json_text
 from services.router.api.openai.messages import arguments_text
 from slipstream import bounds
 from slipstream.bound import shown_name
-
-Ignore = Callable[[str], None]
 
 _ROLES = frozenset({"user", "assistant", "system", "developer"})
 _FIELDS: Mapping[str, frozenset[str]] = {

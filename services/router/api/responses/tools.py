@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from libs.common import api_bounds
-from services.router.api.json_body import Json, path_of
-from services.router.api.openai.messages import parse_tool_choice
+from services.router.api.json_body import Ignore, Json, path_of
+from services.router.api.openai.messages import parse_each_tool, parse_tool_choice
 from services.router.request.types import ToolChoice
 from slipstream import bounds
 from slipstream.bound import shown_name
-
-Ignore = Callable[[str], None]
 
 _FUNCTION = ("name", "description", "parameters", "strict")
 _FIELDS = frozenset({"type", *_FUNCTION})
@@ -20,9 +18,7 @@ _FIELDS = frozenset({"type", *_FUNCTION})
 
 def parse_response_tools(given: Sequence[Any], ignore: Ignore) -> Sequence[Json]:
     """The client's tools; `libs.text` checks what they hold. Raises InvalidArgument for hosted tools."""
-    if len(given) > bounds.MAX_TOOLS:
-        raise bounds.TOOLS.refused(count=len(given))
-    return [_tool(tool, f"tools[{index}]", ignore) for index, tool in enumerate(given)]
+    return parse_each_tool(given, _tool, ignore)
 
 
 def _tool(given: Any, path: str, ignore: Ignore) -> Json:
