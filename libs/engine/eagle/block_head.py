@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from libs.engine.eagle.attention import ProjectedRows, interleaved
 from libs.engine.eagle.block_config import BlockHeadConfig, parse_block_config
 from libs.engine.eagle.context import DraftContext, KvShape
+from libs.engine.eagle.tensor_names import TensorNames
 from libs.engine.kernels.interface import Kernels, Packed
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
-from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.rope import Rope
@@ -55,7 +55,7 @@ class BlockHead:
             self._layers = [tensors.layer(i) for i in range(self.config.n_layers)]
             self._embedding, lm_head = tensors.shared(target)
             self._lm_head = kernels.pack(DenseMatrix(lm_head))
-            tensors.refuse_others()
+            tensors.names.refuse_others()
 
     @property
     def kv_shape(self) -> KvShape:
@@ -143,7 +143,7 @@ class _Tensors:
 
     def __init__(self, head: Checkpoint, config: BlockHeadConfig, kernels: Kernels) -> None:
         self._head, self._config, self._kernels = head, config, kernels
-        self._known = {"fc.weight"}
+        self.names = TensorNames(head, ("fc.weight",))
 
     def vector(self, name: str, width: int) -> torch.Tensor:
         return self._tensor(name, width).float()
@@ -177,23 +177,12 @@ class _Tensors:
         """Embedding and lm_head, the target's where the head has none."""
         shape = (self._config.vocab_size, self._config.hidden_size)
         theirs = f"{target.text_prefix()}embed_tokens.weight"
-        own = [self._find(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
+        own = [self.names.find(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
         embedding, lm_head = (self._head.dense(name, shape) if name in self._head else None for name in own)
         return (
             target.dense(theirs, shape) if embedding is None else embedding,
             target.dense(target.head_name() or theirs, shape) if lm_head is None else lm_head,
         )
 
-    def refuse_others(self) -> None:
-        """Raise CheckpointError for a stored tensor that no part of the head uses."""
-        for name in sorted(self._head.names()):
-            if name.removeprefix("model.") not in self._known:
-                raise CheckpointError(name, "unexpected: the head's config.json implies no such tensor")
-
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self._head.dense(self._find(f"{name}.weight"), shape)
-
-    def _find(self, name: str) -> str:
-        self._known.add(name)
-        prefixed = f"model.{name}"
-        return prefixed if prefixed in self._head and name not in self._head else name
+        return self._head.dense(self.names.find(f"{name}.weight"), shape)

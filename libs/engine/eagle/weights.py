@@ -16,6 +16,7 @@ import torch
 
 from libs.engine.eagle.attention import GroupedWeights, LatentWeights
 from libs.engine.eagle.config import GroupedShape, HeadConfig
+from libs.engine.eagle.tensor_names import TensorNames
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
 
@@ -42,12 +43,13 @@ def load_head_weights(head_dir: Path, target_dir: Path, config: HeadConfig) -> H
     """Load a head's tensors. Raises CheckpointError naming the tensor that is missing or of a wrong shape."""
     c = config
     with Checkpoint(head_dir) as head, Checkpoint(target_dir) as target:
-        names = _Names(head)
+        names = TensorNames(head, ("fc.weight", "t2d"))
 
         def tensor(name: str, *shape: int) -> torch.Tensor:
             return head.dense(names.find(f"{name}.weight"), shape)
 
-        layer, mlp = names.layer, f"{names.layer}.mlp"
+        layer = "midlayer" if names.find("midlayer.hidden_norm.weight") in head else "layers.0"
+        mlp = f"{layer}.mlp"
         attention = _attention(tensor, f"{layer}.self_attn", c)
         for name in feature_norms(c):
             if names.find(name) not in head:
@@ -66,7 +68,7 @@ def load_head_weights(head_dir: Path, target_dir: Path, config: HeadConfig) -> H
             lm_head=_lm_head(head, names, target, c),
             target_ids=_target_ids(head, names, c),
         )
-        names.refuse_others()
+        names.refuse_others(but=".rotary_emb.inv_freq")
         return weights
 
 
@@ -106,35 +108,14 @@ def _mixed_width(config: HeadConfig) -> int:
     return shape.n_heads * (shape.head_dim if isinstance(shape, GroupedShape) else shape.v_head_dim)
 
 
-class _Names:
-    """The names of this head's tensors."""
-
-    def __init__(self, head: Checkpoint) -> None:
-        self._head = head
-        self._known = {"fc.weight", "t2d"}
-        self.layer = "midlayer" if self.find("midlayer.hidden_norm.weight") in head else "layers.0"
-
-    def find(self, name: str) -> str:
-        """`name` or `model.name`, whichever is stored; `name` when neither is."""
-        self._known.add(name)
-        prefixed = f"model.{name}"
-        return prefixed if prefixed in self._head and name not in self._head else name
-
-    def refuse_others(self) -> None:
-        """Raise CheckpointError for a stored tensor that no part of the head uses."""
-        for name in sorted(self._head.names()):
-            if name.removeprefix("model.") not in self._known and not name.endswith(".rotary_emb.inv_freq"):
-                raise CheckpointError(name, "unexpected: the head's config.json implies no such tensor")
-
-
-def _embedding(head: Checkpoint, names: _Names, target: Checkpoint, c: HeadConfig) -> torch.Tensor:
+def _embedding(head: Checkpoint, names: TensorNames, target: Checkpoint, c: HeadConfig) -> torch.Tensor:
     own = names.find("embed_tokens.weight")
     if own in head:
         return head.dense(own, (c.vocab_size, c.hidden_size))
     return target.dense(f"{target.text_prefix()}embed_tokens.weight", (c.vocab_size, c.hidden_size))
 
 
-def _lm_head(head: Checkpoint, names: _Names, target: Checkpoint, c: HeadConfig) -> torch.Tensor:
+def _lm_head(head: Checkpoint, names: TensorNames, target: Checkpoint, c: HeadConfig) -> torch.Tensor:
     shape = (c.draft_vocab_size, c.hidden_size)
     own = names.find("lm_head.weight")
     if own in head:
@@ -145,7 +126,7 @@ def _lm_head(head: Checkpoint, names: _Names, target: Checkpoint, c: HeadConfig)
     return target.dense(shared, shape)
 
 
-def _target_ids(head: Checkpoint, names: _Names, c: HeadConfig) -> torch.Tensor:
+def _target_ids(head: Checkpoint, names: TensorNames, c: HeadConfig) -> torch.Tensor:
     ids = torch.arange(c.draft_vocab_size)
     stored = names.find("d2t")
     if stored in head:
