@@ -10,6 +10,7 @@ from bench.placement.model import KV_BYTES_PER_TOKEN, Run
 from bench.placement.prefill import STORE
 from bench.placement.sim import Policy, Simulation
 from bench.placement.trace import BLOCK_TOKENS
+from services.router.execution.dispatcher import EXPECTED_OUTPUT_TOKENS, PREDICTED_TTL_S
 from services.router.placement.policy import place
 from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import (
@@ -28,8 +29,6 @@ from slipstream.v1 import common_pb2
 
 EVENT_DELAY_MS = 20.0  # a worker's events on their way to the router
 REPORT_DELAY_MS = 50.0  # load of the other routers' requests, as workers report it
-EXPECTED_OUTPUT_TOKENS = 256  # as the router's
-PREDICTED_TTL_S = 5.0
 _STORE_NAME = "store"
 
 
