@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,13 +110,18 @@ class DiskPolicy:
     def _is_sampled(self, key: bytes) -> bool:
         if self.rate == 1:
             return True
-        low, high = WORDS.unpack(key)
-        mixed: int = (((low ^ (high >> 1)) * _SPREAD) & _MASK64) >> 33
-        return mixed % self.rate == 0
+        return bool(_spread(*WORDS.unpack(key)) % self.rate == 0)
 
     def sampled(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Which of the blocks, [n, 2], the miniature follows."""
-        # Other bits than those of the index's hash table.
-        mixed = (keys[:, 0] ^ (keys[:, 1] >> np.uint64(1))) * np.uint64(_SPREAD) >> np.uint64(33)
-        found: npt.NDArray[np.bool_] = mixed % np.uint64(self.rate) == 0
+        found: npt.NDArray[np.bool_] = _spread(keys[:, 0], keys[:, 1]) % self.rate == 0
         return found
+
+
+def _spread(low: Any, high: Any) -> Any:
+    """A hash of a key's words, which are numbers or arrays of 64 bits.
+
+    It has other bits than the index's hash table. It also differs from the hash of `History`, which samples
+    again what this one chose.
+    """
+    return (((low ^ (high >> 1)) * _SPREAD) & _MASK64) >> 33
