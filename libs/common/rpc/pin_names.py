@@ -1,4 +1,4 @@
-"""Names that readers give to their pins, so that they can end one whose answer they never saw. Pure.
+"""Names of readers' pins, by which they end one without its answer, and lease times. Pure.
 
 A reader that is cancelled between its Pin and the answer has no lease id. It ends the pin by the name that it
 chose; the end may come after the pin, while the pin is being made, or before it. Memory is bounded: the last
@@ -15,6 +15,13 @@ MAX_NAME_CHARS = 64
 REMEMBERED = 4096
 # Pins that one Pin may end.
 MAX_RELEASED = 16
+DEFAULT_LEASE_MS = 10_000
+MAX_LEASE_MS = 60_000
+
+
+def bounded_lease_ms(requested_ms: int) -> int:
+    """The lease time that a reader or writer gets: its request within bounds, or the default for 0."""
+    return min(requested_ms, MAX_LEASE_MS) if requested_ms > 0 else DEFAULT_LEASE_MS
 
 
 class PinNames:

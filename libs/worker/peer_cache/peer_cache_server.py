@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
+from libs.common.rpc.pin_names import MAX_RELEASED, PinNames, bounded_lease_ms
 from libs.common.rpc.pin_server import PinServer
 from libs.common.rpc.pin_span import traced_pin
 from libs.common.transport.base import KvTransport
@@ -31,8 +31,6 @@ from slipstream.enum_names import transport_value
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
-DEFAULT_LEASE_MS = 10_000
-MAX_LEASE_MS = 60_000
 MAX_LEASES = 256
 # The largest share of the pages under leases, because the engine cannot evict leased pages.
 MAX_LEASED_SHARE = 0.25
@@ -150,7 +148,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         if lease is None:
             raise NotFound("the lease has ended", field="lease_id")
         lease.expiry.cancel()
-        lease.expiry = self._expire(request.lease_id, _granted_s(request.lease_ms))
+        lease.expiry = self._expire(request.lease_id, bounded_lease_ms(request.lease_ms) / 1e3)
         return kvstore_pb2.RenewPinResponse()
 
     async def release_pin(
@@ -193,7 +191,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
     def _begin(
         self, blocks: Sequence[FullBlock], exported: Sequence[ExportedPage], asked_ms: int
     ) -> tuple[str, float]:
-        lease_id, lease_s = secrets.token_hex(16), _granted_s(asked_ms)
+        lease_id, lease_s = secrets.token_hex(16), bounded_lease_ms(asked_ms) / 1e3
         self._leases[lease_id] = _Lease(blocks, exported, self._expire(lease_id, lease_s))
         return lease_id, lease_s
 
@@ -220,7 +218,3 @@ def _pin_leading(engine: Engine, hashes: Sequence[bytes]) -> tuple[FullBlock, ..
     n = next((i for i, block in enumerate(found) if block.hash != hashes[i]), len(found))
     engine.unpin([block.page for block in found[n:]])
     return found[:n]
-
-
-def _granted_s(asked_ms: int) -> float:
-    return (min(asked_ms, MAX_LEASE_MS) if asked_ms > 0 else DEFAULT_LEASE_MS) / 1e3

@@ -10,17 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from libs.common.rpc.pin_names import bounded_lease_ms
 from slipstream.errors import NotFound
 
-DEFAULT_LEASE_MS = 10_000
-MAX_LEASE_MS = 60_000
-
 ResourceT = TypeVar("ResourceT")
-
-
-def bounded_lease_ms(requested_ms: int) -> int:
-    """The lease time that a caller gets: its request within bounds, or the default for 0."""
-    return min(requested_ms, MAX_LEASE_MS) if requested_ms > 0 else DEFAULT_LEASE_MS
 
 
 @dataclass(slots=True)
