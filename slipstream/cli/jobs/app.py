@@ -60,7 +60,6 @@ def submit(
     The exit code is 1 where a job has failed.
     """
     from slipstream.cli.jobs.body_file import read_bodies
-    from slipstream.cli.jobs.progress import follow_group, show_failures
     from slipstream.jobs.messages import JobOptions
 
     if output is not None and not wait:
@@ -81,19 +80,8 @@ def submit(
     with access.open() as client:
         jobs = _submit(client, found, options)
         print(f"group {name}: {len(jobs)} jobs")
-        if not wait:
-            return
-        try:
-            counts = follow_group(client.jobs, name)
-        except KeyboardInterrupt:
-            print(f"the jobs run on: `slipstream jobs cancel --group {name}` ends them", file=sys.stderr)
-            raise typer.Exit(130) from None
-        if counts.failed:
-            show_failures(client.jobs, name)
-        if output is not None:
-            _write_answers(client, jobs, output)
-    if counts.succeeded < counts.total:
-        raise typer.Exit(1)
+        if wait:
+            _follow(client, name, jobs, output)
 
 
 @jobs_app.command("ls")
@@ -179,6 +167,23 @@ def _submit(client: Client, found: BodyFile, options: JobOptions) -> list[Submit
             raise InvalidArgument("--group", words) from None
         raise found.refusal(error) if isinstance(error, InvalidArgument) else error from None
     return jobs
+
+
+def _follow(client: Client, group: str, jobs: list[SubmittedJob], output: Path | None) -> None:
+    """Show the progress, and write the answers at the end. Raises Exit where a job has failed."""
+    from slipstream.cli.jobs.progress import follow_group, show_failures
+
+    try:
+        counts = follow_group(client.jobs, group)
+    except KeyboardInterrupt:
+        print(f"the jobs run on: `slipstream jobs cancel --group {group}` ends them", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if counts.failed:
+        show_failures(client.jobs, group)
+    if output is not None:
+        _write_answers(client, jobs, output)
+    if counts.succeeded < counts.total:
+        raise typer.Exit(1)
 
 
 def check_output(output: Path, file: Path) -> None:
