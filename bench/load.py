@@ -36,12 +36,12 @@ from safetensors.torch import save_file
 from bench.medians import medians_of, print_medians
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.inventory import check_inventory, linears, vectors
-from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_config
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shard_reader import N_THREADS
 from libs.engine.model.shards import INDEX_NAME
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups
+from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_config
 
 _QUANTIZATIONS: dict[str, Literal["int4", "fp8", "none"]] = {"int4": "int4", "bf16": "none", "fp8": "fp8"}
 FORMATS = tuple(_QUANTIZATIONS)

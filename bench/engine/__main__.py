@@ -32,10 +32,10 @@ import torch
 from bench.engine.peer_process import PeerFailed, PeerProcess
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
-from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model_spec.config import load_config
 from libs.engine.step.types import SamplingParams, SequenceSpec
 from slipstream.errors import SlipstreamError
+from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Clock = Callable[[], float]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 from models.bpe import train_tokenizer
+from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 _SYLLABLES = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "er", "is")]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench.acceptance import AcceptanceOptions, _accepted_at, main, measure
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.text.tokenizer import Tokenizer
 from models.settings import BASE_DIR
 from tests.engine.random_head import RandomHead, write_random_head
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.engine import __main__ as bench_engine
-from libs.engine.model.random_checkpoint import TINY_CONFIG
+from tests.support.random_checkpoint import TINY_CONFIG
 
 QUICK = ["--prefill-tokens", "32", "--batches", "1,3", "--prompt-tokens", "8", "--output-tokens", "4"]
 

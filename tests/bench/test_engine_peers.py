@@ -19,7 +19,7 @@ from bench.engine.peers import llama_cpp_peer, transformers_peer
 from bench.engine.peers.child import PeerOptions, serve
 from bench.engine.peers.gguf_file import Bf16Shards
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 QUICK = ["--prefill-tokens", "32", "--batches", "3", "--prompt-tokens", "8", "--output-tokens", "4"]
 

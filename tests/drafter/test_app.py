@@ -13,11 +13,11 @@ from libs.engine.core import build
 from libs.engine.core.build import build_drafter
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.draft_head import ContextRows
 from libs.worker.process.settings import WorkerSettings
 from services.drafter.app import DrafterApp
 from tests.engine.random_head import RandomHead, write_random_head
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 
 @pytest.fixture

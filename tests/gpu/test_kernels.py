@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from libs.engine.model.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.sampling.sampler import sample
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows
 from libs.engine.step.types import SamplingParams
+from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from libs.engine.model.random_checkpoint import BENCH_CONFIG
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cuts import Cut, cut_stages
 from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
 from libs.planner.kv_cache import cut_of, kv_cache_bytes
 from libs.planner.mla_shape import mla_shape
+from tests.support.random_checkpoint import BENCH_CONFIG
 
 MODEL = mla_shape({"model_type": "kimi_k2", "torch_dtype": "bfloat16", **BENCH_CONFIG}, "bench")
 WHOLE_BATCH = 64 * MODEL.max_context_tokens * MODEL.kv_token_bytes

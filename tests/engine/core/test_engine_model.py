@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.eagle.drafter import DrafterEngine
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
 from slipstream.errors import InvalidArgument, OutOfPages
 from tests.engine.random_head import RandomHead, write_random_head
 from tests.engine.support import Draft, check_accounting, drive, generate, make_spec
 from tests.support.host_memory import host_memory
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 BLOCK = 8
 # A dense layer and one of experts: the second one reads what chunks and batches make of the first one's KV.

@@ -12,13 +12,13 @@ import torch
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import build_fake_engine
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.sampling import prompt_scoring
 from libs.engine.step.batch import Batch
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.types import SequenceSpec
 from tests.engine.support import Transcript, drive, make_spec
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 BLOCK = 8
 PROMPT = np.random.default_rng(5).integers(0, 256, 61).astype(np.uint32)

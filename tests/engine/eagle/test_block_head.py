@@ -13,9 +13,9 @@ from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from slipstream.errors import InvalidArgument
 from tests.engine.eagle.plain_block_head import RandomBlockHead, plain_block_drafts, write_random_block_head
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 RNG = np.random.default_rng(0)
 KERNELS = NativeKernels(load_library(), 1)

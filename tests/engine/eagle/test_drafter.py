@@ -13,12 +13,12 @@ from libs.engine.eagle.head import EagleHead
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.shards import CheckpointError
 from libs.engine.step.draft_head import ContextRows
 from slipstream.errors import InvalidArgument
 from tests.engine.eagle.plain_head import plain_drafts
 from tests.engine.random_head import RandomHead, write_random_head
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 KERNELS = NativeKernels(load_library(), 1)
 RNG = np.random.default_rng(0)

@@ -18,13 +18,13 @@ from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.feature_head import load_feature_head
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.config import load_config
 from slipstream.errors import InvalidArgument
 from tests.engine.eagle.plain_head import norm
 from tests.engine.eagle.plain_latent_head import plain_latent_drafts
 from tests.engine.random_latent_head import RandomLatentHead, write_random_latent_head
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 RNG = np.random.default_rng(0)
 KERNELS = NativeKernels(load_library(), 1)

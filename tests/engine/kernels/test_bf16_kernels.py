@@ -13,7 +13,6 @@ from bench.engine.transformers_peer import load_transformers
 from libs.engine.kernels.library import has_bf16_unit, load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.torch_kernels import TorchKernels
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.weights import ComputeDtype
 from libs.engine.model_spec.config import ModelConfig
@@ -29,6 +28,7 @@ from tests.engine.kernels.test_kernels import (
     plan_of,
     row_by_row,
 )
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 pytestmark = pytest.mark.skipif(not has_bf16_unit(), reason="the processor lacks AVX512_BF16")
 STORAGES = ("bfloat16", "int4", "int4_float_scale")

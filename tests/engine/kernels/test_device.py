@@ -10,9 +10,9 @@ import torch
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.kernels import device as device_module
 from libs.engine.kernels.device import open_device, open_triton_kernels
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.parallel.sizes import parse_sizes
 from slipstream.errors import FailedPrecondition, InvalidArgument
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 
 @pytest.fixture

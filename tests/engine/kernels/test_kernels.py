@@ -21,7 +21,6 @@ from libs.engine.kernels.native_stack import NativeStack
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.stack import PlainStack
 from libs.engine.model.weights import WeightLoader
 from libs.engine.model_spec.config import ModelConfig, parse_config
@@ -31,6 +30,7 @@ from libs.engine.model_spec.rope import Rope
 from libs.engine.model_spec.stored_matrix import Matrix
 from libs.engine.step.batch import Batch
 from libs.engine.step.stop_flag import StepAborted, StopFlag
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 CONFIG = parse_config(TINY_CONFIG)
 FORMATS = ("float32", "bfloat16", "int4", "int4_float_scale")

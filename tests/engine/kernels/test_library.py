@@ -17,10 +17,10 @@ import torch
 from libs.engine.kernels import library
 from libs.engine.kernels.library import load_library, processor_level
 from libs.engine.kernels.native import NativeKernels
-from libs.engine.model.random_checkpoint import write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.matrix import DenseMatrix
 from slipstream.errors import FailedPrecondition
+from tests.support.random_checkpoint import write_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 X86 = pytest.mark.skipif(processor_level() == 0, reason="levels are those of x86-64")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.step.batch import Batch
 from tests.engine.long_context.plain_model import PlainModel
 from tests.engine.model.release_configs import YARN
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 # The rotary part, its base and YaRN are those of K2.5. With this gain few keys get most of a row's attention,
 # at any distance, so that a wrong angle changes the logits.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import load_config, parse_config
 from slipstream.errors import InvalidArgument
+from tests.support.random_checkpoint import TINY_CONFIG
 
 YARN = {
     "factor": 64.0,

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from bench.engine.transformers_peer import load_transformers
 from libs.engine.model.feature_head import default_feature_layers
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import CheckpointError
 from libs.engine.step.batch import Batch
 from slipstream.errors import InvalidArgument
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 HIDDEN = TINY_CONFIG["hidden_size"]
 N_LAYERS = 6

@@ -18,13 +18,13 @@ from libs.engine.eagle.head import EagleHead
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.inventory import check_inventory
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import INDEX_NAME, CheckpointError
 from libs.engine.model_spec.config import load_config
 from slipstream.errors import FailedPrecondition
 from tests.engine.model.test_checkpoint import edit_checkpoint
 from tests.engine.random_head import RandomHead, write_random_head
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 OPTIONS = RunnerOptions(n_pages=2, kernels="torch")
 CONFIG = TINY_CONFIG | {"num_hidden_layers": 2}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.step.load_progress import LoadProgress
 from tests.engine.model.test_inventory import CONFIG
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 SPECS = (
     RandomCheckpoint(config=CONFIG, quantization="none"),

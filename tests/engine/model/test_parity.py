@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from bench.engine.transformers_peer import load_transformers
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.step.batch import Batch
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 TOLERANCE = 1e-4
 VOCAB = TINY_CONFIG["vocab_size"]

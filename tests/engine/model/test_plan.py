@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
-from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import parse_config
 from libs.engine.model_spec.plan import absorbed_row_limit, long_prompt_rows, plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.step.batch import Batch
 from slipstream.errors import InvalidArgument
 from tests.engine.model.test_config import K25
+from tests.support.random_checkpoint import TINY_CONFIG
 
 CONFIG = parse_config(TINY_CONFIG)
 CACHE = PagedLatentCache(CacheShape(8, CONFIG.n_layers, 16, CONFIG.latent_width, "float32"))

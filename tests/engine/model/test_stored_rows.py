@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from libs.engine.model import shard_reader
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shard_reader import ShardReader
 from libs.engine.model.shards import CheckpointError
@@ -21,6 +20,7 @@ from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.matrix import Int4Matrix
 from libs.engine.model_spec.stored_matrix import StoredMatrix
 from libs.engine.step.load_progress import LoadProgress
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
 

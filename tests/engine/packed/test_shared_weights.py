@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import CheckpointError
 from libs.engine.packed import packed_file, packed_key, shared_weights, weight_store
@@ -28,6 +27,7 @@ from libs.engine.packed.shared_weights import PackedSource, open_shared_weights
 from libs.engine.packed.weight_store import PrivateWeights
 from libs.engine.step.batch import Batch
 from libs.engine.step.load_progress import LoadProgress
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 SPECS = {
     "int4": RandomCheckpoint(config=TINY_CONFIG),

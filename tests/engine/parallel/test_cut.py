@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import parse_config
 from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, pack_int4
 from libs.engine.model_spec.stored_matrix import Matrix
 from libs.engine.parallel.cut import MatrixCut, local_experts, matrix_cut, vocabulary_slice
 from libs.engine.parallel.sizes import ParallelSizes, RankPlace
+from tests.support.random_checkpoint import TINY_CONFIG
 
 CONFIG = parse_config(TINY_CONFIG)
 

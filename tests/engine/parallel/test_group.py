@@ -12,7 +12,6 @@ import torch
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.parallel.group_runner import GroupRunner
 from libs.engine.step.batch import Batch
@@ -23,6 +22,7 @@ from slipstream.errors import InvalidArgument
 from tests.engine.parallel.forked_ranks import forked_group
 from tests.engine.random_head import write_random_head
 from tests.engine.support import generate, make_spec
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 BLOCK_TOKENS = 16
 TOLERANCE = 1e-5

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model_spec.kv_share import KvShare
 from libs.engine.parallel.group_runner import GroupRunner
@@ -15,6 +14,7 @@ from libs.engine.parallel.sizes import parse_sizes
 from slipstream.errors import InvalidArgument
 from tests.engine.parallel.forked_ranks import forked_group
 from tests.engine.parallel.test_group import BATCHES, BLOCK_TOKENS, TOLERANCE
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 OPTIONS = RunnerOptions(
     n_pages=64, block_tokens=BLOCK_TOKENS, threads=1, kv_dtype="float32", compute_dtype="float32"

@@ -10,12 +10,12 @@ import pytest
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.parallel.group_runner import GroupBroken, GroupRunner
 from libs.engine.parallel.sizes import parse_sizes
 from tests.engine.parallel.forked_ranks import forked_group
 from tests.engine.support import generate, make_spec
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 OPTIONS = RunnerOptions(n_pages=64, block_tokens=16, threads=1)
 

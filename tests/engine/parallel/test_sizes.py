@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.model.random_checkpoint import TINY_CONFIG
 from libs.engine.model_spec.config import parse_config
 from libs.engine.parallel.sizes import (
     ParallelSizes,
@@ -20,6 +19,7 @@ from libs.engine.parallel.sizes import (
     parse_sizes,
 )
 from slipstream.errors import InvalidArgument
+from tests.support.random_checkpoint import TINY_CONFIG
 
 
 @pytest.mark.parametrize(

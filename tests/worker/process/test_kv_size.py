@@ -12,7 +12,6 @@ import pytest
 from libs.common.runtime.loading import load_settings
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.kernels import device
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.parallel.sizes import parse_sizes
 from libs.engine.step.load_progress import LoadProgress
 from libs.planner.cards import parse_cards
@@ -29,6 +28,7 @@ from services.decode.settings import DecodeSettings
 from slipstream.errors import InvalidArgument
 from tests.engine.model.release_configs import DEEPSEEK_V3, MOONLIGHT
 from tests.planner.shapes import KIMI_CONFIG
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 BIG = HostMemory(8 << 30)
 MODELS = {

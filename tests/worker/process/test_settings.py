@@ -12,7 +12,6 @@ import torch
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.loading import load_settings
 from libs.engine.core.fake import build_fake_engine
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.step.load_progress import LoadProgress
 from libs.worker.process.process import run_worker
 from libs.worker.process.settings import (
@@ -24,6 +23,7 @@ from libs.worker.process.settings import (
 )
 from services.decode.settings import DecodeSettings
 from services.drafter.app import DrafterApp
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 
 @pytest.mark.parametrize("kv_memory_bytes", [None, 1 << 20])

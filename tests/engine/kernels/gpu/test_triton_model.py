@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
-from libs.engine.model.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.step.batch import Batch
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 # Sequences of more than 10 rows take the expanded form in this shape.
 SHAPE = {"num_hidden_layers": 2, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2, "topk_group": 1}
