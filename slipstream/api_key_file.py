@@ -130,11 +130,6 @@ def _placed(text: str, tables: Mapping[str, Sequence[Any]], source: str) -> Iter
             yield f"{source}:{line_number}", kind, table
 
 
-def parse_keys(text: str, *, source: str) -> tuple[KeyRecord, ...]:
-    """The keys of a file's text. Raises ValueError that begins with `source:line`."""
-    return parse_key_file(text, source=source).keys
-
-
 def format_keys(records: Sequence[KeyRecord], tenants: Mapping[str, RateLimits] = _NO_TENANTS) -> str:
     """The text of a file with these keys, and these limits of tenants."""
     parts = [_HEADER]

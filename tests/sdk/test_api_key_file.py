@@ -15,7 +15,6 @@ from slipstream.api_key_file import (
     format_keys,
     key_hash,
     parse_key_file,
-    parse_keys,
     read_key_file,
     read_keys,
     revoke_key,
@@ -130,8 +129,8 @@ def test_what_is_written_is_read_again() -> None:
         KeyRecord("a", "t/1", KeyScope.TENANT, key_hash("1"), 1_800_000_000.0),
         KeyRecord("b", "t", KeyScope.OPERATOR, key_hash("2")),
     )
-    assert parse_keys(format_keys(records), source="f") == records
-    assert parse_keys(format_keys(()), source="f") == ()
+    assert parse_key_file(format_keys(records), source="f").keys == records
+    assert parse_key_file(format_keys(()), source="f").keys == ()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_what_is_written_is_read_again() -> None:
 )
 def test_an_error_names_file_and_line_and_shows_no_value(text: str, line: int) -> None:
     with pytest.raises(ValueError, match=rf"^/etc/keys:{line}: ") as refused:
-        parse_keys(text, source="/etc/keys")
+        parse_key_file(text, source="/etc/keys")
     assert "sk-slip" not in str(refused.value)
     assert HASH not in str(refused.value)
     assert "\n" not in str(refused.value)
