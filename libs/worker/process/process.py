@@ -105,24 +105,7 @@ async def serve_worker(
         record = _record(role, options, app, endpoint=host.endpoint, incarnation=identity.incarnation)
         record = replace(record, admin_http=endpoint_beside(port.endpoint, host.endpoint))
         member = FleetMember(host, discovery, record, health)
-
-        async def leave() -> None:
-            await app.drain()
-            await member.leave()
-
-        async def rejoin() -> None:
-            app.undrain()
-            await member.join()
-
-        worker = WorkerService(
-            identity,
-            load=app.load,
-            ledger=app.ledger,
-            counters=metrics.snapshot,
-            on_drain=leave,
-            on_undrain=rejoin,
-            on_exit=host.request_stop,
-        )
+        worker = _worker_service(identity, app, metrics, member, on_exit=host.request_stop)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
         app.register(host.server, worker.load_changed)
         heap.freeze_heap()
@@ -147,6 +130,35 @@ def _metrics(
     if role is not Role.DRAFTER and options.model is not None:
         metrics.model = options.model.resolve().name
     return metrics
+
+
+def _worker_service(
+    identity: WorkerIdentity,
+    app: WorkerApp,
+    metrics: ProcessMetrics,
+    member: FleetMember,
+    *,
+    on_exit: Callable[[], None],
+) -> WorkerService:
+    """The service by which operators drain the worker: a drained one is no member of the fleet."""
+
+    async def leave() -> None:
+        await app.drain()
+        await member.leave()
+
+    async def rejoin() -> None:
+        app.undrain()
+        await member.join()
+
+    return WorkerService(
+        identity,
+        load=app.load,
+        ledger=app.ledger,
+        counters=metrics.snapshot,
+        on_drain=leave,
+        on_undrain=rejoin,
+        on_exit=on_exit,
+    )
 
 
 def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:
