@@ -146,6 +146,14 @@ class EngineThread:
         """Run `command` between steps and return its result. A cancel of the caller does not undo it."""
         return await asyncio.shield(self.submit(command))
 
+    def pin(self, pages: Sequence[int]) -> asyncio.Future[None]:
+        """Pin pages between steps."""
+        return self.submit(lambda engine: engine.pin(pages))
+
+    def unpin(self, pages: Sequence[int], *, evict_first: bool = False) -> asyncio.Future[None]:
+        """Unpin pages between steps. `evict_first`: the engine takes them before all others."""
+        return self.submit(lambda engine: engine.unpin(pages, evict_first=evict_first))
+
     def release(self, seq_id: str) -> asyncio.Future[None]:
         """Release a sequence: at once when the step in progress has no row of it, else after that step.
 

@@ -183,8 +183,7 @@ class BlockWriter:
     def _unpin(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:
         if not blocks:
             return
-        pages = [block.page for block in blocks]
-        self._thread.submit(lambda engine: engine.unpin(pages))
+        self._thread.unpin([block.page for block in blocks])
         self._remove(endpoint, blocks)
 
     def _remove(self, endpoint: str, blocks: Sequence[FullBlock]) -> None:

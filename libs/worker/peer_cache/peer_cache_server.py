@@ -209,8 +209,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
     def _unpin(self, blocks: Sequence[FullBlock], *, evict_first: bool = False) -> None:
         self.leased_blocks -= len(blocks)
         if blocks:
-            pages = [block.page for block in blocks]
-            self._thread.submit(lambda engine: engine.unpin(pages, evict_first=evict_first))
+            self._thread.unpin([block.page for block in blocks], evict_first=evict_first)
 
 
 def _pin_leading(engine: Engine, hashes: Sequence[bytes]) -> tuple[FullBlock, ...]:

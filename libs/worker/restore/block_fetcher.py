@@ -93,7 +93,7 @@ class BlockFetcher:
             return
         log.warning("%d pages wait for late bytes of a failed read", len(late))
         self.quarantined_pages += len(late)
-        pinned = self._thread.submit(lambda engine: engine.pin(late))
+        pinned = self._thread.pin(late)
         task = asyncio.create_task(self._unpin_when_quiet(late))
         self._unpinning.add(task)
         task.add_done_callback(self._unpinning.discard)
@@ -113,7 +113,7 @@ class BlockFetcher:
         late = list(pages)
         self.quarantined_pages += len(late)
         log.warning("%d pages wait for late bytes of a cancelled read", len(late))
-        pinned = self._thread.submit(lambda engine: engine.pin(late))
+        pinned = self._thread.pin(late)
 
         async def end() -> None:
             await asyncio.wait({pull})
@@ -192,7 +192,7 @@ class BlockFetcher:
             late = self._quarantined(waiting)
             quiet = [p for p in waiting if p not in late]
             if quiet:
-                await self._thread.call(lambda engine, pages=quiet: engine.unpin(pages))  # type: ignore[misc]
+                await asyncio.shield(self._thread.unpin(quiet))
                 self.quarantined_pages -= len(quiet)
                 waiting = late
 
