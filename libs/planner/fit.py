@@ -5,7 +5,7 @@ The plan of a node's cards and the page pool of a worker at its start come from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from libs.planner.cards import GIB, Card
 from libs.planner.cuts import Cut, Stage, cut_stages
@@ -41,6 +41,9 @@ class CardMemory:
     n_bytes: int
     overhead_bytes: int = CARD_OVERHEAD_BYTES
 
+    def overhead_text(self, cut: Cut) -> str:
+        return f"{self.overhead_bytes} bytes of overhead"
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
@@ -48,6 +51,9 @@ class HostMemory:
 
     n_bytes: int
     staging: Staging = Staging()
+
+    def overhead_text(self, cut: Cut) -> str:
+        return f"{cut.n_cards * PROCESS_OVERHEAD_BYTES} bytes of overhead, staged copies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,31 @@ def fit_memory(
         kv_tokens=tokens,
         kv_bytes=tokens * token_bytes,
     )
+
+
+def memory_for_tokens(
+    model: ModelShape,
+    cut: Cut,
+    memory: CardMemory | HostMemory,
+    n_tokens: int,
+    *,
+    held: HeldForm = IN_BF16,
+) -> int:
+    """The least `n_bytes` of such a memory with which `fit_memory` has room for `n_tokens`."""
+    low, high = 0, 1
+    while _room(model, cut, memory, high, held) < n_tokens:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _room(model, cut, memory, middle, held) < n_tokens:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _room(model: ModelShape, cut: Cut, memory: CardMemory | HostMemory, n_bytes: int, held: HeldForm) -> int:
+    return fit_memory(model, cut, replace(memory, n_bytes=n_bytes), held=held).kv_tokens
 
 
 def kv_shares(model: ModelShape, cut: Cut) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from libs.engine.parallel.sizes import ParallelSizes
 from libs.planner.cuts import Cut
-from libs.planner.fit import IN_BF16, CardMemory, HeldForm, HostMemory, fit_memory
+from libs.planner.fit import IN_BF16, CardMemory, HeldForm, HostMemory, fit_memory, memory_for_tokens
 from libs.planner.model_shape import ModelShape
+from slipstream.errors import InvalidArgument
 
-_LEAST_TOKENS = 4096
+LEAST_TOKENS = 4096
 _ONE_RANK = ParallelSizes()
 
 
@@ -29,9 +30,18 @@ def kv_cache_bytes(
 
     max_context_tokens  the longest context, if it is shorter than the model's
 
-    A memory that leaves too little still gets some tokens: the loader refuses what truly does not fit.
+    Raises InvalidArgument for `memory_bytes` where 4,096 tokens, or one shorter context, have no room.
     """
-    token_bytes = held.kv_bytes(model.kv_token_bytes)
+    cut, token_bytes = cut_of(sizes), held.kv_bytes(model.kv_token_bytes)
     context_tokens = min(max_context_tokens or model.max_context_tokens, model.max_context_tokens)
-    tokens = min(max_batch * context_tokens, fit_memory(model, cut_of(sizes), memory, held=held).kv_tokens)
-    return max(tokens, min(context_tokens, _LEAST_TOKENS)) * token_bytes
+    room = fit_memory(model, cut, memory, held=held).kv_tokens
+    least = min(context_tokens, LEAST_TOKENS)
+    if room < least:
+        needed = memory_for_tokens(model, cut, memory, least, held=held)
+        place = "each device" if isinstance(memory, CardMemory) else "the host"
+        raise InvalidArgument(
+            "memory_bytes",
+            f"{memory.n_bytes} bytes of {place} do not hold the weights, {memory.overhead_text(cut)} and the "
+            f"KV cache of {least} tokens: the least that works is {needed}",
+        )
+    return min(max_batch * context_tokens, room) * token_bytes

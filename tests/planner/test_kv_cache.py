@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cuts import Cut, cut_stages
 from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
-from libs.planner.kv_cache import cut_of, kv_cache_bytes
+from libs.planner.kv_cache import LEAST_TOKENS, cut_of, kv_cache_bytes
 from libs.planner.mla_shape import mla_shape
+from slipstream.errors import InvalidArgument
 from tests.support.random_checkpoint import BENCH_CONFIG
 
 MODEL = mla_shape({"model_type": "kimi_k2", "torch_dtype": "bfloat16", **BENCH_CONFIG}, "bench")
@@ -28,8 +35,31 @@ def test_a_small_host_holds_what_weights_staging_and_overhead_leave() -> None:
     assert kv_cache_bytes(MODEL, SMALL, max_batch=64, held=HeldForm(weight_value_bytes=4)) < kv
 
 
-def test_a_host_that_leaves_nothing_gets_a_few_thousand_tokens() -> None:
-    assert kv_cache_bytes(MODEL, HostMemory(1), max_batch=64) == 4096 * MODEL.kv_token_bytes
+_CUTS = st.sampled_from(["tp=1", "tp=4", "tp=2,pp=2", "tp=2,kv=2", "tp=2,dp=2,ep=2"])
+
+
+@given(_CUTS, st.integers(1, 2 * MODEL.max_context_tokens), st.booleans(), st.integers(0, 64 << 20))
+def test_the_least_memory_that_a_refusal_names_works_and_a_byte_less_does_not(
+    parallel: str, context_tokens: int, is_device: bool, apart_bytes: int
+) -> None:
+    """`apart_bytes`: of overhead on a device, of staged copies on the host."""
+    memory = CardMemory(1, apart_bytes) if is_device else HostMemory(1, Staging(1.0, apart_bytes))
+    sizes = parse_sizes(parallel)
+
+    def size(n_bytes: int) -> int:
+        given_memory = replace(memory, n_bytes=n_bytes)
+        return kv_cache_bytes(
+            MODEL, given_memory, max_batch=64, max_context_tokens=context_tokens, sizes=sizes
+        )
+
+    with pytest.raises(InvalidArgument, match="the least that works is") as refused:
+        size(1)
+    assert refused.value.field == "memory_bytes"
+    least = int(str(refused.value).rpartition(" ")[2])
+    wanted = min(context_tokens, MODEL.max_context_tokens, LEAST_TOKENS) * MODEL.kv_token_bytes
+    assert wanted <= size(least) <= 2 * wanted
+    with pytest.raises(InvalidArgument, match=str(least)):
+        size(least - 1)
 
 
 def test_staged_copies_take_of_the_host_what_they_are_given() -> None:

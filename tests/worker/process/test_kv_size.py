@@ -14,6 +14,7 @@ from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.kernels import device
 from libs.engine.parallel.sizes import parse_sizes
 from libs.engine.step.load_progress import LoadProgress
+from libs.engine.step.types import Engine
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut
 from libs.planner.fit import IN_BF16, CardMemory, HostMemory, Staging, fit_memory
@@ -190,6 +191,21 @@ def test_a_started_worker_has_the_pages_of_the_plan(tmp_path: Path) -> None:
     engine = engine_builder(options, LoadProgress())()
     assert 0 <= fit.kv_tokens - engine.info.n_pages * 64 < 64
     assert fit.kv_tokens > 4096
+
+
+def test_a_worker_refuses_memory_that_does_not_hold_the_least_and_names_what_does(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, RandomCheckpoint())
+
+    def build(n_bytes: int) -> Engine:
+        options = DecodeSettings(instance="d", model=tmp_path, memory_bytes=n_bytes, packed_dir="off")
+        return engine_builder(options, LoadProgress())()
+
+    with pytest.raises(ModelUnusable, match="--memory-bytes: 100000000 bytes of the host do not") as refused:
+        build(100_000_000)
+    least = int(str(refused.value).rpartition(" ")[2])
+    assert build(least).info.n_pages * 64 == 4096
+    with pytest.raises(ModelUnusable, match=f"the least that works is {least}"):
+        build(least - 1)
 
 
 def test_an_engine_states_the_context_that_it_can_hold(tmp_path: Path) -> None:
