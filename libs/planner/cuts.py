@@ -9,7 +9,7 @@ from functools import cache, cached_property, lru_cache
 
 from libs.planner.model_shape import LayerShape, ModelShape
 
-_PAGE_TOKENS = 64  # of a KV page by default, whose slots a KV split divides
+PAGE_TOKENS = 64  # of a KV page by default, whose slots a KV split divides
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,7 +98,7 @@ def enumerate_cuts(model: ModelShape, n_cards: int) -> Iterator[Cut]:
             yield Cut(tp, pp)
             # A split before the heads of KV are divided would only add exchanges.
             for kv in range(2, tp // model.kv_heads + 1):
-                if tp % kv == 0 and _PAGE_TOKENS % kv == 0:
+                if tp % kv == 0 and PAGE_TOKENS % kv == 0:
                     yield Cut(tp, pp, kv)
         if tp > 1 and n_experts and n_experts % tp == 0:
             yield Cut(tp, pp, dp=tp)

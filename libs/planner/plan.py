@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libs.engine.parallel.limits import group_refusals
+from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import GIB, Card
-from libs.planner.cuts import enumerate_cuts
+from libs.planner.cuts import PAGE_TOKENS, enumerate_cuts
 from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
 from libs.planner.times import EFFICIENCY, StepTimes
@@ -75,6 +77,16 @@ class Plan:
         if self.overhead_bytes != CARD_OVERHEAD_BYTES:
             flags["device-overhead-bytes"] = str(self.overhead_bytes)
         return flags
+
+    def worker_refusals(self) -> list[InvalidArgument]:
+        """Why the engine does not start a worker with these flags; empty: it does."""
+        flags = self.worker_arguments()
+        return group_refusals(
+            parse_sizes(flags["parallel"]),
+            device=flags["device"],
+            kernels="triton",
+            block_tokens=PAGE_TOKENS,
+        )
 
 
 def make_plan(

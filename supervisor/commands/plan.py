@@ -83,6 +83,9 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
         "chosen": plan.chosen.fit.cut.name,
         "reason": plan.reason,
         "worker_arguments": plan.worker_arguments(),
+        "worker_refusals": [
+            {"flag": f"--{each.field}", "reason": each.reason} for each in plan.worker_refusals()
+        ],
         "kv_gib_tokens": None if kv_bytes is None else kv_bytes // model.kv_token_bytes,
     }
 
@@ -189,6 +192,9 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
         lines.append(f"{kv_bytes / GIB:g} GiB of KV hold {tokens:,} tokens, each stored once")
     arguments = " ".join(f"--{name}={value}" for name, value in plan.worker_arguments().items())
     lines.append(f"Flags of such a worker: {arguments}")
+    if refusals := plan.worker_refusals():
+        reasons = "; ".join(f"--{each.field}: {each.reason}" for each in refusals)
+        lines.append(f"This version refuses these flags: {reasons}")
     host = plan.chosen.fit.host_bytes / GIB
     lines.append(f"Its processes and staged copies take {host:.1f} GiB of the host, beside page cache")
     return "\n".join(lines)

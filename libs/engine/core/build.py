@@ -25,6 +25,7 @@ from libs.engine.model.runner import KernelsName, ModelRunner, RunnerOptions, th
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.plan import long_prompt_rows
+from libs.engine.parallel.limits import check_group
 from libs.engine.parallel.sizes import ParallelSizes
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
@@ -118,10 +119,7 @@ def _load(
 ) -> ModelRunner | GroupRunner:
     if parallel is None or parallel.n_ranks == 1:
         return ModelRunner.load(model_dir, options)
-    if options.device != "cpu":
-        raise InvalidArgument(
-            "device", f"a model cut over processes runs on the cpu, not on {options.device}"
-        )
+    check_group(parallel, device=options.device, kernels=options.kernels, block_tokens=options.block_tokens)
     from libs.engine.parallel.group_runner import GroupRunner
 
     return GroupRunner.load(model_dir, options, parallel)

@@ -21,10 +21,11 @@ from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.parallel.commands import send_end, send_step
 from libs.engine.parallel.follower_processes import FollowerProcesses
+from libs.engine.parallel.limits import check_group
 from libs.engine.parallel.links import GroupLinks
 from libs.engine.parallel.rank_model import RankModel, RankOptions
 from libs.engine.parallel.shared_pages import SharedPageMemory
-from libs.engine.parallel.sizes import ParallelSizes, check_kv_split, check_sizes
+from libs.engine.parallel.sizes import ParallelSizes, check_sizes
 from libs.engine.parallel.stage_loader import choose_stages
 from libs.engine.step.batch import Batch, ForwardOutput
 from libs.engine.step.stop_flag import StepAborted, StopFlag
@@ -78,7 +79,7 @@ class GroupRunner:
         """
         config = load_config(model_dir)
         check_sizes(sizes, config)
-        check_kv_split(sizes, options.block_tokens, options.kernels)
+        check_group(sizes, device=options.device, kernels=options.kernels, block_tokens=options.block_tokens)
         head = (
             load_feature_head(options.head_dir, config, choose_kernels(options)) if options.head_dir else None
         )

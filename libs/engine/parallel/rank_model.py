@@ -102,7 +102,7 @@ class RankModel:
         eps = options.runner.latent_norm_eps
         split = None
         if options.sizes.kv > 1:
-            assert isinstance(kernels, ShareKernels)  # `check_kv_split` refuses others
+            assert isinstance(kernels, ShareKernels)  # `check_group` refuses others
             split = kernels
         self._stack = StageStack(
             config=config,

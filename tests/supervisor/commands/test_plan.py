@@ -15,6 +15,7 @@ from libs.planner.traffic import Traffic
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
 from supervisor.commands.plan import plan_document
+from tests.engine.model.release_configs import MOONLIGHT
 from tests.planner.shapes import KIMI_CONFIG, kimi
 
 
@@ -41,6 +42,21 @@ def test_json_agrees_with_the_plan() -> None:
     assert document == plan_document(plan, 30 * 2**30)
     assert document["kv_gib_tokens"] == 458_393
     assert document["chosen"] == plan.chosen.fit.cut.name
+
+
+def test_what_the_engine_refuses_stands_beside_the_flags() -> None:
+    refusals = make_plan(kimi(), *parse_cards("8xh100-80")).worker_refusals()
+    assert refusals[0].field == "device" and "runs on the cpu" in refusals[0].reason
+    output = run().replace("\n", " ")
+    assert all(f"--{each.field}: {each.reason}" in output for each in refusals)
+    listed = json.loads(run("--json"))["worker_refusals"]
+    assert listed == [{"flag": f"--{each.field}", "reason": each.reason} for each in refusals]
+
+
+def test_flags_that_the_engine_takes_have_no_refusal(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOONLIGHT))
+    assert "refuses" not in run(model=tmp_path, gpus="1xh100")
+    assert json.loads(run("--json", model=tmp_path, gpus="1xh100"))["worker_refusals"] == []
 
 
 def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
