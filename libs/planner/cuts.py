@@ -108,7 +108,7 @@ def enumerate_cuts(model: ModelShape, n_cards: int) -> Iterator[Cut]:
 def cut_stages(model: ModelShape, n_stages: int) -> tuple[Stage, ...]:
     """Divide the layers so that the largest stage has the fewest bytes; then the largest but one, and so on.
 
-    Embedding and vision lie on the first stage, the head on the last.
+    Embedding and vision lie on the first stage, the head on the last. Equal stages are one object.
     """
     layers = model.layers
     prefix = [0]
@@ -139,7 +139,7 @@ def cut_stages(model: ModelShape, n_stages: int) -> tuple[Stage, ...]:
 
     ends = best(0, n_stages)[1]
     begins = (0, *ends[:-1])
-    return tuple(
+    stages = (
         Stage(
             layers[begin:end],
             embedding_bytes=first if begin == 0 else 0,
@@ -148,3 +148,5 @@ def cut_stages(model: ModelShape, n_stages: int) -> tuple[Stage, ...]:
         )
         for begin, end in zip(begins, ends, strict=True)
     )
+    same: dict[Stage, Stage] = {}
+    return tuple(same.setdefault(stage, stage) for stage in stages)

@@ -40,6 +40,7 @@ def llama4_shape(raw: Mapping[str, Any], name: str) -> ModelShape:
         embedding_bytes=embedding * _BF16,
         head_bytes=(embedding + hidden) * _BF16,
         head_params=embedding,
+        attention_width=text.of("num_attention_heads") * _head_dim(text),
         vision_bytes=0 if vision is None else _vision_params(vision, hidden) * _BF16,
         max_context_tokens=text.of("max_position_embeddings"),
     )
@@ -55,9 +56,13 @@ def _global_layers(text: ConfigNumbers, n_layers: int) -> list[bool]:
     return [not entry for entry in stated]
 
 
+def _head_dim(text: ConfigNumbers) -> int:
+    return text.of("head_dim", text.of("hidden_size") // text.of("num_attention_heads"))
+
+
 def _layer(text: ConfigNumbers, *, is_global: bool, is_moe: bool) -> LayerShape:
     hidden, heads = text.of("hidden_size"), text.of("num_attention_heads")
-    head_dim = text.of("head_dim", hidden // heads)
+    head_dim = _head_dim(text)
     kv_width = text.of("num_key_value_heads") * head_dim
     heads_params = hidden * (heads * head_dim + 2 * kv_width)
     attention = heads_params + hidden * heads * head_dim
@@ -71,6 +76,7 @@ def _layer(text: ConfigNumbers, *, is_global: bool, is_moe: bool) -> LayerShape:
         attention_bytes=(attention + 2 * hidden) * _BF16,
         heads_bytes=heads_params * _BF16,
         heads_params=heads_params,
+        attention_params=attention,
         shared_bytes=(shared + gate) * _BF16,
         expert_bytes=expert * _BF16,
         n_experts=n_experts,

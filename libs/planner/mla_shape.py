@@ -38,6 +38,7 @@ def mla_shape(raw: Mapping[str, Any], name: str) -> ModelShape:
         head_bytes=(0 if config.tie_word_embeddings else embedding * value_bytes)
         + config.hidden_size * value_bytes,
         head_params=embedding,
+        attention_width=config.n_heads * config.v_head_dim,
         vision_bytes=0 if vision is None else _vision_params(vision, config.hidden_size) * BF16,
         max_context_tokens=config.max_position_tokens,
         stored_value_bytes=_stored_value_bytes(config),
@@ -68,6 +69,7 @@ def _layer(config: ModelConfig, index: int, value_bytes: int) -> LayerShape:
         attention_bytes=dense_bytes(attention, config, value_bytes) + norms * value_bytes,
         heads_bytes=dense_bytes(heads_params, config, value_bytes),
         heads_params=heads_params,
+        attention_params=attention,
         shared_bytes=dense_bytes(shared, config, value_bytes) + gate_bytes,
         expert_bytes=_expert_bytes(config, one_expert, value_bytes),
         n_experts=n_experts,

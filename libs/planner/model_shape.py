@@ -17,6 +17,7 @@ class LayerShape:
     attention_bytes   its attention weights and norms
     heads_bytes       of these, the projections from which heads have their queries, keys and values
     heads_params      the weights of those projections
+    attention_params  all its attention weights, without norms
     shared_bytes      what else every token reads: dense MLP, shared experts, the router of experts
     expert_bytes      one routed expert, scales included
     kv_token_bytes    KV cache of a context token; 0: the layer keeps a fixed window instead
@@ -29,6 +30,7 @@ class LayerShape:
     attention_bytes: int
     heads_bytes: int
     heads_params: int
+    attention_params: int
     shared_bytes: int
     expert_bytes: int
     n_experts: int
@@ -63,6 +65,7 @@ class ModelShape:
     """A model.
 
     kv_heads            tensor parallelism over more cards than that copies the KV cache
+    attention_width     values of all heads for a token, before the output projection
     embedding_bytes     lie with the first layer, vision_bytes too; head_bytes with the last layer
     stored_value_bytes  of a weight in the checkpoint; None: most are INT4, which is held as it is stored
     """
@@ -75,6 +78,7 @@ class ModelShape:
     embedding_bytes: int
     head_bytes: int
     head_params: int
+    attention_width: int
     vision_bytes: int
     max_context_tokens: int
     stored_value_bytes: int | None = 2

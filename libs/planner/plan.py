@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from libs.engine.parallel.limits import group_refusals
 from libs.engine.parallel.sizes import parse_sizes
+from libs.engine.parallel.split import MICRO_BATCH_ROWS
 from libs.planner.cards import GIB, Card
 from libs.planner.cuts import PAGE_TOKENS, enumerate_cuts
 from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
-from libs.planner.times import EFFICIENCY, StepTimes
+from libs.planner.times import EFFICIENCY, STEP_TOKENS, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
 
@@ -73,6 +75,7 @@ class Plan:
             "memory-bytes": str(self.card.visible_bytes),
             "weight-dtype": "bfloat16",
             "kv-dtype": "bfloat16",
+            "step-tokens": str(STEP_TOKENS),
         }
         if self.overhead_bytes != CARD_OVERHEAD_BYTES:
             flags["device-overhead-bytes"] = str(self.overhead_bytes)
@@ -144,15 +147,35 @@ def _capacity(
     room = min(int(fit.kv_tokens // longest), MAX_SEQUENCES)
     if not fit.fits or room < 1:
         return None
-    low, high = 1, room
+    others_s = times.prefill_s(traffic.computed_tokens, traffic.cached_tokens) / traffic.output_tokens
+
+    def is_in_time(n: int) -> bool:
+        return times.decode_step_s(n, traffic.decode_context_tokens) + n * others_s <= max_token_s
+
+    low = _most_sequences(is_in_time, room)
+    bound = "time per token" if low < room else "sequences" if room == MAX_SEQUENCES else "KV room"
+    return capacity_at(times, traffic, low, bound)
+
+
+def _most_sequences(is_in_time: Callable[[int], bool], room: int) -> int:
+    """The most of up to `room` sequences that are in time; 1 where none are.
+
+    More sequences take longer as long as a step has as many micro-batches.
+    """
+    low, high = 1, 1
+    for begin in range(room - room % MICRO_BATCH_ROWS, -1, -MICRO_BATCH_ROWS):
+        low, high = max(begin, 1), min(begin + MICRO_BATCH_ROWS - 1, room)
+        if is_in_time(low):
+            break
+    else:
+        return 1
     while low < high:
         middle = (low + high + 1) // 2
-        if capacity_at(times, traffic, middle, "").token_s <= max_token_s:
+        if is_in_time(middle):
             low = middle
         else:
             high = middle - 1
-    bound = "time per token" if low < room else "sequences" if room == MAX_SEQUENCES else "KV room"
-    return capacity_at(times, traffic, low, bound)
+    return low
 
 
 def _merit(candidate: Candidate) -> tuple[float, float]:

@@ -51,5 +51,5 @@ def scout() -> ModelShape:
 
 def small_model(layer_bytes: list[int], *, first_bytes: int = 0, last_bytes: int = 0) -> ModelShape:
     """A model whose layers have only attention weights, of the given sizes."""
-    layers = tuple(LayerShape(size, 0, 0, 0, 0, 0, 0, 1, 0, size, 1, 1) for size in layer_bytes)
-    return ModelShape("small", layers, 8, 8, 1, first_bytes, last_bytes, 0, 0, 1024)
+    layers = tuple(LayerShape(size, 0, 0, size, 0, 0, 0, 0, 1, 0, size, 1, 1) for size in layer_bytes)
+    return ModelShape("small", layers, 8, 8, 1, first_bytes, last_bytes, 0, 8, 0, 1024)

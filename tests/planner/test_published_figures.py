@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import GIB, parse_cards
 from libs.planner.cuts import Cut, cut_stages
+from libs.planner.exchanges import ALL_REDUCED
 from libs.planner.fit import fit_cut
 from libs.planner.llama4_shape import llama4_shape
 from libs.planner.plan import capacity_at, make_plan
-from libs.planner.times import StepTimes
+from libs.planner.times import EFFICIENCY, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
 from tests.planner.shapes import SCOUT_CONFIG, kimi, scout
+
+DOCS = (Path(__file__).parents[2] / "docs/planner.md").read_text(encoding="utf-8")
 
 # Kimi-K2.5 on 8 x H100 of 79.65 GiB: GiB of the fullest card, and thousands of distinct tokens with 1.5, 2.5
 # and 3.5 GiB a card for everything else.
@@ -93,10 +97,14 @@ def test_scout_on_two_h200() -> None:
 
 def test_step_times_follow_the_published_curve() -> None:
     model, card = kimi(), parse_cards("8xh200")[1]
-    times = StepTimes(model, Cut(8), cut_stages(model, 1), card)
+    # Of an engine that all-reduces in bf16, with vLLM's step of 8,192 rows.
+    times = StepTimes(model, Cut(8), cut_stages(model, 1), card, sums=ALL_REDUCED, step_tokens=8192)
     for streams, tokens_per_s in _SPEED.items():
         predicted = 1 / capacity_at(times, Traffic(8192, 0, 1024), streams, "").token_s
         assert predicted == pytest.approx(tokens_per_s, rel=0.15)
+        row = f"| {streams} | {tokens_per_s} | {predicted:.1f} | {predicted / tokens_per_s - 1:+.0%} |"
+        assert row.replace("% |", " % |") in DOCS
+    assert f"One efficiency, {EFFICIENCY}, is fitted" in DOCS
 
 
 def test_refusal_says_by_how_much() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libs.engine.parallel.split import MICRO_BATCH_ROWS, count_micro_batches
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut, cut_stages, enumerate_cuts
-from libs.planner.plan import make_plan
-from libs.planner.times import StepTimes
+from libs.planner.exchanges import hop_s
+from libs.planner.plan import _most_sequences, make_plan
+from libs.planner.times import Rows, StepTimes
 from libs.planner.traffic import Traffic
 from tests.planner.shapes import kimi
 
@@ -26,11 +29,56 @@ def _times(cut: Cut) -> StepTimes:
 def test_steps_cost_more_with_more_sequences_context_or_rows(
     cut: Cut, n_sequences: int, context_tokens: int, rows: int
 ) -> None:
+    """As long as a step has as many micro-batches."""
+
+    def n_parts(n: int, each: int) -> int:
+        return count_micro_batches(n * each, cut.pp)
+
     times = _times(cut)
     step = times.decode_step_s(n_sequences, context_tokens, rows)
-    assert step <= times.decode_step_s(n_sequences + 1, context_tokens, rows)
     assert step <= times.decode_step_s(n_sequences, context_tokens + 1000, rows)
-    assert step <= times.decode_step_s(n_sequences, context_tokens, rows + 1)
+    if n_parts(n_sequences + 1, rows) == n_parts(n_sequences, rows):
+        assert step <= times.decode_step_s(n_sequences + 1, context_tokens, rows)
+    if n_parts(n_sequences, rows + 1) == n_parts(n_sequences, rows):
+        assert step <= times.decode_step_s(n_sequences, context_tokens, rows + 1)
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 2 * MICRO_BATCH_ROWS - 1), st.integers(1, 200_000))
+def test_a_decode_step_of_a_pipeline_takes_the_sum_of_its_stages(
+    pp: int, n_sequences: int, context_tokens: int
+) -> None:
+    """So its time is that of one card with all layers, and of the ways between the stages."""
+    one = _times(Cut(1)).decode_step_s(n_sequences, context_tokens)
+    hops = (pp - 1) * hop_s(_MODEL, Cut(1, pp), _CARDS[1], n_sequences)
+    step = _times(Cut(1, pp)).decode_step_s(n_sequences, context_tokens)
+    assert (one + hops) * (1 - 1e-9) <= step == pytest.approx(one + hops, rel=0.02)
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(2 * MICRO_BATCH_ROWS, 4096))
+def test_micro_batches_follow_behind_the_slowest_stage(pp: int, n_sequences: int) -> None:
+    """A step of m micro-batches takes m - 1 of the slowest stage, and one of them all stages."""
+    times, m = _times(Cut(1, pp)), count_micro_batches(n_sequences, pp)
+    assert m >= 2
+    part = Rows(n_sequences / m, 1, 4096)
+    stages = [times._stage_s(stage, part) for stage in times.stages]
+    hops = (pp - 1) * hop_s(_MODEL, Cut(1, pp), _CARDS[1], part.n_rows)
+    step = times.decode_step_s(n_sequences, 4096) - times._head_s(Rows(n_sequences, 1, 4096))
+    assert step == pytest.approx(sum(stages) + (m - 1) * max(stages) + hops)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 3000))
+def test_the_most_sequences_in_time_are_found_where_more_micro_batches_are_faster(
+    is_fast: list[bool], room: int
+) -> None:
+    """`is_fast`: of steps with so many full micro-batches; within one, more sequences take longer."""
+
+    def is_in_time(n: int) -> bool:
+        segment, place = divmod(n, MICRO_BATCH_ROWS)
+        return is_fast[segment % len(is_fast)] and place < 50
+
+    found = _most_sequences(is_in_time, room)
+    in_time = [n for n in range(1, room + 1) if is_in_time(n)]
+    assert found == (in_time[-1] if in_time else 1)
 
 
 @given(st.sampled_from(_CUTS), st.integers(64, 200_000), st.data())
@@ -45,6 +93,7 @@ def test_a_step_is_never_under_the_memory_floor() -> None:
     assert all(_times(cut).decode_step_s(1, 4096) > floor_s for cut in _CUTS)
 
 
+@settings(max_examples=30)
 @given(
     st.integers(64, 100_000),
     st.integers(1, 4_000),
