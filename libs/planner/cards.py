@@ -14,25 +14,32 @@ from slipstream.errors import InvalidArgument
 GIB = 2**30
 _MIB = 2**20
 MAX_CARDS = 64
+# Of the boards of all of these cards (NVIDIA HGX). Cards beyond are those of further nodes.
+NODE_CARDS = 8
 _FORM = re.compile(r"([0-9]{1,3})x([a-z0-9]+(?:-[0-9]+)?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One kind of card. `link_bytes_per_s`: to each other card of the node, one direction."""
+    """One kind of card. Links count one direction.
+
+    link_bytes_per_s     to the other cards of its node
+    network_bytes_per_s  of its adapter to other nodes: one a card (NVIDIA DGX), 400 Gb/s, with A100 200 Gb/s
+    """
 
     name: str
     visible_bytes: int
     copy_bytes_per_s: float
     bf16_flops: float
     link_bytes_per_s: float
+    network_bytes_per_s: float
 
 
 _CARDS = (
-    Card("h200-141", 143_771 * _MIB, 4.3e12, 7.9e14, 4.5e11),
-    Card("h100-80", 81_559 * _MIB, 3.0e12, 7.9e14, 4.5e11),
-    Card("a100-80", 81_920 * _MIB, 1.83e12, 2.5e14, 3.0e11),
-    Card("b200-180", 183_359 * _MIB, 7.2e12, 1.8e15, 9.0e11),
+    Card("h200-141", 143_771 * _MIB, 4.3e12, 7.9e14, 4.5e11, 4.5e10),
+    Card("h100-80", 81_559 * _MIB, 3.0e12, 7.9e14, 4.5e11, 4.5e10),
+    Card("a100-80", 81_920 * _MIB, 1.83e12, 2.5e14, 3.0e11, 2.25e10),
+    Card("b200-180", 183_359 * _MIB, 7.2e12, 1.8e15, 9.0e11, 4.5e10),
 )
 
 

@@ -1,4 +1,4 @@
-"""Ways to cut a model over cards: tensor, pipeline and expert parallelism, and KV split by position."""
+"""Ways to cut a model over cards: those of a worker's `--parallel`, and replicas of workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
+from libs.engine.parallel.sizes import ParallelSizes
+from libs.planner.cards import NODE_CARDS
 from libs.planner.model_shape import LayerShape, ModelShape
 
 PAGE_TOKENS = 64  # of a KV page by default, whose slots a KV split divides
@@ -17,7 +19,9 @@ class Cut:
     """tp cards share each layer, pp groups of them follow one another.
 
     kv                 parts of the context's positions, on cards that share the same heads
-    dp                 parts of the cards, each with all attention and its own sequences; experts are divided
+    dp                 parts of the cards, each with all attention and its own sequences
+    ep                 parts of the cards that hold different experts; cards of a part share each of its experts
+    replicas           workers of this cut, each with all weights and its own requests
     exchanges_queries  with kv: cards exchange queries, so that no projection is copied (other engines)
     """
 
@@ -25,15 +29,27 @@ class Cut:
     pp: int = 1
     kv: int = 1
     dp: int = 1
+    ep: int = 1
+    replicas: int = 1
     exchanges_queries: bool = False
 
     @property
-    def n_cards(self) -> int:
+    def group_cards(self) -> int:
+        """Cards of one worker."""
         return self.tp * self.pp
 
     @property
+    def n_cards(self) -> int:
+        return self.group_cards * self.replicas
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The form of a worker's `--parallel`."""
+        return ParallelSizes(self.tp // (self.kv * self.dp), self.pp, self.ep, self.dp, self.kv)
+
+    @property
     def is_attention_copied(self) -> bool:
-        """Whether groups of cards, or single ones, attend for different sequences (DP + EP)."""
+        """Whether groups of cards, or single ones, attend for different sequences."""
         return self.dp > 1
 
     @property
@@ -47,13 +63,15 @@ class Cut:
         return 1 if self.exchanges_queries else self.kv
 
     @property
+    def group_name(self) -> str:
+        parts = [f"TP{self.attention_cards}"] if self.attention_cards > 1 else []
+        parts += [f"DP{self.dp}"] * (self.dp > 1) + [f"PP{self.pp}"] * (self.pp > 1)
+        extra = f" + EP{self.ep}" * (self.ep > 1) + f" + KV split {self.kv}" * (self.kv > 1)
+        return (" x ".join(parts) or "one card") + extra + ", queries exchanged" * self.exchanges_queries
+
+    @property
     def name(self) -> str:
-        stages = f" x PP{self.pp}" if self.pp > 1 else ""
-        if self.is_attention_copied:
-            return f"DP{self.dp} attention + EP{self.tp}{stages}"
-        if self.tp == 1:
-            return f"PP{self.pp}" if self.pp > 1 else "one card"
-        return f"TP{self.tp}{stages}{f' + KV split {self.kv}' if self.kv > 1 else ''}"
+        return f"{self.replicas} replicas of {self.group_name}" if self.replicas > 1 else self.group_name
 
 
 @dataclass(frozen=True)
@@ -88,20 +106,35 @@ class Stage:
 
 
 def enumerate_cuts(model: ModelShape, n_cards: int) -> Iterator[Cut]:
-    """All cuts over exactly `n_cards` that divide heads and experts evenly."""
+    """All cuts over exactly `n_cards` that divide heads and experts evenly, as one worker or as replicas."""
+    for replicas in _divisors(n_cards):
+        for pp in _divisors(n_cards // replicas):
+            if pp <= len(model.layers):
+                yield from _stage_cuts(model, n_cards // (replicas * pp), pp, replicas)
+
+
+def reference_cuts(model: ModelShape, n_cards: int) -> Iterator[Cut]:
+    """Cuts of other engines, which this one does not run: a KV split within a node that exchanges queries."""
+    group = min(n_cards, NODE_CARDS)
+    kv = group // model.kv_heads
+    if kv > 1 and not (n_cards % group or group % kv or PAGE_TOKENS % kv or model.n_heads % (group // kv)):
+        yield Cut(group, kv=kv, replicas=n_cards // group, exchanges_queries=True)
+
+
+def _stage_cuts(model: ModelShape, tp: int, pp: int, replicas: int) -> Iterator[Cut]:
     n_experts = max(layer.n_experts for layer in model.layers)
-    for tp in range(1, n_cards + 1):
-        pp = n_cards // tp
-        if tp * pp != n_cards or pp > len(model.layers):
-            continue
-        if model.n_heads % tp == 0:
-            yield Cut(tp, pp)
+    parts_of_experts = [ep for ep in _divisors(tp) if ep == 1 or (n_experts and n_experts % ep == 0)]
+    for dp in _divisors(tp):
+        for kv in _divisors(tp // dp):
+            heads = tp // (dp * kv)
             # A split before the heads of KV are divided would only add exchanges.
-            for kv in range(2, tp // model.kv_heads + 1):
-                if tp % kv == 0 and PAGE_TOKENS % kv == 0:
-                    yield Cut(tp, pp, kv)
-        if tp > 1 and n_experts and n_experts % tp == 0:
-            yield Cut(tp, pp, dp=tp)
+            is_split = kv == 1 or (heads >= model.kv_heads and PAGE_TOKENS % kv == 0)
+            if model.n_heads % heads == 0 and is_split:
+                yield from (Cut(tp, pp, kv, dp, ep, replicas) for ep in parts_of_experts)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 @lru_cache(maxsize=64)

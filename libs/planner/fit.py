@@ -53,7 +53,7 @@ class HostMemory:
     staging: Staging = Staging()
 
     def overhead_text(self, cut: Cut) -> str:
-        return f"{cut.n_cards * PROCESS_OVERHEAD_BYTES} bytes of overhead, staged copies"
+        return f"{cut.group_cards * PROCESS_OVERHEAD_BYTES} bytes of overhead, staged copies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ IN_BF16 = HeldForm()
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Memory of a cut. All bytes are of one card or of the node, as they say; a host counts as one card.
+    """Memory of one worker with a cut. All bytes are of one card or of the worker; a host counts as one card.
 
     card_weights_bytes  of the fullest card
     card_free_bytes     of the fullest card after weights and overhead; negative: what is missing
-    node_free_bytes     of all cards together
-    kv_tokens           distinct context tokens that the node can hold, in the layers that keep all of them
+    group_free_bytes    of all cards together
+    kv_tokens           distinct context tokens that the worker can hold, in the layers that keep all of them
     kv_bytes            their bytes, stored once
     """
 
@@ -92,7 +92,7 @@ class Fit:
     stages: tuple[Stage, ...]
     card_weights_bytes: int
     card_free_bytes: int
-    node_free_bytes: int
+    group_free_bytes: int
     kv_tokens: int
     kv_bytes: int
 
@@ -101,9 +101,14 @@ class Fit:
         return self.card_free_bytes >= 0
 
     @property
+    def all_kv_tokens(self) -> int:
+        """Of all replicas. Two of them may hold the same context."""
+        return self.cut.replicas * self.kv_tokens
+
+    @property
     def host_bytes(self) -> int:
-        """What the processes on the cards take of the host with their staged copies, beside page cache."""
-        return self.cut.n_cards * PROCESS_OVERHEAD_BYTES + Staging().n_bytes(self.kv_bytes)
+        """What a worker's processes take of the host with their staged copies, beside page cache."""
+        return self.cut.group_cards * PROCESS_OVERHEAD_BYTES + Staging().n_bytes(self.kv_bytes)
 
 
 def fit_cut(
@@ -129,7 +134,7 @@ def fit_memory(
     token_bytes = held.kv_bytes(model.kv_token_bytes)
     if isinstance(memory, HostMemory):
         in_use = sum(weights) * cut.tp
-        free = [memory.n_bytes - cut.n_cards * PROCESS_OVERHEAD_BYTES - in_use]
+        free = [memory.n_bytes - cut.group_cards * PROCESS_OVERHEAD_BYTES - in_use]
         tokens = max(memory.staging.kv_room(free[0] - sum(windows)), 0) // token_bytes
         return Fit(cut, stages, in_use, free[0], free[0], tokens, tokens * token_bytes)
     free = [memory.n_bytes - memory.overhead_bytes - size for size in weights]
@@ -142,7 +147,7 @@ def fit_memory(
         stages=stages,
         card_weights_bytes=max(weights),
         card_free_bytes=min(free),
-        node_free_bytes=sum(free) * cut.tp,
+        group_free_bytes=sum(free) * cut.tp,
         kv_tokens=tokens,
         kv_bytes=tokens * token_bytes,
     )

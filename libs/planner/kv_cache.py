@@ -14,7 +14,7 @@ _ONE_RANK = ParallelSizes()
 
 def cut_of(sizes: ParallelSizes) -> Cut:
     """The planner's form of a worker's `--parallel`."""
-    return Cut(sizes.stage_ranks, sizes.pp, sizes.kv, sizes.dp)
+    return Cut(sizes.stage_ranks, sizes.pp, sizes.kv, sizes.dp, sizes.ep)
 
 
 def kv_cache_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from slipstream.errors import InvalidArgument
@@ -58,6 +59,18 @@ class LayerShape:
             return 0.0
         missed: float = (1.0 - self.experts_per_token / self.n_experts) ** n_tokens
         return self.n_experts * (1.0 - missed)
+
+    def fullest_part_hits(self, n_tokens: float, n_parts: int) -> float:
+        """The same of the part with the most, where `n_parts` cards or groups have E / n_parts experts each.
+
+        About mean + sqrt(2 ln(parts) variance): the largest of as many independent normal counts.
+        """
+        hits = self.expert_hits(n_tokens)
+        if n_parts == 1 or not hits:
+            return hits
+        mean, most = hits / n_parts, self.n_experts / n_parts
+        variance = mean * (1 - hits / self.n_experts)
+        return min(mean + math.sqrt(2 * math.log(n_parts) * variance), most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from libs.engine.parallel.limits import group_refusals
-from libs.engine.parallel.sizes import parse_sizes
 from libs.engine.parallel.split import MICRO_BATCH_ROWS
 from libs.planner.cards import GIB, Card
-from libs.planner.cuts import PAGE_TOKENS, enumerate_cuts
+from libs.planner.cuts import PAGE_TOKENS, enumerate_cuts, reference_cuts
 from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
+from libs.planner.nodes import worker_nodes
 from libs.planner.times import EFFICIENCY, STEP_TOKENS, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
@@ -23,7 +23,7 @@ _CARD_COUNTS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True)
 class CutCapacity:
-    """What a cut serves with `n_sequences` at once.
+    """What all replicas of a cut serve with `n_sequences` at once.
 
     token_s         seconds from token to token of a sequence, prefills of the others included
     bound           what keeps it from more: "KV room", "time per token" or "sequences"
@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All candidates, the best first, and why the first one is chosen."""
+    """All candidates, the best first, and why the first one is chosen. `references`: of other engines."""
 
     model: ModelShape
     card: Card
@@ -58,6 +58,7 @@ class Plan:
     overhead_bytes: int
     traffic: Traffic
     candidates: tuple[Candidate, ...]
+    references: tuple[Fit, ...]
     reason: str
 
     @property
@@ -66,12 +67,10 @@ class Plan:
 
     def worker_arguments(self) -> dict[str, str]:
         """The flags of a worker on these cards; weights and KV in the dtypes that the plan counts."""
-        cut = self.chosen.fit.cut
-        shared = f"ep={cut.tp},dp={cut.dp}" if cut.is_attention_copied else f"tp={cut.tp // cut.kv}"
-        shared += f",kv={cut.kv}" if cut.kv > 1 else ""
+        sizes = asdict(self.chosen.fit.cut.sizes)
         flags = {
             "device": "cuda",
-            "parallel": f"{shared},pp={cut.pp}" if cut.pp > 1 else shared,
+            "parallel": ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1",
             "memory-bytes": str(self.card.visible_bytes),
             "weight-dtype": "bfloat16",
             "kv-dtype": "bfloat16",
@@ -83,12 +82,13 @@ class Plan:
 
     def worker_refusals(self) -> list[InvalidArgument]:
         """Why the engine does not start a worker with these flags; empty: it does."""
-        flags = self.worker_arguments()
+        cut = self.chosen.fit.cut
         return group_refusals(
-            parse_sizes(flags["parallel"]),
-            device=flags["device"],
+            cut.sizes,
+            device=self.worker_arguments()["device"],
             kernels="triton",
             block_tokens=PAGE_TOKENS,
+            n_machines=worker_nodes(cut),
         )
 
 
@@ -112,12 +112,21 @@ def make_plan(
     capacities = [_capacity(model, fit, card, traffic, max_token_s, efficiency) for fit in fits]
     candidates = sorted(map(Candidate, fits, capacities), key=_merit, reverse=True)
     return Plan(
-        model, card, n_cards, overhead_bytes, traffic, tuple(candidates), _reason(candidates, max_token_s)
+        model,
+        card,
+        n_cards,
+        overhead_bytes,
+        traffic,
+        candidates=tuple(candidates),
+        references=tuple(
+            fit_cut(model, cut, card, overhead_bytes=overhead_bytes) for cut in reference_cuts(model, n_cards)
+        ),
+        reason=_reason(candidates, max_token_s),
     )
 
 
 def capacity_at(times: StepTimes, traffic: Traffic, n_sequences: int, bound: str) -> CutCapacity:
-    """The steady state of `n_sequences` sequences that prefill and decode on the same cards.
+    """The steady state of `n_sequences` sequences a worker that prefill and decode on the same cards.
 
     Each output token of a sequence waits for one step and its share of the others' prefills.
     """
@@ -125,9 +134,10 @@ def capacity_at(times: StepTimes, traffic: Traffic, n_sequences: int, bound: str
     prefill = times.prefill_s(traffic.computed_tokens, traffic.cached_tokens)
     others = n_sequences * prefill / traffic.output_tokens
     token_s = step + others
-    rate = n_sequences / (traffic.output_tokens * token_s)
+    n_in_all = n_sequences * times.cut.replicas
+    rate = n_in_all / (traffic.output_tokens * token_s)
     return CutCapacity(
-        n_sequences=n_sequences,
+        n_sequences=n_in_all,
         token_s=token_s,
         step_s=step,
         prefill_s=prefill,
@@ -152,7 +162,8 @@ def _capacity(
     def is_in_time(n: int) -> bool:
         return times.decode_step_s(n, traffic.decode_context_tokens) + n * others_s <= max_token_s
 
-    low = _most_sequences(is_in_time, room)
+    # More of them would be late by their prefills alone.
+    low = _most_sequences(is_in_time, min(room, int(max_token_s / others_s) + 1))
     bound = "time per token" if low < room else "sequences" if room == MAX_SEQUENCES else "KV room"
     return capacity_at(times, traffic, low, bound)
 
@@ -202,8 +213,8 @@ def _reason(candidates: list[Candidate], max_token_s: float) -> str:
 
 def _weakness(other: Candidate, best: Candidate) -> str:
     assert other.capacity is not None and best.capacity is not None
-    if other.capacity.bound == "KV room" and other.fit.kv_tokens < best.fit.kv_tokens:
-        return f"KV room for {other.fit.kv_tokens:,} tokens instead of {best.fit.kv_tokens:,}"
+    if other.capacity.bound == "KV room" and other.fit.all_kv_tokens < best.fit.all_kv_tokens:
+        return f"KV room for {other.fit.all_kv_tokens:,} tokens instead of {best.fit.all_kv_tokens:,}"
     return f"{other.capacity.n_sequences} sequences instead of {best.capacity.n_sequences} at once"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from libs.engine.parallel.split import count_micro_batches
 from libs.planner.cards import Card
 from libs.planner.cuts import Cut, Stage
-from libs.planner.exchanges import GATHERED, SumForm, hop_s, share_s, sum_s
+from libs.planner.exchanges import GATHERED, SumForm, hops_s, share_s, sum_s
 from libs.planner.fit import kv_shares
 from libs.planner.model_shape import LayerShape, ModelShape
 
@@ -77,7 +77,7 @@ class StepTimes:
         distinct = {id(stage): stage for stage in self.stages}
         seconds = {each: self._stage_s(stage, part) for each, stage in distinct.items()}
         stages = [seconds[id(stage)] for stage in self.stages]
-        hops = (self.cut.pp - 1) * hop_s(self.model, self.cut, self.card, part.n_rows)
+        hops = hops_s(self.model, self.cut, self.card, part.n_rows)
         return sum(stages) + (n_parts - 1) * max(stages) + hops + self._head_s(rows)
 
     def _stage_s(self, stage: Stage, rows: Rows) -> float:
@@ -107,7 +107,9 @@ class StepTimes:
         return weights / self.cut.attention_cards + kv * self.cut.dp / kv_shares(self.model, self.cut)
 
     def _other_bytes(self, layer: LayerShape, n_rows: float) -> float:
-        return (layer.shared_bytes + layer.expert_hits(n_rows) * layer.expert_bytes) / self.cut.tp
+        """Of the card whose part of the experts is reached most."""
+        experts = self.cut.ep * layer.fullest_part_hits(n_rows, self.cut.ep) * layer.expert_bytes
+        return (layer.shared_bytes + experts) / self.cut.tp
 
     def _attention_flops(self, layer: LayerShape, own: Rows) -> float:
         """Of one card, copies of the projections included."""

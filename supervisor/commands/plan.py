@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from libs.planner.cards import GIB, parse_cards
-from libs.planner.fit import IN_BF16
+from libs.planner.cuts import Cut
+from libs.planner.fit import IN_BF16, Fit
 from libs.planner.plan import Candidate, Plan, make_plan
 from libs.planner.read_shape import read_shape
 from libs.planner.times import EFFICIENCY
 from libs.planner.traffic import Traffic
 
+_MOST_ROWS = 20
 _HEADINGS = (
     "",
     "cut",
@@ -80,6 +83,7 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
             "rate_per_s": plan.traffic.rate_per_s,
         },
         "cuts": [_cut_document(candidate) for candidate in plan.candidates],
+        "cuts_of_other_engines": [_cut_document(Candidate(fit, None)) for fit in plan.references],
         "chosen": plan.chosen.fit.cut.name,
         "reason": plan.reason,
         "worker_arguments": plan.worker_arguments(),
@@ -94,12 +98,13 @@ def _cut_document(candidate: Candidate) -> dict[str, Any]:
     fit, capacity = candidate.fit, candidate.capacity
     document: dict[str, Any] = {
         "cut": fit.cut.name,
+        "replicas": fit.cut.replicas,
         "stage_layers": [len(stage.layers) for stage in fit.stages],
         "card_weights_bytes": fit.card_weights_bytes,
         "card_free_bytes": fit.card_free_bytes,
         "fits": fit.fits,
-        "kv_tokens": fit.kv_tokens,
-        "kv_bytes": fit.kv_bytes,
+        "kv_tokens": fit.all_kv_tokens,
+        "kv_bytes": fit.cut.replicas * fit.kv_bytes,
     }
     if capacity is not None:
         document |= {
@@ -138,7 +143,7 @@ def _heading(plan: Plan) -> str:
         f"{model.kv_token_bytes:,} bytes of KV a token{window}\n"
         f"{plan.n_cards} x {card.name}: {card.visible_bytes / GIB:.2f} GiB each, of it "
         f"{plan.overhead_bytes / GIB:.2f} for context, communication, graphs and activations; "
-        f"{_node_free_bytes(plan) / GIB:.1f} GiB of the node are left beside one copy of the weights\n"
+        f"{_node_free_bytes(plan) / GIB:.1f} GiB of all are left beside one copy of the weights\n"
         f"request: {traffic.prompt_tokens:,.0f} tokens ({traffic.cached_tokens:,.0f} cached), "
         f"{traffic.output_tokens:,.0f} tokens of answer; times at {EFFICIENCY:.2f} of the card's ceilings\n"
     )
@@ -148,16 +153,9 @@ def _table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, heading in enumerate(_HEADINGS):
         table.add_column(heading, justify="left" if index < 3 else "right", no_wrap=True)
-    for index, candidate in enumerate(plan.candidates):
+    for index, candidate in enumerate(shown_cuts(plan)):
         fit, capacity = candidate.fit, candidate.capacity
-        row = [
-            "*" if index == 0 and capacity else "",
-            fit.cut.name,
-            _layer_counts([len(stage.layers) for stage in fit.stages]),
-            f"{fit.card_weights_bytes / GIB:.2f}",
-            f"{fit.card_free_bytes / GIB:.2f}",
-            f"{fit.kv_tokens:,}" if fit.fits else "does not fit",
-        ]
+        row = ["*" if index == 0 and capacity else "", *_memory_columns(fit)]
         if capacity is not None:
             row += [
                 str(capacity.n_sequences),
@@ -168,15 +166,45 @@ def _table(plan: Plan) -> Table:
                 f"{capacity.output_tokens_per_s:.0f}",
             ]
         table.add_row(*row)
+    for fit in plan.references:
+        table.add_row("", *_memory_columns(fit), "not run by this engine")
     return table
+
+
+def shown_cuts(plan: Plan) -> list[Candidate]:
+    """The best rows of the table. Of cuts that differ in the parts of experts only, the best one."""
+    best: dict[Cut, Candidate] = {}
+    for candidate in plan.candidates:
+        best.setdefault(replace(candidate.fit.cut, ep=1), candidate)
+    return list(best.values())[:_MOST_ROWS]
+
+
+def _memory_columns(fit: Fit) -> list[str]:
+    return [
+        fit.cut.name,
+        _layer_counts([len(stage.layers) for stage in fit.stages]),
+        f"{fit.card_weights_bytes / GIB:.2f}",
+        f"{fit.card_free_bytes / GIB:.2f}",
+        f"{fit.all_kv_tokens:,}" if fit.fits else "does not fit",
+    ]
 
 
 def _layer_counts(counts: list[int]) -> str:
     return ",".join(map(str, counts)) if len(counts) <= 8 else f"{len(counts)} x {min(counts)}-{max(counts)}"
 
 
+def _others(plan: Plan) -> str:
+    """How many cuts the table leaves out."""
+    shown = {id(candidate) for candidate in shown_cuts(plan)}
+    others = [candidate.fit for candidate in plan.candidates if id(candidate) not in shown]
+    if not others:
+        return ""
+    missing = sum(not fit.fits for fit in others)
+    return f"\n{len(others)} other cuts: {missing} do not fit, none serves more (--json has them)\n"
+
+
 def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
-    lines = ["", plan.reason]
+    lines = [_others(plan), plan.reason]
     capacity = plan.chosen.capacity
     if capacity is not None and 0 < capacity.prefill_share < 1:
         ratio = capacity.prefill_share / (1 - capacity.prefill_share)
@@ -186,12 +214,15 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
         )
         rate = plan.traffic.rate_per_s
         if rate:
-            lines.append(f"The trace's {rate:.2f} requests/s need {rate / capacity.requests_per_s:.1f} nodes")
+            ratio = rate / capacity.requests_per_s
+            lines.append(f"The trace's {rate:.2f} requests/s need {ratio:.1f} times these cards")
     if kv_bytes is not None:
         tokens = kv_bytes // plan.model.kv_token_bytes
         lines.append(f"{kv_bytes / GIB:g} GiB of KV hold {tokens:,} tokens, each stored once")
     arguments = " ".join(f"--{name}={value}" for name, value in plan.worker_arguments().items())
-    lines.append(f"Flags of such a worker: {arguments}")
+    replicas = plan.chosen.fit.cut.replicas
+    workers = f"each of {replicas} such workers" if replicas > 1 else "such a worker"
+    lines.append(f"Flags of {workers}: {arguments}")
     if refusals := plan.worker_refusals():
         reasons = "; ".join(f"--{each.field}: {each.reason}" for each in refusals)
         lines.append(f"This version refuses these flags: {reasons}")

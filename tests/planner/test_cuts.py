@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.engine.model_spec.config import load_config
+from libs.engine.parallel.sizes import ParallelSizes, check_sizes
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut, cut_stages, enumerate_cuts
 from libs.planner.fit import fit_cut
+from libs.planner.kv_cache import cut_of
 from slipstream.errors import InvalidArgument
-from tests.planner.shapes import kimi, small_model
+from tests.planner.shapes import KIMI_CONFIG, kimi, small_model
 
-_KIMI = kimi()
+_KIMI, _CONFIG = kimi(), load_config(KIMI_CONFIG)
 _SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 
 
@@ -48,6 +52,32 @@ def test_cuts_use_all_cards_once(n_cards: int) -> None:
     assert len(set(cuts)) == len(cuts)
     assert all(cut.n_cards == n_cards for cut in cuts)
     assert len({cut.name for cut in cuts}) == len(cuts)
+
+
+@pytest.mark.parametrize("n_cards", [1, 2, 6, 8, 16])
+def test_every_even_form_of_parallel_is_a_cut(n_cards: int) -> None:
+    """Mixes too: tp=2,dp=4,ep=8. K2.5 has 64 heads and 384 experts, a page 64 tokens."""
+    sides = [side for side in range(1, n_cards + 1) if n_cards % side == 0]
+    wanted = {
+        ParallelSizes(tp, pp, ep, dp, kv)
+        for tp, pp, ep, dp, kv in product(sides, repeat=5)
+        if tp * kv * dp * pp == n_cards and not (tp * kv * dp) % ep
+        if not 64 % tp and not 64 % kv and not 384 % ep
+    }
+    assert ParallelSizes(tp=2, dp=4, ep=8) in wanted or n_cards != 8
+    workers = [cut for cut in enumerate_cuts(_KIMI, n_cards) if cut.replicas == 1]
+    assert {cut.sizes for cut in workers} == wanted
+    assert all(cut_of(cut.sizes) == cut for cut in workers)
+    for sizes in wanted:
+        check_sizes(sizes, _CONFIG)
+
+
+@pytest.mark.parametrize("n_cards", [2, 8, 16])
+def test_replicas_are_the_cuts_over_fewer_cards(n_cards: int) -> None:
+    for cut in enumerate_cuts(_KIMI, n_cards):
+        assert replace(cut, replicas=1) in set(enumerate_cuts(_KIMI, n_cards // cut.replicas))
+    counts = {cut.replicas for cut in enumerate_cuts(_KIMI, n_cards)}
+    assert counts == {number for number in range(1, n_cards + 1) if n_cards % number == 0}
 
 
 @given(st.integers(0, 8 * 2**30), st.integers(1, 2**30))

@@ -51,8 +51,18 @@ def test_memory_of_kimi_on_eight_h100(cut: Cut) -> None:
         fit = fit_cut(kimi(), cut, card, overhead_bytes=int(overhead_gib * GIB))
         assert fit.card_weights_bytes / GIB == pytest.approx(weights_gib, rel=1e-3)
         assert fit.kv_tokens / 1e3 == pytest.approx(expected, rel=0.01)
-        assert fit.node_free_bytes / GIB == pytest.approx(637.2 - 554.27 - 8 * overhead_gib, rel=0.01)
+        assert fit.group_free_bytes / GIB == pytest.approx(637.2 - 554.27 - 8 * overhead_gib, rel=0.01)
         assert fit.fits
+
+
+def test_the_published_split_of_another_engine_is_a_reference() -> None:
+    """It exchanges queries; the same split of this engine copies projections."""
+    plan = make_plan(kimi(), *parse_cards("8xh100-80"))
+    (reference,) = plan.references
+    assert reference.cut == Cut(8, kv=8, exchanges_queries=True) and reference.kv_tokens == 961_171
+    assert not any(one.fit.cut.exchanges_queries for one in plan.candidates)
+    (own,) = [one.fit for one in plan.candidates if one.fit.cut == Cut(8, kv=8)]
+    assert own.kv_tokens == 629_850
 
 
 def test_a_kv_split_copies_the_projections_of_its_heads() -> None:
@@ -70,13 +80,14 @@ def test_the_flags_of_each_cut_take_all_cards() -> None:
     for candidate in plan.candidates:
         cut = candidate.fit.cut
         sizes = parse_sizes(replace(plan, candidates=(candidate,)).worker_arguments()["parallel"])
-        assert (sizes.n_ranks, sizes.pp, sizes.kv) == (8, cut.pp, cut.kv)
+        assert sizes == cut.sizes and sizes.n_ranks * cut.replicas == 8
 
 
 def test_over_thirty_gib_are_left_on_eight_h100() -> None:
     plan = make_plan(kimi(), *parse_cards("8xh100-80"))
-    once = [one.fit for one in plan.candidates if not one.fit.cut.is_attention_copied]
-    assert len(once) == 10 and all(fit.node_free_bytes > 30 * GIB for fit in once)
+    cuts = ((one.fit, one.fit.cut) for one in plan.candidates)
+    once = [fit for fit, cut in cuts if (cut.dp, cut.ep, cut.replicas) == (1, 1, 1)]
+    assert len(once) == 10 and all(fit.group_free_bytes > 30 * GIB for fit in once)
 
 
 def test_copied_attention_does_not_fit_eight_h100() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from libs.engine.parallel.split import MICRO_BATCH_ROWS, count_micro_batches
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut, cut_stages, enumerate_cuts
-from libs.planner.exchanges import hop_s
+from libs.planner.exchanges import hops_s
 from libs.planner.plan import _most_sequences, make_plan
 from libs.planner.times import Rows, StepTimes
 from libs.planner.traffic import Traffic
@@ -49,7 +50,7 @@ def test_a_decode_step_of_a_pipeline_takes_the_sum_of_its_stages(
 ) -> None:
     """So its time is that of one card with all layers, and of the ways between the stages."""
     one = _times(Cut(1)).decode_step_s(n_sequences, context_tokens)
-    hops = (pp - 1) * hop_s(_MODEL, Cut(1, pp), _CARDS[1], n_sequences)
+    hops = hops_s(_MODEL, Cut(1, pp), _CARDS[1], n_sequences)
     step = _times(Cut(1, pp)).decode_step_s(n_sequences, context_tokens)
     assert (one + hops) * (1 - 1e-9) <= step == pytest.approx(one + hops, rel=0.02)
 
@@ -61,7 +62,7 @@ def test_micro_batches_follow_behind_the_slowest_stage(pp: int, n_sequences: int
     assert m >= 2
     part = Rows(n_sequences / m, 1, 4096)
     stages = [times._stage_s(stage, part) for stage in times.stages]
-    hops = (pp - 1) * hop_s(_MODEL, Cut(1, pp), _CARDS[1], part.n_rows)
+    hops = hops_s(_MODEL, Cut(1, pp), _CARDS[1], part.n_rows)
     step = times.decode_step_s(n_sequences, 4096) - times._head_s(Rows(n_sequences, 1, 4096))
     assert step == pytest.approx(sum(stages) + (m - 1) * max(stages) + hops)
 
@@ -88,6 +89,27 @@ def test_cached_prompts_cost_less(cut: Cut, prompt_tokens: int, data: st.DataObj
     assert 0 < times.prefill_s(prompt_tokens - cached, cached) <= times.prefill_s(prompt_tokens)
 
 
+@given(st.integers(1, 4096), st.sampled_from([1, 2, 4, 8, 16]))
+def test_the_fullest_part_has_more_than_its_share_of_experts_and_no_more_than_it_has(
+    n_tokens: int, n_parts: int
+) -> None:
+    layer = _MODEL.layers[1]
+    hits = layer.fullest_part_hits(n_tokens, n_parts)
+    assert layer.expert_hits(n_tokens) / n_parts <= hits <= layer.n_experts / n_parts
+
+
+@pytest.mark.parametrize("n_tokens", [2, 8, 32, 128])
+@pytest.mark.parametrize("n_parts", [2, 8])
+def test_the_fullest_part_is_that_of_random_routing(n_tokens: int, n_parts: int) -> None:
+    layer, random = _MODEL.layers[1], np.random.default_rng(1)
+    most = []
+    for _ in range(200):
+        rows = random.random((n_tokens, layer.n_experts)).argpartition(layer.experts_per_token, axis=1)
+        reached = np.unique(rows[:, : layer.experts_per_token])
+        most.append(np.bincount(reached * n_parts // layer.n_experts, minlength=n_parts).max())
+    assert layer.fullest_part_hits(n_tokens, n_parts) == pytest.approx(np.mean(most), rel=0.25)
+
+
 def test_a_step_is_never_under_the_memory_floor() -> None:
     floor_s = 33.0e9 / (8 * 4.3e12)  # bytes that one token of K2.5 needs, from all cards of the node
     assert all(_times(cut).decode_step_s(1, 4096) > floor_s for cut in _CUTS)
@@ -109,6 +131,6 @@ def test_the_chosen_cut_keeps_its_limits(
     assert rates == sorted(rates, reverse=True)
     for one in plan.candidates:
         if one.capacity is not None:
-            assert one.capacity.n_sequences * (prompt_tokens + output_tokens) <= one.fit.kv_tokens
-            assert one.capacity.n_sequences == 1 or one.capacity.token_s <= max_token_s
+            assert one.capacity.n_sequences * (prompt_tokens + output_tokens) <= one.fit.all_kv_tokens
+            assert one.capacity.n_sequences == one.fit.cut.replicas or one.capacity.token_s <= max_token_s
     assert plan.chosen.fit.cut.name in plan.reason

@@ -14,7 +14,7 @@ from libs.planner.plan import make_plan
 from libs.planner.traffic import Traffic
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
-from supervisor.commands.plan import plan_document
+from supervisor.commands.plan import plan_document, shown_cuts
 from tests.engine.model.release_configs import MOONLIGHT
 from tests.planner.shapes import KIMI_CONFIG, kimi
 
@@ -26,14 +26,28 @@ def run(*flags: str, model: Path = KIMI_CONFIG, gpus: str = "8xh100-80") -> str:
     return done.output
 
 
-def test_the_table_has_every_cut_and_the_reason() -> None:
+def test_the_table_has_the_best_of_the_cuts_and_the_reason() -> None:
+    """Of cuts that differ in the parts of experts only, one; a line counts the others."""
     output = run()
     assert "595.15 GB (554.27 GiB) of weights, 70,272 bytes of KV a token" in output
     plan = make_plan(kimi(), *parse_cards("8xh100-80"))
-    for candidate in plan.candidates:
-        assert candidate.fit.cut.name in output
-    assert "does not fit" in output
+    shown = shown_cuts(plan)
+    assert shown[0] is plan.chosen and len(shown) == 20
+    for candidate in shown:
+        assert f" {candidate.fit.cut.name} " in output
+    assert "DP8 " in output and "does not fit" in output and "+ EP" not in output
+    others = len(plan.candidates) - 20
+    assert f"{others} other cuts: " in output
     assert plan.reason in output.replace("\n", " ")
+    names = [cut["cut"] for cut in json.loads(run("--json"))["cuts"]]
+    assert names == [each.fit.cut.name for each in plan.candidates] and "TP2 x DP4 + EP8" in names
+
+
+def test_a_cut_of_other_engines_is_marked() -> None:
+    (row,) = [line for line in run().splitlines() if "queries exchanged" in line]
+    assert "961,171" in row and row.rstrip().endswith("not run by this engine")
+    (document,) = json.loads(run("--json"))["cuts_of_other_engines"]
+    assert document["kv_tokens"] == 961_171 and "requests_per_s" not in document
 
 
 def test_json_agrees_with_the_plan() -> None:
