@@ -20,7 +20,7 @@ class Cut:
 
     kv                 parts of the context's positions, on cards that share the same heads
     dp                 parts of the cards, each with all attention and its own sequences
-    ep                 parts of the cards that hold different experts; cards of a part share each of its experts
+    ep                 parts of the cards with different experts; cards of a part share each of its experts
     replicas           workers of this cut, each with all weights and its own requests
     exchanges_queries  with kv: cards exchange queries, so that no projection is copied (other engines)
     """

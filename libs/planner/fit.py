@@ -106,9 +106,14 @@ class Fit:
         return self.cut.replicas * self.kv_tokens
 
     @property
+    def staged_bytes(self) -> int:
+        """Of the host, for copies of a worker's pages."""
+        return Staging().n_bytes(self.kv_bytes)
+
+    @property
     def host_bytes(self) -> int:
         """What a worker's processes take of the host with their staged copies, beside page cache."""
-        return self.cut.group_cards * PROCESS_OVERHEAD_BYTES + Staging().n_bytes(self.kv_bytes)
+        return self.cut.group_cards * PROCESS_OVERHEAD_BYTES + self.staged_bytes
 
 
 def fit_cut(

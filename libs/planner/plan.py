@@ -80,6 +80,19 @@ class Plan:
             flags["device-overhead-bytes"] = str(self.overhead_bytes)
         return flags
 
+    def pod_resources(self) -> dict[str, str]:
+        """What the pod of a worker asks of its node, by the names of Kubernetes.
+
+        Memory has page cache for one copy of the weights, of which each rank reads whole tensors. Huge pages
+        are as large as the staged copies.
+        """
+        fit = self.chosen.fit
+        return {
+            "memory": f"{-(-(fit.host_bytes + self.model.weights_bytes) // GIB)}Gi",
+            "hugepages-2Mi": f"{-(-fit.staged_bytes // GIB)}Gi",
+            "nvidia.com/gpu": str(fit.cut.group_cards),
+        }
+
     def worker_refusals(self) -> list[InvalidArgument]:
         """Why the engine does not start a worker with these flags; empty: it does."""
         cut = self.chosen.fit.cut

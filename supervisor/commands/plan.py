@@ -87,6 +87,7 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
         "chosen": plan.chosen.fit.cut.name,
         "reason": plan.reason,
         "worker_arguments": plan.worker_arguments(),
+        "pod_resources": plan.pod_resources(),
         "worker_refusals": [
             {"flag": f"--{each.field}", "reason": each.reason} for each in plan.worker_refusals()
         ],
@@ -228,4 +229,6 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
         lines.append(f"This version refuses these flags: {reasons}")
     host = plan.chosen.fit.host_bytes / GIB
     lines.append(f"Its processes and staged copies take {host:.1f} GiB of the host, beside page cache")
+    resources = ", ".join(f"{name} {amount}" for name, amount in plan.pod_resources().items())
+    lines.append(f"Resources of its pod, page cache for one copy of the weights included: {resources}")
     return "\n".join(lines)

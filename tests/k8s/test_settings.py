@@ -16,7 +16,7 @@ from libs.common.runtime.loading import CONFIG_VARIABLE
 from libs.common.runtime.settings import ENVIRONMENT_PREFIX, Row, rows
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import GIB, parse_cards
-from libs.planner.fit import PROCESS_OVERHEAD_BYTES, HostMemory, kv_shares
+from libs.planner.fit import PROCESS_OVERHEAD_BYTES, HostMemory, Staging, kv_shares
 from libs.planner.kv_cache import kv_cache_bytes
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
@@ -156,23 +156,40 @@ def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -
         assert parse_sizes(stated["parallel"]).n_ranks == cut.n_cards
         assert int(stated["memory-bytes"]) * cut.n_cards > kimi().weights_bytes
         resources = tiers[tier].main["resources"]
-        assert resources["limits"]["nvidia.com/gpu"] == str(cut.n_cards)
         for kind in ("requests", "limits"):  # of the host
-            assert memory_bytes(resources[kind]["memory"]) >= plan.chosen.fit.host_bytes
+            stated_resources = {key: resources[kind][key] for key in plan.pod_resources()}
+            assert stated_resources == plan.pod_resources(), (tier, kind)
         assert memory_bytes(resources["limits"]["memory"]) < int(stated["memory-bytes"]) * cut.n_cards
 
 
+def test_the_resources_of_a_pod_are_processes_copies_and_one_checkpoint() -> None:
+    plan = make_plan(kimi(), *parse_cards("8xh100"))
+    copies = memory_bytes(plan.pod_resources()["hugepages-2Mi"])
+    assert copies == Staging().n_bytes(plan.chosen.fit.kv_bytes) == 4 * GIB
+    wanted = kimi().weights_bytes + 8 * PROCESS_OVERHEAD_BYTES + copies
+    assert 0 <= memory_bytes(plan.pod_resources()["memory"]) - wanted < GIB
+
+
 def test_the_readme_states_memory_and_kv_of_the_plan() -> None:
-    fits = {cards: make_plan(kimi(), *parse_cards(cards)).chosen.fit for cards in ("8xh100", "8xh200")}
+    readme = (K8S / "README.md").read_text(encoding="utf-8")
+    plans = {cards: make_plan(kimi(), *parse_cards(cards)) for cards in ("8xh100", "8xh200")}
+    fits = {cards: plan.chosen.fit for cards, plan in plans.items()}
     seen = {cards: 8 * parse_cards(cards)[1].visible_bytes / GIB for cards in fits}
     kv = {cards: fit.kv_bytes / GIB for cards, fit in fits.items()}
-    assert {kv_shares(kimi(), fit.cut) for fit in fits.values()} == {4}, "of 8: two cards have a token's KV"
+    copies = {cards: 8 // kv_shares(kimi(), fit.cut) for cards, fit in fits.items()}
     wanted = (
-        f"Kimi-K2.5 has {kimi().weights_bytes / GIB:.0f} GiB of weights. At the cut of these overlays, which "
-        f"stores each token's KV twice, 8 H100 ({seen['8xh100']:.0f} GiB) hold {kv['8xh100']:.1f} GiB of "
-        f"distinct KV, and 8 H200 ({seen['8xh200']:,.0f} GiB) {kv['8xh200']:.0f} GiB."
+        f"Kimi-K2.5 has {kimi().weights_bytes / GIB:.0f} GiB of weights. At the cuts of these overlays "
+        f"8 H100 ({seen['8xh100']:.0f} GiB), which store each token's KV {copies['8xh100']} times, hold "
+        f"{kv['8xh100']:.1f} GiB of distinct KV, and 8 H200 ({seen['8xh200']:,.0f} GiB), which store it "
+        f"{copies['8xh200']} times, {kv['8xh200']:.0f} GiB."
     )
-    assert wanted in (K8S / "README.md").read_text(encoding="utf-8")
+    assert wanted in readme
+    for plan in plans.values():
+        resources = {name: amount.removesuffix("Gi") for name, amount in plan.pod_resources().items()}
+        assert f"| {resources['memory']} GiB, and {resources['hugepages-2Mi']} GiB of huge pages |" in readme
+        host = plan.chosen.fit.host_bytes / GIB
+        assert f"The {resources['memory']} GiB of a pod are of the host: {host:g} GiB for processes" in readme
+        assert plan.worker_arguments()["parallel"] in readme
 
 
 @pytest.mark.parametrize("name", RENDERS)
