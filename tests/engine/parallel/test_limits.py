@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.core.build import EngineOptions, build_engine
-from libs.engine.model.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 from libs.engine.parallel.limits import check_group, group_refusals
 from libs.engine.parallel.sizes import ParallelSizes
 from slipstream.errors import InvalidArgument
+from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 _SIZES = st.builds(ParallelSizes, tp=st.integers(1, 4), pp=st.integers(1, 2), kv=st.integers(1, 4))
 
