@@ -39,7 +39,7 @@ class _HeadProjections:
 
 
 @dataclass(frozen=True, slots=True)
-class _GatedWeights:
+class GatedWeights:
     """gate above up, and down."""
 
     gate_up: Packed
@@ -47,7 +47,7 @@ class _GatedWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class _RoutedWeights:
+class RoutedWeights:
     """`place_of` [E] i32: the place of an expert in the stacks, or -1 when another rank has it."""
 
     router: torch.Tensor
@@ -56,7 +56,7 @@ class _RoutedWeights:
     n_held: int
     gate_up: ExpertWeights
     down: ExpertWeights
-    shared: _GatedWeights | None
+    shared: GatedWeights | None
     config: ModelConfig
 
 
@@ -90,7 +90,7 @@ class TritonKernels:
 
     def pack_mlp(self, matrices: MlpMatrices) -> Packed:
         gate, up, down = matrices
-        return _GatedWeights(self._stacked((gate, up)), self.pack(down))
+        return GatedWeights(self._stacked((gate, up)), self.pack(down))
 
     def pack_moe(
         self,
@@ -108,7 +108,7 @@ class TritonKernels:
             if expert:
                 gate_up.append(stack_experts([expert[:2]], self.device, self.dtype))
                 down.append(stack_experts([expert[2:]], self.device, self.dtype))
-        return _RoutedWeights(
+        return RoutedWeights(
             router=router.dequantised().to(self.device),
             correction_bias=self.place(correction_bias),
             place_of=torch.tensor(place_of, dtype=torch.int32, device=self.device),
